@@ -48,12 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the named workloads; 1 if one of ours or a limit failed, also when a promise was missed with `--strict`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(WORKLOADS))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: to see that everything runs"
+    )
     parser.add_argument("--strict", action="store_true", help="fail where a promise is missed")
     parser.add_argument(
-        "--threads", type=int, default=1, help="torch threads (default 1: several wait for busy neighbours)"
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads (default 1: several wait for busy neighbours)",
     )
-    parser.add_argument("--only", metavar="TEXT", default="", help="only cases whose name contains this")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only cases whose name contains this"
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(WORKLOADS)
     if unknown:

@@ -1,7 +1,7 @@
 """How the same is done without this library: the readers and writers that projects write for themselves.
 
-One rule: straightforward and correct, not slowed down on purpose: whole runs are copied where that is easy, and
-files already read stay in memory as long as an environment is inside them.
+One rule: straightforward and correct, not slowed down on purpose: whole runs are copied where that
+is easy, and files already read stay in memory as long as an environment is inside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class FolderReader:
     """Stream `trajectory_*/traj_<start>_<stop>.pickle` folders: one open chunk per environment."""
 
     def __init__(self, folder: Path, num_envs: int, first_frames: np.ndarray) -> None:
-        self.trajectories = sorted(path for path in folder.iterdir() if path.name.startswith("trajectory_"))
+        self.trajectories = sorted(
+            path for path in folder.iterdir() if path.name.startswith("trajectory_")
+        )
         self.num_envs = num_envs
         self.next_trajectory = 0
         self.chunks: list[dict[str, np.ndarray]] = [{} for _ in range(num_envs)]
@@ -92,4 +94,6 @@ def write_torch(folder: Path, rollout: Rollout) -> None:
 
 def write_tensordict(folder: Path, rollout: Rollout) -> None:
     """Write the rollout as memory maps of the `tensordict` package."""
-    peers.load("tensordict").TensorDict(rollout, batch_size=rollout["done"].shape).memmap(folder / "tensordict")
+    peers.load("tensordict").TensorDict(rollout, batch_size=rollout["done"].shape).memmap(
+        folder / "tensordict"
+    )

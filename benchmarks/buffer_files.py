@@ -1,7 +1,8 @@
 """Files of buffers: save a large ring and load it again.
 
-The limits are one sequential write of the same bytes into a new file, flushed to the disk, and one sequential read
-of them, from the disk, into new memory. Before every load the page cache forgets the files.
+The limits are one sequential write of the same bytes into a new file, flushed to the disk, and one
+sequential read of them, from the disk, into new memory. Before every load the page cache forgets
+the files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ CHUNK_BYTES = 8 << 20
 def cases(quick: bool) -> Iterator[Case]:
     """Yield saving and loading of 2 GB."""
     capacity, step = (2_000, 2_000) if quick else (1_400_000, 10_000)
-    folder = Path(tempfile.mkdtemp(prefix="buffer_files_", dir=os.environ.get("BENCHMARKS_FOLDER", ".")))
+    folder = Path(
+        tempfile.mkdtemp(prefix="buffer_files_", dir=os.environ.get("BENCHMARKS_FOLDER", "."))
+    )
     try:
         buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)
         for _ in range(capacity // step):
@@ -65,7 +68,13 @@ def saving(buffer: DictBuffer, folder: Path) -> Case:
         f"save {num_bytes / 1e9:.2g} GB",
         (
             Contender("write and flush", lambda: bare, LIMIT, before=clear),
-            Contender("save", lambda: lambda: buffer.save(folder / "buffer"), OURS, before=clear, reach=REACH),
+            Contender(
+                "save",
+                lambda: lambda: buffer.save(folder / "buffer"),
+                OURS,
+                before=clear,
+                reach=REACH,
+            ),
             Contender("torch.save", lambda: with_torch, PEER, before=clear),
         ),
         num_bytes=num_bytes,
@@ -92,8 +101,16 @@ def loading(buffer: DictBuffer, folder: Path) -> Case:
         f"load {num_bytes / 1e9:.2g} GB",
         (
             Contender("read", lambda: bare, LIMIT, before=drop),
-            Contender("load_buffer", lambda: lambda: load_buffer(folder / "buffer"), OURS, before=drop, reach=REACH),
-            Contender("torch.load", lambda: lambda: torch.load(folder / "state.pt"), PEER, before=drop),
+            Contender(
+                "load_buffer",
+                lambda: lambda: load_buffer(folder / "buffer"),
+                OURS,
+                before=drop,
+                reach=REACH,
+            ),
+            Contender(
+                "torch.load", lambda: lambda: torch.load(folder / "state.pt"), PEER, before=drop
+            ),
         ),
         num_bytes=num_bytes,
         num_repeats=5,

@@ -1,9 +1,9 @@
 """Checkpoints: what the training loop waits for, what writing and loading cost, and what compression saves.
 
-The checkpoint is a real one, 200 MB: an MLP trained for some steps on regressing noise, with the moments of its
-AdamW. The limit of the wait is one copy of all its tensors into memory that is there already; of writing, the
-same without compression; of loading, `torch.load`. Sizes after compression stand in the names: they
-are part of the result.
+The checkpoint is a real one, 200 MB: an MLP trained for some steps on regressing noise, with the
+moments of its AdamW. The limit of the wait is one copy of all its tensors into memory that is there
+already; of writing, the same without compression; of loading, `torch.load`. Sizes after compression
+stand in the names: they are part of the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from storage import AsyncCheckpointSaver, CompressedTensorDict, load_checkpoint, load_checkpoint_parallel
+from storage import (
+    AsyncCheckpointSaver,
+    CompressedTensorDict,
+    load_checkpoint,
+    load_checkpoint_parallel,
+)
 
 from . import data, images
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
@@ -50,7 +55,11 @@ def cases(quick: bool) -> Iterator[Case]:
 def trained(width: int, num_layers: int) -> dict[str, Any]:
     """Train a network a little and give everything that a checkpoint holds."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(num_layers) for layer in (torch.nn.Linear(width, width), torch.nn.ELU())]
+    layers = [
+        layer
+        for _ in range(num_layers)
+        for layer in (torch.nn.Linear(width, width), torch.nn.ELU())
+    ]
     net = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     for _ in range(NUM_STEPS):
@@ -92,7 +101,9 @@ def waiting(state: dict[str, Any], num_bytes: int) -> Case:
         Contender("copy_ of all tensors", copy, LIMIT, before=lambda: None),
         ours(False),
         ours(True),
-        Contender("clone of all tensors", lambda: lambda: [one.clone() for one in tensors_in(state)], PEER),
+        Contender(
+            "clone of all tensors", lambda: lambda: [one.clone() for one in tensors_in(state)], PEER
+        ),
         Contender("torch.save", lambda: lambda: torch.save(state, FOLDER / "wait.pt"), PEER),
     )
     return Case("wait of the training loop", contenders, num_bytes, num_repeats=11)
@@ -109,7 +120,9 @@ def writing(state: dict[str, Any], num_bytes: int, saved: str) -> Case:
             saver.save_async(state, FOLDER / "write.pt", **options)
             saver.wait()
 
-        return Contender(name, lambda: save, role, before=lambda: None, reach=reach, close=saver.shutdown)
+        return Contender(
+            name, lambda: save, role, before=lambda: None, reach=reach, close=saver.shutdown
+        )
 
     def bare() -> Call:
         content = (FOLDER / "plain.pt").read_bytes()
@@ -133,11 +146,19 @@ def writing(state: dict[str, Any], num_bytes: int, saved: str) -> Case:
 def loading(num_bytes: int) -> Case:
     """Measure loading, from files in the page cache."""
     contenders = (
-        Contender("torch.load", lambda: lambda: torch.load(FOLDER / "plain.pt", weights_only=True), LIMIT),
-        Contender("load_checkpoint, checked", lambda: lambda: load_checkpoint(FOLDER / "plain.pt"), OURS),
-        Contender("load_checkpoint, LZ4", lambda: lambda: load_checkpoint(FOLDER / "packed.pt"), OURS),
         Contender(
-            "load_checkpoint_parallel, LZ4", lambda: lambda: load_checkpoint_parallel(FOLDER / "packed.pt"), OURS
+            "torch.load", lambda: lambda: torch.load(FOLDER / "plain.pt", weights_only=True), LIMIT
+        ),
+        Contender(
+            "load_checkpoint, checked", lambda: lambda: load_checkpoint(FOLDER / "plain.pt"), OURS
+        ),
+        Contender(
+            "load_checkpoint, LZ4", lambda: lambda: load_checkpoint(FOLDER / "packed.pt"), OURS
+        ),
+        Contender(
+            "load_checkpoint_parallel, LZ4",
+            lambda: lambda: load_checkpoint_parallel(FOLDER / "packed.pt"),
+            OURS,
         ),
     )
     return Case("load", contenders, num_bytes)
@@ -153,7 +174,10 @@ def records(quick: bool) -> Iterator[tuple[str, torch.Tensor]]:
             continue
     for name, frames in images.image_set(1, 4 if quick else 50).items():
         yield name, torch.from_numpy(frames)
-    yield "segmentation (depth in 8 steps)", torch.from_numpy((images.image_set(1, 4)["depth_clean"]).astype("uint8"))
+    yield (
+        "segmentation (depth in 8 steps)",
+        torch.from_numpy((images.image_set(1, 4)["depth_clean"]).astype("uint8")),
+    )
 
 
 def compressing(name: str, record: torch.Tensor) -> Case:

@@ -1,8 +1,9 @@
 """Codecs: decode frames of the image set (`images.py`), whole sequences and random windows; sizes stand in the names.
 
-The limit is a memcpy of the decoded bytes into a reused output. "x" behind a name is the size of the frames over
-that of the coded bytes; what loses says so. Peers code 8 frames together, as we do, except HDF5 (chunks as h5py
-guesses them) and PNG (one frame each). `threads` compares two threads with one, which is its limit.
+The limit is a memcpy of the decoded bytes into a reused output. "x" behind a name is the size of
+the frames over that of the coded bytes; what loses says so. Peers code 8 frames together, as we do,
+except HDF5 (chunks as h5py guesses them) and PNG (one frame each). `threads` compares two threads
+with one, which is its limit.
 """
 
 from __future__ import annotations
@@ -62,8 +63,12 @@ def whole(name: str, frames: np.ndarray) -> Case:
     contenders = [Contender("memcpy", lambda: lambda: np.copyto(out, frames), LIMIT)]
     contenders += [_ours(frames, chain, everything, frames.shape[1]) for chain in OUR_CHAINS[name]]
     blobs = [compress_image_seq(one) for one in frames]
-    decode = partial(decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out)
-    contenders.append(Contender(_named("decompress_many", frames, sum(map(len, blobs))), lambda: decode, OURS))
+    decode = partial(
+        decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out
+    )
+    contenders.append(
+        Contender(_named("decompress_many", frames, sum(map(len, blobs))), lambda: decode, OURS)
+    )
     for label, coder in _peers(frames).items():
         contenders.append(_peer(label, coder, frames, out))
     return Case(f"{name}: all frames", tuple(contenders), num_bytes=frames.nbytes)
@@ -110,7 +115,11 @@ def _chunks(frames: np.ndarray, size: int) -> list[np.ndarray]:
 
 def _blosc2(frames: np.ndarray, codec: str, filter_name: str) -> Any:
     blosc2 = peers.load("blosc2")
-    settings = {"codec": blosc2.Codec[codec], "filters": [blosc2.Filter[filter_name]], "filters_meta": [0]}
+    settings = {
+        "codec": blosc2.Codec[codec],
+        "filters": [blosc2.Filter[filter_name]],
+        "filters_meta": [0],
+    }
     settings |= {"clevel": 5, "typesize": frames.itemsize, "nthreads": 1}
     coded = [blosc2.compress2(chunk, **settings) for chunk in _chunks(frames, FRAMES_PER_CHUNK)]
     return partial(_unblosc, blosc2), coded, sum(map(len, coded))
@@ -122,7 +131,10 @@ def _unblosc(blosc2: Any, chunk: bytes, out: np.ndarray) -> None:
 
 def _zstd(frames: np.ndarray) -> Any:
     zstandard = peers.load("zstandard")
-    coded = [zstandard.ZstdCompressor(level=3).compress(chunk) for chunk in _chunks(frames, FRAMES_PER_CHUNK)]
+    coded = [
+        zstandard.ZstdCompressor(level=3).compress(chunk)
+        for chunk in _chunks(frames, FRAMES_PER_CHUNK)
+    ]
     reader = zstandard.ZstdDecompressor()
 
     def decode(chunk: bytes, out: np.ndarray) -> None:
@@ -146,12 +158,18 @@ def _png(frames: np.ndarray) -> Any:
 
 
 def _hdf5(frames: np.ndarray) -> Any:
-    file = h5py.File(io.BytesIO(), "w", rdcc_nbytes=0)  # or every chunk of so small a set is in its cache
+    file = h5py.File(
+        io.BytesIO(), "w", rdcc_nbytes=0
+    )  # or every chunk of so small a set is in its cache
     datasets = [
         file.create_dataset(str(place), data=one, compression="gzip", compression_opts=4)
         for place, one in enumerate(frames)
     ]
-    return lambda one, out: one.read_direct(out), datasets, sum(one.id.get_storage_size() for one in datasets)
+    return (
+        lambda one, out: one.read_direct(out),
+        datasets,
+        sum(one.id.get_storage_size() for one in datasets),
+    )
 
 
 def windows(name: str, frames: np.ndarray) -> Case:
@@ -159,14 +177,19 @@ def windows(name: str, frames: np.ndarray) -> Case:
     num, length = frames.shape[:2]
     rng = np.random.default_rng(0)
     draws = [
-        (rng.integers(0, num, NUM_WINDOWS), rng.integers(0, length - WINDOW + 1, NUM_WINDOWS)) for _ in range(NUM_DRAWS)
+        (rng.integers(0, num, NUM_WINDOWS), rng.integers(0, length - WINDOW + 1, NUM_WINDOWS))
+        for _ in range(NUM_DRAWS)
     ]
     out = np.empty((NUM_WINDOWS, WINDOW, *frames.shape[2:]), frames.dtype)
     contenders = [Contender("gather of raw frames", partial(_gather, frames, draws, out), LIMIT)]
     contenders += [_ours(frames, chain, draws, WINDOW) for chain in ("raw", *OUR_CHAINS[name])]
     for label, coder in _peers(frames).items():
-        contenders.append(Contender(label, partial(_from_memory, label, coder, frames, draws, out), PEER))
-    return Case(f"{name}: {NUM_WINDOWS} windows of {WINDOW}", tuple(contenders), num_bytes=out.nbytes)
+        contenders.append(
+            Contender(label, partial(_from_memory, label, coder, frames, draws, out), PEER)
+        )
+    return Case(
+        f"{name}: {NUM_WINDOWS} windows of {WINDOW}", tuple(contenders), num_bytes=out.nbytes
+    )
 
 
 def _gather(frames: np.ndarray, draws: list[Any], out: np.ndarray) -> Call:
@@ -184,12 +207,16 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
     folder, image = tempfile.TemporaryDirectory(prefix="codecs-"), "observation/image"
     num, num_steps = frames.shape[:2]
     try:
-        with RolloutWriter(folder.name, num, obs_disassemble_mapping={"image": chain}, durable=False) as writer:
+        with RolloutWriter(
+            folder.name, num, obs_disassemble_mapping={"image": chain}, durable=False
+        ) as writer:
             observation = {"image": torch.from_numpy(frames).transpose(0, 1)}
             writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1))
     except ValueError as missing:
         return Contender(chain, partial(_skip, str(missing)), OURS)
-    source = LiveSource(folder.name, chunk_cache_bytes=0)  # or every chunk of so small a set would be kept
+    source = LiveSource(
+        folder.name, chunk_cache_bytes=0
+    )  # or every chunk of so small a set would be kept
     source.refresh()
     store = source.snapshot()
     chunks = read_header(store.index.blocks[0].path).chunks[DATA].get(image)
@@ -208,7 +235,9 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
     return Contender(_named(chain, frames, num_bytes), lambda: call, OURS, close=folder.cleanup)
 
 
-def _from_memory(label: str, coder: Coder, frames: np.ndarray, draws: list[Any], out: np.ndarray) -> Call:
+def _from_memory(
+    label: str, coder: Coder, frames: np.ndarray, draws: list[Any], out: np.ndarray
+) -> Call:
     decode, coded, _ = coder(frames)
     length, waiting = frames.shape[1], cycle(draws)
     size = len(frames) * length // len(coded)
@@ -223,7 +252,9 @@ def _from_memory(label: str, coder: Coder, frames: np.ndarray, draws: list[Any],
             for number in range(first // size, (first + WINDOW - 1) // size + 1):
                 decode(coded[number], scratch)
                 low, high = max(first, number * size), min(first + WINDOW, (number + 1) * size)
-                out[place, low - first : high - first] = scratch[low - number * size : high - number * size]
+                out[place, low - first : high - first] = scratch[
+                    low - number * size : high - number * size
+                ]
 
     return call
 
@@ -232,7 +263,9 @@ def threads(name: str, frames: np.ndarray) -> Case:
     """Decode with two threads where they are faster."""
     blobs = [compress_image_seq(one) for one in frames]
     out = np.empty_like(frames)
-    decode = partial(decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out)
+    decode = partial(
+        decompress_many, blobs, frames.shape[2:], frames.shape[1], frames.dtype, out=out
+    )
 
     def settled() -> Call:
         for _ in range(NUM_SETTLING):  # by now it has measured both ways

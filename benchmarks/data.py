@@ -1,8 +1,9 @@
 """The data that the workloads move: made once under out/benchmarks/data, then reused.
 
-One rule: rows look like the real thing. Small data are real MuJoCo rollouts; large data come from a generator:
-every feature is a Gaussian AR(1) process over time (coefficient 0.95, mean 0, variance 1, features and
-environments independent), float32, so that neighbouring frames resemble each other and nothing compresses to zero.
+One rule: rows look like the real thing. Small data are real MuJoCo rollouts; large data come from a
+generator: every feature is a Gaussian AR(1) process over time (coefficient 0.95, mean 0, variance
+1, features and environments independent), float32, so that neighbouring frames resemble each other
+and nothing compresses to zero.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from .peers import PeerMissing
 from .report import OUT
 
 DATA = OUT / "data"
-#: Widths of the frames that locomotion learners record: observation, privileged observation, action.
+#: Widths of the frames that locomotion learners record: observation, privileged observation,
+#: action.
 WIDTHS = {"observation": 235, "privileged_observation": 235, "action": 12}
 AR_COEFFICIENT = 0.95
 #: Frames per fragment, and per pickle of the trajectory folders.
@@ -40,14 +42,18 @@ def row_bytes(rollout: Rollout) -> int:
     return sum(value[0, 0].numel() * value.element_size() for value in rollout.values())
 
 
-def generated(num_steps: int, num_envs: int, widths: dict[str, int] | None = None, seed: int = 0) -> Rollout:
+def generated(
+    num_steps: int, num_envs: int, widths: dict[str, int] | None = None, seed: int = 0
+) -> Rollout:
     """Generate `[T, N, ...]` columns as the module says; every environment's trajectory ends with the last step."""
     generator = torch.Generator().manual_seed(seed)
     rollout: Rollout = {}
     for name, width in (widths or WIDTHS).items():
         column = torch.randn(num_steps, num_envs, width, generator=generator)
         for step in range(1, num_steps):
-            column[step].mul_((1 - AR_COEFFICIENT**2) ** 0.5).add_(column[step - 1], alpha=AR_COEFFICIENT)
+            column[step].mul_((1 - AR_COEFFICIENT**2) ** 0.5).add_(
+                column[step - 1], alpha=AR_COEFFICIENT
+            )
         rollout[name] = column
     rollout["reward"] = torch.randn(num_steps, num_envs, generator=generator)
     rollout["done"] = torch.zeros(num_steps, num_envs, dtype=torch.bool)
@@ -61,7 +67,9 @@ def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
         import gymnasium
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-        envs = SyncVectorEnv([lambda: gymnasium.make(task)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = SyncVectorEnv(
+            [lambda: gymnasium.make(task)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
+        )
     except Exception as error:  # without MuJoCo the case is left out, whatever is wrong with it
         raise PeerMissing(f"{task}: {type(error).__name__}: {error}") from error
     envs.action_space.seed(seed)
@@ -77,7 +85,10 @@ def mujoco(task: str, num_steps: int, num_envs: int, seed: int = 0) -> Rollout:
     envs.close()
     rollout = {name: torch.as_tensor(np.stack([step[name] for step in steps])) for name in steps[0]}
     rollout["done"][-1] = True
-    return {name: value if value.dtype == torch.bool else value.float() for name, value in rollout.items()}
+    return {
+        name: value if value.dtype == torch.bool else value.float()
+        for name, value in rollout.items()
+    }
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
@@ -114,7 +125,10 @@ def record(folder: Path, rollout: Rollout, steps_per_rollout: int = 0) -> None:
     with RolloutWriter(folder, num_together, durable=False, block_bytes=BLOCK_BYTES) as writer:
         for env in range(0, num_envs, num_together):
             for start in range(0, num_steps, step):
-                part = {name: value[start : start + step, env : env + num_together] for name, value in rollout.items()}
+                part = {
+                    name: value[start : start + step, env : env + num_together]
+                    for name, value in rollout.items()
+                }
                 writer.add_rollout(**part)
                 writer.flush()
 
@@ -137,7 +151,10 @@ def record_folders(folder: Path, rollout: Rollout) -> None:
         trajectory.mkdir(parents=True)
         for start in range(0, num_steps, FRAGMENT):
             stop = min(start + FRAGMENT, num_steps)
-            chunk = {FOLDER_NAMES[name]: value[start:stop, env].numpy() for name, value in rollout.items()}
+            chunk = {
+                FOLDER_NAMES[name]: value[start:stop, env].numpy()
+                for name, value in rollout.items()
+            }
             with open(trajectory / f"traj_{start:06d}_{stop:06d}.pickle", "wb") as file:
                 pickle.dump(chunk, file, protocol=pickle.HIGHEST_PROTOCOL)
     text = json.dumps({"total_timesteps": num_steps * num_envs, "total_trajectories": num_envs})

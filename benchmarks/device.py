@@ -6,14 +6,14 @@
 Keys of a line:
     host_us      microseconds until the call was issued
     us           microseconds until the device had done it
-    device_us    microseconds of the device alone: events around calls that were issued behind queued work; None if the
-                 calls waited for that work
+    device_us microseconds of the device alone: events around calls that were issued behind queued
+                 work; None if the calls waited for that work
     waits        what `torch.cuda.set_sync_debug_mode("warn")` reports for one call
     launches     kernels, copies and fills of one call, by torch.profiler
     of_limit     `device_us` divided by that of the limit, the bare copy of the same bytes
     bytes        device memory of the filled storage per step of one environment
-A case that fails prints its error and does not end the others. `python -m benchmarks device` times the same cases by
-the harness of the other workloads.
+A case that fails prints its error and does not end the others. `python -m benchmarks device` times
+the same cases by the harness of the other workloads.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Device:
         self._cycles_per_us = 0.0
         if self.is_cuda:
             torch.cuda._sleep(1_000_000)
-            self._cycles_per_us = 1e7 / (self._elapsed_ms(lambda: torch.cuda._sleep(10_000_000)) * 1e3)
+            self._cycles_per_us = 1e7 / (
+                self._elapsed_ms(lambda: torch.cuda._sleep(10_000_000)) * 1e3
+            )
 
     def synchronize(self) -> None:
         if self.is_cuda:
@@ -158,7 +160,9 @@ class Device:
         with torch.profiler.profile(activities=activities) as profiler:
             call()
             torch.cuda.synchronize()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+        return sum(
+            event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events()
+        )
 
 
 # -- data --------------------------------------------------------------------------------------
@@ -214,8 +218,8 @@ def bare_gather(num_rows: int, num_source: int, num_words: int, device: torch.de
 class PairRing:
     """A ring written by hand, as many trainers have one: `[lanes, slots, ...]` tensors, next observations kept twice.
 
-    A sample draws some rows of each lane. With several steps, rewards are summed up to the first end, and the newest
-    row counts as truncated while a sample is drawn, so that no sum crosses it.
+    A sample draws some rows of each lane. With several steps, rewards are summed up to the first
+    end, and the newest row counts as truncated while a sample is drawn, so that no sum crosses it.
     """
 
     def __init__(self, num_lanes: int, sizes: Sizes, device: torch.device) -> None:
@@ -315,7 +319,9 @@ def rollout_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator
             Contender("add_transitions", lambda place=place: adding(place), OURS),
         ]
         if where == "device":
-            contenders.append(Contender("rsl_rl", lambda: rsl_adding(num_envs, sizes, device), PEER))
+            contenders.append(
+                Contender("rsl_rl", lambda: rsl_adding(num_envs, sizes, device), PEER)
+            )
         yield Case(f"add {NUM_STEPS} steps from the {where}", tuple(contenders), rollout_bytes)
 
     def computing(truncation: str) -> Call:
@@ -327,8 +333,12 @@ def rollout_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator
         yield Case(
             f"compute_returns truncation={truncation}",
             (
-                Contender("read and write the columns once", lambda: columns_once(num_envs, device), LIMIT),
-                Contender("compute_returns", lambda truncation=truncation: computing(truncation), OURS),
+                Contender(
+                    "read and write the columns once", lambda: columns_once(num_envs, device), LIMIT
+                ),
+                Contender(
+                    "compute_returns", lambda truncation=truncation: computing(truncation), OURS
+                ),
                 Contender("a loop over the steps", lambda: looping(num_envs, device), PEER),
             ),
             NUM_STEPS * num_envs * 17,
@@ -336,7 +346,9 @@ def rollout_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator
 
     def drawing(**options: Any) -> Call:
         storage = filled_rollout(num_envs, sizes, device)
-        return lambda: exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS, **options))
+        return lambda: exhaust(
+            storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS, **options)
+        )
 
     def drawing_recurrent() -> Call:
         storage = filled_rollout(num_envs, sizes, device)
@@ -345,7 +357,8 @@ def rollout_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator
     def gathering() -> Call:
         num_rows = NUM_STEPS * num_envs
         gathers = [
-            bare_gather(num_rows // NUM_MINI_BATCHES, num_rows, num_words, device) for _ in range(NUM_MINI_BATCHES)
+            bare_gather(num_rows // NUM_MINI_BATCHES, num_rows, num_words, device)
+            for _ in range(NUM_MINI_BATCHES)
         ]
         return lambda: [gather() for _ in range(NUM_EPOCHS) for gather in gathers]
 
@@ -396,7 +409,9 @@ def rsl_filled(num_envs: int, sizes: Sizes, device: torch.device) -> tuple[Any, 
     steps = []
     for step in steps_of(num_envs, sizes, device):
         made = storage_module.RolloutStorage.Transition()
-        made.observations = tensordict.TensorDict({"policy": step.observations}, batch_size=[num_envs])
+        made.observations = tensordict.TensorDict(
+            {"policy": step.observations}, batch_size=[num_envs]
+        )
         for name in ("actions", "values", "actions_log_prob"):
             setattr(made, name, getattr(step, name))
         made.rewards = step.rewards.squeeze(1)
@@ -429,9 +444,15 @@ def rsl_drawing(num_envs: int, sizes: Sizes, device: torch.device) -> Call:
     return lambda: exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS))
 
 
-def filled_ring(num_lanes: int, sizes: Sizes, device: torch.device, with_finals: bool = False) -> DictBuffer:
+def filled_ring(
+    num_lanes: int, sizes: Sizes, device: torch.device, with_finals: bool = False
+) -> DictBuffer:
     ring = DictBuffer(
-        num_lanes * sizes.slots, device, num_envs=num_lanes, end_key=["terminated", "truncated"], generator=0
+        num_lanes * sizes.slots,
+        device,
+        num_envs=num_lanes,
+        end_key=["terminated", "truncated"],
+        generator=0,
     )
     rows = rows_of(num_lanes, sizes, device)
     for _ in range(sizes.slots):
@@ -454,7 +475,9 @@ def filled_torchrl(num_lanes: int, sizes: Sizes, device: torch.device) -> tuple[
     buffer = data.ReplayBuffer(storage=storage, batch_size=num_lanes)
     rows = rows_of(num_lanes, sizes, device)
     batch = tensordict.TensorDict(
-        {**rows, "next": {"observation": rows["observation"]}}, batch_size=[num_lanes], device=device
+        {**rows, "next": {"observation": rows["observation"]}},
+        batch_size=[num_lanes],
+        device=device,
     )
     for _ in range(sizes.slots):
         buffer.extend(batch)
@@ -516,7 +539,9 @@ def ring_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iterator[Ca
         "sample",
         (
             Contender(
-                "index_select of packed rows", lambda: bare_gather(num_rows, num_source, num_words, device), LIMIT
+                "index_select of packed rows",
+                lambda: bare_gather(num_rows, num_source, num_words, device),
+                LIMIT,
             ),
             Contender("DictBuffer.sample", lambda: drawing("sample"), OURS),
             Contender("torchrl", drawing_torchrl, PEER),
@@ -544,7 +569,9 @@ def ring_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iterator[Ca
                     lambda options=options: drawing("sample_transitions", True, **options),
                     OURS,
                 ),
-                Contender("pairs by hand", lambda num_steps=num_steps: drawing_pairs(num_steps), PEER),
+                Contender(
+                    "pairs by hand", lambda num_steps=num_steps: drawing_pairs(num_steps), PEER
+                ),
             ),
             num_rows * num_pair_words * 4,
         )
@@ -574,11 +601,15 @@ def prioritized_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iter
         try:
             sampler = data.PrioritizedSampler(num_source, alpha=0.6, beta=0.4)
         except (RuntimeError, ImportError, NameError) as error:
-            raise peers.PeerMissing(f"torchrl: its extension does not load here: {error}") from error
+            raise peers.PeerMissing(
+                f"torchrl: its extension does not load here: {error}"
+            ) from error
         storage = data.LazyTensorStorage(num_source, device=device)
         buffer = data.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=num_rows)
         for _ in range(sizes.slots):
-            buffer.extend(tensordict.TensorDict(rows_of(num_rows, sizes, device), batch_size=[num_rows]))
+            buffer.extend(
+                tensordict.TensorDict(rows_of(num_rows, sizes, device), batch_size=[num_rows])
+            )
         priorities = torch.rand(num_rows, device=device)
 
         def step() -> None:
@@ -591,7 +622,9 @@ def prioritized_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iter
         "prioritized sample and update",
         (
             Contender(
-                "index_select of packed rows", lambda: bare_gather(num_rows, num_source, num_words, device), LIMIT
+                "index_select of packed rows",
+                lambda: bare_gather(num_rows, num_source, num_words, device),
+                LIMIT,
             ),
             Contender("AdvancedReplayBuffer", stepping, OURS),
             Contender("torchrl", torchrl_stepping, PEER),
@@ -604,19 +637,28 @@ def file_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator[Ca
     """Yield recording a step of all environments, and playing recorded trajectories from the device's memory."""
     num_words = row_words(sizes)
     row_bytes = num_words * 4
-    names = {"observation": "observation", "action": "action", "reward": "reward", "done": "terminated"}
+    names = {
+        "observation": "observation",
+        "action": "action",
+        "reward": "reward",
+        "done": "terminated",
+    }
     rows = rows_of(num_envs, sizes, device)
     step = {name: rows[row_name] for name, row_name in names.items()}
 
     def copying() -> Call:
         block = torch.empty(num_envs * row_bytes, dtype=torch.uint8, device=device)
-        pinned = torch.empty(num_envs * row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned = torch.empty(
+            num_envs * row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
         return lambda: pinned.copy_(block, non_blocking=True)
 
     def recording() -> Call:
         opened = ExitStack()
         folder = opened.enter_context(tempfile.TemporaryDirectory())
-        writer = opened.enter_context(RolloutWriter(folder, num_envs, durable=False, retention={"bytes": 1 << 28}))
+        writer = opened.enter_context(
+            RolloutWriter(folder, num_envs, durable=False, retention={"bytes": 1 << 28})
+        )
 
         def add() -> None:
             writer.add(**step)
@@ -681,7 +723,9 @@ def cases(quick: bool) -> Iterator[Case]:
         for num_rows in sizes.rows:
             for case in make_cases(num_rows, sizes, device):
                 contenders = [synchronized(contender, device) for contender in case.contenders]
-                yield replace(case, name=f"{case.name} rows={num_rows}", contenders=tuple(contenders))
+                yield replace(
+                    case, name=f"{case.name} rows={num_rows}", contenders=tuple(contenders)
+                )
 
 
 def synchronized(contender: Contender, device: torch.device) -> Contender:
@@ -720,9 +764,17 @@ def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]
             yield {"case": name, "rows": num_lanes, "skipped": str(missing)}
             continue
         torch.cuda.synchronize() if device.type == "cuda" else None
-        num_bytes = allocated_bytes(device) - before if device.type == "cuda" else getattr(kept, "num_bytes", None)
+        num_bytes = (
+            allocated_bytes(device) - before
+            if device.type == "cuda"
+            else getattr(kept, "num_bytes", None)
+        )
         del kept
-        yield {"case": name, "rows": num_lanes, "bytes": num_bytes and round(num_bytes / num_lanes / sizes.slots, 2)}
+        yield {
+            "case": name,
+            "rows": num_lanes,
+            "bytes": num_bytes and round(num_bytes / num_lanes / sizes.slots, 2),
+        }
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -755,7 +807,11 @@ def aligned_bytes(fields: tuple[Field, ...], aligns_all: bool) -> int:
     """Return the size of a row whose fields start at multiples of 16 bytes: all, or those of 16 bytes or more."""
     start = 0
     for field in sorted(fields, key=lambda field: -field.row_bytes):
-        step = _ALIGNMENT if aligns_all or field.row_bytes >= _ALIGNMENT else field.numpy_dtype.itemsize
+        step = (
+            _ALIGNMENT
+            if aligns_all or field.row_bytes >= _ALIGNMENT
+            else field.numpy_dtype.itemsize
+        )
         start = -(-start // step) * step + field.row_bytes
     return -(-start // _ALIGNMENT) * _ALIGNMENT
 
@@ -808,7 +864,10 @@ def alignment_steps(sizes: Sizes, measured: Device, seconds: float) -> Iterator[
 
 
 def compiled_facts(
-    function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, measured: Device, seconds: float
+    function: Callable[[torch.Tensor], torch.Tensor],
+    batch: torch.Tensor,
+    measured: Device,
+    seconds: float,
 ) -> dict[str, Any]:
     """Compile a function by Inductor and describe how its code loads the batch."""
     from torch._inductor import config
@@ -817,7 +876,10 @@ def compiled_facts(
     torch._dynamo.reset()
     config.compile_threads = 1  # other processes would keep their own folder for the code
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        caches = {name: os.path.join(folder, name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        caches = {
+            name: os.path.join(folder, name)
+            for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        }
         before = {name: os.environ.get(name) for name in caches}
         os.environ.update(caches)
         try:
@@ -825,14 +887,21 @@ def compiled_facts(
             _, codes = run_and_get_code(compiled, batch)
             facts = measured.measure(lambda: compiled(batch), seconds)
             code = "\n".join(codes)
-            texts = [Path(path).read_text() for path in glob.glob(f"{folder}/**/*.ptx", recursive=True)]
+            texts = [
+                Path(path).read_text() for path in glob.glob(f"{folder}/**/*.ptx", recursive=True)
+            ]
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
-    facts |= {f"ptx_loads_{suffix}": sum(text.count(f".{suffix}.") for text in texts) for suffix in ("v2", "v4")}
-    facts["divisibility"] = [line.strip()[:400] for line in code.splitlines() if "tt.divisibility" in line][:2]
+    facts |= {
+        f"ptx_loads_{suffix}": sum(text.count(f".{suffix}.") for text in texts)
+        for suffix in ("v2", "v4")
+    }
+    facts["divisibility"] = [
+        line.strip()[:400] for line in code.splitlines() if "tt.divisibility" in line
+    ][:2]
     facts["cpu_vector_loads"] = code.count("Vectorized<float>::loadu")
     return facts
 
@@ -852,7 +921,9 @@ class Lines:
         return time.monotonic() - self._start
 
     def write(self, section: str, **facts: Any) -> None:
-        line = json.dumps({"section": section, **facts, "at_s": round(self.elapsed_s, 1)}, default=str)
+        line = json.dumps(
+            {"section": section, **facts, "at_s": round(self.elapsed_s, 1)}, default=str
+        )
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         if self._path is not None:
@@ -860,7 +931,9 @@ class Lines:
                 file.write(line + "\n")
 
 
-def measure_case(lines: Lines, section: str, case: Case, num_rows: int, measured: Device, seconds: float) -> None:
+def measure_case(
+    lines: Lines, section: str, case: Case, num_rows: int, measured: Device, seconds: float
+) -> None:
     limit: dict[str, Any] = {}
     key = "device_us" if measured.is_cuda else "us"
     for contender in case.contenders:
@@ -895,9 +968,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all sections, the most important ones first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: to see that everything runs")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes: to see that everything runs"
+    )
     parser.add_argument("--out", help="file to which the lines are appended as well")
-    parser.add_argument("--limit-s", type=float, default=200, help="start nothing after this many seconds")
+    parser.add_argument(
+        "--limit-s", type=float, default=200, help="start nothing after this many seconds"
+    )
     parser.add_argument("--only", default="", help="sections, comma-separated")
     options = parser.parse_args(arguments)
     sizes = SMALL if options.small else FULL
@@ -918,7 +995,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not wanted or "alignment" in wanted:
         write_each(lines, "alignment", alignment_bytes(), options.limit_s)
         if lines.elapsed_s < options.limit_s:
-            write_each(lines, "alignment", alignment_steps(sizes, measured, seconds), options.limit_s)
+            write_each(
+                lines, "alignment", alignment_steps(sizes, measured, seconds), options.limit_s
+            )
     lines.write("end")
     return 0
 

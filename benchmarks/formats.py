@@ -1,10 +1,11 @@
 """Other systems' files: open a set, draw windows from it, convert it.
 
-The sets have 1,000 episodes of 100 frames of 32 + 8 + 1 floats (16 MB), written by our writers. The limit of opening is
-to list the episodes with h5py or to read the tables with pyarrow; that of windows is a gather of the same windows from
-memory into a reused output; that of converting is to read the same fields and to write as many bytes. Windows of
-pictures come from the same frames of 128 x 128 pixels, stored as pictures (ours as they are, LeRobot's as PNG) or as
-H.264; LeRobot's own dataset class reads LeRobot's set (lerobot asks for another torch: install it with --no-deps).
+The sets have 1,000 episodes of 100 frames of 32 + 8 + 1 floats (16 MB), written by our writers. The
+limit of opening is to list the episodes with h5py or to read the tables with pyarrow; that of
+windows is a gather of the same windows from memory into a reused output; that of converting is to
+read the same fields and to write as many bytes. Windows of pictures come from the same frames of
+128 x 128 pixels, stored as pictures (ours as they are, LeRobot's as PNG) or as H.264; LeRobot's own
+dataset class reads LeRobot's set (lerobot asks for another torch: install it with --no-deps).
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def _opening(name: str, path: Path, num_episodes: int) -> Case:
         Contender("rollout_data.open", lambda: opened, OURS, reach_s=REACH_OPEN_S),
     ]
     if name == "minari":
-        contenders.append(Contender("minari", lambda: lambda: _minari(path)[num_episodes // 2], PEER))
+        contenders.append(
+            Contender("minari", lambda: lambda: _minari(path)[num_episodes // 2], PEER)
+        )
     if name == "robomimic":
         contenders.append(Contender("robomimic", lambda: lambda: _robomimic(path)[0], PEER))
     if name == "lerobot":
@@ -93,7 +96,10 @@ def _listed(name: str, path: Path) -> int:
     """Read which episodes there are, and how long, and nothing else."""
     if name == "lerobot":
         parquet = peers.load("pyarrow", "parquet")
-        return sum(parquet.read_table(file, columns=["length"]).num_rows for file in path.glob("meta/episodes/*/*"))
+        return sum(
+            parquet.read_table(file, columns=["length"]).num_rows
+            for file in path.glob("meta/episodes/*/*")
+        )
     if name == "rollout-data":
         return sum(len(file.read_bytes()) for file in path.glob(".index.npz"))
     with h5py.File(path if name == "robomimic" else path / "data" / "main_data.hdf5") as file:
@@ -108,7 +114,9 @@ def _windows(name: str, path: Path) -> Case:
 
     def gathered() -> Call:
         words = torch.ones(dataset.num_frames, row_bytes // 4)
-        windows = words.as_strided((len(words) - LENGTH + 1, LENGTH * words.shape[1]), (words.shape[1], 1))
+        windows = words.as_strided(
+            (len(words) - LENGTH + 1, LENGTH * words.shape[1]), (words.shape[1], 1)
+        )
         out, rng = torch.empty(BATCH, windows.shape[1]), np.random.default_rng(0)
         draws = [torch.from_numpy(rng.integers(0, len(windows), BATCH)) for _ in range(64)]
         turns = _endless(lambda: draws)
@@ -116,14 +124,24 @@ def _windows(name: str, path: Path) -> Case:
 
     contenders = [
         Contender("gather from memory", gathered, LIMIT),
-        Contender("WindowDataset", lambda: _batches(lambda: _loader(dataset, dataset.collate)), OURS),
+        Contender(
+            "WindowDataset", lambda: _batches(lambda: _loader(dataset, dataset.collate)), OURS
+        ),
     ]
     if name == "robomimic":
-        contenders.append(Contender("robomimic", lambda: _batches(lambda: _loader(_robomimic(path))), PEER))
+        contenders.append(
+            Contender("robomimic", lambda: _batches(lambda: _loader(_robomimic(path))), PEER)
+        )
     if name == "lerobot":
         fields = ["observation.state", "action", "next.reward"]
-        contenders.append(Contender("lerobot", lambda: _batches(lambda: _loader(_lerobot(path, fields))), PEER))
-    return Case(f"windows L={LENGTH} B={BATCH}, {name}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
+        contenders.append(
+            Contender("lerobot", lambda: _batches(lambda: _loader(_lerobot(path, fields))), PEER)
+        )
+    return Case(
+        f"windows L={LENGTH} B={BATCH}, {name}",
+        tuple(contenders),
+        num_bytes=BATCH * LENGTH * row_bytes,
+    )
 
 
 def _pictures(coding: str, quick: bool) -> Case:
@@ -132,10 +150,14 @@ def _pictures(coding: str, quick: bool) -> Case:
     kind, folder = coding or "pictures", data.DATA / f"formats-rgb-{coding or 'raw'}"
     shutil.rmtree(folder, ignore_errors=True)
     chains = {"rgb": f"{coding}:crf=23"} if coding else {}
-    with rollout_data.RolloutWriter(folder / "ours", num, obs_disassemble_mapping=chains, durable=False) as writer:
+    with rollout_data.RolloutWriter(
+        folder / "ours", num, obs_disassemble_mapping=chains, durable=False
+    ) as writer:
         observation = {"rgb": torch.from_numpy(frames).transpose(0, 1)}
         done = torch.arange(num_steps)[:, None].expand(-1, num) == num_steps - 1
-        writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1), done=done)
+        writer.add_rollout(
+            observation=observation, action=torch.zeros(num_steps, num, 1), done=done
+        )
 
     def read_by_lerobot() -> Call:
         if not (path := folder / "theirs").exists():
@@ -144,21 +166,33 @@ def _pictures(coding: str, quick: bool) -> Case:
         read = _lerobot(path, ["observation.images.rgb"])
         return _batches(lambda: DataLoader(read, PICTURE_BATCH, shuffle=True, drop_last=True))
 
-    dataset = WindowDataset(folder / "ours", LENGTH, fields=["observation"], padding="repeat", chunk_cache_bytes=0)
-    loader = partial(DataLoader, dataset, PICTURE_BATCH, shuffle=True, drop_last=True, collate_fn=dataset.collate)
+    dataset = WindowDataset(
+        folder / "ours", LENGTH, fields=["observation"], padding="repeat", chunk_cache_bytes=0
+    )
+    loader = partial(
+        DataLoader, dataset, PICTURE_BATCH, shuffle=True, drop_last=True, collate_fn=dataset.collate
+    )
     rows = torch.from_numpy(frames).reshape(num * num_steps, -1)
-    first = torch.from_numpy(np.random.default_rng(0).integers(0, len(rows) - LENGTH + 1, PICTURE_BATCH))
+    first = torch.from_numpy(
+        np.random.default_rng(0).integers(0, len(rows) - LENGTH + 1, PICTURE_BATCH)
+    )
     places, out = (
         (first[:, None] + torch.arange(LENGTH)).flatten(),
         rows.new_empty(PICTURE_BATCH * LENGTH, rows.shape[1]),
     )
     contenders = (
-        Contender("gather from memory", lambda: lambda: torch.index_select(rows, 0, places, out=out), LIMIT),
+        Contender(
+            "gather from memory",
+            lambda: lambda: torch.index_select(rows, 0, places, out=out),
+            LIMIT,
+        ),
         Contender("WindowDataset", lambda: _batches(loader), OURS),
         Contender("lerobot", read_by_lerobot, PEER),
     )
     size = PICTURE_BATCH * LENGTH * frames[0, 0].nbytes
-    return Case(f"windows L={LENGTH} B={PICTURE_BATCH} of RGB as {kind}", contenders, num_bytes=size)
+    return Case(
+        f"windows L={LENGTH} B={PICTURE_BATCH} of RGB as {kind}", contenders, num_bytes=size
+    )
 
 
 def _endless(make: Callable[[], Any]) -> Iterator[Any]:
@@ -214,11 +248,16 @@ def _lerobot(path: Path, fields: Sequence[str] = ()) -> Any:
         raise peers.PeerMissing(f"lerobot: reads sets of version {module.CODEBASE_VERSION}")
     fps = json.loads((path / "meta" / "info.json").read_text(encoding="utf-8"))["fps"]
     times = {name: [frame / fps for frame in range(LENGTH)] for name in fields}
-    return module.LeRobotDataset("bench/set", root=path, delta_timestamps=times or None, video_backend="pyav")
+    return module.LeRobotDataset(
+        "bench/set", root=path, delta_timestamps=times or None, video_backend="pyav"
+    )
 
 
 def _robomimic(path: Path) -> Any:
-    module, observations = peers.load("robomimic", "utils.dataset"), peers.load("robomimic", "utils.obs_utils")
+    module, observations = (
+        peers.load("robomimic", "utils.dataset"),
+        peers.load("robomimic", "utils.obs_utils"),
+    )
     observations.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["state"]}})
     return module.SequenceDataset(
         hdf5_path=str(path), obs_keys=["state"], dataset_keys=("actions", "rewards"), frame_stack=1, seq_length=LENGTH,

@@ -1,7 +1,7 @@
 """The harness: time contenders in alternation, print a table, write JSON and a chart.
 
-One rule: every figure is a ratio to a limit that was measured in the same process, in turns with the
-figure. A workload is a module with a function `cases(quick)` that yields `Case`s; its line in
+One rule: every figure is a ratio to a limit that was measured in the same process, in turns with
+the figure. A workload is a module with a function `cases(quick)` that yields `Case`s; its line in
 `benchmarks/__main__.py` makes it known. What a workload measures does not belong here.
 
 A minimal workload:
@@ -35,7 +35,8 @@ from tqdm import tqdm
 from .peers import PeerMissing
 
 OURS, LIMIT, PEER = "ours", "limit", "peer"
-#: A repetition calls a short function often enough to last this long, so that the clock does not matter.
+#: A repetition calls a short function often enough to last this long, so that the clock does not
+#: matter.
 MIN_REPETITION_S = 0.02
 MAX_CALLS = 2000
 WARM_UP_STRETCH_S = 0.5
@@ -52,10 +53,12 @@ class Contender:
     """One way of doing a case's work."""
 
     name: str
-    #: Untimed: makes everything ready and returns what is timed. Raises `PeerMissing` with the reason to skip.
+    #: Untimed: makes everything ready and returns what is timed. Raises `PeerMissing` with the
+    #: reason to skip.
     prepare: Callable[[], Call]
     role: str = OURS
-    #: Untimed, before every repetition, which then is a single call: clear a folder, drop the page cache.
+    #: Untimed, before every repetition, which then is a single call: clear a folder, drop the page
+    #: cache.
     before: Call | None = None
     #: What we promise: at most this multiple of the limit, or at most this many seconds per call.
     reach: float | None = None
@@ -75,8 +78,9 @@ class Case:
     #: Bytes that one call moves, for the throughput column; 0 for none.
     num_bytes: int = 0
     num_repeats: int = 7
-    #: For how long, at most, short calls are repeated before the clock counts, until they get no faster. Gigabytes that
-    #: lay idle while the next contender was filled are up to 30 times slower at first in virtual machines.
+    #: For how long, at most, short calls are repeated before the clock counts, until they get no
+    #: faster. Gigabytes that lay idle while the next contender was filled are up to 30 times slower
+    #: at first in virtual machines.
     warm_up_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -123,7 +127,8 @@ def measure(case: Case) -> list[Timing]:
     for contender, timing in zip(case.contenders, timings, strict=True):
         calls.append(_guarded(timing, contender.prepare))
     counts = [
-        _calls_per_repetition(*parts, case.warm_up_s) for parts in zip(case.contenders, timings, calls, strict=True)
+        _calls_per_repetition(*parts, case.warm_up_s)
+        for parts in zip(case.contenders, timings, calls, strict=True)
     ]
     order = list(range(len(timings)))
     gc.collect()
@@ -134,7 +139,9 @@ def measure(case: Case) -> list[Timing]:
                 timing, call = timings[position], calls[position]
                 if call is None or timing.failed or _is_done(timing):
                     continue
-                elapsed_s = _guarded(timing, lambda p=position, c=call: _repeat(case.contenders[p], c, counts[p]))
+                elapsed_s = _guarded(
+                    timing, lambda p=position, c=call: _repeat(case.contenders[p], c, counts[p])
+                )
                 if elapsed_s is not None:
                     timing.times_s.append(elapsed_s)
     finally:
@@ -192,7 +199,9 @@ def _is_done(timing: Timing) -> bool:
     return len(timing.times_s) >= MIN_REPEATS and timing.times_s[0] > SLOW_CALL_S
 
 
-def _calls_per_repetition(contender: Contender, timing: Timing, call: Call | None, warm_up_s: float) -> int:
+def _calls_per_repetition(
+    contender: Contender, timing: Timing, call: Call | None, warm_up_s: float
+) -> int:
     """Warm up and count how many calls make one repetition long enough."""
     if call is None:
         return 0

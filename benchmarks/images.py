@@ -1,9 +1,10 @@
 """The image set: what a moving camera sees of a small scene, rendered by casting one ray per pixel.
 
-One rule: synthetic and said so. A floor with a checker of 0.5 m tiles in two colours and a grain of 2 cm
-(brightness uniform in +-6 %), a sky with a vertical gradient, and five coloured balls that move; the camera
-drives an arc at 0.5 m/s, 25 frames per second. RGB is 128 x 128 uint8. Depth is 64 x 64 float32, metres along
-the ray, cut at 10 m; the noisy set adds Gaussian noise with a standard deviation of 0.3 % of the depth.
+One rule: synthetic and said so. A floor with a checker of 0.5 m tiles in two colours and a grain of
+2 cm (brightness uniform in +-6 %), a sky with a vertical gradient, and five coloured balls that
+move; the camera drives an arc at 0.5 m/s, 25 frames per second. RGB is 128 x 128 uint8. Depth is 64
+x 64 float32, metres along the ray, cut at 10 m; the noisy set adds Gaussian noise with a standard
+deviation of 0.3 % of the depth.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def image_set(num_trajectories: int, num_frames: int, seed: int = 0) -> dict[str
     """Render trajectories: name -> `[num_trajectories, num_frames, *shape]`."""
     generator = np.random.default_rng(seed)
     found = {
-        name: np.empty((num_trajectories, num_frames, *shape), np.uint8 if name == "rgb" else np.float32)
+        name: np.empty(
+            (num_trajectories, num_frames, *shape), np.uint8 if name == "rgb" else np.float32
+        )
         for name, shape in SHAPES.items()
     }
     for one in trange(num_trajectories, desc="images", leave=False):
@@ -76,14 +79,18 @@ class _Scene:
         centre[:, :2] += self.velocity * time_s
         return centre
 
-    def _hits(self, time_s: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _hits(
+        self, time_s: float, size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Distance, number of the ball (-1 for none) and direction of each ray; the camera's place."""
         heading = self.heading + self.turn * time_s
         forward = np.array([np.cos(heading), np.sin(heading), -0.25])
         side = np.array([-np.sin(heading), np.cos(heading), 0.0])
         origin = np.array([*(self.start + SPEED * time_s * forward[:2]), CAMERA_HEIGHT])
         grid = np.linspace(-FIELD_OF_VIEW / 2, FIELD_OF_VIEW / 2, size)
-        rays = forward + grid[None, :, None] * side - grid[:, None, None] * np.array([0.0, 0.0, 1.0])
+        rays = (
+            forward + grid[None, :, None] * side - grid[:, None, None] * np.array([0.0, 0.0, 1.0])
+        )
         rays /= np.linalg.norm(rays, axis=-1, keepdims=True)
         with np.errstate(divide="ignore"):
             distance = np.where(rays[..., 2] < 0, -CAMERA_HEIGHT / rays[..., 2], FAR)

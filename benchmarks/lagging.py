@@ -1,6 +1,7 @@
 """A file system for fsspec that answers late: files of this machine, each request `latency_s` later than they could be.
 
-One rule: what it gives is exact. It counts its requests, and fails or hangs where it is told to; the tests use it too.
+One rule: what it gives is exact. It counts its requests, and fails or hangs where it is told to;
+the tests use it too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def start(cls, root: Path, latency_s: float = 0.03) -> None:
         """Serve a folder from now on, and count from 0."""
         cls.root, cls.latency_s, cls.requests = root, latency_s, []
-        cls.most_at_once, cls._under_way = 0, []  # those from before go on counting in their own list
+        cls.most_at_once, cls._under_way = (
+            0,
+            [],
+        )  # those from before go on counting in their own list
         cls.fails = staticmethod(lambda path, start, stop: None)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)
 
@@ -50,10 +54,15 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         name = self._answer(path, None, None)
         entries = [entry for entry in os.scandir(self.root / name) if entry.is_file()]
         stats = [(f"{name}/{entry.name}", entry.stat()) for entry in entries]
-        found = [{"name": name, "size": at.st_size, "mtime": at.st_mtime_ns, "type": "file"} for name, at in stats]
+        found = [
+            {"name": name, "size": at.st_size, "mtime": at.st_mtime_ns, "type": "file"}
+            for name, at in stats
+        ]
         return found if detail else [entry["name"] for entry in found]
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
         name = self._answer(path, start, end)
         with open(self.root / name, "rb", buffering=0) as file:
             return os.pread(file.fileno(), (end or 0) - (start or 0), start or 0)

@@ -1,7 +1,8 @@
 """The chart of README: eight cases, ours and the peers side by side.
 
-`python -m benchmarks.overview` reads the reports in `out/benchmarks` and draws `benchmarks/how_fast.png`.
-One rule: nothing is measured or typed in here; a case without a report is left out and named.
+`python -m benchmarks.overview` reads the reports in `out/benchmarks` and draws
+`benchmarks/how_fast.png`. One rule: nothing is measured or typed in here; a case without a report
+is left out and named.
 """
 
 from __future__ import annotations
@@ -16,13 +17,29 @@ from .report import COLOURS, OUT, seconds, times
 CHART = Path(__file__).with_name("how_fast.png")
 #: Label -> workload, case, our contender.
 CASES = {
-    "play 4096 envs x 24 steps from files,\nand one Linear": ("playback", "N=4096 T=24", "contiguous"),
+    "play 4096 envs x 24 steps from files,\nand one Linear": (
+        "playback",
+        "N=4096 T=24",
+        "contiguous",
+    ),
     "record 1024 envs x 24 steps, 50 MB": ("record", "not durable", "add_rollout"),
     "256 windows of 10 frames from disk": ("windows_disk", "L=10 B=256, no workers", "DataLoader"),
-    "4 x 5 mini-batches of 24 x 4096": ("ppo", "mini-batches 4x5 T=24 N=4096", "new permutation per epoch"),
+    "4 x 5 mini-batches of 24 x 4096": (
+        "ppo",
+        "mini-batches 4x5 T=24 N=4096",
+        "new permutation per epoch",
+    ),
     "sample 256 of 10^6 transitions": ("replay", "sample 256", "DictBuffer"),
-    "sample and update 256 of 10^6 priorities": ("prioritized", "sample and update 256", "AdvancedReplayBuffer"),
-    "sample 1024 rows of 100 trajectories": ("trajectory_replay", "sample 1024, all cached", "TrajectoryReplayBuffer"),
+    "sample and update 256 of 10^6 priorities": (
+        "prioritized",
+        "sample and update 256",
+        "AdvancedReplayBuffer",
+    ),
+    "sample 1024 rows of 100 trajectories": (
+        "trajectory_replay",
+        "sample 1024, all cached",
+        "TrajectoryReplayBuffer",
+    ),
     "save 200 MB beside training": ("checkpoint", "wait of the training loop", "save_async"),
 }
 #: Contenders that are a part of the work, not another way to do all of it.
@@ -31,7 +48,9 @@ PARTS = {"clone of all tensors", "copies, then write", "memcpy"}
 
 def timings(workload: str, case: str) -> list[dict[str, Any]]:
     """Give what was measured of a case, from the newest report that has it; empty if none has."""
-    reports = sorted(OUT.glob(f"{workload}*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    reports = sorted(
+        OUT.glob(f"{workload}*.json"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
     for report in reports:
         if report.stem in (workload, f"{workload}-part"):
             rows = json.loads(report.read_text(encoding="utf-8"))["timings"]
@@ -56,7 +75,8 @@ def draw(path: Path = CHART) -> list[str]:
             missing.append(label)
             continue
         peers = sorted(
-            (row for row in rows if row["role"] == "peer" and row["name"] not in PARTS), key=lambda row: row["ratio"]
+            (row for row in rows if row["role"] == "peer" and row["name"] not in PARTS),
+            key=lambda row: row["ratio"],
         )
         shown = mine + peers[:4]
         ticks[position + (len(shown) - 1) / 2] = label

@@ -1,7 +1,7 @@
 """The peers: which packages we measure ourselves against, where they come from, which are here.
 
-One rule: a peer is always optional. The list is the extra `bench` in setup.cfg, the versions stand in
-constraints.txt. No imports from this project, so that it runs before anything is installed:
+One rule: a peer is always optional. The list is the extra `bench` in setup.cfg, the versions stand
+in constraints.txt. No imports from this project, so that it runs before anything is installed:
 `python benchmarks/peers.py install`.
 """
 
@@ -73,10 +73,23 @@ def install() -> None:
         constraints.write("\n".join(kept) + "\n")
         constraints.flush()
         for name in names:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            done = subprocess.run([*command, "-c", constraints.name, name], capture_output=True, text=True)
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+            ]
+            done = subprocess.run(
+                [*command, "-c", constraints.name, name], capture_output=True, text=True
+            )
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            result = "installed" if done.returncode == 0 else f"skipped: {(errors or ['pip failed'])[-1]}"
+            result = (
+                "installed"
+                if done.returncode == 0
+                else f"skipped: {(errors or ['pip failed'])[-1]}"
+            )
             sys.stdout.write(f"peer {name}: {result}\n")
 
 

@@ -1,10 +1,10 @@
 """Playback: stream recorded frames, `[T, N, ...]` batches without end, and put each through one `Linear`.
 
-The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations are views of the
-same frames), from memory into a reused output, and the same `Linear` on contiguous observations; of one step, only the
-memcpy of one row per environment, against making the batch. 1,024 trajectories have 512 frames (1 GB); environments
-stand at random places in them, so that in every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats
-and a flag.
+The limit is a memcpy of the bytes of one batch, N windows of T + 1 frames (the next observations
+are views of the same frames), from memory into a reused output, and the same `Linear` on contiguous
+observations; of one step, only the memcpy of one row per environment, against making the batch.
+1,024 trajectories have 512 frames (1 GB); environments stand at random places in them, so that in
+every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ REACH = {"contiguous": 1.5, "fragments": 1.5, "ram": 1.25}
 #: Outputs of the layer that takes the observations.
 NUM_OUTPUTS = 64
 COLD_REACH = 4.0
-#: Passes before the clock starts, so that every page is in the page tables of the process; `_fresh` measures without.
+#: Passes before the clock starts, so that every page is in the page tables of the process; `_fresh`
+#: measures without.
 WARM_PASSES = 2
 LIMIT_SOURCES = 4
 COLD_ENVS, COLD_STEPS, COLD_BATCHES = 512, 24, 10
@@ -39,11 +40,16 @@ def cases(quick: bool) -> Iterator[Case]:
     sizes = (8, 64) if quick else (64, 1024, 4096)
     tag = "quick" if quick else "long"
     rollout = functools.cache(lambda: data.generated(length, num_trajectories))
-    contiguous = data.made_once(f"playback-{tag}-contiguous", lambda path: data.record(path, rollout()))
-    fragments = data.made_once(
-        f"playback-{tag}-fragments", lambda path: data.record(path, rollout(), min(data.FRAGMENT, length // 2))
+    contiguous = data.made_once(
+        f"playback-{tag}-contiguous", lambda path: data.record(path, rollout())
     )
-    folders = data.made_once(f"playback-{tag}-folders", lambda path: data.record_folders(path, rollout()))
+    fragments = data.made_once(
+        f"playback-{tag}-fragments",
+        lambda path: data.record(path, rollout(), min(data.FRAGMENT, length // 2)),
+    )
+    folders = data.made_once(
+        f"playback-{tag}-folders", lambda path: data.record_folders(path, rollout())
+    )
     rollout.cache_clear()
     row_bytes = data.row_bytes(data.generated(1, 1))
     for num_envs in sizes:
@@ -57,19 +63,29 @@ def cases(quick: bool) -> Iterator[Case]:
 def _real(tag: str, quick: bool, length: int) -> Iterator[Case]:
     task, num_envs = "Humanoid-v5", 8 if quick else 64
     folder = data.made_once(
-        f"playback-{tag}-humanoid", lambda path: data.record(path, data.mujoco(task, length, num_envs))
+        f"playback-{tag}-humanoid",
+        lambda path: data.record(path, data.mujoco(task, length, num_envs)),
     )
     row_bytes, width = _row_bytes_of(folder), _width_of(folder)
     for num_steps in (1, 24):
         yield Case(
             f"{task} N={num_envs} T={num_steps}",
-            (_limit(num_envs, num_steps, row_bytes, width), _ours("recorded", folder, num_envs, num_steps, length)),
+            (
+                _limit(num_envs, num_steps, row_bytes, width),
+                _ours("recorded", folder, num_envs, num_steps, length),
+            ),
             num_bytes=num_envs * (num_steps + 1) * row_bytes,
         )
 
 
 def _warm(
-    num_envs: int, num_steps: int, row_bytes: int, length: int, contiguous: Path, fragments: Path, folders: Path
+    num_envs: int,
+    num_steps: int,
+    row_bytes: int,
+    length: int,
+    contiguous: Path,
+    fragments: Path,
+    folders: Path,
 ) -> Case:
     is_wide = num_envs == 4096 and num_steps == 24
     reach_s = {(1024, 1): 1e-3, (64, 1): 80e-6}.get((num_envs, num_steps))
@@ -81,7 +97,16 @@ def _warm(
 
     def ours(name: str, folder: Path, cache: Literal["none", "ram"] = "none") -> Contender:
         key = "ram" if cache == "ram" else name
-        return _ours(name, folder, num_envs, num_steps, length, cache, REACH[key] if is_wide else None, reach_s)
+        return _ours(
+            name,
+            folder,
+            num_envs,
+            num_steps,
+            length,
+            cache,
+            REACH[key] if is_wide else None,
+            reach_s,
+        )
 
     return Case(
         f"N={num_envs} T={num_steps}",
@@ -114,7 +139,9 @@ def _limit(num_envs: int, num_steps: int, row_bytes: int, width: int = 0) -> Con
 
     With a `width` of observations, put as many contiguous ones through one layer.
     """
-    num_rows = num_steps + 1 if num_steps > 1 else 1  # the rows behind a step are read again as those of the next one
+    num_rows = (
+        num_steps + 1 if num_steps > 1 else 1
+    )  # the rows behind a step are read again as those of the next one
     num_floats = num_envs * num_rows * row_bytes // 4
 
     def prepare() -> Call:
@@ -153,7 +180,9 @@ def _ours(
     return Contender(name, prepare, OURS, reach=reach, reach_s=reach_s)
 
 
-def _dataset(folder: Path, num_envs: int, length: int, cache: Literal["none", "ram"] = "none") -> RolloutDataset:
+def _dataset(
+    folder: Path, num_envs: int, length: int, cache: Literal["none", "ram"] = "none"
+) -> RolloutDataset:
     """Open a dataset to be played without end, from random starts in trajectories of that length."""
     return RolloutDataset(
         folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, starting_frame_range=(0, length),
@@ -167,8 +196,16 @@ def _width_of(folder: Path) -> int:
 
 def _row_bytes_of(folder: Path) -> int:
     batch = RolloutDataset(folder, 1, device="cpu").get_batch(1)
-    columns = (batch.observation, batch.privileged_observation, batch.action, batch.reward, batch.done)
-    return sum(column[0, 0].numel() * column.element_size() for column in columns if column is not None)
+    columns = (
+        batch.observation,
+        batch.privileged_observation,
+        batch.action,
+        batch.reward,
+        batch.done,
+    )
+    return sum(
+        column[0, 0].numel() * column.element_size() for column in columns if column is not None
+    )
 
 
 def _fresh(num_envs: int, folder: Path, row_bytes: int, length: int, num_batches: int = 5) -> Case:
@@ -181,7 +218,10 @@ def _fresh(num_envs: int, folder: Path, row_bytes: int, length: int, num_batches
 
     return Case(
         f"N={num_envs} T=24, open and first {num_batches} batches",
-        (_limit(num_envs, 24 * num_batches, row_bytes), Contender("contiguous", lambda: play, OURS)),
+        (
+            _limit(num_envs, 24 * num_batches, row_bytes),
+            Contender("contiguous", lambda: play, OURS),
+        ),
         num_bytes=num_envs * 25 * num_batches * row_bytes,
     )
 
@@ -196,7 +236,9 @@ def _cold(folder: Path, folders: Path, row_bytes: int, length: int, quick: bool)
         missing = num_bytes
         for path in sorted(folder.glob("rollout_*.h5")):
             with open(path, "rb", buffering=0) as file:
-                while missing > 0 and (count := file.readinto(memoryview(buffer)[: min(len(buffer), missing)])):
+                while missing > 0 and (
+                    count := file.readinto(memoryview(buffer)[: min(len(buffer), missing)])
+                ):
                     missing -= count
 
     def play(make: Callable[[], Call]) -> Callable[[], Call]:
@@ -212,15 +254,25 @@ def _cold(folder: Path, folders: Path, row_bytes: int, length: int, quick: bool)
         return lambda: dataset.get_batch(num_steps)
 
     def theirs() -> Call:
-        reader = baselines.FolderReader(folders, num_envs, np.random.default_rng(0).integers(0, length, num_envs))
+        reader = baselines.FolderReader(
+            folders, num_envs, np.random.default_rng(0).integers(0, length, num_envs)
+        )
         return lambda: reader.batch(num_steps)
 
     return Case(
         f"cold page cache, N={num_envs} T={num_steps}, {COLD_BATCHES} batches",
         (
             Contender("sequential read", lambda: read, LIMIT, before=lambda: data.forget(folder)),
-            Contender("open and play", play(ours), OURS, before=lambda: data.forget(folder), reach=COLD_REACH),
-            Contender("trajectory folders", play(theirs), PEER, before=lambda: data.forget(folders)),
+            Contender(
+                "open and play",
+                play(ours),
+                OURS,
+                before=lambda: data.forget(folder),
+                reach=COLD_REACH,
+            ),
+            Contender(
+                "trajectory folders", play(theirs), PEER, before=lambda: data.forget(folders)
+            ),
         ),
         num_bytes=num_bytes,
         num_repeats=5,

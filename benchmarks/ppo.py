@@ -1,10 +1,11 @@
 """PPO: what a learner's storage does between two updates: add steps, estimate advantages, draw mini-batches.
 
-A rollout has 24 steps of 4096 environments; an observation 48 floats, the critic's 120, an action 12, with mean and
-deviation, one reward. The limit of adding is to copy the same tensors into the same places; of mini-batches, to lay
-the fields of all rows side by side, draw the permutations, and gather each batch into two reused outputs in turn; of
-advantages, one pass in C over the same arrays (skipped where there is no compiler). SB3 keeps neither a second
-observation nor the distribution, so its one observation is as wide as both.
+A rollout has 24 steps of 4096 environments; an observation 48 floats, the critic's 120, an action
+12, with mean and deviation, one reward. The limit of adding is to copy the same tensors into the
+same places; of mini-batches, to lay the fields of all rows side by side, draw the permutations, and
+gather each batch into two reused outputs in turn; of advantages, one pass in C over the same arrays
+(skipped where there is no compiler). SB3 keeps neither a second observation nor the distribution,
+so its one observation is as wide as both.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def adding(num_steps: int, num_envs: int) -> Case:
 
     def bare() -> Call:
         storage, steps = filled(num_steps, num_envs), transitions(num_envs)
-        names = {name: {"action_mean": "mu", "action_sigma": "sigma"}.get(name, name) for name in vars(steps[0])}
+        names = {
+            name: {"action_mean": "mu", "action_sigma": "sigma"}.get(name, name)
+            for name in vars(steps[0])
+        }
         given = [name for name, value in vars(steps[0]).items() if value is not None]
         columns = [getattr(storage, names[name]) for name in given]
         rows = [[getattr(step, name).view(num_envs, -1) for name in given] for step in steps]
@@ -115,7 +119,11 @@ def adding(num_steps: int, num_envs: int) -> Case:
         (
             Contender("copy each field", bare, LIMIT),
             Contender("add_transitions", ours, OURS, reach=1.15 if num_envs == 4096 else None),
-            Contender("our adapter for rsl_rl", lambda: _rsl_adding(num_steps, num_envs, is_ours=True), OURS),
+            Contender(
+                "our adapter for rsl_rl",
+                lambda: _rsl_adding(num_steps, num_envs, is_ours=True),
+                OURS,
+            ),
             Contender("rsl_rl", lambda: _rsl_adding(num_steps, num_envs), PEER),
             Contender("SB3", lambda: _sb3_adding(num_steps, num_envs), PEER),
         ),
@@ -126,8 +134,8 @@ def adding(num_steps: int, num_envs: int) -> Case:
 def drawing(num_steps: int, num_envs: int) -> Case:
     """Draw all mini-batches of all epochs of one update.
 
-    Who holds a batch while asking for the next needs two outputs; the caches hold neither 40 MB of outputs nor 82 MB
-    of rows.
+    Who holds a batch while asking for the next needs two outputs; the caches hold neither 40 MB of
+    outputs nor 82 MB of rows.
     """
     width, num_rows = OBS + CRITIC + 3 * ACTIONS + 4, num_steps * num_envs
 
@@ -137,7 +145,9 @@ def drawing(num_steps: int, num_envs: int) -> Case:
 
     def ours(**options: Any) -> Call:
         storage = filled(num_steps, num_envs)
-        return lambda: _exhaust(storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS, **options))
+        return lambda: _exhaust(
+            storage.mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS, **options)
+        )
 
     is_wide = num_envs == 4096
     return Case(
@@ -145,8 +155,17 @@ def drawing(num_steps: int, num_envs: int) -> Case:
         (
             Contender("pack rows, gather them", limit, LIMIT),
             Contender("new permutation per epoch", ours, OURS, reach=1.35 if is_wide else None),
-            Contender("shuffled once", lambda: ours(reshuffle="once"), OURS, reach=0.35 if is_wide else None),
-            Contender("our adapter for rsl_rl", lambda: _rsl_drawing(num_steps, num_envs, is_ours=True), OURS),
+            Contender(
+                "shuffled once",
+                lambda: ours(reshuffle="once"),
+                OURS,
+                reach=0.35 if is_wide else None,
+            ),
+            Contender(
+                "our adapter for rsl_rl",
+                lambda: _rsl_drawing(num_steps, num_envs, is_ours=True),
+                OURS,
+            ),
             Contender("rsl_rl", lambda: _rsl_drawing(num_steps, num_envs), PEER),
             Contender("SB3", lambda: _sb3_drawing(num_steps, num_envs), PEER),
             Contender("torchrl", lambda: _torchrl_drawing(num_steps, num_envs), PEER),
@@ -222,7 +241,9 @@ def estimating(num_steps: int, num_envs: int) -> Case:
         functional = peers.load("torchrl", "objectives.value.functional")
         ends = dones.bool().transpose(0, 1)
         inputs = [x.transpose(0, 1) for x in (values, torch.cat([values[1:], last[None]]), rewards)]
-        return lambda: functional.vec_generalized_advantage_estimate(GAMMA, LAM, *inputs, ends, ends)
+        return lambda: functional.vec_generalized_advantage_estimate(
+            GAMMA, LAM, *inputs, ends, ends
+        )
 
     def sb3() -> Call:
         buffer = _sb3_buffer(num_steps, num_envs)
@@ -232,8 +253,14 @@ def estimating(num_steps: int, num_envs: int) -> Case:
     return Case(
         f"advantages T={num_steps} N={num_envs}",
         (
-            Contender("one pass in C", lambda: _compiled(rewards, values, last, dones, advantages, returns), LIMIT),
-            Contender("rollout_advantage", lambda: ours, OURS, reach=REACH_GAE.get((num_steps, num_envs))),
+            Contender(
+                "one pass in C",
+                lambda: _compiled(rewards, values, last, dones, advantages, returns),
+                LIMIT,
+            ),
+            Contender(
+                "rollout_advantage", lambda: ours, OURS, reach=REACH_GAE.get((num_steps, num_envs))
+            ),
             Contender("loop of tensor operations", lambda: loop, PEER),
             Contender("SB3", sb3, PEER),
             Contender("torchrl", torchrl, PEER),
@@ -260,7 +287,9 @@ def _gathering(num_rows: int, widths: list[int]) -> Callable[[], Iterator[torch.
         for _ in range(NUM_EPOCHS):
             order = torch.randperm(num_rows, dtype=torch.int32)
             for i in range(NUM_MINI_BATCHES):
-                yield torch.index_select(packed, 0, order[i * size : (i + 1) * size], out=outputs[i % 2])
+                yield torch.index_select(
+                    packed, 0, order[i * size : (i + 1) * size], out=outputs[i % 2]
+                )
 
     return draw
 
@@ -280,11 +309,16 @@ def _compiled(*tensors: torch.Tensor) -> Call:
         options = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
         subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
         function = ctypes.CDLL(str(library)).gae
-    rewards, values, last, dones, advantages, returns = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+    rewards, values, last, dones, advantages, returns = (
+        ctypes.c_void_p(x.data_ptr()) for x in tensors
+    )
     sizes = [ctypes.c_long(size) for size in tensors[0].shape[:2]]
     factors = ctypes.c_float(GAMMA), ctypes.c_float(LAM)
     # The closure holds the tensors, so that their memory stays where it is.
-    return lambda: (function(*sizes, rewards, values, last, dones, *factors, advantages, returns), tensors)
+    return lambda: (
+        function(*sizes, rewards, values, last, dones, *factors, advantages, returns),
+        tensors,
+    )
 
 
 def rsl_filled(
@@ -308,7 +342,10 @@ def rsl_filled(
     storage = kind("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
     for t in range(num_steps):
         storage.add_transition(steps[t % NUM_SOURCES])
-    storage.returns, storage.advantages = storage.values.clone(), storage.values.clone()  # as their PPO writes them
+    storage.returns, storage.advantages = (
+        storage.values.clone(),
+        storage.values.clone(),
+    )  # as their PPO writes them
     return storage, steps
 
 
@@ -329,9 +366,14 @@ def _rsl_drawing(num_steps: int, num_envs: int, is_ours: bool = False) -> Call:
 
 
 def _sb3_buffer(num_steps: int, num_envs: int) -> Any:
-    buffers, spaces = peers.load("stable-baselines3", "common.buffers"), peers.load("gymnasium", "spaces")
+    buffers, spaces = (
+        peers.load("stable-baselines3", "common.buffers"),
+        peers.load("gymnasium", "spaces"),
+    )
     observation = spaces.Box(-1, 1, (OBS + CRITIC,), np.float32)
-    return buffers.RolloutBuffer(num_steps, observation, spaces.Box(-1, 1, (ACTIONS,), np.float32), n_envs=num_envs)
+    return buffers.RolloutBuffer(
+        num_steps, observation, spaces.Box(-1, 1, (ACTIONS,), np.float32), n_envs=num_envs
+    )
 
 
 def _sb3_adding(num_steps: int, num_envs: int) -> Call:

@@ -1,8 +1,9 @@
 """Recurrent PPO: cut a rollout into padded trajectories and draw mini-batches of whole environments.
 
-A rollout has 24 steps of 4096 environments, one trajectory in fifty steps ends; observations as in `ppo`, and the
-states of a GRU of 128 units for actor and critic. The limit gathers the padded observations once out of one packed
-row per transition, and copies the other fields once, all into reused outputs, with the indices given.
+A rollout has 24 steps of 4096 environments, one trajectory in fifty steps ends; observations as in
+`ppo`, and the states of a GRU of 128 units for actor and critic. The limit gathers the padded
+observations once out of one packed row per transition, and copies the other fields once, all into
+reused outputs, with the indices given.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from storage import HiddenStates, RolloutStorage
 from storage.onpolicy.mini_batches import find_segments
 
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
-from .ppo import ACTIONS, CRITIC, GAMMA, LAM, NUM_EPOCHS, NUM_MINI_BATCHES, NUM_SOURCES, OBS, rsl_filled, transitions
+from .ppo import (
+    ACTIONS,
+    CRITIC,
+    GAMMA,
+    LAM,
+    NUM_EPOCHS,
+    NUM_MINI_BATCHES,
+    NUM_SOURCES,
+    OBS,
+    rsl_filled,
+    transitions,
+)
 
 UNITS = 128
 
@@ -42,14 +54,18 @@ def drawing(num_steps: int, num_envs: int) -> Case:
 
     def ours() -> Call:
         storage = filled(num_steps, num_envs)
-        return lambda: _exhaust(storage.recurrent_mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS))
+        return lambda: _exhaust(
+            storage.recurrent_mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS)
+        )
 
     def rsl() -> Call:
         def states() -> tuple[torch.Tensor, torch.Tensor]:
             return torch.zeros(1, num_envs, UNITS), torch.zeros(1, num_envs, UNITS)
 
         storage, _ = rsl_filled(num_steps, num_envs, states)
-        return lambda: _exhaust(storage.recurrent_mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS))
+        return lambda: _exhaust(
+            storage.recurrent_mini_batch_generator(NUM_MINI_BATCHES, NUM_EPOCHS)
+        )
 
     return Case(
         f"mini-batches {NUM_MINI_BATCHES}x{NUM_EPOCHS} T={num_steps} N={num_envs}",
@@ -68,7 +84,9 @@ def filled(num_steps: int, num_envs: int) -> RolloutStorage:
     steps = transitions(num_envs)
     for t in range(num_steps):
         step = steps[t % NUM_SOURCES]
-        step.hidden_states = HiddenStates(torch.zeros(1, num_envs, UNITS), torch.zeros(1, num_envs, UNITS))
+        step.hidden_states = HiddenStates(
+            torch.zeros(1, num_envs, UNITS), torch.zeros(1, num_envs, UNITS)
+        )
         storage.add_transitions(step)
     storage.compute_returns(torch.zeros(num_envs), GAMMA, LAM)
     return storage

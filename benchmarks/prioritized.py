@@ -1,8 +1,9 @@
 """Prioritized: draw a batch by priority with importance weights, give the priorities back; capacity 10^6.
 
-A row is an observation of 17 floats, the next one, 6 floats of action, a reward and a flag: 42 floats. Every
-contender holds the same rows, draws in proportion to priority ** 0.6 with beta 0.4, gives the batch, and takes new
-priorities for it, which are there before the clock runs. The limit is one gather of packed rows with the indices given.
+A row is an observation of 17 floats, the next one, 6 floats of action, a reward and a flag: 42
+floats. Every contender holds the same rows, draws in proportion to priority ** 0.6 with beta 0.4,
+gives the batch, and takes new priorities for it, which are there before the clock runs. The limit
+is one gather of packed rows with the indices given.
 
 The structures are measured apart: drawing and writing back weights, no rows.
 """
@@ -79,13 +80,18 @@ def learning(capacity: int, batch_size: int) -> Case:
         (
             Contender("gather packed rows", bare, LIMIT),
             Contender("AdvancedReplayBuffer", ours, OURS, reach_s=REACH_S[batch_size]),
-            Contender("per-item Python lists", lambda: PerItem(capacity).learning(batch_size, arrays), PEER),
+            Contender(
+                "per-item Python lists",
+                lambda: PerItem(capacity).learning(batch_size, arrays),
+                PEER,
+            ),
             Contender("cpprb", lambda: _cpprb(capacity, batch_size, arrays), PEER),
             Contender("tianshou", lambda: _tianshou(capacity, batch_size, arrays), PEER),
             Contender("torchrl", lambda: _torchrl(capacity, batch_size, priorities), PEER),
         ),
         num_bytes=batch_size * FLOATS * 4,
-        # The first calls after another contender take twice as long; one call alone would make repetitions of few.
+        # The first calls after another contender take twice as long; one call alone would make
+        # repetitions of few.
         warm_up_s=2.0,
     )
 
@@ -175,12 +181,16 @@ class PairHeap:
             self.sums[node] = self.sums[2 * node] + self.sums[2 * node + 1]
 
 
-def draw_by_rejection(weights: torch.Tensor, num_draws: int, generator: torch.Generator) -> torch.Tensor:
+def draw_by_rejection(
+    weights: torch.Tensor, num_draws: int, generator: torch.Generator
+) -> torch.Tensor:
     """Propose uniformly, accept in proportion to weight over the largest possible, 1."""
     found: list[torch.Tensor] = []
     missing, share = num_draws, 0.5
     while missing:
-        candidate = torch.randint(len(weights), (int(missing / share * 1.05) + 8,), generator=generator)
+        candidate = torch.randint(
+            len(weights), (int(missing / share * 1.05) + 8,), generator=generator
+        )
         luck = torch.rand(len(candidate), dtype=torch.float64, generator=generator)
         accepted = candidate[luck < weights.index_select(0, candidate)]
         share = max(0.01, len(accepted) / len(candidate))
@@ -249,8 +259,13 @@ def _tianshou(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
     data = {key: one[name] for key, name in names.items()}
     buffer.add(tianshou.Batch(**data, rew=0.0, terminated=False, truncated=False, info={}))
     buffer._size = capacity
-    for key, name in names.items():  # memory that was never written would be read from one page of zeros
-        buffer._meta[key][:] = np.tile(rows(1000)[name].numpy(), (-(-capacity // 1000), 1))[:capacity]
+    for (
+        key,
+        name,
+    ) in names.items():  # memory that was never written would be read from one page of zeros
+        buffer._meta[key][:] = np.tile(rows(1000)[name].numpy(), (-(-capacity // 1000), 1))[
+            :capacity
+        ]
     for key in ("rew", "terminated", "truncated", "done"):
         buffer._meta[key][:] = 0
     buffer.update_weight(np.arange(capacity), np.random.rand(capacity))
@@ -272,7 +287,9 @@ def _torchrl(capacity: int, batch_size: int, priorities: torch.Tensor) -> Call:
     storage = torchrl.LazyTensorStorage(capacity)
     buffer = torchrl.TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
     for _ in range(10):
-        indices = buffer.extend(tensordict.TensorDict(rows(capacity // 10), batch_size=[capacity // 10]))
+        indices = buffer.extend(
+            tensordict.TensorDict(rows(capacity // 10), batch_size=[capacity // 10])
+        )
         buffer.update_priority(indices, torch.rand(capacity // 10))
     new = cycle(priorities)
 

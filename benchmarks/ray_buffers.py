@@ -1,8 +1,9 @@
 """Buffers in actors of Ray: batches, replies of many batches, pushes, and sampling while others push.
 
-A row has 348 float32; the limit of a batch is a bare actor that gives the same bytes, and what it takes to sample in
-process comes on top: "bare call + sampling" is what one batch at a time is compared with. Of pushes the limit is an
-actor that takes the same bytes and does nothing. All actors run on one machine.
+A row has 348 float32; the limit of a batch is a bare actor that gives the same bytes, and what it
+takes to sample in process comes on top: "bare call + sampling" is what one batch at a time is
+compared with. Of pushes the limit is an actor that takes the same bytes and does nothing. All
+actors run on one machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def cases(quick: bool) -> Iterator[Case]:
     ray = peers.load("ray")
     if not ray.is_initialized():
         ray.init(
-            num_cpus=2, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False, logging_level="ERROR"
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=1 << 30,
+            log_to_driver=False,
+            logging_level="ERROR",
         )
     capacity = 10_000 if quick else 200_000
     for batch_size in (256,) if quick else LEAST_OVER_PEER:
@@ -91,7 +96,9 @@ def batches(ray: Any, capacity: int, batch_size: int) -> Case:
         actor = ray.remote(Bare).options(num_cpus=0).remote(batch_size * ROW_BYTES)
         local = DictBuffer(capacity=capacity)
         local.extend(rows(capacity))
-        return lambda: (ray.get(actor.give.remote()), local.sample(batch_size)), partial(ray.kill, actor)
+        return lambda: (ray.get(actor.give.remote()), local.sample(batch_size)), partial(
+            ray.kill, actor
+        )
 
     def ours() -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0)
@@ -104,7 +111,9 @@ def batches(ray: Any, capacity: int, batch_size: int) -> Case:
     def torchrl() -> tuple[Call, Call]:
         data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
         buffer = data.RayReplayBuffer(
-            storage=partial(data.LazyTensorStorage, capacity), batch_size=batch_size, remote_config={"num_cpus": 0}
+            storage=partial(data.LazyTensorStorage, capacity),
+            batch_size=batch_size,
+            remote_config={"num_cpus": 0},
         )
         for _ in range(0, capacity, 10_000):
             buffer.extend(tensordict.TensorDict(rows(10_000), [10_000]))
@@ -118,7 +127,11 @@ def batches(ray: Any, capacity: int, batch_size: int) -> Case:
             Contender("bare call + sampling in process", **closing(bare_and_sampling), role=LIMIT),
             Contender("RemoteBuffer", **closing(ours), role=OURS, reach=1.2),
             Contender("RemoteBuffer, one ahead", **closing(ahead), role=OURS),
-            Contender(f"torchrl (at least {LEAST_OVER_PEER[batch_size]} x ours)", **closing(torchrl), role=PEER),
+            Contender(
+                f"torchrl (at least {LEAST_OVER_PEER[batch_size]} x ours)",
+                **closing(torchrl),
+                role=PEER,
+            ),
         ),
     )
 
@@ -135,7 +148,9 @@ def replies(capacity: int) -> Case:
         num_bytes=NUM_IN_REPLY * 256 * ROW_BYTES,
         contenders=(
             Contender("one in a reply", **closing(partial(drawing, 1)), role=LIMIT),
-            Contender("all in a reply", **closing(partial(drawing, NUM_IN_REPLY)), role=OURS, reach=1 / 8),
+            Contender(
+                "all in a reply", **closing(partial(drawing, NUM_IN_REPLY)), role=OURS, reach=1 / 8
+            ),
         ),
     )
 
@@ -145,8 +160,13 @@ def pushes(ray: Any, capacity: int) -> Case:
     given = rows(PUSH_ROWS)
 
     def bare() -> tuple[Call, Call]:
-        actor, data = ray.remote(Bare).options(num_cpus=0).remote(), np.zeros(PUSH_ROWS * ROW_BYTES, np.uint8)
-        return lambda: ray.get([actor.take.remote(data) for _ in range(8)]), partial(ray.kill, actor)
+        actor, data = (
+            ray.remote(Bare).options(num_cpus=0).remote(),
+            np.zeros(PUSH_ROWS * ROW_BYTES, np.uint8),
+        )
+        return lambda: ray.get([actor.take.remote(data) for _ in range(8)]), partial(
+            ray.kill, actor
+        )
 
     def ours() -> tuple[Call, Call]:
         buffer = remote(capacity, max_pending=8)
@@ -184,7 +204,9 @@ def pressed(ray: Any, capacity: int, seconds: float) -> Case:
     def drawing(num_collectors: int) -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0)
         push = ray.remote(push_for).options(num_cpus=0)
-        ray.get([push.remote(buffer, 0.0) for _ in range(num_collectors)])  # they are there when the clock starts
+        ray.get(
+            [push.remote(buffer, 0.0) for _ in range(num_collectors)]
+        )  # they are there when the clock starts
 
         def draw() -> float:
             collectors = [push.remote(buffer, seconds + 0.5) for _ in range(num_collectors)]
@@ -204,7 +226,13 @@ def pressed(ray: Any, capacity: int, seconds: float) -> Case:
         num_bytes=256 * ROW_BYTES,
         contenders=(
             Contender("none", **closing(partial(drawing, 0)), role=LIMIT, own_clock=True),
-            Contender("two that press", **closing(partial(drawing, 2)), role=OURS, own_clock=True, reach=1 / 0.4),
+            Contender(
+                "two that press",
+                **closing(partial(drawing, 2)),
+                role=OURS,
+                own_clock=True,
+                reach=1 / 0.4,
+            ),
         ),
     )
 
@@ -230,7 +258,15 @@ def beside_draws(ray: Any, capacity: int, seconds: float) -> Case:
         f"a push of {PUSH_ROWS} rows by two collectors",
         num_bytes=PUSH_ROWS * ROW_BYTES,
         contenders=(
-            Contender("nobody draws", **closing(partial(pushing, False)), role=LIMIT, own_clock=True),
-            Contender("beside a learner", **closing(partial(pushing, True)), role=OURS, own_clock=True, reach=1 / 0.4),
+            Contender(
+                "nobody draws", **closing(partial(pushing, False)), role=LIMIT, own_clock=True
+            ),
+            Contender(
+                "beside a learner",
+                **closing(partial(pushing, True)),
+                role=OURS,
+                own_clock=True,
+                reach=1 / 0.4,
+            ),
         ),
     )

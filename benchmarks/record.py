@@ -1,8 +1,9 @@
 """Record: write rollouts of 1024 environments x 24 steps x 2 KiB, 50 MB each, as they come from a simulator.
 
-The limit is a sequential write of the same bytes into a new file, 8 MiB at a time, with `fsync` where ours is
-durable. Time counts until everything is published, `flush()` included. Without `fsync`, "copies, then write" is what
-the two copies alone take: a step at a time into the recorder's memory, then from there to the file.
+The limit is a sequential write of the same bytes into a new file, 8 MiB at a time, with `fsync`
+where ours is durable. Time counts until everything is published, `flush()` included. Without
+`fsync`, "copies, then write" is what the two copies alone take: a step at a time into the
+recorder's memory, then from there to the file.
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ def cases(quick: bool) -> Iterator[Case]:
                 _limit(rollout, is_durable),
                 _writer("add, step by step", rollout, is_durable),
                 _writer("add_rollout", rollout, is_durable, at_once=True),
-                *(() if is_durable else (_floor(rollout), *_peers(rollout, ("torch.save", "tensordict memmap")))),
+                *(
+                    ()
+                    if is_durable
+                    else (_floor(rollout), *_peers(rollout, ("torch.save", "tensordict memmap")))
+                ),
             ),
             num_bytes=num_bytes,
             num_repeats=11,
         )
-    # In a case of their own: the disk is still busy with a thousand small files when the next one begins.
+    # In a case of their own: the disk is still busy with a thousand small files when the next one
+    # begins.
     few = _peers(rollout, ("pickle per env", "HDF5 group per env"))
     yield Case("not durable, env by env", (_limit(rollout, False), *few), num_bytes=num_bytes)
     yield _blocked(rollout, num_bytes)
@@ -73,7 +79,9 @@ def _emptied(folder: Path) -> Path:
 
 
 def _limit(rollout: data.Rollout, is_durable: bool) -> Contender:
-    flat = memoryview(torch.cat([value.reshape(-1).view(torch.uint8) for value in rollout.values()]).numpy())
+    flat = memoryview(
+        torch.cat([value.reshape(-1).view(torch.uint8) for value in rollout.values()]).numpy()
+    )
 
     def write() -> None:
         with open(FOLDER / "limit" / "flat.bin", "wb", buffering=0) as file:
@@ -100,7 +108,9 @@ def _floor(rollout: data.Rollout) -> Contender:
                 for start in range(0, copy.size, WRITE_BYTES):
                     file.write(copy.reshape(-1)[start : start + WRITE_BYTES].data)
 
-    return Contender("copies, then write", lambda: write, PEER, before=lambda: _emptied(FOLDER / "floor"))
+    return Contender(
+        "copies, then write", lambda: write, PEER, before=lambda: _emptied(FOLDER / "floor")
+    )
 
 
 def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = False) -> Contender:
@@ -128,14 +138,18 @@ def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = 
             path.unlink()
         sync_path(folder)
 
-    return Contender(name, prepare, OURS, before=before, reach=REACH, close=lambda: writers.pop().close())
+    return Contender(
+        name, prepare, OURS, before=before, reach=REACH, close=lambda: writers.pop().close()
+    )
 
 
 def _peers(rollout: data.Rollout, names: tuple[str, ...]) -> tuple[Contender, ...]:
     return tuple(_peer(name, rollout, *PEERS[name]) for name in names)
 
 
-def _peer(name: str, rollout: data.Rollout, write: Callable[[Path, data.Rollout], None], needs: str = "") -> Contender:
+def _peer(
+    name: str, rollout: data.Rollout, write: Callable[[Path, data.Rollout], None], needs: str = ""
+) -> Contender:
     folder = FOLDER / name
 
     def prepare() -> Call:
@@ -168,7 +182,9 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
 
     def prepare() -> Call:
         writers.append(RolloutWriter(_emptied(FOLDER / "blocked"), num_envs))
-        step_all(2 * num_rollouts * num_steps, 0.0)  # as long as it takes until all its memory was in use once
+        step_all(
+            2 * num_rollouts * num_steps, 0.0
+        )  # as long as it takes until all its memory was in use once
         return play
 
     def play() -> float:
@@ -181,7 +197,12 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
         f"time inside add, {num_rollouts} rollouts, {STEP_S * 1e3:g} ms per step",
         (
             Contender(
-                "inside add", prepare, OURS, own_clock=True, reach=REACH_BLOCKED, close=lambda: writers.pop().close()
+                "inside add",
+                prepare,
+                OURS,
+                own_clock=True,
+                reach=REACH_BLOCKED,
+                close=lambda: writers.pop().close(),
             ),
             Contender("whole loop", lambda: lambda: total_s[-1], LIMIT, own_clock=True),
         ),

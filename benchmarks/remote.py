@@ -1,10 +1,11 @@
 """Windows behind a network: whole epochs of overlapping windows in random order, from a file system that answers late.
 
-The limit is `WindowLoader` on the same files of this machine, which were read before. 3 blocks of 136 MB have
-trajectories of 96 frames of 347 floats; windows of 10 frames are 13.9 kB. Each request is answered 30 ms late, 32 are
-under way at most, and 64 chunks of 1 MiB are kept. At most twice the local time is promised, and at most two requests
-for 1,000 windows, which each epoch checks. The S3 server runs in a process of its own, beside us, and answers at once;
-what it takes to give the same bytes stands beside it.
+The limit is `WindowLoader` on the same files of this machine, which were read before. 3 blocks of
+136 MB have trajectories of 96 frames of 347 floats; windows of 10 frames are 13.9 kB. Each request
+is answered 30 ms late, 32 are under way at most, and 64 chunks of 1 MiB are kept. At most twice the
+local time is promised, and at most two requests for 1,000 windows, which each epoch checks. The S3
+server runs in a process of its own, beside us, and answers at once; what it takes to give the same
+bytes stands beside it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield epochs of `WindowLoader`: from this machine and late, then from this machine and from an S3 server."""
     num_steps = 32 if quick else 96
     large = _recorded(f"remote-{num_steps}", num_steps, 16 if quick else 1024, 3)
-    late = Contender(f"{1000 * LATENCY_S:.0f} ms late", lambda: _late(large, quick), OURS, reach=REACH)
+    late = Contender(
+        f"{1000 * LATENCY_S:.0f} ms late", lambda: _late(large, quick), OURS, reach=REACH
+    )
     yield _case(large, late)
-    small = _recorded(f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1)  # it copies a file per request
+    small = _recorded(
+        f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1
+    )  # it copies a file per request
     alone = Contender("its bytes alone, 32 requests", lambda: _bytes_alone(small), PEER)
     yield _case(small, Contender("S3 server of this machine", lambda: _from_s3(small), PEER), alone)
 
@@ -55,7 +60,9 @@ def _case(folder: Path, *contenders: Contender) -> Case:
     return Case(name, (local, *contenders), num_windows * LENGTH * 347 * 4)
 
 
-def _epochs(dataset: WindowDataset, check: Callable[[int], None] = lambda num_windows: None) -> Call:
+def _epochs(
+    dataset: WindowDataset, check: Callable[[int], None] = lambda num_windows: None
+) -> Call:
     loader = WindowLoader(dataset, BATCH)
 
     def call() -> None:
@@ -95,9 +102,15 @@ def _in_s3(folder: Path) -> RemoteOptions:
     assert server.stdout is not None
     address = next(line.rsplit(maxsplit=1)[1] for line in server.stdout if "Running on" in line)
     threading.Thread(target=deque, args=(server.stdout, 0), daemon=True).start()  # reads its log on
-    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none", "region_name": "us-east-1"}
+    keys = {
+        "aws_access_key_id": "none",
+        "aws_secret_access_key": "none",
+        "region_name": "us-east-1",
+    }
     boto3.client("s3", endpoint_url=address, **keys).create_bucket(Bucket="bench")
-    options = RemoteOptions(storage_options={"key": "none", "secret": "none", "endpoint_url": address})
+    options = RemoteOptions(
+        storage_options={"key": "none", "secret": "none", "endpoint_url": address}
+    )
     push(folder, "s3://bench/walk", remote=options)
     return options
 
@@ -111,7 +124,11 @@ def _bytes_alone(folder: Path) -> Call:
     options = _in_s3(folder)
     system = peers.load("s3fs").S3FileSystem(**options.storage_options)
     step = options.chunk_bytes
-    parts = [(path.name, low) for path in folder.glob("*.h5") for low in range(0, path.stat().st_size, step)]
+    parts = [
+        (path.name, low)
+        for path in folder.glob("*.h5")
+        for low in range(0, path.stat().st_size, step)
+    ]
     pool = ThreadPoolExecutor(options.num_requests)
 
     def fetch(part: tuple[str, int]) -> int:

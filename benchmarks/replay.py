@@ -1,9 +1,10 @@
 """Replay: add transitions to a ring of 10^6, draw them back with the next observation, which is stored once.
 
-A transition is 348 floats of observation, 17 of action, a reward and two flags, as of MuJoCo's Humanoid. The limit
-of adding is one copy of the same bytes, laid side by side, into one array; of sampling, one gather of a row and the
-observation behind it, from rows that hold each observation once, into one reused output, with the indices given. Peers
-that take rows of many environments at once get them so.
+A transition is 348 floats of observation, 17 of action, a reward and two flags, as of MuJoCo's
+Humanoid. The limit of adding is one copy of the same bytes, laid side by side, into one array; of
+sampling, one gather of a row and the observation behind it, from rows that hold each observation
+once, into one reused output, with the indices given. Peers that take rows of many environments at
+once get them so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PEER_FIELDS = {
 }
 #: One row in this many ends a trajectory.
 LENGTH = 1000
-#: Indices that are drawn before the clock runs: more rows than any cache, or its page tables, remember.
+#: Indices that are drawn before the clock runs: more rows than any cache, or its page tables,
+#: remember.
 NUM_INDICES = 1 << 21
 
 
@@ -111,14 +113,21 @@ def sampling(buffer: DictBuffer, batch_size: int) -> Case:
     def bare() -> Call:
         rows_in_memory, out = torch.randn(capacity, FLOATS), torch.empty(batch_size, FLOATS + OBS)
         pairs = rows_in_memory.as_strided((capacity - 1, FLOATS + OBS), (FLOATS, 1))
-        indices = cycle(torch.randint(capacity - 1, (NUM_INDICES // batch_size, batch_size)).unbind())
+        indices = cycle(
+            torch.randint(capacity - 1, (NUM_INDICES // batch_size, batch_size)).unbind()
+        )
         return lambda: torch.index_select(pairs, 0, next(indices), out=out)
 
     return Case(
         f"sample {batch_size}",
         (
             Contender("gather rows and the next observations", bare, LIMIT),
-            Contender("DictBuffer", lambda: lambda: buffer.sample_transitions(batch_size), OURS, reach=REACH_SAMPLE),
+            Contender(
+                "DictBuffer",
+                lambda: lambda: buffer.sample_transitions(batch_size),
+                OURS,
+                reach=REACH_SAMPLE,
+            ),
             Contender("SB3", lambda: _sb3(capacity).sampling(batch_size), PEER),
             Contender("cpprb", lambda: _cpprb(capacity, data).sampling(batch_size), PEER),
             Contender("tianshou", lambda: _tianshou(capacity, data).sampling(batch_size), PEER),
@@ -146,20 +155,32 @@ def _fill(columns: list[np.ndarray]) -> None:
     """Write random numbers to memory that a peer has only reserved: what was never written is read from one page."""
     for column in columns:
         flat = column.reshape(len(column), -1)
-        filler = np.random.default_rng(0).standard_normal((max(1, (1 << 22) // flat.shape[1]), flat.shape[1]))
+        filler = np.random.default_rng(0).standard_normal(
+            (max(1, (1 << 22) // flat.shape[1]), flat.shape[1])
+        )
         for start in range(0, len(flat), len(filler)):
             part = flat[start : start + len(filler)]
             part[:] = filler[: len(part)]
 
 
 def _sb3(capacity: int, num_envs: int = 1) -> _Peer:
-    buffers, spaces = peers.load("stable-baselines3", "common.buffers"), peers.load("gymnasium", "spaces")
+    buffers, spaces = (
+        peers.load("stable-baselines3", "common.buffers"),
+        peers.load("gymnasium", "spaces"),
+    )
     box = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Box(-1, 1, (ACTIONS,), np.float32)
-    options = {"optimize_memory_usage": True, "handle_timeout_termination": False, "n_envs": num_envs}
+    options = {
+        "optimize_memory_usage": True,
+        "handle_timeout_termination": False,
+        "n_envs": num_envs,
+    }
     buffer = buffers.ReplayBuffer(capacity, *box, **options)
     buffer.full, buffer.pos = True, 0
     _fill([buffer.observations, buffer.actions, buffer.rewards])
-    observation, action = np.ones((num_envs, OBS), np.float32), np.ones((num_envs, ACTIONS), np.float32)
+    observation, action = (
+        np.ones((num_envs, OBS), np.float32),
+        np.ones((num_envs, ACTIONS), np.float32),
+    )
     zero, infos = np.zeros(num_envs, np.float32), [{}] * num_envs
 
     def extend(_: int) -> None:
@@ -170,7 +191,13 @@ def _sb3(capacity: int, num_envs: int = 1) -> _Peer:
 
 def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
     cpprb = peers.load("cpprb")
-    columns = {"obs": {"shape": OBS}, "act": {"shape": ACTIONS}, "rew": {}, "terminated": {}, "truncated": {}}
+    columns = {
+        "obs": {"shape": OBS},
+        "act": {"shape": ACTIONS},
+        "rew": {},
+        "terminated": {},
+        "truncated": {},
+    }
     buffer = cpprb.ReplayBuffer(capacity, columns, next_of="obs")
 
     def extend(_: Any) -> None:
@@ -181,7 +208,10 @@ def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
         extend(None)
     if len(arrays["obs"]) == 1:
         filler = rows(10_000)
-        arrays_of_one, arrays = arrays, {name: filler[key].numpy() for name, key in PEER_FIELDS.items()}
+        arrays_of_one, arrays = (
+            arrays,
+            {name: filler[key].numpy() for name, key in PEER_FIELDS.items()},
+        )
         for _ in range(capacity // 10_000):
             extend(None)
         arrays = arrays_of_one
@@ -212,7 +242,9 @@ def _torchrl(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
 
     def extend(data: dict[str, torch.Tensor]) -> None:
         following = {"observation": data["observation"]}
-        buffer.extend(tensordict.TensorDict({**data, "next": following}, batch_size=[len(data["reward"])]))
+        buffer.extend(
+            tensordict.TensorDict({**data, "next": following}, batch_size=[len(data["reward"])])
+        )
 
     for _ in range(capacity // 10_000):
         extend(rows(10_000))

@@ -25,7 +25,9 @@ COLOURS = {OURS: "#1f77b4", LIMIT: "#7f7f7f", PEER: "#ff7f0e"}
 
 def machine() -> dict[str, Any]:
     """Describe where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True
+    )
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit.stdout.decode().strip(),
@@ -46,7 +48,8 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
     )
 
 
@@ -65,9 +68,21 @@ def table(timings: list[Timing]) -> str:
         ratio = f"{timing.ratio:,.2f}" if timing.ratio is not None else ""
         verdict = {None: "", True: "ok", False: "MISSED"}[timing.is_reached]
         rows.append(
-            (case, timing.name, timing.role, seconds(timing.median_s), ratio, throughput, _promise(timing), verdict)
+            (
+                case,
+                timing.name,
+                timing.role,
+                seconds(timing.median_s),
+                ratio,
+                throughput,
+                _promise(timing),
+                verdict,
+            )
         )
-    widths = [max(len(row[column]) for row in rows if row[4] or column < 3) for column in range(len(rows[0]))]
+    widths = [
+        max(len(row[column]) for row in rows if row[4] or column < 3)
+        for column in range(len(rows[0]))
+    ]
     lines = []
     for row in rows:
         cells = [cell.rjust(width) if column in {3, 4, 5, 6} and row[4] else cell.ljust(width)
@@ -80,7 +95,8 @@ def table(timings: list[Timing]) -> str:
 def seconds(value_s: float) -> str:
     """Write a duration with three digits and its unit."""
     unit, factor = next(
-        ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if value_s * factor >= 1), ("us", 1e6)
+        ((unit, factor) for unit, factor in (("s", 1.0), ("ms", 1e3)) if value_s * factor >= 1),
+        ("us", 1e6),
     )
     return f"{value_s * factor:.3g} {unit}"
 
@@ -103,8 +119,14 @@ def write_json(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     """Write every repetition of every contender, with the machine, to `folder/name.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    rows = [asdict(timing) | {"median_s": timing.median_s, "is_reached": timing.is_reached} for timing in timings]
-    path.write_text(json.dumps({"workload": name, "machine": machine(), "timings": rows}, indent=1), encoding="utf-8")
+    rows = [
+        asdict(timing) | {"median_s": timing.median_s, "is_reached": timing.is_reached}
+        for timing in timings
+    ]
+    path.write_text(
+        json.dumps({"workload": name, "machine": machine(), "timings": rows}, indent=1),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -127,17 +149,28 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
         text = f" {times(ratio)}  ({seconds(timing.median_s or 0)})"
         axes.annotate(text, (max(ratio, timing.reach or 0), position), va="center", fontsize=8)
         if timing.reach is not None:
-            axes.plot([timing.reach] * 2, [position - 0.45, position + 0.45], color="#2ca02c", linewidth=2)
+            axes.plot(
+                [timing.reach] * 2, [position - 0.45, position + 0.45], color="#2ca02c", linewidth=2
+            )
     axes.set_yticks(positions, [f"{timing.case} · {timing.name}" for timing in shown], fontsize=8)
     axes.set_ylim(height, -1)
     axes.set_xscale("log")
     ratios = [timing.ratio or 1 for timing in shown]
     lowest, highest = min([0.5, *ratios]) * 0.8, max([2.0, *ratios])
-    axes.set_xlim(lowest, highest * 1.5 * (highest / lowest) ** 0.25)  # room for the figures beside the bars
+    axes.set_xlim(
+        lowest, highest * 1.5 * (highest / lowest) ** 0.25
+    )  # room for the figures beside the bars
     axes.axvline(1, color="#7f7f7f", linewidth=1)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[role]) for role in (OURS, PEER)]
     handles.append(plt.Line2D([], [], color="#2ca02c", linewidth=2))
-    axes.legend(handles, ["ours", "peer", "promised"], fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(
+        handles,
+        ["ours", "peer", "promised"],
+        fontsize=8,
+        ncols=3,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+    )
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("time over limit; lower is better")
     axes.set_title(name, loc="left")

@@ -1,9 +1,10 @@
 """Windows the established way: look through all end flags for the trajectories before every draw.
 
-`RescanRing` keeps columns `[time, lanes, *event]`, lists the trajectories with one `nonzero` over the flags, chooses
-one that is long enough and a start in it, and gathers with indices, all of it with torch: what earlier systems and the
-samplers of other libraries do when the ring has changed. `lean=True` is the shortest way to the same list that we
-found: the flags once more, lane by lane in one piece, and numpy's `flatnonzero`; no other library is known to do that.
+`RescanRing` keeps columns `[time, lanes, *event]`, lists the trajectories with one `nonzero` over
+the flags, chooses one that is long enough and a start in it, and gathers with indices, all of it
+with torch: what earlier systems and the samplers of other libraries do when the ring has changed.
+`lean=True` is the shortest way to the same list that we found: the flags once more, lane by lane in
+one piece, and numpy's `flatnonzero`; no other library is known to do that.
 """
 
 from __future__ import annotations
@@ -64,4 +65,8 @@ class RescanRing:
         first[0], first[1:] = 0, last[:-1] + 1
         lane = last // num_slots
         before = lane * num_slots
-        return torch.from_numpy(lane), torch.from_numpy(first - before), torch.from_numpy(last - before)
+        return (
+            torch.from_numpy(lane),
+            torch.from_numpy(first - before),
+            torch.from_numpy(last - before),
+        )

@@ -1,8 +1,9 @@
 """Startup: open a dataset of many short trajectories, and give every environment one.
 
-The limit of opening is to read the bytes of the index file once; the limit of a reset is one gather of the lengths of
-the trajectories that were drawn. Trajectories have 10 frames of 8 + 2 + 1 floats, 1,000 trajectories per rollout.
-A large dataset, 10^9 frames in 10^6 trajectories, is all zeros in sparse files: 16 GB that take 0.23 GB of the disk.
+The limit of opening is to read the bytes of the index file once; the limit of a reset is one gather
+of the lengths of the trajectories that were drawn. Trajectories have 10 frames of 8 + 2 + 1 floats,
+1,000 trajectories per rollout. A large dataset, 10^9 frames in 10^6 trajectories, is all zeros in
+sparse files: 16 GB that take 0.23 GB of the disk.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 WIDTHS = {"observation": 8, "action": 2}
 LENGTH = 10
 ENVS_PER_ROLLOUT = 1000
-#: What we promise for 100,000 trajectories with the index cache, and for a reset of 4096 environments.
+#: What we promise for 100,000 trajectories with the index cache, and for a reset of 4096
+#: environments.
 REACH_OPEN_S, REACH_RESET_S = 0.2, 0.020
-#: The same for 10^6 trajectories of 1,000 frames. Beyond the bytes of the index, opening takes less than 100 MB.
-#: A batch does the same work as among 10^4; as rows have only 16 bytes here, misses of the processor's caches show.
+#: The same for 10^6 trajectories of 1,000 frames. Beyond the bytes of the index, opening takes less
+#: than 100 MB. A batch does the same work as among 10^4; as rows have only 16 bytes here, misses of
+#: the processor's caches show.
 REACH_OPEN_LARGE_S, REACH_LARGE_BYTES, REACH_GROWTH = 1.0, 100e6, 1.7
 #: Batches that are played before the clock counts, then played again: their pages are in memory.
 NUM_WARM = 120
@@ -40,7 +43,9 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield opening and resetting for 10,000 and 100,000 trajectories."""
     num_envs = 64 if quick else 4096
     for num_trajectories in (2000,) if quick else (10_000, 100_000):
-        folder = data.made_once(f"startup-{num_trajectories}", lambda path, num=num_trajectories: _record(path, num))
+        folder = data.made_once(
+            f"startup-{num_trajectories}", lambda path, num=num_trajectories: _record(path, num)
+        )
         yield _opening(folder, num_trajectories)
         yield _resetting(folder, num_trajectories, num_envs)
     yield from _large(*((2000, 10, 64) if quick else (1_000_000, 1000, 4096)))
@@ -49,7 +54,9 @@ def cases(quick: bool) -> Iterator[Case]:
 def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
     """Yield opening a large dataset, and a batch of it beside one of a hundredth of it."""
     folders = {
-        num: data.made_once(f"startup-sparse-{num}-{length}", lambda path, num=num: _record_zeros(path, num, length))
+        num: data.made_once(
+            f"startup-sparse-{num}-{length}", lambda path, num=num: _record_zeros(path, num, length)
+        )
         for num in (num_trajectories // 100, num_trajectories)
     }
     folder = folders[num_trajectories]
@@ -58,13 +65,18 @@ def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
         (
             Contender("read the index file", lambda: _read(folder), LIMIT),
             Contender(
-                "open and reset 1 environment", lambda: _opening_within(folder), OURS, reach_s=REACH_OPEN_LARGE_S
+                "open and reset 1 environment",
+                lambda: _opening_within(folder),
+                OURS,
+                reach_s=REACH_OPEN_LARGE_S,
             ),
         ),
     )
     few, many = (
         Contender(f"among {num:,}", lambda path=path: _batches(path, num_envs), role, reach=reach)
-        for (num, path), (role, reach) in zip(folders.items(), ((LIMIT, None), (OURS, REACH_GROWTH)), strict=True)
+        for (num, path), (role, reach) in zip(
+            folders.items(), ((LIMIT, None), (OURS, REACH_GROWTH)), strict=True
+        )
     )
     yield Case(f"a batch of {num_envs} envs x 24, trajectories of {length} frames", (few, many))
 
@@ -77,14 +89,20 @@ def _opening_within(folder: Path) -> Call:
         "before = peak()\ndataset = startup._open(Path(sys.argv[1]), 1)\nprint(peak() - before)"
     )
     root = Path(__file__).parents[1]
-    run = subprocess.run([sys.executable, "-c", script, folder], cwd=root, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script, folder], cwd=root, capture_output=True, text=True, check=True
+    )
     beyond = int(run.stdout) - (folder / ".index.npz").stat().st_size
-    assert beyond < REACH_LARGE_BYTES, f"opening takes {beyond / 1e6:.0f} MB beyond the bytes of the index"
+    assert beyond < REACH_LARGE_BYTES, (
+        f"opening takes {beyond / 1e6:.0f} MB beyond the bytes of the index"
+    )
     return lambda: _open(folder, 1)
 
 
 def _batches(folder: Path, num_envs: int) -> Call:
-    dataset = RolloutDataset(folder, num_envs, 0, True, starting_frame_range=(0, 1000), device="cpu")
+    dataset = RolloutDataset(
+        folder, num_envs, 0, True, starting_frame_range=(0, 1000), device="cpu"
+    )
     for _ in range(NUM_WARM):
         dataset.get_batch(24)
     dataset.set_epoch(0)
@@ -100,7 +118,9 @@ def _record_zeros(folder: Path, num_trajectories: int, length: int) -> None:
     done[-1] = True
     with RolloutWriter(folder, num_together, durable=False, block_bytes=1 << 40) as writer:
         for _ in trange(num_trajectories // num_together, desc="recording zeros", leave=False):
-            writer.add_rollout(observation=zeros[..., :2], action=zeros[..., 2:3], reward=zeros[..., 3], done=done)
+            writer.add_rollout(
+                observation=zeros[..., :2], action=zeros[..., 2:3], reward=zeros[..., 3], done=done
+            )
             writer.flush()
             _make_sparse(max(folder.glob("*.h5")))
 
@@ -125,7 +145,12 @@ def _opening(folder: Path, num_trajectories: int) -> Case:
         f"open {num_trajectories:,} trajectories",
         (
             Contender("read the index file", lambda: _read(folder), LIMIT),
-            Contender("open and reset 1 environment", lambda: lambda: _open(folder, 1), OURS, reach_s=reach_s),
+            Contender(
+                "open and reset 1 environment",
+                lambda: lambda: _open(folder, 1),
+                OURS,
+                reach_s=reach_s,
+            ),
             Contender(
                 "likewise, nothing in the page cache",
                 lambda: lambda: _open(folder, 1),
@@ -162,7 +187,9 @@ def _read(folder: Path) -> Call:
 
 def _open(folder: Path, num_envs: int) -> RolloutDataset:
     """Open a dataset and assign the first trajectories; the construction alone would read nothing."""
-    dataset = RolloutDataset(folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, device="cpu")
+    dataset = RolloutDataset(
+        folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, device="cpu"
+    )
     dataset.reset()
     return dataset
 
@@ -186,8 +213,12 @@ def _gather(num_trajectories: int, num_envs: int) -> Call:
 def _peers(num_trajectories: int) -> tuple[Contender, ...]:
     """Trajectory folders, opened by listing them, and one JSON record per trajectory."""
     rollout = data.generated(LENGTH, num_trajectories, WIDTHS)
-    folders = data.made_once(f"startup-{num_trajectories}-folders", lambda path: data.record_folders(path, rollout))
-    records = data.made_once(f"startup-{num_trajectories}-json", lambda path: _write_records(path, num_trajectories))
+    folders = data.made_once(
+        f"startup-{num_trajectories}-folders", lambda path: data.record_folders(path, rollout)
+    )
+    records = data.made_once(
+        f"startup-{num_trajectories}-json", lambda path: _write_records(path, num_trajectories)
+    )
 
     def list_folders() -> int:
         num_frames = 0
@@ -218,7 +249,15 @@ def _peers(num_trajectories: int) -> tuple[Contender, ...]:
 def _write_records(folder: Path, num_trajectories: int) -> None:
     folder.mkdir(parents=True)
     lines = [
-        json.dumps({"id": number, "env": number, "start": 0, "length": LENGTH, "file": f"block_{number // 1000}.h5"})
+        json.dumps(
+            {
+                "id": number,
+                "env": number,
+                "start": 0,
+                "length": LENGTH,
+                "file": f"block_{number // 1000}.h5",
+            }
+        )
         for number in range(num_trajectories)
     ]
     (folder / "index.jsonl").write_text("\n".join(lines), encoding="utf-8")

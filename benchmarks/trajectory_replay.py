@@ -1,9 +1,10 @@
 """Trajectory replay: 1024 steps of 100 trajectories, drawn from memory and from files.
 
-A trajectory is [64, 16] steps with 235 floats of observation, 12 of action, flags, values and the like: 1 KB a
-step, 108 MB together. The limit of sampling from memory is one bare gather of packed rows, with indices that were
-drawn before; from files, the same gather out of one mapped file (in memory), or reading the same rows by eight
-threads (not in memory). The limit of adding is one copy of the same bytes.
+A trajectory is [64, 16] steps with 235 floats of observation, 12 of action, flags, values and the
+like: 1 KB a step, 108 MB together. The limit of sampling from memory is one bare gather of packed
+rows, with indices that were drawn before; from files, the same gather out of one mapped file (in
+memory), or reading the same rows by eight threads (not in memory). The limit of adding is one copy
+of the same bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def cases(quick: bool) -> Iterator[Case]:
     shutil.rmtree(FOLDER, ignore_errors=True)
     number = 10 if quick else NUM_TRAJECTORIES
     cached = TrajectoryReplayBuffer(sample_window_size=number)
-    part = TrajectoryReplayBuffer(auto_save=True, auto_save_path=FOLDER / "part", cache_size=number // 10)
+    part = TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=FOLDER / "part", cache_size=number // 10
+    )
     for _ in range(number):
         one = trajectory()
         cached.add(one)
@@ -82,9 +85,17 @@ def from_memory(buffer: TrajectoryReplayBuffer, number: int) -> Case:
     """Sample with everything cached."""
     num_rows = number * NUM_STEPS * NUM_ENVS
     contenders = (
-        Contender("gather packed rows", lambda: _gathering(torch.ones(num_rows, NUM_WORDS, dtype=torch.int32)), LIMIT),
-        Contender("TrajectoryReplayBuffer", lambda: lambda: buffer.sample(BATCH), OURS, reach=MAX_CACHED),
-        Contender("with contiguous tensors", lambda: lambda: buffer.sample(BATCH, contiguous=True), OURS),
+        Contender(
+            "gather packed rows",
+            lambda: _gathering(torch.ones(num_rows, NUM_WORDS, dtype=torch.int32)),
+            LIMIT,
+        ),
+        Contender(
+            "TrajectoryReplayBuffer", lambda: lambda: buffer.sample(BATCH), OURS, reach=MAX_CACHED
+        ),
+        Contender(
+            "with contiguous tensors", lambda: lambda: buffer.sample(BATCH, contiguous=True), OURS
+        ),
         Contender("trajectory by trajectory", lambda: _by_trajectory(number), PEER),
         Contender("torchrl", lambda: _torchrl(number), PEER),
     )
@@ -98,7 +109,9 @@ def from_files(buffer: TrajectoryReplayBuffer, number: int) -> Case:
         Contender("TrajectoryReplayBuffer", lambda: lambda: buffer.sample(BATCH), OURS),
         Contender("a torch.save file per trajectory", lambda: _by_file(number), PEER),
     )
-    return Case(f"sample {BATCH}, a tenth cached, files in memory", contenders, BATCH * NUM_WORDS * 4)
+    return Case(
+        f"sample {BATCH}, a tenth cached, files in memory", contenders, BATCH * NUM_WORDS * 4
+    )
 
 
 def from_disk(buffer: TrajectoryReplayBuffer, number: int) -> Case:
@@ -112,31 +125,49 @@ def from_disk(buffer: TrajectoryReplayBuffer, number: int) -> Case:
 
         def read() -> None:
             places = (next(wanted)[: BATCH * 9 // 10] * row_bytes).tolist()
-            jobs = [pool.submit(_read_all, file, places[k::NUM_READERS], row_bytes) for k in range(NUM_READERS)]
+            jobs = [
+                pool.submit(_read_all, file, places[k::NUM_READERS], row_bytes)
+                for k in range(NUM_READERS)
+            ]
             for job in jobs:
                 job.result()
 
         return read
 
     contenders = (
-        Contender("pread of the rows by 8 threads", reading, LIMIT, before=lambda: data.forget(FOLDER)),
         Contender(
-            "TrajectoryReplayBuffer", lambda: lambda: buffer.sample(BATCH), OURS, before=lambda: _forget_of(buffer)
+            "pread of the rows by 8 threads", reading, LIMIT, before=lambda: data.forget(FOLDER)
+        ),
+        Contender(
+            "TrajectoryReplayBuffer",
+            lambda: lambda: buffer.sample(BATCH),
+            OURS,
+            before=lambda: _forget_of(buffer),
         ),
     )
-    return Case(f"sample {BATCH}, a tenth cached, files on the disk", contenders, BATCH * NUM_WORDS * 4)
+    return Case(
+        f"sample {BATCH}, a tenth cached, files on the disk", contenders, BATCH * NUM_WORDS * 4
+    )
 
 
 def adding() -> Case:
     """Add a trajectory, as the caller sees it; the file is written behind, as fast as the disk takes it."""
     one, buffer = trajectory(), TrajectoryReplayBuffer(sample_window_size=20)
-    saving = TrajectoryReplayBuffer(auto_save=True, auto_save_path=FOLDER / "add", max_trajectories=20)
+    saving = TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=FOLDER / "add", max_trajectories=20
+    )
     row = torch.ones(NUM_STEPS * NUM_ENVS, NUM_WORDS)
     target = torch.zeros_like(row)
     contenders = (
         Contender("copy packed rows", lambda: lambda: target.copy_(row), LIMIT),
         Contender("add", lambda: lambda: buffer.add(one), OURS),
-        Contender("add, auto-saved", lambda: lambda: saving.add(one), OURS, before=saving.flush, close=saving.close),
+        Contender(
+            "add, auto-saved",
+            lambda: lambda: saving.add(one),
+            OURS,
+            before=saving.flush,
+            close=saving.close,
+        ),
     )
     return Case("add a trajectory", contenders, row.nbytes, num_repeats=15)
 
@@ -175,7 +206,9 @@ def _by_file(number: int) -> Call:
     for place in range(number):
         torch.save(_flat(trajectory()), folder / f"{place}.pt")
     indices = _indices(number * NUM_STEPS * NUM_ENVS)
-    return lambda: _pick(lambda place: torch.load(folder / f"{place}.pt", weights_only=True), next(indices))
+    return lambda: _pick(
+        lambda place: torch.load(folder / f"{place}.pt", weights_only=True), next(indices)
+    )
 
 
 def _pick(load: Any, indices: torch.Tensor) -> dict[str, torch.Tensor]:

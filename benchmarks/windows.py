@@ -1,8 +1,9 @@
 """Windows: draw 8 consecutive steps and their successors from a ring that is written to before every draw.
 
-The limit is one gather of windows of 9 packed rows into one reused output, with the indices given and nothing written.
-`flat` draws 128 windows from 5,000 x 1,024 rows; its limit is the same at 50 x 1,024. It is measured with the row that
-is added before every draw in the clock, and ("draw alone") outside of it.
+The limit is one gather of windows of 9 packed rows into one reused output, with the indices given
+and nothing written. `flat` draws 128 windows from 5,000 x 1,024 rows; its limit is the same at 50 x
+1,024. It is measured with the row that is added before every draw in the clock, and ("draw alone")
+outside of it.
 """
 
 from __future__ import annotations
@@ -71,9 +72,14 @@ def drawing(slots: int, lanes: int, num_windows: int) -> Case:
     width = OBS + ACTIONS + 2
 
     def bare() -> Call:
-        packed, out = torch.randn(slots * lanes, width), torch.empty(num_windows, width * (LENGTH + 1))
+        packed, out = (
+            torch.randn(slots * lanes, width),
+            torch.empty(num_windows, width * (LENGTH + 1)),
+        )
         source = packed.as_strided((slots * lanes - LENGTH, width * (LENGTH + 1)), (width, 1))
-        indices = cycle(torch.randint(len(source), (NUM_INDICES // num_windows, num_windows)).unbind())
+        indices = cycle(
+            torch.randint(len(source), (NUM_INDICES // num_windows, num_windows)).unbind()
+        )
         return lambda: torch.index_select(source, 0, next(indices), out=out)
 
     size = (slots, lanes, OBS, num_windows)
@@ -82,10 +88,18 @@ def drawing(slots: int, lanes: int, num_windows: int) -> Case:
         (
             Contender("gather packed windows", bare, LIMIT),
             Contender("sample only", lambda: ours(*size)[1], OURS),
-            Contender("extend and sample", lambda: _in_turn(*ours(*size)), OURS, reach=REACH.get(num_windows)),
+            Contender(
+                "extend and sample",
+                lambda: _in_turn(*ours(*size)),
+                OURS,
+                reach=REACH.get(num_windows),
+            ),
             Contender("torchrl", lambda: _in_turn(*_torchrl(*size)), PEER),
             Contender("tianshou", lambda: _in_turn(*_tianshou(*size)), PEER),
-            *(Contender(name, lambda name=name: _without_windows(name), PEER) for name in ("cpprb", "SB3")),
+            *(
+                Contender(name, lambda name=name: _without_windows(name), PEER)
+                for name in ("cpprb", "SB3")
+            ),
         ),
         num_bytes=num_windows * (LENGTH + 1) * width * 4,
         warm_up_s=0.0 if slots < 1000 else 8.0,
@@ -117,13 +131,19 @@ def flat(quick: bool) -> Case:
         (PEER, "the same, the shortest way", lambda: rescan(True), 20),
         (PEER, "torchrl", torchrl, 5),
     ]
-    alone = [Contender(f"{name}, draw alone", _alone(make, n), role, own_clock=True) for role, name, make, n in ways]
+    alone = [
+        Contender(f"{name}, draw alone", _alone(make, n), role, own_clock=True)
+        for role, name, make, n in ways
+    ]
     return Case(
         f"flat {num_windows} windows of {LENGTH}+1",
         (
             Contender(f"ours, {few} x {FLAT_LANES}", lambda: _in_turn(*ours_of(few)), LIMIT),
             Contender(ways[0][1], lambda: _in_turn(*ours_of(many)), OURS, reach=REACH_FLAT),
-            *(Contender(name, lambda make=make: _in_turn(*make()), role) for role, name, make, _ in ways[1:]),
+            *(
+                Contender(name, lambda make=make: _in_turn(*make()), role)
+                for role, name, make, _ in ways[1:]
+            ),
             *alone,
         ),
     )
@@ -161,11 +181,15 @@ def _torchrl(slots: int, lanes: int, num_observations: int, num_windows: int) ->
     data, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
     sampler = data.SliceSampler(num_slices=num_windows, end_key="done", cache_values=False)
     buffer = data.ReplayBuffer(
-        storage=data.LazyTensorStorage(slots * lanes, ndim=2), sampler=sampler, batch_size=num_windows * (LENGTH + 1)
+        storage=data.LazyTensorStorage(slots * lanes, ndim=2),
+        sampler=sampler,
+        batch_size=num_windows * (LENGTH + 1),
     )
     columns = rows(slots, lanes, num_observations)
     buffer.extend(tensordict.TensorDict(columns, batch_size=[slots, lanes]).transpose(0, 1))
-    row = tensordict.TensorDict(rows(1, lanes, num_observations), batch_size=[1, lanes]).transpose(0, 1)
+    row = tensordict.TensorDict(rows(1, lanes, num_observations), batch_size=[1, lanes]).transpose(
+        0, 1
+    )
     return lambda: buffer.extend(row), buffer.sample
 
 
@@ -178,8 +202,8 @@ def _tianshou(slots: int, lanes: int, num_observations: int, num_windows: int) -
 def _tianshou_filled(slots: int, lanes: int, num_observations: int) -> tuple[Any, Any]:
     """Fill the other library's ring, which takes 20 s, and give a step to add."""
     data = peers.load("tianshou", "data")
-    # Windows that begin before their episode repeat its first frame; to draw none of those (`sample_avail`) takes
-    # 20 times as long.
+    # Windows that begin before their episode repeat its first frame; to draw none of those
+    # (`sample_avail`) takes 20 times as long.
     buffer = data.VectorReplayBuffer(slots * lanes, lanes, stack_num=LENGTH, ignore_obs_next=True)
     steps = [_tianshou_step(data, lanes, num_observations) for _ in range(min(slots, 50))]
     for slot in range(slots):

@@ -1,9 +1,10 @@
 """Windows from files: random windows of recorded trajectories, in batches, low-dimensional and with images.
 
-The limit gathers the same windows from one tensor in memory into a reused output; a memcpy of as many bytes stands
-beside it. 512 trajectories have 512 frames of 235 + 235 + 12 + 1 floats (500 MB). The HDF5 datasets have one group
-per trajectory, from which every window is sliced by itself and which the default collate puts together; the one of
-robomimic reads the same file, from the disk and with everything in memory. Files are read once right before.
+The limit gathers the same windows from one tensor in memory into a reused output; a memcpy of as
+many bytes stands beside it. 512 trajectories have 512 frames of 235 + 235 + 12 + 1 floats (500 MB).
+The HDF5 datasets have one group per trajectory, from which every window is sliced by itself and
+which the default collate puts together; the one of robomimic reads the same file, from the disk and
+with everything in memory. Files are read once right before.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from . import data, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 from .images import image_set
 
-#: Time over limit that we promise (TARGETS): `DataLoader` without workers, our loader, `DataLoader` with one worker.
+#: Time over limit that we promise (TARGETS): `DataLoader` without workers, our loader, `DataLoader`
+#: with one worker.
 REACH = {"workers": 4.0, "loader": 2.5, "one": 2.0}
 IMAGE_REACH = {"raw": 1.5, "lz4": 8.0}
 LENGTH, BATCH = 10, 256
@@ -50,7 +52,9 @@ def cases(quick: bool) -> Iterator[Case]:
     tag = "quick" if quick else "long"
     rollout = cache(lambda: data.generated(length, num_trajectories))
     ours = data.made_once(f"windows-{tag}", lambda path: data.record(path, rollout()))
-    theirs = data.made_once(f"windows-{tag}-hdf5", lambda path: _record_groups(path / "data.hdf5", rollout()))
+    theirs = data.made_once(
+        f"windows-{tag}-hdf5", lambda path: _record_groups(path / "data.hdf5", rollout())
+    )
     rollout.cache_clear()
     for num_workers in (0, 1, 2):
         yield _low_dimensional(ours, theirs / "data.hdf5", num_workers, quick)
@@ -72,7 +76,12 @@ def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) ->
     if num_workers == 0:
         contenders.append(
             _endless(
-                "WindowLoader", ours, lambda: WindowLoader(dataset, BATCH, drop_last=True), warm, OURS, REACH["loader"]
+                "WindowLoader",
+                ours,
+                lambda: WindowLoader(dataset, BATCH, drop_last=True),
+                warm,
+                OURS,
+                REACH["loader"],
             )
         )
 
@@ -91,14 +100,18 @@ def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) ->
             )
         )
     workers = {0: "no workers", 1: "1 worker", 2: "2 workers"}[num_workers]
-    return Case(f"L={LENGTH} B={BATCH}, {workers}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes)
+    return Case(
+        f"L={LENGTH} B={BATCH}, {workers}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes
+    )
 
 
 def _small(tag: str, quick: bool) -> Case:
     rollout = data.generated(32 if quick else 512, 16, SMALL_WIDTHS)
     folder = data.made_once(f"windows-{tag}-small", lambda path: data.record(path, rollout))
     dataset, warm = WindowDataset(folder, SMALL_LENGTH), 10 if quick else WARM_BATCHES
-    loader = _endless("DataLoader", folder, lambda: _torch_loader(dataset, 0, SMALL_BATCH), warm, OURS)
+    loader = _endless(
+        "DataLoader", folder, lambda: _torch_loader(dataset, 0, SMALL_BATCH), warm, OURS
+    )
     contenders = (
         _gather_limit(dataset.num_frames, _row_bytes(dataset), SMALL_LENGTH, SMALL_BATCH),
         replace(loader, reach_s=SMALL_REACH_S),
@@ -135,7 +148,9 @@ def _gather_limit(num_frames: int, row_bytes: int, length: int, batch: int) -> C
 
     def prepare() -> Call:
         words = torch.ones(num_frames, row_bytes // 4)
-        windows = words.as_strided((num_frames - length + 1, length * words.shape[1]), (words.shape[1], 1))
+        windows = words.as_strided(
+            (num_frames - length + 1, length * words.shape[1]), (words.shape[1], 1)
+        )
         out, rng = torch.empty(batch, windows.shape[1]), np.random.default_rng(0)
         # Drawn ahead: what a batch has is not part of the limit.
         draws = [torch.from_numpy(rng.integers(0, len(windows), batch)) for _ in range(256)]
@@ -167,11 +182,17 @@ def _memcpy(num_bytes: int) -> Contender:
 
 
 def _endless(
-    name: str, folder: Path, make: Callable[[], Any], num_warm: int, role: str, reach: float | None = None
+    name: str,
+    folder: Path,
+    make: Callable[[], Any],
+    num_warm: int,
+    role: str,
+    reach: float | None = None,
 ) -> Contender:
     """Take batches from a loader, epoch after epoch; the loader is closed when the case is over."""
     iterators: list[Iterator[Any]] = []
-    # Batches that were read ahead before the clock starts cost nothing: they are taken first, and many after them.
+    # Batches that were read ahead before the clock starts cost nothing: they are taken first, and
+    # many after them.
     num_timed, num_ahead = max(1, num_warm // 5), 3 if num_warm > SLOW_WARM_BATCHES else 0
 
     def prepare() -> Call:
@@ -204,7 +225,12 @@ def _endless(
 
 
 def _in_rounds(
-    name: str, folder: Path, make: Callable[[], Any], num_warm: int, role: str, reach: float | None = None
+    name: str,
+    folder: Path,
+    make: Callable[[], Any],
+    num_warm: int,
+    role: str,
+    reach: float | None = None,
 ) -> Contender:
     """Take batches from new workers, which end after each round: living ones would work while others are measured."""
     num_timed = max(8, num_warm // 5)
@@ -237,7 +263,12 @@ def _torch_loader(dataset: WindowDataset, num_workers: int, batch: int = BATCH) 
 
 def _plain_loader(dataset: Dataset[Any], num_workers: int, batch: int = BATCH) -> Any:
     return DataLoader(
-        dataset, batch, shuffle=True, drop_last=True, num_workers=num_workers, persistent_workers=num_workers > 0
+        dataset,
+        batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
     )
 
 
@@ -251,7 +282,9 @@ def _record_groups(path: Path, rollout: data.Rollout) -> None:
     with h5py.File(path, "w") as file:
         groups = file.create_group("data")
         groups.attrs["total"] = num_steps * num_envs
-        groups.attrs["env_args"] = json.dumps({"env_name": "generated", "type": 1, "env_kwargs": {}})
+        groups.attrs["env_args"] = json.dumps(
+            {"env_name": "generated", "type": 1, "env_kwargs": {}}
+        )
         for env in trange(num_envs, desc="HDF5 groups", leave=False):
             group = groups.create_group(f"demo_{env}")
             group.attrs["num_samples"] = num_steps
@@ -285,7 +318,10 @@ class GroupWindows(Dataset[Any]):
         start = self.start[number]
         part = slice(start, start + self.length)
         observation = {key: group["obs"][key][part] for key in group["obs"]}
-        return {"obs": observation, **{name: group[name][part] for name in ("actions", "rewards", "dones")}}
+        return {
+            "obs": observation,
+            **{name: group[name][part] for name in ("actions", "rewards", "dones")},
+        }
 
 
 def _robomimic(path: Path, cache: str) -> Dataset[Any]:
@@ -317,11 +353,15 @@ def _images(tag: str, quick: bool) -> Case:
 
     folders = {
         name: data.made_once(
-            f"windows-{tag}-images-{name}", lambda path, codecs=codecs: _record_images(path, frames(), codecs)
+            f"windows-{tag}-images-{name}",
+            lambda path, codecs=codecs: _record_images(path, frames(), codecs),
         )
         for name, codecs in (("raw", {}), ("lz4", {"rgb": "lz4", "depth": "uint16+shuffle+lz4"}))
     }
-    gzip = data.made_once(f"windows-{tag}-images-gzip", lambda path: _record_image_groups(path / "data.hdf5", frames()))
+    gzip = data.made_once(
+        f"windows-{tag}-images-gzip",
+        lambda path: _record_image_groups(path / "data.hdf5", frames()),
+    )
     made.clear()
     frame_bytes = _row_bytes(_image_windows(folders["raw"]))
     num_warm = 4 if quick else 60
@@ -339,7 +379,9 @@ def _images(tag: str, quick: bool) -> Case:
         def ours(folder: Path = folder, keeps: bool = keeps) -> Any:
             return WindowLoader(_image_windows(folder, keeps), IMAGE_BATCH, drop_last=True)
 
-        contenders.append(_endless(f"WindowLoader, {name}", folder, ours, num_warm, OURS, IMAGE_REACH[name[:3]]))
+        contenders.append(
+            _endless(f"WindowLoader, {name}", folder, ours, num_warm, OURS, IMAGE_REACH[name[:3]])
+        )
 
     def gzip_groups() -> Any:
         return _plain_loader(ImageGroups(gzip / "data.hdf5"), 0, IMAGE_BATCH)
@@ -358,7 +400,11 @@ def _image_windows(folder: Path, keeps: bool = True) -> WindowDataset:
 def _record_images(folder: Path, frames: dict[str, np.ndarray], codecs: dict[str, str]) -> None:
     num_trajectories, num_frames = frames["rgb"].shape[:2]
     with RolloutWriter(
-        folder, num_trajectories, durable=False, block_bytes=data.BLOCK_BYTES, obs_disassemble_mapping=codecs
+        folder,
+        num_trajectories,
+        durable=False,
+        block_bytes=data.BLOCK_BYTES,
+        obs_disassemble_mapping=codecs,
     ) as writer:
         for frame in range(num_frames):
             writer.add(
@@ -394,4 +440,7 @@ class ImageGroups(Dataset[Any]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         which, start = divmod(number, self.num_windows)
-        return {name: values[start : start + IMAGE_LENGTH] for name, values in self.groups[which].items()}
+        return {
+            name: values[start : start + IMAGE_LENGTH]
+            for name, values in self.groups[which].items()
+        }

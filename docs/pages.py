@@ -43,7 +43,10 @@ PICTURES = {"benchmarks/how_fast.png": "how_fast.png"}
 REFERENCE = {
     "reference/rollout_data.md": ("rollout_data", ["rollout_data"]),
     "reference/storage.md": ("storage", ["storage"]),
-    "reference/others.md": ("Errors and optional parts", ["storage.errors", "storage.remote", "rollout_data.ray"]),
+    "reference/others.md": (
+        "Errors and optional parts",
+        ["storage.errors", "storage.remote", "rollout_data.ray"],
+    ),
 }
 #: Public names that `from PACKAGE import *` leaves out, because Python has functions of these names.
 NOT_IN_STAR_IMPORTS = {"rollout_data": ["open"]}
@@ -86,4 +89,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Move the links of the pages that stand in `docs/`, which lead to files of the repository there."""
     name = page.file.src_uri
-    return markdown if page.file.generated_by else LINK.sub(partial(moved, f"docs/{name}", name), markdown)
+    return (
+        markdown
+        if page.file.generated_by
+        else LINK.sub(partial(moved, f"docs/{name}", name), markdown)
+    )

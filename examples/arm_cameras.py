@@ -1,8 +1,9 @@
 """Cameras over the arms of Reacher-v5: colour, depth and segmentation, drawn by MuJoCo or by a synthetic renderer.
 
-One rule: with either renderer, a call gives the same three arrays for a list of environments; nothing is learned here.
-MuJoCo draws without a screen where EGL or OSMesa is installed (Mesa is enough, a GPU is not needed); elsewhere
-`SyntheticCamera` draws flat shapes seen from above, with numpy alone.
+One rule: with either renderer, a call gives the same three arrays for a list of environments;
+nothing is learned here. MuJoCo draws without a screen where EGL or OSMesa is installed (Mesa is
+enough, a GPU is not needed); elsewhere `SyntheticCamera` draws flat shapes seen from above, with
+numpy alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 SIZE = 64
-#: Of the drawn target, instead of 9 mm, which would be two pixels wide. It touches nothing in either case.
+#: Of the drawn target, instead of 9 mm, which would be two pixels wide. It touches nothing in
+#: either case.
 TARGET_RADIUS = 0.015
 Images = dict[str, np.ndarray]
 
@@ -39,8 +41,12 @@ def make_camera(kind: str = "auto") -> Camera:
         os.environ["MUJOCO_GL"] = found[0]
         return MujocoCamera(found[1])
     if kind == "mujoco":
-        raise SystemExit("MuJoCo cannot draw here: install EGL or OSMesa (Mesa), or take --camera synthetic")
-    return SyntheticCamera("as asked for" if kind == "synthetic" else "as MuJoCo found no way to draw")
+        raise SystemExit(
+            "MuJoCo cannot draw here: install EGL or OSMesa (Mesa), or take --camera synthetic"
+        )
+    return SyntheticCamera(
+        "as asked for" if kind == "synthetic" else "as MuJoCo found no way to draw"
+    )
 
 
 class MujocoCamera:
@@ -72,8 +78,13 @@ class MujocoCamera:
     def _open(self, model: Any) -> None:
         import mujoco
 
-        # All arms have one model, so that one renderer draws them all. Rounder shapes would cost three times as much.
-        model.vis.quality.numslices, model.vis.quality.numstacks, model.vis.quality.offsamples = 12, 6, 4
+        # All arms have one model, so that one renderer draws them all. Rounder shapes would cost
+        # three times as much.
+        model.vis.quality.numslices, model.vis.quality.numstacks, model.vis.quality.offsamples = (
+            12,
+            6,
+            4,
+        )
         model.vis.headlight.ambient[:], model.vis.headlight.diffuse[:] = 0.35, 0.6
         model.vis.map.znear, model.vis.map.zfar = 0.05, 5.0
         model.geom("target").size[:] = TARGET_RADIUS
@@ -88,7 +99,8 @@ class SyntheticCamera:
     """A stand-in that draws the arm as flat shapes, from 0.6 m above; `reason` says why it does."""
 
     HEIGHT, HALF_WIDTH = 0.6, 0.26
-    #: Colour and height above the ground in metres of root, links, fingertip, target, with MuJoCo's numbers of them.
+    #: Colour and height above the ground in metres of root, links, fingertip, target, with MuJoCo's
+    #: numbers of them.
     SHAPES = (
         (9, (230, 51, 51), 0.025),
         (6, (0, 102, 153), 0.02),
@@ -110,7 +122,12 @@ class SyntheticCamera:
         elbow = 0.1 * np.stack([np.cos(angles[:, 0]), np.sin(angles[:, 0])], -1)
         tip = elbow + 0.11 * np.stack([np.cos(angles[:, 1]), np.sin(angles[:, 1])], -1)
         target = joints[:, 2:4]
-        bars = [(target, target, TARGET_RADIUS), (zero, elbow, 0.01), (elbow, tip, 0.01), (tip, tip, 0.01)]
+        bars = [
+            (target, target, TARGET_RADIUS),
+            (zero, elbow, 0.01),
+            (elbow, tip, 0.01),
+            (tip, tip, 0.01),
+        ]
         bars.append((zero, zero, 0.011))
         number, colour, height = self.GROUND
         shape = (len(envs), SIZE, SIZE)
@@ -137,7 +154,8 @@ def _distance(places: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.nda
 
 def _offscreen_backend() -> tuple[str, str] | None:
     """Find a value of MUJOCO_GL with which MuJoCo can draw here, and the driver that does it; None if there is none."""
-    # Each is tried in a process of its own: drivers that cannot do it fail in ways of their own, a crash among them.
+    # Each is tried in a process of its own: drivers that cannot do it fail in ways of their own, a
+    # crash among them.
     script = (
         "import mujoco; drawn = mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8); drawn.render();"
         "from OpenGL import GL; print(GL.glGetString(GL.GL_RENDERER).decode())"
@@ -146,7 +164,9 @@ def _offscreen_backend() -> tuple[str, str] | None:
     usual = ("egl", "osmesa") if sys.platform == "linux" else ("",)
     for backend in (given,) if given else usual:
         environment = os.environ | {"MUJOCO_GL": backend}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
         if done.returncode == 0:
             return backend, done.stdout.strip()
     return None

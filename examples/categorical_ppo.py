@@ -1,10 +1,11 @@
 """PPO with a categorical policy: `python examples/categorical_ppo.py` learns CartPole-v1 from its logits.
 
-One rule: what the policy gives is declared once, with `policy_outputs`; there are no means and deviations to make up.
-The kept logits give the exact divergence from the policy that acted, at which an update stops.
+One rule: what the policy gives is declared once, with `policy_outputs`; there are no means and
+deviations to make up. The kept logits give the exact divergence from the policy that acted, at
+which an update stops.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task gives): 500 on average;
-6 seconds on one core. `ppo.py` explains the rest.
+Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
+gives): 500 on average; 6 seconds on one core. `ppo.py` explains the rest.
 """
 
 from __future__ import annotations
@@ -56,12 +57,18 @@ def make_storage(settings: Settings) -> RolloutStorage:
     """Declare one whole number per action, and logits in place of a mean and a deviation."""
     sizes = settings.num_envs, settings.num_steps, (NUM_OBSERVATIONS,), None
     outputs = {"logits": (NUM_CHOICES,)}
-    return RolloutStorage(*sizes, ((), torch.int64), generator=settings.seed, policy_outputs=outputs)
+    return RolloutStorage(
+        *sizes, ((), torch.int64), generator=settings.seed, policy_outputs=outputs
+    )
 
 
 @torch.no_grad()
 def collect(
-    envs: SyncVectorEnv, policy: ActorCritic, storage: RolloutStorage, obs: Tensor, settings: Settings
+    envs: SyncVectorEnv,
+    policy: ActorCritic,
+    storage: RolloutStorage,
+    obs: Tensor,
+    settings: Settings,
 ) -> Tensor:
     """Fill the storage with one rollout and estimate its advantages; return where the environments stand."""
     for _ in range(settings.num_steps):
@@ -70,7 +77,9 @@ def collect(
         transition.actions = choice.sample()
         transition.actions_log_prob = choice.log_prob(transition.actions)
         transition.policy_outputs = {"logits": choice.logits}
-        obs, final_obs, rewards, transition.dones, transition.time_outs = step(envs, transition.actions)
+        obs, final_obs, rewards, transition.dones, transition.time_outs = step(
+            envs, transition.actions
+        )
         transition.rewards = rewards * settings.reward_scale
         transition.bootstrap_values = policy.value(final_obs)
         storage.add_transitions(transition)
@@ -78,7 +87,12 @@ def collect(
     return obs
 
 
-def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, storage: RolloutStorage, settings: Settings) -> None:
+def update(
+    policy: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    storage: RolloutStorage,
+    settings: Settings,
+) -> None:
     """Take clipped policy-gradient steps (Schulman et al. 2017) until the policy has moved away far enough."""
     for batch in storage.mini_batch_generator(settings.num_mini_batches, settings.num_epochs):
         choice = Categorical(logits=policy.logits(batch.obs))
@@ -104,7 +118,9 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Act
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     lengths = torch.zeros(settings.num_envs)
     for number in range(settings.num_updates):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - number / settings.num_updates)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * (
+            1 - number / settings.num_updates
+        )
         obs = collect(envs, policy, storage, obs, settings)
         finished: list[float] = []
         for done in storage.dones[..., 0].bool():
@@ -135,6 +151,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # such small networks are slower on several
     learned = train(
         Settings(),
-        lambda number, lengths: print(f"update {number}: {len(lengths)} episodes, {np.mean(lengths or [0]):.0f} steps"),
+        lambda number, lengths: print(
+            f"update {number}: {len(lengths)} episodes, {np.mean(lengths or [0]):.0f} steps"
+        ),
     )
     print(f"without exploration: {returns_of(learned).mean():.0f} of 500")

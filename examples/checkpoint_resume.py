@@ -1,9 +1,10 @@
 """A training run that is killed again and again, and ends as if nothing had happened.
 
-`python examples/checkpoint_resume.py` clones a teacher network (synthetic: random, fixed) in a process of its own,
-which saves compressed checkpoints in the background. The process is killed by `kill -9` at random instants and
-started again, until it is done. Then the same run without a kill is made, and both results are compared, bit by
-bit. One rule: everything that the next step depends on is in `Learner.state`. Draws demo/checkpoint_resume.png.
+`python examples/checkpoint_resume.py` clones a teacher network (synthetic: random, fixed) in a
+process of its own, which saves compressed checkpoints in the background. The process is killed by
+`kill -9` at random instants and started again, until it is done. Then the same run without a kill
+is made, and both results are compared, bit by bit. One rule: everything that the next step depends
+on is in `Learner.state`. Draws demo/checkpoint_resume.png.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Settings:
     seed: int = 0
 
 
-QUICK = Settings(num_steps=300, steps_per_checkpoint=20, num_kills=2, longest_life_s=0.3, width=32, batch_size=16)
+QUICK = Settings(
+    num_steps=300, steps_per_checkpoint=20, num_kills=2, longest_life_s=0.3, width=32, batch_size=16
+)
 
 
 def network(settings: Settings) -> nn.Sequential:
@@ -62,7 +65,9 @@ class Learner:
 
     def learn(self) -> None:
         """Make one step on observations that the generator gives."""
-        observation = torch.randn(self.settings.batch_size, self.settings.num_inputs, generator=self.rng)
+        observation = torch.randn(
+            self.settings.batch_size, self.settings.num_inputs, generator=self.rng
+        )
         with torch.no_grad():
             action = self.teacher(observation)
         loss = (self.policy(observation) - action).square().mean()
@@ -156,7 +161,11 @@ def draw(losses: torch.Tensor, resumed: list[int], path: Path) -> None:
     axes.semilogy(losses, color="#1f77b4", linewidth=1)
     for number, step in enumerate(resumed):
         axes.axvline(
-            step, color="#d62728", linestyle="--", linewidth=1, label=None if number else "resumed after kill -9"
+            step,
+            color="#d62728",
+            linestyle="--",
+            linewidth=1,
+            label=None if number else "resumed after kill -9",
         )
     axes.set(title="One run out of many lives", xlabel="steps", ylabel="loss")
     if resumed:

@@ -1,8 +1,9 @@
 """DAgger (Ross et al. 2011) with collection and learning at once: two processes and one folder between them.
 
-`python examples/dagger.py` starts a collector, which balances poles with the student's newest policy and records what a
-teacher would have done there. The student learns from the growing folder meanwhile (`refresh_s`) and leaves its policy
-beside it. Neither waits for the other. Prints, round by round, for how many steps the student keeps a pole upright.
+`python examples/dagger.py` starts a collector, which balances poles with the student's newest
+policy and records what a teacher would have done there. The student learns from the growing folder
+meanwhile (`refresh_s`) and leaves its policy beside it. Neither waits for the other. Prints, round
+by round, for how many steps the student keeps a pole upright.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Poles:
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings, self.rng = settings, torch.Generator().manual_seed(seed)
-        self.state, self.age = torch.zeros(settings.num_envs, 4), torch.zeros(settings.num_envs, dtype=torch.long)
+        self.state, self.age = (
+            torch.zeros(settings.num_envs, 4),
+            torch.zeros(settings.num_envs, dtype=torch.long),
+        )
         self.restart(self.age == 0)
 
     def restart(self, which: torch.Tensor) -> None:
@@ -52,7 +56,9 @@ class Poles:
         """Push the carts for 20 ms; which poles fell, and which have stood long enough."""
         speed, angle, turn = self.state[:, 1], self.state[:, 2], self.state[:, 3]
         push = (10 * force.clamp(-1, 1) + 0.05 * turn.square() * angle.sin()) / 1.1
-        bend = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - 0.1 * angle.cos().square() / 1.1))
+        bend = (9.8 * angle.sin() - angle.cos() * push) / (
+            0.5 * (4 / 3 - 0.1 * angle.cos().square() / 1.1)
+        )
         rates = torch.stack([speed, push - 0.05 * bend * angle.cos() / 1.1, turn, bend], 1)
         self.state, self.age = self.state + 0.02 * rates, self.age + 1
         has_fallen = (self.state[:, 0].abs() > 2.4) | (self.state[:, 2].abs() > 0.21)
@@ -72,7 +78,12 @@ def new_student(settings: Settings) -> nn.Sequential:
 def collect(settings: Settings, is_over: multiprocessing.synchronize.Event) -> None:
     """Let the newest student drive, and record what the teacher says, until it is over."""
     torch.set_num_threads(1)
-    poles, student, policy, loaded_ns = Poles(settings, settings.seed + 1), new_student(settings), FOLDER / "policy", 0
+    poles, student, policy, loaded_ns = (
+        Poles(settings, settings.seed + 1),
+        new_student(settings),
+        FOLDER / "policy",
+        0,
+    )
     with RolloutWriter(FOLDER, settings.num_envs, durable=False, block_age_s=0.2) as writer:
         while not is_over.is_set():
             if policy.exists() and (changed_ns := policy.stat().st_mtime_ns) != loaded_ns:
@@ -82,7 +93,9 @@ def collect(settings: Settings, is_over: multiprocessing.synchronize.Event) -> N
             with torch.no_grad():
                 has_fallen, has_stood = poles.step(student(state)[:, 0])
             done = has_fallen | has_stood
-            writer.add(observation=state, action=teacher(state), reward=1.0 - done.float(), terminated=done)
+            writer.add(
+                observation=state, action=teacher(state), reward=1.0 - done.float(), terminated=done
+            )
             poles.restart(done)
             time.sleep(0.001)
 
@@ -103,10 +116,19 @@ def learn(settings: Settings) -> None:
     student = new_student(settings)
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
     dataset = RolloutDataset(
-        FOLDER, settings.num_envs, 0, True, device="cpu", num_transitions_per_env=8, refresh_s=0.4, seed=settings.seed
+        FOLDER,
+        settings.num_envs,
+        0,
+        True,
+        device="cpu",
+        num_transitions_per_env=8,
+        refresh_s=0.4,
+        seed=settings.seed,
     )
     batches, num_batches = iter(loader(dataset)), 0
-    print(f"round 0: {steps_upright(student, settings):.0f} of {settings.longest} steps upright, nothing learned yet")
+    print(
+        f"round 0: {steps_upright(student, settings):.0f} of {settings.longest} steps upright, nothing learned yet"
+    )
     for number in range(1, settings.num_rounds + 1):
         end_s = time.monotonic() + settings.round_s
         while time.monotonic() < end_s:

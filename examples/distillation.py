@@ -1,11 +1,12 @@
 """Distillation through `storage.ActionLabelRollout`: a teacher that sees everything, a student that does not.
 
-`python examples/distillation.py` lets PPO learn CartPole-v1 with velocities (the teacher), then a student with a GRU
-and no velocities imitates it: the student acts, the teacher labels what the student met (DAgger, Ross et al. 2011).
-It prints both returns and draws `demo/distillation.png`.
+`python examples/distillation.py` lets PPO learn CartPole-v1 with velocities (the teacher), then a
+student with a GRU and no velocities imitates it: the student acts, the teacher labels what the
+student met (DAgger, Ross et al. 2011). It prints both returns and draws `demo/distillation.png`.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task gives): 500 on average
-for the teacher and for the student, 23 at random; 20 seconds on one core. The curve: while it explores.
+Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
+gives): 500 on average for the teacher and for the student, 23 at random; 20 seconds on one core.
+The curve: while it explores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Teacher(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.logit = nn.Sequential(nn.Linear(NUM_ALL, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.logit = nn.Sequential(
+            nn.Linear(NUM_ALL, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+        )
         self.logit.append(nn.Linear(width, 1))
         self.value = nn.Sequential(nn.Linear(NUM_ALL, width), nn.Tanh(), nn.Linear(width, 1))
 
@@ -59,7 +62,9 @@ def teach(settings: Settings) -> Teacher:
     teacher, envs = Teacher(), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(teacher.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_ALL,), None, (1,)
-    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})  # no mean, no deviation
+    storage = RolloutStorage(
+        *sizes, generator=settings.seed, policy_outputs={}
+    )  # no mean, no deviation
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     for _ in trange(settings.num_teacher_updates, desc="teacher"):
         with torch.no_grad():
@@ -68,14 +73,21 @@ def teach(settings: Settings) -> Teacher:
                 distribution = teacher.distribution(obs)
                 transition.actions = distribution.sample()
                 transition.actions_log_prob = distribution.log_prob(transition.actions)
-                obs, final_obs, rewards, transition.dones, transition.time_outs = step(envs, transition.actions)
-                transition.rewards, transition.bootstrap_values = 0.1 * rewards, teacher.value(final_obs)
+                obs, final_obs, rewards, transition.dones, transition.time_outs = step(
+                    envs, transition.actions
+                )
+                transition.rewards, transition.bootstrap_values = (
+                    0.1 * rewards,
+                    teacher.value(final_obs),
+                )
                 storage.add_transitions(transition)
             storage.compute_returns(teacher.value(obs), 0.99, 0.95, truncation="final")
         for batch in storage.mini_batch_generator(settings.num_mini_batches, 5):
             log_prob = teacher.distribution(batch.obs).log_prob(batch.actions)
             ratio = torch.exp(log_prob - batch.old_actions_log_prob)
-            gain = torch.min(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages).mean()
+            gain = torch.min(
+                ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages
+            ).mean()
             optimizer.zero_grad()
             (0.5 * (teacher.value(batch.obs) - batch.returns).square().mean() - gain).backward()
             optimizer.step()
@@ -103,7 +115,9 @@ class Lesson:
         """The student acts; every step gets the teacher's answer as its label."""
         for _ in range(num_steps):
             seen, state = self.obs[:, VISIBLE], self.state
-            transition = self.storage.Transition(observations=seen, hidden_states=HiddenStates(actor=state))
+            transition = self.storage.Transition(
+                observations=seen, hidden_states=HiddenStates(actor=state)
+            )
             features, state = self.student.features(seen.unsqueeze(0), state)
             distribution = self.student.distribution(features[0])
             transition.actions = distribution.sample()
@@ -133,11 +147,15 @@ def distill(teacher: Teacher, settings: Settings, curve: list[tuple[int, float]]
     with tqdm(total=settings.num_student_updates, desc="student") as bar:
         for number in range(settings.num_student_updates):
             lesson.collect(settings.num_steps)
-            for batch in storage.recurrent_mini_batch_generator(settings.num_mini_batches, settings.num_epochs):
+            for batch in storage.recurrent_mini_batch_generator(
+                settings.num_mini_batches, settings.num_epochs
+            ):
                 features, _ = student.features(batch.obs, batch.hidden_states.actor)
                 logits = student.logit(unpad_trajectories(features, batch.masks))
                 optimizer.zero_grad()
-                nn.functional.binary_cross_entropy_with_logits(logits, batch.action_labels).backward()
+                nn.functional.binary_cross_entropy_with_logits(
+                    logits, batch.action_labels
+                ).backward()
                 nn.utils.clip_grad_norm_(student.parameters(), 0.5)
                 optimizer.step()
             bar.update()
@@ -174,16 +192,26 @@ def returns_of(policy: Teacher | Policy | None, num_episodes: int, seed: int = 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few updates: to see that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few updates: to see that everything runs"
+    )
     settings = Settings()
     if parser.parse_args().quick:
-        settings = Settings(num_envs=8, num_steps=16, num_teacher_updates=4, num_student_updates=6, num_test_episodes=4)
+        settings = Settings(
+            num_envs=8,
+            num_steps=16,
+            num_teacher_updates=4,
+            num_student_updates=6,
+            num_test_episodes=4,
+        )
     torch.manual_seed(settings.seed)
     curve: list[tuple[int, float]] = []
     teacher = teach(settings)
     student = distill(teacher, settings, curve)
     policies = {"teacher, sees velocities": teacher, "student, GRU": student, "random": None}
-    results = {name: returns_of(policy, settings.num_test_episodes) for name, policy in policies.items()}
+    results = {
+        name: returns_of(policy, settings.num_test_episodes) for name, policy in policies.items()
+    }
     show(results)
     path = Path("demo/distillation.png")
     draw({"student": curve}, path, "CartPole-v1, velocities hidden: the student while it imitates")

@@ -1,10 +1,12 @@
 """Training on two ranks that is killed and goes on with the next batch, on two ranks and on one.
 
-`python examples/distributed.py` records a teacher (synthetic: a random, fixed network) and clones it three times:
-without a break; killed by `kill -9` at a random step and resumed on two ranks; the same, resumed on one rank. Each rank
-reads with two workers. Every batch is noted, env by env, and the three sequences of batches are compared bit by bit.
-`torchrun --nproc-per-node=2 examples/distributed.py --train` trains only; started again, it resumes on any number of
-ranks that divides `num_envs`. One rule: the checkpoint holds everything that the next step depends on, and no rank.
+`python examples/distributed.py` records a teacher (synthetic: a random, fixed network) and clones
+it three times: without a break; killed by `kill -9` at a random step and resumed on two ranks; the
+same, resumed on one rank. Each rank reads with two workers. Every batch is noted, env by env, and
+the three sequences of batches are compared bit by bit. `torchrun --nproc-per-node=2
+examples/distributed.py --train` trains only; started again, it resumes on any number of ranks that
+divides `num_envs`. One rule: the checkpoint holds everything that the next step depends on, and no
+rank.
 """
 
 from __future__ import annotations
@@ -70,12 +72,16 @@ def record(data: Path, settings: Settings) -> None:
     with RolloutWriter(data, num_envs=1, durable=False) as writer:
         for _ in range(settings.num_trajectories):
             length = int(torch.randint(10, 61, (), generator=generator))
-            observation = torch.randn(length, 1, settings.num_inputs, generator=generator).cumsum(0) / 4
+            observation = (
+                torch.randn(length, 1, settings.num_inputs, generator=generator).cumsum(0) / 4
+            )
             with torch.no_grad():
                 action = teacher(observation)
             done = torch.zeros(length, 1, dtype=torch.bool)
             done[-1] = True
-            writer.add_rollout(observation=observation, action=action, reward=torch.zeros(length, 1), done=done)
+            writer.add_rollout(
+                observation=observation, action=action, reward=torch.zeros(length, 1), done=done
+            )
 
 
 def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
@@ -91,27 +97,37 @@ def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
         num_transitions_per_env=settings.num_transitions_per_env, seed=settings.seed,
     )  # fmt: skip
     batches, num_made = loader(dataset, settings.num_workers), 0
-    if (run / CHECKPOINT).exists():  # no rank writes one before all ranks have begun their first step
+    if (
+        run / CHECKPOINT
+    ).exists():  # no rank writes one before all ranks have begun their first step
         state = load_checkpoint(run / CHECKPOINT)
         policy.module.load_state_dict(state["policy"])
         optimizer.load_state_dict(state["optimizer"])
         batches.load_state_dict(state["batches"])
         num_made = state["step"]
-    with AsyncCheckpointSaver() as saver, open(run / f"rank_{rank}_of_{num_ranks}.jsonl", "a") as notes:
+    with (
+        AsyncCheckpointSaver() as saver,
+        open(run / f"rank_{rank}_of_{num_ranks}.jsonl", "a") as notes,
+    ):
         for step, batch in enumerate(batches, num_made + 1):
             error = (policy(batch.observation) - batch.action).square().mean(-1)
             loss = error[batch.valid].mean()
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the gradients of the ranks, whose shares are equally large
+            # DDP averages the gradients of the ranks, whose shares are equally large
+            loss.backward()
             optimizer.step()
-            notes.write(json.dumps({"step": step, "loss": loss.item(), "envs": fingerprints(batch)}) + "\n")
+            notes.write(
+                json.dumps({"step": step, "loss": loss.item(), "envs": fingerprints(batch)}) + "\n"
+            )
             notes.flush()
             if step == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             is_last = step == settings.num_steps
             if rank == 0 and (is_last or step % settings.steps_per_checkpoint == 0):
                 state = {"policy": policy.module.state_dict(), "optimizer": optimizer.state_dict()}
-                saver.save_async({**state, "batches": batches.state_dict(), "step": step}, run / CHECKPOINT)
+                saver.save_async(
+                    {**state, "batches": batches.state_dict(), "step": step}, run / CHECKPOINT
+                )
             if is_last:
                 break
     dist.destroy_process_group()
@@ -121,7 +137,10 @@ def fingerprints(batch: Transition) -> list[str]:
     """Hash what each env of a batch holds, every bit of it."""
     tensors = [batch.observation, batch.action, batch.valid, batch.is_first, batch.is_last]
     columns = [tensor.transpose(0, 1).contiguous().numpy() for tensor in tensors]
-    return [hashlib.sha256(b"".join(env.tobytes() for env in envs)).hexdigest() for envs in zip(*columns, strict=True)]
+    return [
+        hashlib.sha256(b"".join(env.tobytes() for env in envs)).hexdigest()
+        for envs in zip(*columns, strict=True)
+    ]
 
 
 def in_ranks(num_ranks: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
@@ -151,7 +170,9 @@ def sequence(run: Path) -> list[list[str]]:
         for path, made in zip(paths, ranks, strict=True):
             for note in map(json.loads, path.read_text().splitlines() if path.exists() else []):
                 is_equal &= made.setdefault(note["step"], note["envs"]) == note["envs"]
-        for step in set(ranks[0]).intersection(*ranks):  # a killed rank may have made a step less than another
+        for step in set(ranks[0]).intersection(
+            *ranks
+        ):  # a killed rank may have made a step less than another
             envs = [env for made in ranks for env in made[step]]
             is_equal &= steps.setdefault(step, envs) == envs
     assert is_equal
@@ -177,7 +198,10 @@ def main(settings: Settings) -> None:
     for run, num_ranks in ((killed, 2), (one, 1)):
         exit_codes = in_ranks(num_ranks, train, data, run, settings)
         assert exit_codes == [0] * num_ranks
-        found, policies = sequence(run), [load_checkpoint(path / CHECKPOINT)["policy"] for path in (whole, run)]
+        found, policies = (
+            sequence(run),
+            [load_checkpoint(path / CHECKPOINT)["policy"] for path in (whole, run)],
+        )
         pairs = zip(*(policy.values() for policy in policies), strict=True)
         difference = max((a - b).abs().max().item() for a, b in pairs)
         is_equal = f"equal bit by bit: {found == expected}"

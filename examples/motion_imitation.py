@@ -1,10 +1,11 @@
 """Imitate motion clips with latent goals: `python examples/motion_imitation.py` draws demo/motion_imitation.png.
 
-Real clips (examples/data/motions, licences beside them) are the expert; a point-mass character, whose joints move with
-the velocity that the policy commands, tracks them. As in forward-backward learning, a window of future frames is
-embedded into a latent z, and the policy acts towards z. What is remembered stands in three buffers: expert windows in a
-`TrajectoryDictBuffer`, the policy's own windows in a `TrajectoryDictBufferMultiDim`, latents in a `ZBuffer`. Motions
-that are tracked worse are then drawn more often.
+Real clips (examples/data/motions, licences beside them) are the expert; a point-mass character,
+whose joints move with the velocity that the policy commands, tracks them. As in forward-backward
+learning, a window of future frames is embedded into a latent z, and the policy acts towards z. What
+is remembered stands in three buffers: expert windows in a `TrajectoryDictBuffer`, the policy's own
+windows in a `TrajectoryDictBufferMultiDim`, latents in a `ZBuffer`. Motions that are tracked worse
+are then drawn more often.
 """
 
 from __future__ import annotations
@@ -77,8 +78,12 @@ class Imitator(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         width, z_dim = settings.width, settings.z_dim
-        self.backward_map = nn.Sequential(nn.Linear(NUM_POSE, width), nn.ReLU(), nn.Linear(width, z_dim))
-        self.policy = nn.Sequential(nn.Linear(NUM_POSE + z_dim, width), nn.ReLU(), nn.Linear(width, NUM_POSE))
+        self.backward_map = nn.Sequential(
+            nn.Linear(NUM_POSE, width), nn.ReLU(), nn.Linear(width, z_dim)
+        )
+        self.policy = nn.Sequential(
+            nn.Linear(NUM_POSE + z_dim, width), nn.ReLU(), nn.Linear(width, NUM_POSE)
+        )
 
     def embed(self, poses: Tensor) -> Tensor:
         """Embed windows of following poses, `[N, L, NUM_POSE]`, on the sphere of radius sqrt(z_dim)."""
@@ -117,7 +122,13 @@ def collect(
         velocity = velocity + settings.noise * torch.randn_like(velocity)
         is_last = torch.full((1, settings.num_envs, 1), number == settings.steps_per_round - 1)
         observation = {"pose": pose.unsqueeze(0), "velocity": velocity.unsqueeze(0)}
-        own.extend({"observation": observation, "terminated": torch.zeros_like(is_last), "truncated": is_last})
+        own.extend(
+            {
+                "observation": observation,
+                "terminated": torch.zeros_like(is_last),
+                "truncated": is_last,
+            }
+        )
         pose = pose + velocity / RATE_HZ
 
 
@@ -149,8 +160,12 @@ def train(settings: Settings, folder: Path = MOTIONS) -> dict:
     names = [name for name, _ in clips]
     keys = ["observation", "motion_id"]
     episodes = [episode(number, poses) for number, (_, poses) in enumerate(clips)]
-    expert = TrajectoryDictBuffer(episodes, "cpu", SEQ_LENGTH, keys, file_names=names, generator=settings.seed)
-    own = TrajectoryDictBufferMultiDim(capacity=2000, n_dim=2, seq_length=SEQ_LENGTH, generator=settings.seed)
+    expert = TrajectoryDictBuffer(
+        episodes, "cpu", SEQ_LENGTH, keys, file_names=names, generator=settings.seed
+    )
+    own = TrajectoryDictBufferMultiDim(
+        capacity=2000, n_dim=2, seq_length=SEQ_LENGTH, generator=settings.seed
+    )
     z_buffer = ZBuffer(4096, settings.z_dim, generator=settings.seed)
     model = Imitator(settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
@@ -167,9 +182,16 @@ def train(settings: Settings, folder: Path = MOTIONS) -> dict:
         collect(model, expert, own, z_buffer, settings)
         errors = tracking_errors(model, clips)
         history.append(errors)
-        expert.update_priorities(motion_priorities(errors / errors.median()), torch.arange(len(clips)))
+        expert.update_priorities(
+            motion_priorities(errors / errors.median()), torch.arange(len(clips))
+        )
         print(f"round {number}: loss {loss.item():.3f}, mean tracking error {errors.mean():.3f}")
-    return {"names": names, "before": before, "after": shares(expert), "errors": torch.stack(history)}
+    return {
+        "names": names,
+        "before": before,
+        "after": shares(expert),
+        "errors": torch.stack(history),
+    }
 
 
 def draw(result: dict, path: Path) -> None:
@@ -179,17 +201,35 @@ def draw(result: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(3, 2))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(3, 2)
+    )
     order = result["errors"][-1].argsort().tolist()
     names, places = [result["names"][i] for i in order], np.arange(len(order))
     left.bar(places - 0.2, result["before"][order], 0.4, label="equal priorities", color="#7f7f7f")
-    left.bar(places + 0.2, result["after"][order], 0.4, label="priorities from tracking errors", color="#ff7f0e")
+    left.bar(
+        places + 0.2,
+        result["after"][order],
+        0.4,
+        label="priorities from tracking errors",
+        color="#ff7f0e",
+    )
     left.set_xticks(places, names, rotation=35, ha="right")
     left.set(title="how often each motion is drawn, best tracked first", ylabel="share of draws")
     left.legend()
     for i in order[::-1]:
-        right.plot(range(1, 1 + len(result["errors"])), result["errors"][:, i], label=result["names"][i], linewidth=1)
-    right.set(title="tracking error", xlabel="round", ylabel="distance / extent of the motion", yscale="log")
+        right.plot(
+            range(1, 1 + len(result["errors"])),
+            result["errors"][:, i],
+            label=result["names"][i],
+            linewidth=1,
+        )
+    right.set(
+        title="tracking error",
+        xlabel="round",
+        ylabel="distance / extent of the motion",
+        yscale="log",
+    )
     right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -197,9 +237,13 @@ def draw(result: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    quick = Settings(num_rounds=2, updates_per_round=10, steps_per_round=20, num_envs=8, batch_windows=16)
+    quick = Settings(
+        num_rounds=2, updates_per_round=10, steps_per_round=20, num_envs=8, batch_windows=16
+    )
     result = train(quick if "--quick" in sys.argv else Settings())
     draw(result, Path("demo/motion_imitation.png"))
     print(f"{'motion':<16}{'error':>8}{'share before':>14}{'after':>8}")
     for i, name in enumerate(result["names"]):
-        print(f"{name:<16}{result['errors'][-1][i]:>8.3f}{result['before'][i]:>14.3f}{result['after'][i]:>8.3f}")
+        print(
+            f"{name:<16}{result['errors'][-1][i]:>8.3f}{result['before'][i]:>14.3f}{result['after'][i]:>8.3f}"
+        )

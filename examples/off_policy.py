@@ -1,7 +1,8 @@
 """TD3 on a MuJoCo task with `storage.DictBuffer`: `python examples/off_policy.py` draws demo/off_policy.png.
 
-One rule: everything about learning stands here, everything about remembering in the buffer: it keeps each observation
-once, gives the true last observation of an episode as the next one, and never a reset's.
+One rule: everything about learning stands here, everything about remembering in the buffer: it
+keeps each observation once, gives the true last observation of an episode as the next one, and
+never a reset's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ class Settings:
 
 
 def network(num_inputs: int, num_outputs: int, width: int) -> nn.Sequential:
-    layers = nn.Linear(num_inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_outputs)
+    layers = (
+        nn.Linear(num_inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, num_outputs),
+    )
     return nn.Sequential(*layers)
 
 
@@ -50,21 +57,35 @@ class TD3:
 
     def __init__(self, num_observations: int, num_actions: int, settings: Settings) -> None:
         self.settings = settings
-        self.actor = nn.Sequential(network(num_observations, num_actions, settings.width), nn.Tanh())
-        self.critics = nn.ModuleList(network(num_observations + num_actions, 1, settings.width) for _ in range(2))
-        self.targets = copy.deepcopy(nn.ModuleList([self.actor, self.critics])).requires_grad_(False)
+        self.actor = nn.Sequential(
+            network(num_observations, num_actions, settings.width), nn.Tanh()
+        )
+        self.critics = nn.ModuleList(
+            network(num_observations + num_actions, 1, settings.width) for _ in range(2)
+        )
+        self.targets = copy.deepcopy(nn.ModuleList([self.actor, self.critics])).requires_grad_(
+            False
+        )
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=settings.learning_rate)
-        self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=settings.learning_rate)
+        self.critic_optimizer = torch.optim.Adam(
+            self.critics.parameters(), lr=settings.learning_rate
+        )
         self.num_updates = 0
 
     def update(self, batch: dict) -> None:
         """Take one step on a batch of transitions."""
-        observation, action, following = batch["observation"], batch["action"], batch["next"]["observation"]
+        observation, action, following = (
+            batch["observation"],
+            batch["action"],
+            batch["next"]["observation"],
+        )
         target_actor, target_critics = self.targets
         with torch.no_grad():
             noise = (0.2 * torch.randn_like(action)).clamp(-0.5, 0.5)
             next_action = (target_actor(following) + noise).clamp(-1, 1)
-            next_value = torch.min(*(critic(torch.cat([following, next_action], -1)) for critic in target_critics))
+            next_value = torch.min(
+                *(critic(torch.cat([following, next_action], -1)) for critic in target_critics)
+            )
             # A truncated episode would have gone on: only a termination has no future.
             target = batch["reward"] + self.settings.gamma * next_value * ~batch["terminated"]
         pair = torch.cat([observation, action], -1)
@@ -72,7 +93,10 @@ class TD3:
         step(self.critic_optimizer, loss)
         self.num_updates += 1
         if self.num_updates % 2 == 0:
-            step(self.actor_optimizer, -self.critics[0](torch.cat([observation, self.actor(observation)], -1)).mean())
+            step(
+                self.actor_optimizer,
+                -self.critics[0](torch.cat([observation, self.actor(observation)], -1)).mean(),
+            )
             with torch.no_grad():
                 online = [*self.actor.parameters(), *self.critics.parameters()]
                 for slow, quick in zip(self.targets.parameters(), online, strict=True):
@@ -92,7 +116,9 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
     envs = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.action_space.seed(settings.seed)
     high = float(envs.single_action_space.high[0])
-    learner = TD3(envs.single_observation_space.shape[0], envs.single_action_space.shape[0], settings)
+    learner = TD3(
+        envs.single_observation_space.shape[0], envs.single_action_space.shape[0], settings
+    )
     ends = ["terminated", "truncated"]
     buffer = DictBuffer(
         capacity=settings.capacity,
@@ -112,14 +138,18 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
             action = (action + settings.exploration * torch.randn_like(action)).clamp(-1, 1)
         reached, reward, terminated, truncated, infos = envs.step(action.numpy() * high)
         following = torch.as_tensor(reached, dtype=torch.float32)
-        final = following.clone()  # where an episode ends, `following` is already the next one's first
+        final = (
+            following.clone()
+        )  # where an episode ends, `following` is already the next one's first
         for env in np.flatnonzero(terminated | truncated):
             final[env] = torch.as_tensor(infos["final_obs"][env], dtype=torch.float32)
             curve.append((number * settings.num_envs, running[env] + reward[env]))
         running = np.where(terminated | truncated, 0, running + reward)
         scaled = torch.as_tensor(reward * settings.reward_scale, dtype=torch.float32)
         data = {"observation": observation, "action": action, "reward": scaled}
-        buffer.extend({**data, "terminated": terminated, "truncated": truncated}, final={"observation": final})
+        buffer.extend(
+            {**data, "terminated": terminated, "truncated": truncated}, final={"observation": final}
+        )
         observation = following
         if number >= settings.num_random_steps:
             for _ in range(settings.updates_per_step):
@@ -141,7 +171,11 @@ def draw(curve: list[tuple[int, float]], settings: Settings, path: Path) -> None
     axes.plot(frames, returns, ".", color="#1f77b4", alpha=0.3, markersize=4, label="an episode")
     mean = np.convolve(returns, np.ones(width) / width, "valid")
     axes.plot(frames[width - 1 :], mean, color="#1f77b4", label=f"mean of {width}")
-    axes.set(title=f"TD3 on {settings.task}, replay from DictBuffer", xlabel="frames", ylabel="return of an episode")
+    axes.set(
+        title=f"TD3 on {settings.task}, replay from DictBuffer",
+        xlabel="frames",
+        ylabel="return of an episode",
+    )
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -149,12 +183,16 @@ def draw(curve: list[tuple[int, float]], settings: Settings, path: Path) -> None
 
 
 if __name__ == "__main__":
-    quick = Settings(num_steps=200, num_random_steps=60, updates_per_step=1, batch_size=64, width=32)
+    quick = Settings(
+        num_steps=200, num_random_steps=60, updates_per_step=1, batch_size=64, width=32
+    )
     chosen = quick if "--quick" in sys.argv else Settings()
     episodes, memory = train(chosen)
     draw(episodes, chosen, Path("demo/off_policy.png"))
     early, late = episodes[: len(episodes) // 5], episodes[-max(1, len(episodes) // 20) :]
-    print(f"{len(episodes)} episodes; mean return of the first fifth {np.mean([value for _, value in early]):.0f}")
+    print(
+        f"{len(episodes)} episodes; mean return of the first fifth {np.mean([value for _, value in early]):.0f}"
+    )
     print(f"mean return of the last twentieth {np.mean([value for _, value in late]):.0f}")
     print(
         f"{len(memory)} transitions in memory, {memory.num_bytes / memory.capacity:.1f} bytes each; demo/off_policy.png"

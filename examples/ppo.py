@@ -38,7 +38,13 @@ def make_envs(task: str, num_envs: int) -> SyncVectorEnv:
 
 
 def network(num_inputs: int, num_outputs: int, width: int = 64) -> nn.Sequential:
-    layers = nn.Linear(num_inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_outputs)
+    layers = (
+        nn.Linear(num_inputs, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, num_outputs),
+    )
     return nn.Sequential(*layers)
 
 
@@ -65,7 +71,11 @@ class ActorCritic(nn.Module):
 
 @torch.no_grad()
 def collect(
-    envs: SyncVectorEnv, policy: ActorCritic, storage: RolloutStorage, obs: Tensor, settings: Settings
+    envs: SyncVectorEnv,
+    policy: ActorCritic,
+    storage: RolloutStorage,
+    obs: Tensor,
+    settings: Settings,
 ) -> Tensor:
     """Fill the storage with one rollout and estimate its advantages; return where the environments stand."""
     low, high = envs.single_action_space.low, envs.single_action_space.high
@@ -73,7 +83,9 @@ def collect(
         transition = storage.Transition()
         distribution = policy.distribution(obs)
         action = distribution.sample()
-        next_obs, reward, terminated, truncated, infos = envs.step(np.clip(action.numpy(), low, high))
+        next_obs, reward, terminated, truncated, infos = envs.step(
+            np.clip(action.numpy(), low, high)
+        )
         final_obs = torch.as_tensor(next_obs, dtype=torch.float32)
         next_obs = final_obs.clone()
         for env in np.flatnonzero(terminated | truncated):
@@ -93,7 +105,12 @@ def collect(
     return obs
 
 
-def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, storage: RolloutStorage, settings: Settings) -> None:
+def update(
+    policy: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    storage: RolloutStorage,
+    settings: Settings,
+) -> None:
     """Take the clipped policy-gradient steps of one rollout (Schulman et al. 2017)."""
     for batch in storage.mini_batch_generator(settings.num_mini_batches, settings.num_epochs):
         distribution = policy.distribution(batch.obs)
@@ -109,20 +126,32 @@ def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, storage: Rollo
     storage.clear()
 
 
-def train(task: str, settings: Settings, report: Callable[[int, list[float]], bool | None]) -> ActorCritic:
+def train(
+    task: str, settings: Settings, report: Callable[[int, list[float]], bool | None]
+) -> ActorCritic:
     """Learn a task; `report(update, returns)` gets the returns of the episodes that ended, and stops it by True."""
     torch.manual_seed(settings.seed)
     envs = make_envs(task, settings.num_envs)
-    num_observations, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    num_observations, num_actions = (
+        envs.single_observation_space.shape[0],
+        envs.single_action_space.shape[0],
+    )
     policy = ActorCritic(num_observations, num_actions)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, eps=1e-5)
     storage = RolloutStorage(
-        settings.num_envs, settings.num_steps, (num_observations,), None, (num_actions,), generator=settings.seed
+        settings.num_envs,
+        settings.num_steps,
+        (num_observations,),
+        None,
+        (num_actions,),
+        generator=settings.seed,
     )
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     running = torch.zeros(settings.num_envs)
     for number in range(settings.num_updates):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - number / settings.num_updates)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * (
+            1 - number / settings.num_updates
+        )
         obs = collect(envs, policy, storage, obs, settings)
         finished = []
         for reward, done in zip(storage.rewards[..., 0], storage.dones[..., 0].bool(), strict=True):

@@ -1,7 +1,8 @@
 """DQN with prioritized replay: `python examples/prioritized_dqn.py` learns Acrobot with and without, and draws both.
 
-One rule: the two differ in one number, `alpha`: how strongly the error of a transition decides how often it is drawn
-(Schaul et al. 2016); 0 draws uniformly. `demo/prioritized_dqn.png` shows the mean of several seeds.
+One rule: the two differ in one number, `alpha`: how strongly the error of a transition decides how
+often it is drawn (Schaul et al. 2016); 0 draws uniformly. `demo/prioritized_dqn.png` shows the mean
+of several seeds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class DQN:
         """Choose the best action `[N]`, or any with the probability `exploration`."""
         best = self.values(observation)
         chosen = best.argmax(-1)
-        return torch.where(torch.rand(len(chosen)) < exploration, torch.randint(best.shape[-1], chosen.shape), chosen)
+        return torch.where(
+            torch.rand(len(chosen)) < exploration,
+            torch.randint(best.shape[-1], chosen.shape),
+            chosen,
+        )
 
     def errors(self, batch: dict[str, Tensor]) -> Tensor:
         """Give the temporal-difference errors `[B]` of a batch."""
@@ -65,7 +70,9 @@ class DQN:
             best = self.values(batch["next_obs"]).argmax(-1, keepdim=True)
             future = self.target(batch["next_obs"]).gather(-1, best).squeeze(-1)
             goal = batch["reward"] + self.settings.gamma * future * ~batch["terminated"]
-        return self.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1) - goal
+        return (
+            self.values(batch["obs"]).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1) - goal
+        )
 
     def step(self, loss: Tensor) -> None:
         """Take a step down a loss and draw the target network after."""
@@ -119,7 +126,10 @@ def exploration(settings: Settings, number: int) -> float:
     """Say how often to act at random in a step."""
     if number < settings.num_random_steps:
         return 1.0
-    return max(settings.final_exploration, 1.0 - (number - settings.num_random_steps) / settings.exploration_steps)
+    return max(
+        settings.final_exploration,
+        1.0 - (number - settings.num_random_steps) / settings.exploration_steps,
+    )
 
 
 def train(settings: Settings) -> tuple[list[tuple[int, float]], AdvancedReplayBuffer]:
@@ -130,10 +140,16 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], AdvancedReplayBu
     learner = DQN(play.observation.shape[-1], num_actions, settings)
     num_updates = settings.num_steps * settings.updates_per_step
     replay = AdvancedReplayBuffer(
-        settings.capacity, alpha=settings.alpha, beta=settings.beta, anneal_step=num_updates, generator=settings.seed
+        settings.capacity,
+        alpha=settings.alpha,
+        beta=settings.beta,
+        anneal_step=num_updates,
+        generator=settings.seed,
     )
     for number in range(settings.num_steps):
-        replay.extend_tensors(play.step(learner.act(play.observation, exploration(settings, number))))
+        replay.extend_tensors(
+            play.step(learner.act(play.observation, exploration(settings, number)))
+        )
         if number < settings.num_random_steps:
             continue
         for _ in range(settings.updates_per_step):
@@ -149,7 +165,10 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], AdvancedReplayBu
 def smooth(curve: list[tuple[int, float]], num_frames: int, width: int) -> np.ndarray:
     """Give the mean return of the episodes of the last `width` frames, at 100 places."""
     frames, returns = np.array(curve).T
-    recent = [returns[(frames > at - width) & (frames <= at)] for at in np.linspace(width, num_frames, 100)]
+    recent = [
+        returns[(frames > at - width) & (frames <= at)]
+        for at in np.linspace(width, num_frames, 100)
+    ]
     return np.array([found.mean() if len(found) else np.nan for found in recent])
 
 
@@ -167,8 +186,16 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], settings: Settings, p
         lines = np.stack([smooth(curve, num_frames, width) for curve in several])
         places = np.linspace(width, num_frames, lines.shape[1])
         axes.plot(places, lines.T, color=colour, alpha=0.25, linewidth=1)
-        axes.plot(places, lines.mean(0), color=colour, linewidth=2.5, label=f"{name}, mean of {len(lines)} seeds")
-    axes.set(title=f"DQN on {settings.task}", xlabel="frames", ylabel=f"return, mean over {width} frames")
+        axes.plot(
+            places,
+            lines.mean(0),
+            color=colour,
+            linewidth=2.5,
+            label=f"{name}, mean of {len(lines)} seeds",
+        )
+    axes.set(
+        title=f"DQN on {settings.task}", xlabel="frames", ylabel=f"return, mean over {width} frames"
+    )
     axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -177,7 +204,12 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], settings: Settings, p
 
 def main(is_quick: bool) -> None:
     quick = Settings(
-        task="CartPole-v1", num_steps=150, num_random_steps=30, exploration_steps=60, updates_per_step=1, width=32
+        task="CartPole-v1",
+        num_steps=150,
+        num_random_steps=30,
+        exploration_steps=60,
+        updates_per_step=1,
+        width=32,
     )
     settings, num_seeds = (quick, 1) if is_quick else (Settings(), 3)
     curves: dict[str, list[list[tuple[int, float]]]] = {}
@@ -185,7 +217,11 @@ def main(is_quick: bool) -> None:
         for seed in range(num_seeds):
             curve, replay = train(replace(settings, alpha=alpha, seed=seed))
             curves.setdefault(name, []).append(curve)
-            late = [value for frames, value in curve if frames > 0.75 * settings.num_steps * settings.num_envs]
+            late = [
+                value
+                for frames, value in curve
+                if frames > 0.75 * settings.num_steps * settings.num_envs
+            ]
             print(
                 f"{name:<12} seed {seed}: {len(curve):>4} episodes, mean return of the last quarter "
                 f"{np.mean(late or [0]):>5.0f}; {replay.count()} transitions, "

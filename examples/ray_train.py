@@ -1,8 +1,9 @@
 """Training under Ray Train: two workers, each a rank that reads its share, stop and go on with the next batch.
 
-`python examples/ray_train.py` needs `pip install rollout-data[ray]`. It records a teacher (synthetic: a fixed, random
-network), trains for half a pass, and goes on from the reported checkpoint to the end of the pass. One rule: in the
-training function stands what stands under torchrun; Ray Train makes the process group before it calls it.
+`python examples/ray_train.py` needs `pip install rollout-data[ray]`. It records a teacher
+(synthetic: a fixed, random network), trains for half a pass, and goes on from the reported
+checkpoint to the end of the pass. One rule: in the training function stands what stands under
+torchrun; Ray Train makes the process group before it calls it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def record(data: Path) -> int:
             action = teacher(observation)
             observation[:, 0, 0] = torch.arange(num_frames, num_frames + length)
             done = torch.arange(length).view(-1, 1) == length - 1
-            writer.add_rollout(observation=observation, action=action, reward=torch.zeros(length, 1), done=done)
+            writer.add_rollout(
+                observation=observation, action=action, reward=torch.zeros(length, 1), done=done
+            )
             num_frames += length
     return num_frames
 
@@ -45,10 +48,17 @@ def record(data: Path) -> int:
 def learn(config: dict[str, Any]) -> None:
     """Be one worker: train for so many batches, or to the end of the pass, and report what all workers have read."""
     torch.set_num_threads(1)
-    policy = prepare_model(nn.Linear(NUM_INPUTS, 2))  # DistributedDataParallel, as there are several workers
+    policy = prepare_model(
+        nn.Linear(NUM_INPUTS, 2)
+    )  # DistributedDataParallel, as there are several workers
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     dataset = RolloutDataset(
-        config["data"], NUM_ENVS // dist.get_world_size(), 1, True, device="cpu", num_transitions_per_env=8
+        config["data"],
+        NUM_ENVS // dist.get_world_size(),
+        1,
+        True,
+        device="cpu",
+        num_transitions_per_env=8,
     )
     batches, seen = loader(dataset), list[int]()
     if config["checkpoint"] is not None:
@@ -60,7 +70,9 @@ def learn(config: dict[str, Any]) -> None:
         inputs[..., 0] = 0
         error = (policy(inputs) - batch.action).square().mean(-1)
         optimizer.zero_grad()
-        (error * batch.valid.view(error.shape)).mean().backward()  # the gradients of the workers are averaged
+        (
+            error * batch.valid.view(error.shape)
+        ).mean().backward()  # the gradients of the workers are averaged
         optimizer.step()
         seen += batch.observation[..., 0][batch.valid.view(error.shape)].long().tolist()
         if step == config["num_steps"]:
@@ -81,7 +93,9 @@ def run(data: Path, num_steps: int | None, checkpoint: str | None) -> train.Resu
     config = {"data": str(data.absolute()), "num_steps": num_steps, "checkpoint": checkpoint}
     scaling = train.ScalingConfig(num_workers=NUM_WORKERS, resources_per_worker={"CPU": 0.5})
     place = train.RunConfig(storage_path=str(FOLDER.absolute() / "runs"))
-    return TorchTrainer(learn, train_loop_config=config, scaling_config=scaling, run_config=place).fit()
+    return TorchTrainer(
+        learn, train_loop_config=config, scaling_config=scaling, run_config=place
+    ).fit()
 
 
 def main() -> None:
@@ -89,9 +103,16 @@ def main() -> None:
     num_frames = record(FOLDER / "data")
     first = run(FOLDER / "data", 10, None)
     rest = run(FOLDER / "data", None, first.checkpoint.path)
-    read = [frame for result in (first, rest) for frames in result.metrics["frames"] for frame in frames]
-    shares = [sum(map(len, shares)) for shares in zip(first.metrics["frames"], rest.metrics["frames"], strict=True)]
-    print(f"{num_frames} frames recorded; workers read {shares}, {len(first.metrics['frames'][0])} before the break")
+    read = [
+        frame for result in (first, rest) for frames in result.metrics["frames"] for frame in frames
+    ]
+    shares = [
+        sum(map(len, shares))
+        for shares in zip(first.metrics["frames"], rest.metrics["frames"], strict=True)
+    ]
+    print(
+        f"{num_frames} frames recorded; workers read {shares}, {len(first.metrics['frames'][0])} before the break"
+    )
     print(f"each frame once: {sorted(read) == list(range(num_frames))}")
 
 

@@ -1,8 +1,8 @@
 """The main job, end to end: learn a task, record it, stream it back, learn from the recording.
 
-`make demo` runs it. `--quick` runs every step in seconds to show that the installation works; it learns little.
-Open `report.html` in the folder `--out` first: it is a page about the recording in `data/`.
-`report.png` shows how well the task was learned.
+`make demo` runs it. `--quick` runs every step in seconds to show that the installation works; it
+learns little. Open `report.html` in the folder `--out` first: it is a page about the recording in
+`data/`. `report.png` shows how well the task was learned.
 """
 
 from __future__ import annotations
@@ -26,16 +26,24 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from rollout_data import RolloutDataError, RolloutDataset, RolloutWriter, Transition, record_demonstrations
+from rollout_data import (
+    RolloutDataError,
+    RolloutDataset,
+    RolloutWriter,
+    Transition,
+    record_demonstrations,
+)
 from rollout_data import report as write_report
 from rollout_data.tools.cli.command_line import main as command_line
 
-#: A pole on a cart; the policy pushes the cart. PPO learns it in about 25 updates, faster than other MuJoCo tasks.
+#: A pole on a cart; the policy pushes the cart. PPO learns it in about 25 updates, faster than
+#: other MuJoCo tasks.
 TASK = "InvertedPendulum-v5"
 #: Smallest ratios of mean returns with which the full run exits with 0.
 MIN_EXPERT_OVER_RANDOM = 5.0
 MIN_CLONE_OVER_EXPERT = 0.9
-#: Training stops after this number of consecutive updates with a mean return of at least `GOOD_RETURN`.
+#: Training stops after this number of consecutive updates with a mean return of at least
+#: `GOOD_RETURN`.
 NUM_GOOD_UPDATES = 3
 #: The largest possible return is 1,000: one for each step.
 GOOD_RETURN = 950.0
@@ -55,7 +63,12 @@ class Plan:
     num_episodes: int = 10
 
 
-QUICK = Plan(ppo=replace(DEFAULTS, num_envs=8, num_updates=6), num_trajectories=48, num_record_envs=8, num_passes=2)
+QUICK = Plan(
+    ppo=replace(DEFAULTS, num_envs=8, num_updates=6),
+    num_trajectories=48,
+    num_record_envs=8,
+    num_passes=2,
+)
 
 
 def learn(plan: Plan, report: Report) -> ActorCritic:
@@ -65,21 +78,26 @@ def learn(plan: Plan, report: Report) -> ActorCritic:
 
         def note(update: int, returns: list[float]) -> bool:
             bar.update()
-            report.curve += [((update + 1) * plan.ppo.num_envs * plan.ppo.num_steps, value) for value in returns]
+            report.curve += [
+                ((update + 1) * plan.ppo.num_envs * plan.ppo.num_steps, value) for value in returns
+            ]
             if returns:
                 latest.append(float(np.mean(returns)))
                 bar.set_postfix_str(f"return {latest[-1]:.0f}")
             return len(latest) == NUM_GOOD_UPDATES and min(latest) >= GOOD_RETURN
 
         expert = train(TASK, plan.ppo, note)
-    print(f"the expert's mean return over the last {len(latest)} updates of training: {np.mean(latest):.0f}")
+    print(
+        f"the expert's mean return over the last {len(latest)} updates of training: {np.mean(latest):.0f}"
+    )
     return expert
 
 
 def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
     """(b) Record the expert with `RolloutWriter`, which stands behind `record_demonstrations`; give the seconds.
 
-    Its actions are drawn as in training: an expert that never strays does not show how to come back.
+    Its actions are drawn as in training: an expert that never strays does not show how to come
+    back.
     """
     envs = make_envs(TASK, plan.num_record_envs)
     start = time.perf_counter()
@@ -97,7 +115,9 @@ def record(expert: ActorCritic, plan: Plan, data_dir: Path) -> float:
     return duration_s
 
 
-def stream(data_dir: Path, num_envs: int, num_steps: int, num_passes: int) -> DataLoader[Transition]:
+def stream(
+    data_dir: Path, num_envs: int, num_steps: int, num_passes: int
+) -> DataLoader[Transition]:
     """Stream the recording as batches of `[T, N, ...]`, every environment playing its own trajectories."""
     dataset = RolloutDataset(
         data_dir,
@@ -117,8 +137,12 @@ def clone(data_dir: Path, plan: Plan) -> nn.Module:
     frame = first.get_batch()
     student = network(frame.observation.shape[-1], frame.action.shape[-1])
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
-    num_batches = plan.num_passes * first.num_frames / (plan.num_stream_envs * plan.num_stream_steps)
-    slower = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: max(0.01, 1 - number / num_batches))
+    num_batches = (
+        plan.num_passes * first.num_frames / (plan.num_stream_envs * plan.num_stream_steps)
+    )
+    slower = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda number: max(0.01, 1 - number / num_batches)
+    )
     for batch in tqdm(loader, desc="cloning", unit=" batches", total=round(num_batches)):
         error = (student(batch.observation.float()) - batch.action).square().mean(-1)
         loss = (error * batch.valid).sum() / batch.valid.sum()
@@ -137,7 +161,9 @@ def measure(data_dir: Path, plan: Plan, recording_s: float, report: Report) -> N
         for _ in stream(data_dir, num_envs, num_steps, 1):
             pass
 
-    small_s, wide_s = (min(timed(lambda size=size: play(*size)) for _ in range(3)) for size in (small, wide))
+    small_s, wide_s = (
+        min(timed(lambda size=size: play(*size)) for _ in range(3)) for size in (small, wide)
+    )
     batches = list(stream(data_dir, wide[1], wide[0], 1))
     names = ("observation", "action", "reward")
     columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
@@ -165,10 +191,19 @@ def measure(data_dir: Path, plan: Plan, recording_s: float, report: Report) -> N
     shutil.rmtree(folder)
     report.speeds = {
         f"memcpy of the same frames, {frame_bytes} bytes each": (speed(num_moved, copying_s), None),
-        f"DataLoader, batches of {small}": (speed(num_delivered, small_s), speed(num_moved, copying_s)),
-        f"DataLoader, batches of {wide}": (speed(num_delivered, wide_s), speed(num_moved, copying_s)),
+        f"DataLoader, batches of {small}": (
+            speed(num_delivered, small_s),
+            speed(num_moved, copying_s),
+        ),
+        f"DataLoader, batches of {wide}": (
+            speed(num_delivered, wide_s),
+            speed(num_moved, copying_s),
+        ),
         "one raw write with fsync": (speed(num_moved, raw_writing_s), None),
-        "RolloutWriter, durable, until closed": (speed(num_moved, writing_s), speed(num_moved, raw_writing_s)),
+        "RolloutWriter, durable, until closed": (
+            speed(num_moved, writing_s),
+            speed(num_moved, raw_writing_s),
+        ),
         "recording, simulation included": (speed(num_delivered, recording_s), None),
     }
 
@@ -193,7 +228,9 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def evaluate(act: Callable[[np.ndarray], np.ndarray] | None, num_episodes: int, seed: int = 1000) -> Episodes:
+def evaluate(
+    act: Callable[[np.ndarray], np.ndarray] | None, num_episodes: int, seed: int = 1000
+) -> Episodes:
     """(e) Play one episode in each environment, with fixed seeds."""
     envs = make_envs(TASK, num_episodes)
     envs.action_space.seed(seed)
@@ -213,7 +250,9 @@ def evaluate(act: Callable[[np.ndarray], np.ndarray] | None, num_episodes: int, 
 def main(arguments: list[str] | None = None) -> int:
     """Run the whole job; 1 if the policies did not become as good as they must (not with `--quick`)."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the recording and the report")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder for the recording and the report"
+    )
     parser.add_argument("--quick", action="store_true", help="a few seconds, without learning much")
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else Plan()

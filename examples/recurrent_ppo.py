@@ -1,10 +1,11 @@
 """Recurrent PPO on `storage.RolloutStorage`: balance a pole whose velocities are hidden.
 
-`python examples/recurrent_ppo.py` learns CartPole-v1 from positions alone, once with a GRU and once without memory,
-prints both results and draws `demo/recurrent_ppo.png`. The critic may see everything: it is not needed later.
+`python examples/recurrent_ppo.py` learns CartPole-v1 from positions alone, once with a GRU and once
+without memory, prints both results and draws `demo/recurrent_ppo.png`. The critic may see
+everything: it is not needed later.
 
-Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task gives): 500 on average
-with the GRU, 44 without memory; 40 seconds on one core.
+Result with the defaults (seed 1, 20 starts without exploration, 500 is the most that the task
+gives): 500 on average with the GRU, 44 without memory; 40 seconds on one core.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Policy(nn.Module):
 
 def make_envs(num_envs: int) -> SyncVectorEnv:
     """Make environments that restart in the step that ends an episode."""
-    return SyncVectorEnv([lambda: gymnasium.make(TASK)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv(
+        [lambda: gymnasium.make(TASK)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP
+    )
 
 
 def step(envs: SyncVectorEnv, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +98,12 @@ def forget(state: Tensor | None, dones: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def collect(
-    envs: SyncVectorEnv, policy: Policy, storage: RolloutStorage, obs: Tensor, state: Tensor | None, settings: Settings
+    envs: SyncVectorEnv,
+    policy: Policy,
+    storage: RolloutStorage,
+    obs: Tensor,
+    state: Tensor | None,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor | None]:
     """Fill the storage with one rollout; return where the environments and the memory stand."""
     for _ in range(settings.num_steps):
@@ -106,7 +114,9 @@ def collect(
         transition.actions = distribution.sample()
         transition.actions_log_prob = distribution.log_prob(transition.actions)
         transition.values = policy.value(obs)
-        obs, final_obs, rewards, transition.dones, transition.time_outs = step(envs, transition.actions)
+        obs, final_obs, rewards, transition.dones, transition.time_outs = step(
+            envs, transition.actions
+        )
         transition.rewards = rewards * settings.reward_scale
         transition.bootstrap_values = policy.value(final_obs)
         storage.add_transitions(transition)
@@ -133,13 +143,19 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Pol
     envs, policy = make_envs(settings.num_envs), Policy(settings.has_memory)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_VISIBLE,), (NUM_ALL,), (1,)
-    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})  # no mean, no deviation
+    storage = RolloutStorage(
+        *sizes, generator=settings.seed, policy_outputs={}
+    )  # no mean, no deviation
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     state, running = policy.start(settings.num_envs), torch.zeros(settings.num_envs)
     for number in range(settings.num_updates):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - number / settings.num_updates)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * (
+            1 - number / settings.num_updates
+        )
         obs, state = collect(envs, policy, storage, obs, state, settings)
-        for batch in storage.recurrent_mini_batch_generator(settings.num_mini_batches, settings.num_epochs):
+        for batch in storage.recurrent_mini_batch_generator(
+            settings.num_mini_batches, settings.num_epochs
+        ):
             optimizer.zero_grad()
             loss_of(policy, batch, settings.clip).backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
@@ -171,7 +187,9 @@ def test(policy: Policy, num_episodes: int, seed: int = 1000) -> np.ndarray:
     return returns.numpy()
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], path: Path, title: str, across: str = "update") -> None:
+def draw(
+    curves: dict[str, list[tuple[int, float]]], path: Path, title: str, across: str = "update"
+) -> None:
     """Draw one line per name."""
     import matplotlib
 
@@ -197,17 +215,23 @@ def show(results: dict[str, np.ndarray]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few updates: to see that everything runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few updates: to see that everything runs"
+    )
     settings = Settings()
     if parser.parse_args().quick:
-        settings = Settings(num_envs=8, num_steps=16, num_updates=4, num_epochs=2, num_test_episodes=4)
+        settings = Settings(
+            num_envs=8, num_steps=16, num_updates=4, num_epochs=2, num_test_episodes=4
+        )
     curves: dict[str, list[tuple[int, float]]] = {}
     results = {}
     for name, has_memory in (("PPO with a GRU", True), ("PPO without memory", False)):
         curve = curves.setdefault(name, [])
         with tqdm(total=settings.num_updates, desc=name) as bar:
 
-            def report(number: int, returns: list[float], curve: list = curve, bar: tqdm = bar) -> None:
+            def report(
+                number: int, returns: list[float], curve: list = curve, bar: tqdm = bar
+            ) -> None:
                 bar.update()
                 if returns:
                     curve.append((number, float(np.mean(returns))))

@@ -29,7 +29,10 @@ class Speed:
     duration_s: float
 
     def row(self, name: str, limit: Speed | None = None) -> str:
-        frames, megabytes = self.num_frames / self.duration_s, self.num_bytes / self.duration_s / 1e6
+        frames, megabytes = (
+            self.num_frames / self.duration_s,
+            self.num_bytes / self.duration_s / 1e6,
+        )
         text = f"{name:<42}{frames:>15,.0f}{megabytes:>10,.0f}"
         if limit is None:
             return text
@@ -49,16 +52,25 @@ class Report:
 
     def tables(self) -> str:
         """Lay out the returns of all policies, and the throughput."""
-        lines = ["", f"{self.task:<28}{'mean return':>12}{'std':>9}{'min':>9}{'max':>9}{'episodes':>10}"]
+        lines = [
+            "",
+            f"{self.task:<28}{'mean return':>12}{'std':>9}{'min':>9}{'max':>9}{'episodes':>10}",
+        ]
         for name, episodes in self.episodes.items():
             values = episodes.returns
             figures = (values.mean(), values.std(), values.min(), values.max())
             lines.append(
-                f"{name:<28}{figures[0]:>12.1f}" + "".join(f"{x:>9.1f}" for x in figures[1:]) + f"{len(values):>10}"
+                f"{name:<28}{figures[0]:>12.1f}"
+                + "".join(f"{x:>9.1f}" for x in figures[1:])
+                + f"{len(values):>10}"
             )
         lines += ["", f"{'throughput':<42}{'frames/s':>15}{'MB/s':>10}{'time/limit':>12}"]
         lines += [speed.row(name, limit) for name, (speed, limit) in self.speeds.items()]
-        lines += ["", "Rows this small cost more in Python than in copying; `make bench` measures rows of 2 KB.", ""]
+        lines += [
+            "",
+            "Rows this small cost more in Python than in copying; `make bench` measures rows of 2 KB.",
+            "",
+        ]
         return "\n".join(lines)
 
     def draw(self, path: Path) -> Path:
@@ -83,7 +95,12 @@ class Report:
             axes.plot(frames, returns, ".", color=COLOURS["expert (PPO)"], alpha=0.25, markersize=4)
             width = max(1, len(returns) // 50)
             mean = np.convolve(returns, np.ones(width) / width, "valid")
-            axes.plot(frames[width - 1 :], mean, color=COLOURS["expert (PPO)"], label=f"mean of {width} episodes")
+            axes.plot(
+                frames[width - 1 :],
+                mean,
+                color=COLOURS["expert (PPO)"],
+                label=f"mean of {width} episodes",
+            )
             axes.legend()
         axes.set(title="PPO learns", xlabel="frames", ylabel="return of an episode")
         axes.locator_params(axis="x", nbins=5)
@@ -106,5 +123,9 @@ class Report:
         for name in ("expert (PPO)", "clone"):
             path = self.episodes[name].path
             axes.plot(path[:NUM_SHOWN, 0], color=COLOURS[name], label=name, alpha=0.8)
-        axes.set(title="one episode from the same start", xlabel="frame", ylabel="first observation (cart position)")
+        axes.set(
+            title="one episode from the same start",
+            xlabel="frame",
+            ylabel="first observation (cart position)",
+        )
         axes.legend()

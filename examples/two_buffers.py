@@ -1,8 +1,9 @@
 """Two buffers under one manager: `python examples/two_buffers.py` learns MountainCar with a quarter of demonstrations.
 
-One rule: three quarters of every batch come from what the agent does, one quarter from demonstrations that were
-recorded to block files and are read back from them. The demonstrations pull their actions' values up by a margin
-(Hester et al. 2018). `demo/two_buffers.png` shows the same learner without them beside it.
+One rule: three quarters of every batch come from what the agent does, one quarter from
+demonstrations that were recorded to block files and are read back from them. The demonstrations
+pull their actions' values up by a margin (Hester et al. 2018). `demo/two_buffers.png` shows the
+same learner without them beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def record_demonstrations(folder: Path, settings: Settings, num_steps: int) -> N
         for _ in range(num_steps):
             action = np.where(observation[:, 1] > 0, 2, 0)
             action = np.where(
-                generator.random(settings.num_envs) < 0.1, generator.integers(0, 3, settings.num_envs), action
+                generator.random(settings.num_envs) < 0.1,
+                generator.integers(0, 3, settings.num_envs),
+                action,
             )
             reached, reward, terminated, truncated, infos = envs.step(action)
             final = reached.copy()
@@ -54,7 +57,9 @@ def record_demonstrations(folder: Path, settings: Settings, num_steps: int) -> N
 def demonstrations(folder: Path, num_envs: int) -> list[dict[str, Tensor]]:
     """Read every transition of a folder, as items for a buffer."""
     items = []
-    for batch in RolloutDataset(folder, num_envs, num_transitions_per_env=50, mark_first_frame=False, device="cpu"):
+    for batch in RolloutDataset(
+        folder, num_envs, num_transitions_per_env=50, mark_first_frame=False, device="cpu"
+    ):
         kept = batch.valid
         fields = {
             "obs": batch.observation[kept],
@@ -74,7 +79,9 @@ def margin_loss(values: Tensor, action: Tensor) -> Tensor:
     return other.max(-1).values - values.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
-def train(settings: Settings, items: list[dict[str, Tensor]]) -> tuple[list[tuple[int, float]], BufferManager]:
+def train(
+    settings: Settings, items: list[dict[str, Tensor]]
+) -> tuple[list[tuple[int, float]], BufferManager]:
     """Learn, with demonstrations if there are any; give (frames seen, return) of every episode, and the manager."""
     torch.manual_seed(settings.seed)
     play = Play(settings)
@@ -83,12 +90,16 @@ def train(settings: Settings, items: list[dict[str, Tensor]]) -> tuple[list[tupl
     shared = {"alpha": settings.alpha, "beta": settings.beta, "generator": settings.seed}
     buffers = {name: {**shared, "replay_buffer_size": settings.capacity} for name in names}
     ratio = RATIO if items else {"agent": 1.0}
-    manager = BufferManager({"buffer_name": names, "sample_ratio": ratio, **buffers}, generator=settings.seed)
+    manager = BufferManager(
+        {"buffer_name": names, "sample_ratio": ratio, **buffers}, generator=settings.seed
+    )
     if items:
         manager.push_data(items, "demo")
     for number in range(settings.num_steps):
         step = play.step(learner.act(play.observation, exploration(settings, number)))
-        manager.push_data([dict(zip(step, row, strict=True)) for row in zip(*step.values(), strict=True)], "agent")
+        manager.push_data(
+            [dict(zip(step, row, strict=True)) for row in zip(*step.values(), strict=True)], "agent"
+        )
         if number >= settings.num_random_steps:
             for _ in range(settings.updates_per_step):
                 update(learner, manager)
@@ -101,15 +112,23 @@ def update(learner: DQN, manager: BufferManager) -> None:
     items = manager.sample(learner.settings.batch_size)
     if items is None:
         return
-    batch = {name: torch.stack([item[name] for item in items]) for name in items[0] if torch.is_tensor(items[0][name])}
+    batch = {
+        name: torch.stack([item[name] for item in items])
+        for name in items[0]
+        if torch.is_tensor(items[0][name])
+    }
     weights = torch.tensor([item["IS"] for item in items], dtype=torch.float32)
     is_demo = torch.tensor([item["replay_unique_id"].startswith("demo_") for item in items])
     errors = learner.errors(batch)
     losses = nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")
-    losses = losses + MARGIN_WEIGHT * is_demo * margin_loss(learner.values(batch["obs"]), batch["action"])
+    losses = losses + MARGIN_WEIGHT * is_demo * margin_loss(
+        learner.values(batch["obs"]), batch["action"]
+    )
     learner.step((weights * losses).mean())
     priorities = errors.detach().abs().tolist()
-    manager.update({"replay_unique_id": [item["replay_unique_id"] for item in items], "priority": priorities})
+    manager.update(
+        {"replay_unique_id": [item["replay_unique_id"] for item in items], "priority": priorities}
+    )
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], settings: Settings, path: Path) -> None:
@@ -125,8 +144,17 @@ def draw(curves: dict[str, list[tuple[int, float]]], settings: Settings, path: P
     for (name, curve), colour in zip(curves.items(), ("#7f7f7f", "#1f77b4"), strict=True):
         frames, returns = np.array(curve).T
         axes.plot(frames, returns, ".", color=colour, alpha=0.25, markersize=4)
-        axes.plot(np.linspace(width, num_frames, 100), smooth(curve, num_frames, width), color=colour, label=name)
-    axes.set(title=f"Double DQN on {settings.task}, one manager", xlabel="frames", ylabel="return of an episode")
+        axes.plot(
+            np.linspace(width, num_frames, 100),
+            smooth(curve, num_frames, width),
+            color=colour,
+            label=name,
+        )
+    axes.set(
+        title=f"Double DQN on {settings.task}, one manager",
+        xlabel="frames",
+        ylabel="return of an episode",
+    )
     axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -136,7 +164,9 @@ def draw(curves: dict[str, list[tuple[int, float]]], settings: Settings, path: P
 def main(is_quick: bool) -> None:
     settings = Settings(task="MountainCar-v0", num_steps=2500, updates_per_step=1)
     if is_quick:
-        settings = replace(settings, num_steps=250, num_random_steps=30, exploration_steps=60, width=32)
+        settings = replace(
+            settings, num_steps=250, num_random_steps=30, exploration_steps=60, width=32
+        )
     with tempfile.TemporaryDirectory() as folder:
         record_demonstrations(Path(folder), settings, 100 if is_quick else 600)
         items = demonstrations(Path(folder), settings.num_envs)
@@ -144,9 +174,15 @@ def main(is_quick: bool) -> None:
     curves = {}
     for name, chosen in (("agent alone", []), ("agent 0.75, demonstrations 0.25", items)):
         curves[name], manager = train(settings, chosen)
-        late = [value for frames, value in curves[name] if frames > 0.75 * settings.num_steps * settings.num_envs]
+        late = [
+            value
+            for frames, value in curves[name]
+            if frames > 0.75 * settings.num_steps * settings.num_envs
+        ]
         held = ", ".join(f"{each} {manager.count(each)}" for each in manager.buffer_name)
-        print(f"{name:<32} mean return of the last quarter {np.mean(late or [0]):>5.0f}; held: {held}")
+        print(
+            f"{name:<32} mean return of the last quarter {np.mean(late or [0]):>5.0f}; held: {held}"
+        )
         manager.close()
     draw(curves, settings, Path("demo/two_buffers.png"))
     print("demo/two_buffers.png")

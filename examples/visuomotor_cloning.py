@@ -1,10 +1,10 @@
 """Visuomotor cloning: an arm is recorded with its camera images, and a network learns to move it from those alone.
 
-An expert that knows angles and targets steers Reacher-v5 while cameras (`arm_cameras.py`) draw every step as colour,
-depth and segmentation. `RolloutWriter` keeps the images in a small part of their size, `WindowDataset` streams frame
-stacks and chunks of actions back, and a small convolutional network learns what the expert would do.
-`python examples/visuomotor_cloning.py` takes about two minutes; `--quick` some seconds, without learning much.
-Draws demo/visuomotor_cloning.png.
+An expert that knows angles and targets steers Reacher-v5 while cameras (`arm_cameras.py`) draw
+every step as colour, depth and segmentation. `RolloutWriter` keeps the images in a small part of
+their size, `WindowDataset` streams frame stacks and chunks of actions back, and a small
+convolutional network learns what the expert would do. `python examples/visuomotor_cloning.py` takes
+about two minutes; `--quick` some seconds, without learning much. Draws demo/visuomotor_cloning.png.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from rollout_data import RolloutWriter, WindowDataset, WindowLoader
 from rollout_data.tools.cli.info_command import describe
 
 TASK, NUM_STEPS = "Reacher-v5", 50
-#: How images are stored. Depth loses less than a hundredth of a millimetre, the others nothing; "auto" tries a few.
+#: How images are stored. Depth loses less than a hundredth of a millimetre, the others nothing;
+#: "auto" tries a few.
 CODECS = {"rgb": "delta+lz4", "depth": "uint16+delta+lz4", "segmentation": "auto"}
-#: What the network sees, and what it is to say: frames before now, and the steps of a chunk of actions.
+#: What the network sees, and what it is to say: frames before now, and the steps of a chunk of
+#: actions.
 SEEN, ANSWER = ("rgb", "depth"), "expert_action"
 STACK, CHUNK = (-4, -2, 0), 4
-#: The share of the expert's advantage over random actions that the full run must show, or it exits with 1.
+#: The share of the expert's advantage over random actions that the full run must show, or it exits
+#: with 1.
 MIN_SHARE = 0.9
 
 
@@ -68,7 +71,9 @@ def make_arms(num_envs: int, seed: int) -> list[Any]:
 
 def step(envs: list[Any], actions: np.ndarray) -> np.ndarray:
     """Move every arm; give the rewards, float32 `[N]`."""
-    return np.array([env.step(action)[1] for env, action in zip(envs, actions, strict=True)], np.float32)
+    return np.array(
+        [env.step(action)[1] for env, action in zip(envs, actions, strict=True)], np.float32
+    )
 
 
 def expert(envs: list[Any]) -> np.ndarray:
@@ -81,27 +86,43 @@ def expert(envs: list[Any]) -> np.ndarray:
         cosine = (np.square(target).sum(-1) - upper**2 - lower**2) / (2 * upper * lower)
         elbow = side * np.arccos(np.clip(cosine, -1, 1))
         shoulder = np.arctan2(target[:, 1], target[:, 0])
-        shoulder = shoulder - np.arctan2(lower * np.sin(elbow), upper + lower * np.cos(elbow)) - angles[:, 0]
-        ways.append(np.stack([np.arctan2(np.sin(shoulder), np.cos(shoulder)), elbow - angles[:, 1]], -1))
+        shoulder = (
+            shoulder
+            - np.arctan2(lower * np.sin(elbow), upper + lower * np.cos(elbow))
+            - angles[:, 0]
+        )
+        ways.append(
+            np.stack([np.arctan2(np.sin(shoulder), np.cos(shoulder)), elbow - angles[:, 1]], -1)
+        )
     is_first = np.abs(ways[0]).sum(-1) < np.abs(ways[1]).sum(-1)
-    return np.clip(0.3 * np.where(is_first[:, None], *ways) - 0.05 * speeds, -1, 1).astype(np.float32)
+    return np.clip(0.3 * np.where(is_first[:, None], *ways) - 0.05 * speeds, -1, 1).astype(
+        np.float32
+    )
 
 
 def play(camera: Camera, plan: Plan, num_episodes: int) -> Iterator[dict[str, Any]]:
     """Give one step of all arms after the other, as `RolloutWriter.add` takes it.
 
-    Noise is added to the actions, and what the expert would have done is kept beside: an expert that never strays
-    does not show how to come back.
+    Noise is added to the actions, and what the expert would have done is kept beside: an expert
+    that never strays does not show how to come back.
     """
     rng = np.random.default_rng(0)
     for seed in range(0, num_episodes, plan.num_envs):
         envs = make_arms(plan.num_envs, seed)
         for number in range(NUM_STEPS):
             images, wanted = camera(envs), expert(envs)
-            action = np.clip(wanted + plan.noise * rng.standard_normal(wanted.shape), -1, 1).astype(np.float32)
+            action = np.clip(wanted + plan.noise * rng.standard_normal(wanted.shape), -1, 1).astype(
+                np.float32
+            )
             timeout = np.full(len(envs), number == NUM_STEPS - 1)
             reward = step(envs, action)
-            yield {"observation": images, "action": action, ANSWER: wanted, "reward": reward, "timeout": timeout}
+            yield {
+                "observation": images,
+                "action": action,
+                ANSWER: wanted,
+                "reward": reward,
+                "timeout": timeout,
+            }
 
 
 def record(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
@@ -109,14 +130,18 @@ def record(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
     about = {"env": TASK, "policy": "damped spring", "camera": camera.name}
     start_s, num_frames = time.perf_counter(), plan.num_episodes * NUM_STEPS
     with (
-        RolloutWriter(folder, plan.num_envs, obs_disassemble_mapping=CODECS, metadata=about) as writer,
+        RolloutWriter(
+            folder, plan.num_envs, obs_disassemble_mapping=CODECS, metadata=about
+        ) as writer,
         tqdm(total=num_frames, desc="recording", unit=" frames") as bar,
     ):
         for one in play(camera, plan, plan.num_episodes):
             writer.add(**one)
             bar.update(plan.num_envs)
     duration_s = time.perf_counter() - start_s
-    frame_bytes = sum(report.note_component(name, images) for name, images in one["observation"].items())
+    frame_bytes = sum(
+        report.note_component(name, images) for name, images in one["observation"].items()
+    )
     report.sizes = describe(str(folder))["coded"]
     report.speeds["recording, simulated and drawn"] = Speed(num_frames, frame_bytes, duration_s)
 
@@ -174,7 +199,9 @@ def clone(folder: Path, plan: Plan, report: Report) -> Policy:
     policy, loader = Policy(lessons), WindowLoader(lessons, plan.batch_size, shuffle=True)
     num_batches = plan.num_epochs * len(loader)
     optimizer = torch.optim.Adam(policy.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.learning_rate, num_batches, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, plan.learning_rate, num_batches, pct_start=0.1
+    )
     with tqdm(total=num_batches, desc="cloning", unit=" batches") as bar:
         for _ in range(plan.num_epochs):
             for batch in loader:
@@ -186,7 +213,9 @@ def clone(folder: Path, plan: Plan, report: Report) -> Policy:
                 report.losses.append(loss.item())
                 bar.update()
             with torch.no_grad():
-                found = float(np.mean([policy.loss(batch).item() for batch in WindowLoader(tests, 128)]))
+                found = float(
+                    np.mean([policy.loss(batch).item() for batch in WindowLoader(tests, 128)])
+                )
             report.tests.append((len(report.losses), found))
             bar.set_postfix_str(f"loss of other episodes {found:.3f}")
     return policy
@@ -203,16 +232,24 @@ class Clone:
         self.shown.append(self.camera(envs))
         while len(self.shown) < 1 - min(STACK):
             self.shown.append(self.shown[0])
-        stacks = {name: np.stack([self.shown[delta - 1][name] for delta in STACK], axis=1) for name in SEEN}
+        stacks = {
+            name: np.stack([self.shown[delta - 1][name] for delta in STACK], axis=1)
+            for name in SEEN
+        }
         with torch.no_grad():
-            chunks = self.policy(**{name: torch.from_numpy(stack) for name, stack in stacks.items()})
+            chunks = self.policy(
+                **{name: torch.from_numpy(stack) for name, stack in stacks.items()}
+            )
         return chunks[:, 0].clamp(-1, 1).numpy()
 
 
 def evaluate(plan: Plan, policy: Policy, camera: Camera, report: Report) -> None:
     """(d) Play the same episodes, none of which was recorded, by chance, as the expert, and from images."""
     rng, by_images = np.random.default_rng(1), Clone(policy, camera)
-    acts: dict[str, Act] = {"random": lambda envs: rng.uniform(-1, 1, (len(envs), 2)), "expert": expert}
+    acts: dict[str, Act] = {
+        "random": lambda envs: rng.uniform(-1, 1, (len(envs), 2)),
+        "expert": expert,
+    }
     acts["clone, from images"] = by_images
     for name, act in tqdm(acts.items(), desc="evaluating", unit=" policies"):
         envs = make_arms(plan.num_test_episodes, 1_000_000)
@@ -220,7 +257,9 @@ def evaluate(plan: Plan, policy: Policy, camera: Camera, report: Report) -> None
         for number in range(NUM_STEPS):
             rewards.append(step(envs, act(envs)))
             if act is by_images and number % 4 == 0:
-                report.strip.append((number, {kind: images[0] for kind, images in by_images.shown[-1].items()}))
+                report.strip.append(
+                    (number, {kind: images[0] for kind, images in by_images.shown[-1].items()})
+                )
         report.returns[name] = np.sum(rewards, axis=0, dtype=np.float64)
 
 
@@ -238,21 +277,32 @@ def measure(camera: Camera, plan: Plan, folder: Path, report: Report) -> None:
                 for one in steps:
                     writer.add(**one)
             written_s.append(time.perf_counter() - start_s)
-            loader, start_s = WindowLoader(windows(place), plan.batch_size, shuffle=True), time.perf_counter()
+            loader, start_s = (
+                WindowLoader(windows(place), plan.batch_size, shuffle=True),
+                time.perf_counter(),
+            )
             for _ in loader:
                 pass
             streamed_s.append(time.perf_counter() - start_s)
         found["RolloutWriter"][kind] = Speed(num_frames, frame_bytes, float(np.median(written_s)))
         found["WindowLoader"][kind] = Speed(num_frames, seen_bytes, float(np.median(streamed_s)))
-    report.speeds |= {f"{name}, {kind}": speed for name, kinds in found.items() for kind, speed in kinds.items()}
+    report.speeds |= {
+        f"{name}, {kind}": speed for name, kinds in found.items() for kind, speed in kinds.items()
+    }
     shutil.rmtree(folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all of it; 1 if the clone did not become as good as it must (not with `--quick`)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the recording and the picture")
-    parser.add_argument("--camera", choices=("auto", "mujoco", "synthetic"), default="auto", help="who draws")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder for the recording and the picture"
+    )
+    parser.add_argument(
+        "--camera", choices=("auto", "mujoco", "synthetic"), default="auto", help="who draws"
+    )
     parser.add_argument("--quick", action="store_true", help="some seconds, without learning much")
     options = parser.parse_args(arguments)
     plan, folder = QUICK if options.quick else Plan(), options.out / "visuomotor"

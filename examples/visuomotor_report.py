@@ -64,25 +64,44 @@ class Report:
 
     def tables(self) -> str:
         """Lay out sizes, throughput and returns."""
-        head = f"{'component':<14}{'before':>12}{'after':>12}{'ratio':>8}{'largest error':>15}  codec"
+        head = (
+            f"{'component':<14}{'before':>12}{'after':>12}{'ratio':>8}{'largest error':>15}  codec"
+        )
         lines = ["", f"images by {self.camera}", "", head]
         for name in self.words:
             one = self.sizes[f"observation/{name}"]
             before, after = (f"{one[key] / 1e6:,.2f} MB" for key in ("num_raw_bytes", "num_bytes"))
-            used = self.codecs[name] if one["codecs"] == [self.codecs[name]] else f"auto: {', '.join(one['codecs'])}"
+            used = (
+                self.codecs[name]
+                if one["codecs"] == [self.codecs[name]]
+                else f"auto: {', '.join(one['codecs'])}"
+            )
             error = f"{one['max_error']:.2g} m" if one["max_error"] else "none"
             ratio = one["num_raw_bytes"] / one["num_bytes"]
-            lines.append(f"{name:<14}{before:>12}{after:>12}{ratio:>8.1f}{error:>15}  {used}, {self.words[name]}")
+            lines.append(
+                f"{name:<14}{before:>12}{after:>12}{ratio:>8.1f}{error:>15}  {used}, {self.words[name]}"
+            )
         lines += ["Drawn images are smooth; those of real cameras have noise, and shrink less.", ""]
         lines.append(f"{'throughput':<34}{'frames/s':>12}{'MB/s of images':>16}")
         for name, speed in self.speeds.items():
             lines.append(f"{name:<34}{speed.per_s:>12,.0f}{speed.megabytes_per_s:>16,.0f}")
-        lines += ["Written until closed, flushed to the disk; streamed as shuffled windows, one for each frame.", ""]
-        lines.append(f"{self.task:<20}{'mean return':>12}{'std':>8}{'min':>8}{'max':>8}{'episodes':>10}{'share':>8}")
+        lines += [
+            "Written until closed, flushed to the disk; streamed as shuffled windows, one for each frame.",
+            "",
+        ]
+        lines.append(
+            f"{self.task:<20}{'mean return':>12}{'std':>8}{'min':>8}{'max':>8}{'episodes':>10}{'share':>8}"
+        )
         for name, values in self.returns.items():
-            figures = "".join(f"{value:>8.1f}" for value in (values.std(), values.min(), values.max()))
-            lines.append(f"{name:<20}{values.mean():>12.1f}{figures}{len(values):>10}{self.share(name):>8.0%}")
-        return "\n".join([*lines, "The share is 0 % for random actions and 100 % for the expert's return.", ""])
+            figures = "".join(
+                f"{value:>8.1f}" for value in (values.std(), values.min(), values.max())
+            )
+            lines.append(
+                f"{name:<20}{values.mean():>12.1f}{figures}{len(values):>10}{self.share(name):>8.0%}"
+            )
+        return "\n".join(
+            [*lines, "The share is 0 % for random actions and 100 % for the expert's return.", ""]
+        )
 
     def draw(self, path: Path) -> Path:
         """Draw sizes, throughput, the learning curve, the returns, and frames of one episode."""
@@ -106,13 +125,19 @@ class Report:
 
     def _draw_sizes(self, axes) -> None:
         names = list(self.words)
-        for offset, key, colour, label in ((-0.2, "num_raw_bytes", RAW, "before"), (0.2, "num_bytes", CODED, "after")):
+        for offset, key, colour, label in (
+            (-0.2, "num_raw_bytes", RAW, "before"),
+            (0.2, "num_bytes", CODED, "after"),
+        ):
             values = [self.sizes[f"observation/{name}"][key] / 1e6 for name in names]
             bars = axes.bar(np.arange(len(names)) + offset, values, 0.38, color=colour, label=label)
             axes.bar_label(bars, [f"{value:,.3g} MB" for value in values], fontsize=8)
         axes.set_yscale("log")
         ratios = [self.sizes[f"observation/{name}"] for name in names]
-        ticks = [f"{n}\n{one['num_raw_bytes'] / one['num_bytes']:.0f} x" for n, one in zip(names, ratios, strict=True)]
+        ticks = [
+            f"{n}\n{one['num_raw_bytes'] / one['num_bytes']:.0f} x"
+            for n, one in zip(names, ratios, strict=True)
+        ]
         axes.set_xticks(range(len(names)), ticks)
         axes.margins(y=0.15)
         axes.set(title="recorded images, in memory and in files", ylabel="MB")
@@ -121,7 +146,10 @@ class Report:
     def _draw_speeds(self, axes) -> None:
         speeds = list(self.speeds.values())[::-1]
         names = [name.replace(", ", ",\n") for name in self.speeds][::-1]
-        colours = [CODED if "coded" in name else RAW if "raw" in name else COLOURS["expert"] for name in names]
+        colours = [
+            CODED if "coded" in name else RAW if "raw" in name else COLOURS["expert"]
+            for name in names
+        ]
         bars = axes.barh(names, [speed.per_s for speed in speeds], color=colours)
         texts = [f"{speed.per_s:,.0f} /s\n{speed.megabytes_per_s:,.0f} MB/s" for speed in speeds]
         axes.bar_label(bars, texts, fontsize=8, padding=3)
@@ -131,10 +159,24 @@ class Report:
     def _draw_losses(self, axes) -> None:
         width = max(1, len(self.losses) // 50)
         mean = np.convolve(self.losses, np.ones(width) / width, "valid")
-        axes.plot(np.arange(width - 1, len(self.losses)), mean, color=RAW, label=f"mean of {width} batches")
-        axes.plot(*zip(*self.tests, strict=True), "o-", color=COLOURS["clone, from images"], label="other episodes")
+        axes.plot(
+            np.arange(width - 1, len(self.losses)),
+            mean,
+            color=RAW,
+            label=f"mean of {width} batches",
+        )
+        axes.plot(
+            *zip(*self.tests, strict=True),
+            "o-",
+            color=COLOURS["clone, from images"],
+            label="other episodes",
+        )
         axes.set_yscale("log")
-        axes.set(title="the clone learns", xlabel="batches", ylabel="squared error / variance of the actions")
+        axes.set(
+            title="the clone learns",
+            xlabel="batches",
+            ylabel="squared error / variance of the actions",
+        )
         axes.legend(fontsize=8)
 
     def _draw_returns(self, axes) -> None:
@@ -146,7 +188,9 @@ class Report:
             text = f"{values.mean():.1f}\n({self.share(name):.0%})"
             below = {"textcoords": "offset points", "xytext": (0, -8), "ha": "center", "va": "top"}
             axes.annotate(text, (position, values.min()), fontsize=9, **below)
-        axes.set_xticks(range(len(self.returns)), [name.replace(", ", ",\n") for name in self.returns])
+        axes.set_xticks(
+            range(len(self.returns)), [name.replace(", ", ",\n") for name in self.returns]
+        )
         axes.set_xlim(-0.5, len(self.returns) - 0.5)
         axes.margins(y=0.2)
         axes.set(title="returns (share of the expert)", ylabel="return of an episode")
@@ -159,7 +203,9 @@ class Report:
             images = np.stack([shown[name] for _, shown in self.strip])
             if images.ndim == 3:
                 parts = (images - images.min()) / max(1e-9, images.max() - images.min())
-                images = pyplot.get_cmap("viridis" if name == "depth" else "turbo")(parts, bytes=True)[..., :3]
+                images = pyplot.get_cmap("viridis" if name == "depth" else "turbo")(
+                    parts, bytes=True
+                )[..., :3]
             framed = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=255)
             rows.append(np.concatenate(framed, axis=1))
         picture = np.concatenate(rows)
@@ -170,4 +216,6 @@ class Report:
         axes.set_yticks(middles[: len(rows)], list(self.words))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set(title="what the clone saw in its first episode: it is to bring the green tip to the red target")
+        axes.set(
+            title="what the clone saw in its first episode: it is to bring the green tip to the red target"
+        )

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from .tools.edit.repair_recording import repair as repair
     from .tools.report.report_page import report as report
     from .trajectories.trajectory_cache import TrajectoryCache as TrajectoryCache
-    from .trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer as TrajectoryReplayBuffer
+    from .trajectories.trajectory_replay_buffer import (
+        TrajectoryReplayBuffer as TrajectoryReplayBuffer,
+    )
     from .windows.normalizer import Normalizer as Normalizer
     from .windows.window_dataset import WindowDataset as WindowDataset
     from .windows.window_loader import WindowLoader as WindowLoader
@@ -57,7 +59,8 @@ if TYPE_CHECKING:
     from .writing.retention import prune as prune
     from .writing.rollout_writer import RolloutWriter as RolloutWriter
 
-#: Public name -> its module. It is imported when the name is first used, so that `rollout-data --help` needs no torch.
+#: Public name -> its module. It is imported when the name is first used, so that `rollout-data
+#: --help` needs no torch.
 _HOMES = {
     "Conversion": ".formats.convert",
     "Diagnosis": ".tools.doctor.findings",
@@ -109,7 +112,9 @@ __all__ = sorted(_HOMES.keys() - {"open"})
 
 _storage = importlib.util.find_spec("storage")
 _folders = list(_storage.submodule_search_locations or ()) if _storage else []
-if _storage and not any(os.path.exists(os.path.join(folder, "onpolicy", "rollout_storage.py")) for folder in _folders):
+if _storage and not any(
+    os.path.exists(os.path.join(folder, "onpolicy", "rollout_storage.py")) for folder in _folders
+):
     raise ImportError(
         f"cannot import rollout_data: its package 'storage' is hidden by {_storage.origin or _folders[0]!r}. "
         "Rename that folder or file, or start Python from another folder."

@@ -1,7 +1,8 @@
 """`read_rollouts` and `write_rollouts`: a data folder as a source and a sink of Ray Data, for preprocessing.
 
-A trajectory is read as a whole, and has to be written as a whole. Written trajectories become part of the folder once
-all of them are complete, also where tasks fail and run again. To feed a learner use `RolloutDataset`.
+A trajectory is read as a whole, and has to be written as a whole. Written trajectories become part
+of the folder once all of them are complete, also where tasks fail and run again. To feed a learner
+use `RolloutDataset`.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
 
     Args:
         data_dir: A folder or a list of folders, on a file system that all machines see.
-        rows_per_task: Frames that one task reads: as many whole trajectories as fit, at least one. Ray splits blocks
-            that are larger than its `target_max_block_size` (128 MiB).
-        options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`. `next_observations=False` reads
-            half of the bytes, without true final observations. `on_error="skip"` leaves out each trajectory that has
-            a damaged frame.
+        rows_per_task: Frames that one task reads: as many whole trajectories as fit, at least one.
+            Ray splits blocks that are larger than its `target_max_block_size` (128 MiB).
+        options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`.
+            `next_observations=False` reads half of the bytes, without true final observations.
+            `on_error="skip"` leaves out each trajectory that has a damaged frame.
 
     Returns:
-        Columns with the names of the fields, levels joined by "/", and their dtypes; bfloat16 becomes float32, which is
-        exact. Further columns are `done`, `timeout` and `next_mask`, and `trajectory`, `frame` and `length` (int64),
-        which `write_rollouts` needs.
+        Columns with the names of the fields, levels joined by "/", and their dtypes; bfloat16
+        becomes float32, which is exact. Further columns are `done`, `timeout` and `next_mask`, and
+        `trajectory`, `frame` and `length` (int64), which `write_rollouts` needs.
     """
     import ray.data
 
@@ -73,7 +74,8 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
 
     Args:
         windows: The data.
-        task: A batch of one row: number of the first trajectory, and first frame of each one and of the next task.
+        task: A batch of one row: number of the first trajectory, and first frame of each one and of
+            the next task.
     """
     first = task[_TRAJECTORY][0]
     bounds = np.asarray(task[_FRAME][0], np.int64)
@@ -107,8 +109,8 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
     """Write the rows of `read_rollouts` into a data folder; trajectories get new numbers, in any order.
 
     Args:
-        dataset: A `ray.data.Dataset` with the columns `done`, `timeout`, `trajectory`, `frame` and `length` unchanged.
-            Whole trajectories may be missing.
+        dataset: A `ray.data.Dataset` with the columns `done`, `timeout`, `trajectory`, `frame` and
+            `length` unchanged. Whole trajectories may be missing.
         data_dir: A folder, new or not, on a file system that all machines see.
         options: Of `RolloutWriter`: `obs_disassemble_mapping`, `metadata`, ...
 
@@ -126,10 +128,14 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
     class RolloutSink(Datasink):
         def write(self, blocks: Iterable[Any], ctx: Any) -> str:
             accessors = [BlockAccessor.for_block(block) for block in blocks]
-            parts = [accessor.to_batch_format("numpy") for accessor in accessors if accessor.num_rows()]
+            parts = [
+                accessor.to_batch_format("numpy") for accessor in accessors if accessor.num_rows()
+            ]
             task_folder = staging / secrets.token_hex(8)
             if parts:
-                columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                columns = {
+                    name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+                }
                 with RolloutWriter(task_folder, 1, **options) as writer:
                     _write_trajectories(writer, columns)
             return str(task_folder)
@@ -163,7 +169,9 @@ def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -
         if not np.array_equal(trajectory[_FRAME], np.arange(length)):
             where = f"trajectory {trajectory[_TRAJECTORY][0]}"
             advice = "Call dataset.sort('trajectory') first"
-            raise UsageError("write", where, f"frames 0:{length} in one task", f"{len(rows)} of them", advice)
+            raise UsageError(
+                "write", where, f"frames 0:{length} in one task", f"{len(rows)} of them", advice
+            )
         done = trajectory.pop("done")[:, None].astype(bool)
         timeout = trajectory.pop("timeout")[:, None].astype(bool)
         record = {
@@ -179,7 +187,11 @@ def _final_observations(trajectory: dict[str, np.ndarray]) -> dict[str, np.ndarr
     """Return the observations after the last frame, where all of a kind are known: final name -> `[1, *shape]`."""
     finals: dict[str, np.ndarray] = {}
     for kind in ("observation", "privileged_observation"):
-        masks = [values[-1] for name, values in trajectory.items() if _is_below(name, f"{_NEXT_MASK}/{kind}")]
+        masks = [
+            values[-1]
+            for name, values in trajectory.items()
+            if _is_below(name, f"{_NEXT_MASK}/{kind}")
+        ]
         if not masks or not all(masks):
             continue
         for name, values in trajectory.items():

@@ -69,7 +69,9 @@ if TYPE_CHECKING:
     from .replay.replay_buffer import ReplayBuffer as ReplayBuffer
     from .replay.trajectory_dict_buffer import PrefixSum as PrefixSum
     from .replay.trajectory_dict_buffer import TrajectoryDictBuffer as TrajectoryDictBuffer
-    from .replay.trajectory_window_buffer import TrajectoryDictBufferMultiDim as TrajectoryDictBufferMultiDim
+    from .replay.trajectory_window_buffer import (
+        TrajectoryDictBufferMultiDim as TrajectoryDictBufferMultiDim,
+    )
     from .replay.trajectory_window_buffer import motion_priorities as motion_priorities
     from .ring.ring_store import RingStore as RingStore
     from .ring.transition_sampler import TransitionRequest as TransitionRequest

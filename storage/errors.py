@@ -47,7 +47,13 @@ class RolloutDataError(Exception):
     call = ""
 
     def __init__(
-        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
+        self,
+        action: str = "",
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        advice: str = "",
+        message: str = "",
     ) -> None:
         self.action = action
         self.where = where
@@ -77,7 +83,11 @@ class RolloutDataError(Exception):
         text = f"cannot {self.action}"
         if self.where:
             text += f" {self.where}"
-        found = [f"{word} {part}" for word, part in (("expected", self.expected), ("got", self.got)) if part]
+        found = [
+            f"{word} {part}"
+            for word, part in (("expected", self.expected), ("got", self.got))
+            if part
+        ]
         if found:
             text += ": " + ", ".join(found)
         text += "."
@@ -92,7 +102,13 @@ class UsageError(RolloutDataError, ValueError):
     """An argument or a call is invalid."""
 
     def __init__(
-        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
+        self,
+        action: str = "",
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        advice: str = "",
+        message: str = "",
     ) -> None:
         super().__init__(action, where, expected, got, advice, message)
         self.call = _call_of_user()
@@ -198,7 +214,13 @@ class TargetError(RolloutDataError, OSError):
     """A target is not writable: read-only, full, not permitted, or blocked by an existing file."""
 
     def __init__(
-        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
+        self,
+        action: str = "",
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        advice: str = "",
+        message: str = "",
     ) -> None:
         super().__init__(action, where, expected, got, advice, message)
         # `OSError` takes the first arguments for its own attributes.

@@ -1,7 +1,8 @@
 """`RemoteBuffer`: any buffer of this package in actors of Ray, with the buffer's own methods.
 
-One rule: sampling happens beside the data, and what travels is memory as it lies there. Which rows a sample has is
-the buffer's affair; here is decided only how many of them each shard gives. Ray moves, restarts and shares memory.
+One rule: sampling happens beside the data, and what travels is memory as it lies there. Which rows
+a sample has is the buffer's affair; here is decided only how many of them each shard gives. Ray
+moves, restarts and shares memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .ray_actors.shard_link import Link, LostActorError
 
 #: Method of a buffer -> what a client does instead.
 _ACTS = {
-    **dict.fromkeys(("add", "append", "extend", "extend_tensors", "insert", "push", "push_data"), "_push"),
+    **dict.fromkeys(
+        ("add", "append", "extend", "extend_tensors", "insert", "push", "push_data"), "_push"
+    ),
     **dict.fromkeys(("sample", "sample_tensors", "sample_transitions", "sample_windows"), "_draw"),
     **dict.fromkeys(UPDATES, "_update"),
 }
@@ -43,23 +46,27 @@ class RemoteBuffer:
         options: Those of `RemoteOptions`.
 
     Raises:
-        UsageError: It has no `sample`, or a rate limiter of its own, or is a `BufferManager` for more than one shard.
+        UsageError: It has no `sample`, or a rate limiter of its own, or is a `BufferManager` for
+            more than one shard.
 
     It has those methods of the buffer that add rows (`extend`, `add`, `push`, ...), draw (`sample`,
-    `sample_transitions`, `sample_tensors`) and tell what a learner found (`update_priorities`, `update`: pushes, too).
-    Passed to a task or another actor it is another client of the same shards. A client is for one thread.
+    `sample_transitions`, `sample_tensors`) and tell what a learner found (`update_priorities`,
+    `update`: pushes, too). Passed to a task or another actor it is another client of the same
+    shards. A client is for one thread.
 
-    Draws: each row comes from a shard with probability rows of the shard / rows of all; a batch has the rows of one
-    shard after those of another. With `prefetch` a batch was drawn up to that many replies earlier. Large samples of
-    one shard are memory that processes share: torch does not know that it is read-only, so give `copy=True` to change
-    samples in place.
+    Draws: each row comes from a shard with probability rows of the shard / rows of all; a batch has
+    the rows of one shard after those of another. With `prefetch` a batch was drawn up to that many
+    replies earlier. Large samples of one shard are memory that processes share: torch does not know
+    that it is read-only, so give `copy=True` to change samples in place.
 
-    Pushes: each goes to one shard, in turns, or to the one that `pin` says. They return before they are applied; what
-    is wrong with one is raised by a later call, at the latest by `flush`. With `checkpoint_dir` a killed actor is
-    restarted from its last checkpoint, and clients send again, at their next call, what it does not hold: nothing that
-    was answered is missing or doubled. A client that dies together with the actor loses its pushes since then.
+    Pushes: each goes to one shard, in turns, or to the one that `pin` says. They return before they
+    are applied; what is wrong with one is raised by a later call, at the latest by `flush`. With
+    `checkpoint_dir` a killed actor is restarted from its last checkpoint, and clients send again,
+    at their next call, what it does not hold: nothing that was answered is missing or doubled. A
+    client that dies together with the actor loses its pushes since then.
 
-    A shard that does not answer within `timeout_s` raises `WaitTimeoutError`, one that is gone `BackgroundError`.
+    A shard that does not answer within `timeout_s` raises `WaitTimeoutError`, one that is gone
+    `BackgroundError`.
     """
 
     _links: list[Link]
@@ -91,9 +98,13 @@ class RemoteBuffer:
 
     def __getattr__(self, name: str) -> Any:
         if name not in _ACTS:
-            raise AttributeError(f"a RemoteBuffer has no {name!r}; call({name!r}, ...) calls it of each buffer")
+            raise AttributeError(
+                f"a RemoteBuffer has no {name!r}; call({name!r}, ...) calls it of each buffer"
+            )
         if not self._links:
-            raise ClosedError(f"call {name!r}", "", "an open RemoteBuffer", "a closed one", "Make a new one")
+            raise ClosedError(
+                f"call {name!r}", "", "an open RemoteBuffer", "a closed one", "Make a new one"
+            )
         return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
 
     def __len__(self) -> int:
@@ -184,7 +195,9 @@ class RemoteBuffer:
         self._options = options
         self._num_pushes = 0
         self._rng = generator_on(None)
-        self._links = [Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)]
+        self._links = [
+            Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)
+        ]
         #: What is drawn -> batches that are here, and requests that are under way.
         self._ahead: dict[str, tuple[deque[Any], deque[Any]]] = {}
 
@@ -197,10 +210,23 @@ class RemoteBuffer:
     def _push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         home = self._home
         num_shards = len(self._links)
-        if home is None and num_shards > 1 and not self._options.whole_trajectories and self._traits.has_steps:
+        if (
+            home is None
+            and num_shards > 1
+            and not self._options.whole_trajectories
+            and self._traits.has_steps
+        ):
             advice = "Or push whole trajectories, and give whole_trajectories=True"
-            raise UsageError("push steps", "to several shards", "a client after pin(shard)", "one without", advice)
-        self._links[self._num_pushes % num_shards if home is None else home].push(name, args, options)
+            raise UsageError(
+                "push steps",
+                "to several shards",
+                "a client after pin(shard)",
+                "one without",
+                advice,
+            )
+        self._links[self._num_pushes % num_shards if home is None else home].push(
+            name, args, options
+        )
         self._num_pushes += 1
 
     def _draw(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -237,7 +263,10 @@ class RemoteBuffer:
             unit = unit_of(self._traits, name, args, options)
             sizes = self._parts(size, size if size % unit else unit)
         asks = [(name, part, args, options, self._version) for part in sizes]
-        return [(link, link.start("draw", ask), part) for link, ask, part in zip(links, asks, sizes, strict=True)]
+        return [
+            (link, link.start("draw", ask), part)
+            for link, ask, part in zip(links, asks, sizes, strict=True)
+        ]
 
     def _parts(self, size: int, unit: int) -> list[list[int]]:
         """Draw for each shard how many rows of each batch come from it, in proportion to its rows."""
@@ -250,7 +279,9 @@ class RemoteBuffer:
         num_units = size // unit
         num_shards = len(rows)
         drawn = uniform(sum(rows), num_batches * num_units, self._rng).numpy()
-        shard = np.searchsorted(np.cumsum(rows), drawn, side="right").reshape(num_batches, num_units)
+        shard = np.searchsorted(np.cumsum(rows), drawn, side="right").reshape(
+            num_batches, num_units
+        )
         counts = [np.bincount(one, minlength=num_shards) for one in shard]
         parts: list[list[int]] = (unit * np.stack(counts, axis=1)).tolist()
         return parts
@@ -261,7 +292,9 @@ class RemoteBuffer:
         for link, reference, sizes in request:
             told, packed = link.answer(reference)
             if link.has_restarted(Ack(*told)):
-                raise LostActorError("sample", f"from {link.where}", "the actor of before", "one that was restarted")
+                raise LostActorError(
+                    "sample", f"from {link.where}", "the actor of before", "one that was restarted"
+                )
             wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
             for batch, part in zip(wanted, packed, strict=True):
                 batch.append(unpack(part, self._options.copy))

@@ -1,6 +1,7 @@
 """Shared by all tests: the number of examples and combinations, and a pretended GPU for tests that need one.
 
-`make test` runs a part of the examples and combinations. `make fuzz` runs all of them, and many more examples.
+`make test` runs a part of the examples and combinations. `make fuzz` runs all of them, and many
+more examples.
 """
 
 import gc
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.pretend_cuda import PretendCuda
 
-# Processes that tests start keep what they compile; to compile the library anew takes each half a second.
+# Processes that tests start keep what they compile; to compile the library anew takes each half a
+# second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 #: Share of the examples in `@settings` that a test runs by default.
@@ -25,7 +27,8 @@ DEFAULT_SHARE = 1 / 3
 MIN_EXAMPLES = 5
 #: `make fuzz` multiplies the number of examples of each test by this.
 FUZZ_FACTOR = 20
-#: Attribute in which hypothesis keeps the `@settings` of a test. A test without it follows the profile.
+#: Attribute in which hypothesis keeps the `@settings` of a test. A test without it follows the
+#: profile.
 ASKED = "_hypothesis_internal_use_settings"
 
 #: Operations after which an event of the late device completes: more than two calls have.
@@ -33,7 +36,9 @@ LATENESS = 100
 
 # A busy machine is no reason to fail.
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("default", max_examples=round(100 * DEFAULT_SHARE), derandomize=True, **BUSY)
+settings.register_profile(
+    "default", max_examples=round(100 * DEFAULT_SHARE), derandomize=True, **BUSY
+)
 settings.register_profile("fuzz", max_examples=100 * FUZZ_FACTOR, **BUSY)
 settings.load_profile("default")
 
@@ -51,9 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         scaled.add(test)
         if is_fuzz:
-            setattr(test, ASKED, settings(asked, max_examples=FUZZ_FACTOR * asked.max_examples, derandomize=False))
+            setattr(
+                test,
+                ASKED,
+                settings(asked, max_examples=FUZZ_FACTOR * asked.max_examples, derandomize=False),
+            )
         else:
-            fewer = max(round(DEFAULT_SHARE * asked.max_examples), min(MIN_EXAMPLES, asked.max_examples))
+            fewer = max(
+                round(DEFAULT_SHARE * asked.max_examples), min(MIN_EXAMPLES, asked.max_examples)
+            )
             setattr(test, ASKED, settings(asked, max_examples=fewer))
     if not is_fuzz:
         deselect_combinations(config, items)

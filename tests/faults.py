@@ -1,6 +1,7 @@
 """Faults in calls of the operating system: one fails, waits, or lets another process in, at a given instant.
 
-Calls of `os` are replaced, as no other means stops a process between two of them; the library's own are not.
+Calls of `os` are replaced, as no other means stops a process between two of them; the library's own
+are not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from unittest import mock
 def instead_of(name: str, act: Callable[..., Any]) -> Iterator[None]:
     """Let `os.<name>(...)` be `act(call, ...)`, where `call` is the real one."""
     call = getattr(os, name)
-    with mock.patch.object(os, name, lambda *arguments, **options: act(call, *arguments, **options)):
+    with mock.patch.object(
+        os, name, lambda *arguments, **options: act(call, *arguments, **options)
+    ):
         yield
 
 

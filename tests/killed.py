@@ -1,8 +1,8 @@
 """Worker processes that are killed: one process imports everything once and forks a worker on request.
 
-`python -m tests.killed module:function` reads lines "folder seed" and answers each with the process id of a worker,
-which runs `function(folder, seed)` until it is killed or interrupted. What it tells those who look at what is left
-goes through `Counter`.
+`python -m tests.killed module:function` reads lines "folder seed" and answers each with the process
+id of a worker, which runs `function(folder, seed)` until it is killed or interrupted. What it tells
+those who look at what is left goes through `Counter`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def workers(work: str) -> Iterator[subprocess.Popen]:
     """Start the process for workers that run "module:function"."""
     command = [sys.executable, "-m", "tests.killed", work]
     root = Path(__file__).parents[1]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -68,7 +70,9 @@ def kill_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: floa
     assert has_ended(process_id, _PATIENCE_S)
 
 
-def kill_one_at(process: subprocess.Popen, folder: Path, seed: int, progress: Path, most: int = 20) -> None:
+def kill_one_at(
+    process: subprocess.Popen, folder: Path, seed: int, progress: Path, most: int = 20
+) -> None:
     """Let a worker in a new folder go on until its `Counter` in the file `progress` has a random value; kill it.
 
     However busy the machine is, it is killed in the midst of its work.
@@ -95,13 +99,15 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int, progress: 
     while not has_ended(process_id, 0.5):
         before = Counter.read(progress)
         time.sleep(0.1)
-        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a user sees it
-        # go on and presses again. One that is closing must be left alone.
+        # Python drops a KeyboardInterrupt that falls into a callback, mostly while it starts: a
+        # user sees it go on and presses again. One that is closing must be left alone.
         if Counter.read(progress) > before:
             os.kill(process_id, signal.SIGINT)
         if time.monotonic() > end_s:
             os.kill(process_id, signal.SIGUSR1)  # it tells where it hangs
-            assert has_ended(process_id, 0.5), f"the worker {process_id} of seed {seed} does not end"
+            assert has_ended(process_id, 0.5), (
+                f"the worker {process_id} of seed {seed} does not end"
+            )
 
 
 def has_ended(process_id: int, within_s: float) -> bool:

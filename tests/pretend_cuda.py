@@ -1,21 +1,25 @@
 """A pretended CUDA device, so that machines without a GPU can test what the library does on one.
 
-`PretendCuda` replaces what torch needs to know about `cuda:0`. Its tensors report that device, refuse `numpy()`, and
-hold their values in CPU memory, on which every operation runs. The device counts per operation:
+`PretendCuda` replaces what torch needs to know about `cuda:0`. Its tensors report that device,
+refuse `numpy()`, and hold their values in CPU memory, on which every operation runs. The device
+counts per operation:
 
 - *waits*: places where the host waits for a real device. These are the operations that
-  `torch.cuda.set_sync_debug_mode("error")` refuses (`item`, `nonzero`, boolean masks, blocking copies) and explicit
-  waits for events and streams. A strict device raises `WaitError` instead of counting.
-- *pageable copies*: asynchronous copies from or to memory that is not pinned. The driver stages them, so the host may
-  wait although the debug mode does not report it.
-- *launches*: operations that are not views. A real device needs at least one kernel or copy for each.
+  `torch.cuda.set_sync_debug_mode("error")` refuses (`item`, `nonzero`, boolean masks, blocking
+  copies) and explicit waits for events and streams. A strict device raises `WaitError` instead of
+  counting.
+- *pageable copies*: asynchronous copies from or to memory that is not pinned. The driver stages
+  them, so the host may wait although the debug mode does not report it.
+- *launches*: operations that are not views. A real device needs at least one kernel or copy for
+  each.
 
-A *late* device completes an event only after a number of further operations. Until then an asynchronous copy to the
-host has not arrived: its target holds garbage. When a copy to the device completes, the device checks that nobody
-changed the pinned source in the meantime. Code that reads or reuses host memory too early fails on a late device.
+A *late* device completes an event only after a number of further operations. Until then an
+asynchronous copy to the host has not arrived: its target holds garbage. When a copy to the device
+completes, the device checks that nobody changed the pinned source in the meantime. Code that reads
+or reuses host memory too early fails on a late device.
 
-Operations run in order and at once, so races between streams do not show here. `torch.compile`, CUDA graphs and memory
-statistics are not pretended.
+Operations run in order and at once, so races between streams do not show here. `torch.compile`,
+CUDA graphs and memory statistics are not pretended.
 """
 
 from __future__ import annotations
@@ -89,8 +93,8 @@ class Counts:
 class PretendTensor(torch.Tensor):
     """A tensor on the pretended device.
 
-    C++ code of torch takes it for a CPU tensor, as a build without CUDA cannot index or create others. Python code sees
-    `cuda:0`, and each operation comes to `PretendCuda.run`.
+    C++ code of torch takes it for a CPU tensor, as a build without CUDA cannot index or create
+    others. Python code sees `cuda:0`, and each operation comes to `PretendCuda.run`.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -164,7 +168,8 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 class PretendGenerator(torch._C.Generator, metaclass=_GeneratorType):
     """A generator that reports the device it was made for; its numbers are those of the CPU."""
 
-    #: `_cdata` of the generators on the device: operations receive other Python objects for the same generator.
+    #: `_cdata` of the generators on the device: operations receive other Python objects for the
+    #: same generator.
     on_device: ClassVar[set[int]] = set()
 
     def __new__(cls, device: Any = "cpu") -> Any:
@@ -280,9 +285,15 @@ class _CopyFromHost(_Copy):
         self.before = source.clone()
 
     def complete(self) -> None:
-        same = self.source.reshape(-1).view(torch.uint8).equal(self.before.reshape(-1).view(torch.uint8))
+        same = (
+            self.source.reshape(-1)
+            .view(torch.uint8)
+            .equal(self.before.reshape(-1).view(torch.uint8))
+        )
         if not same:
-            raise AssertionError("pinned memory was changed before its copy to the device had completed")
+            raise AssertionError(
+                "pinned memory was changed before its copy to the device had completed"
+            )
 
 
 class PretendCuda:
@@ -291,7 +302,8 @@ class PretendCuda:
     Threads that start inside of the context use the device as well; processes do not.
 
     Args:
-        is_strict: Raise `WaitError` where the host waits. `torch.cuda.set_sync_debug_mode` sets it as well.
+        is_strict: Raise `WaitError` where the host waits. `torch.cuda.set_sync_debug_mode` sets it
+            as well.
         lateness: Operations after which an event completes; 0 completes at once.
     """
 
@@ -440,7 +452,9 @@ class PretendCuda:
             _values(target).copy_(_values(source))
         return None if is_list else args[0]
 
-    def _arrive_on_host(self, target: torch.Tensor, values: torch.Tensor, is_async: bool, is_pinned: bool) -> None:
+    def _arrive_on_host(
+        self, target: torch.Tensor, values: torch.Tensor, is_async: bool, is_pinned: bool
+    ) -> None:
         """Copy device values to the host: at once, or when an event completes."""
         if not is_async:
             self.wait("copy to the host")
@@ -469,16 +483,25 @@ class PretendCuda:
         self.counts.pageable_copies[name] += 1
         self.counts.places[f"{name} at {_caller()}"] += 1
 
-    def _check_operands(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]) -> None:
+    def _check_operands(
+        self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]
+    ) -> None:
         """Refuse operands on the host as a real device does, and count waits for indices."""
         for leaf in leaves:
-            if isinstance(leaf, torch._C.Generator) and leaf._cdata not in PretendGenerator.on_device:
+            if (
+                isinstance(leaf, torch._C.Generator)
+                and leaf._cdata not in PretendGenerator.on_device
+            ):
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             self._count_index_waits(name, args)
             return
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PretendTensor) and leaf.dim():
+            if (
+                isinstance(leaf, torch.Tensor)
+                and not isinstance(leaf, PretendTensor)
+                and leaf.dim()
+            ):
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but {func} got {tuple(leaf.shape)} on the CPU"
                 )
@@ -490,7 +513,11 @@ class PretendCuda:
             if not isinstance(index, PretendTensor):
                 self.wait("index on the host")
             if index.dtype in (torch.bool, torch.uint8):
-                is_fill = name != "index" and args[2].numel() == 1 and not isinstance(args[2], PretendTensor)
+                is_fill = (
+                    name != "index"
+                    and args[2].numel() == 1
+                    and not isinstance(args[2], PretendTensor)
+                )
                 if not is_fill:  # torch turns that into a masked fill
                     self.wait("boolean mask")
 
@@ -571,7 +598,9 @@ def _as_tensor(func: Any, data: Any, dtype: Any = None, device: Any = None) -> A
     return _tensor(func, data, dtype=dtype, device=device)
 
 
-def _new_tensor(func: Any, self: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def _new_tensor(
+    func: Any, self: Any, data: Any, *, dtype: Any = None, device: Any = None, **options: Any
+) -> Any:
     if not isinstance(self, PretendTensor):
         return func(self, data, dtype=dtype, device=device, **options)
     return _tensor(torch.tensor, data, dtype=dtype or self.dtype, device=device or CUDA)
@@ -596,7 +625,9 @@ def _cpu(func: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _to(torch.Tensor.to, self, CPU)
 
 
-def _cuda(func: Any, self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+def _cuda(
+    func: Any, self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Any:
     return _to(torch.Tensor.to, self, CUDA, non_blocking=non_blocking)
 
 
@@ -623,8 +654,12 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
     view, tensors = _split_index(self, index)
     if tensors:
         if not isinstance(value, torch.Tensor):
-            if any(one is not None and one.dtype not in (torch.bool, torch.uint8) for one in tensors):
-                PretendCuda.active().wait("number written at indices")  # torch copies it from pageable memory
+            if any(
+                one is not None and one.dtype not in (torch.bool, torch.uint8) for one in tensors
+            ):
+                PretendCuda.active().wait(
+                    "number written at indices"
+                )  # torch copies it from pageable memory
             value = torch.tensor(value, dtype=self.dtype)
         elif value.dtype != self.dtype:
             value = _to(torch.Tensor.to, value, value.device, self.dtype)
@@ -640,7 +675,9 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
 def _split_index(tensor: PretendTensor, index: Any) -> tuple[Any, list[Any]]:
     """Apply the integers, slices and new axes of an index; return the view and the tensors of each of its axes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.as_tensor(item) if isinstance(item, (list, np.ndarray)) else item for item in items]
+    items = [
+        torch.as_tensor(item) if isinstance(item, (list, np.ndarray)) else item for item in items
+    ]
     ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
     if ellipses:
         num_free = tensor.dim() - sum(_num_axes(item) for item in items)

@@ -1,7 +1,7 @@
 """One save of every class, as format version 1 writes it: `tests/data/saves/v1`.
 
-`python -m tests.saved_by_1 FOLDER` writes such a set. The set in the repository is never written anew: what was saved
-once must load for as long as the library is used.
+`python -m tests.saved_by_1 FOLDER` writes such a set. The set in the repository is never written
+anew: what was saved once must load for as long as the library is used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,20 @@ from typing import Any
 
 import torch
 
-from rollout_data import RolloutDataset, RolloutWriter, TrajectoryReplayBuffer, WindowDataset, WindowLoader
-from storage import AsyncCheckpointSaver, NaiveReplayBuffer, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage
+from rollout_data import (
+    RolloutDataset,
+    RolloutWriter,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+)
+from storage import (
+    AsyncCheckpointSaver,
+    NaiveReplayBuffer,
+    QueueRolloutStorage,
+    RolloutStorage,
+    SarsaRolloutStorage,
+)
 from tests.buffers.every_store import MAKERS
 from tests.storage.rollouts import make_transition
 from tests.trajectory_replay.recorded import trajectory
@@ -31,11 +43,20 @@ def rich(kind: Any) -> Any:
     for step in range(2):
         one = make_transition(step, 2)
         one.action_mean = one.action_sigma = None
-        one.observations = {"state": torch.full((2, 3), step + 0.5), "camera": {"rgb": torch.full((2, 2, 2), step)}}
+        one.observations = {
+            "state": torch.full((2, 3), step + 0.5),
+            "camera": {"rgb": torch.full((2, 2, 2), step)},
+        }
         if kind is SarsaRolloutStorage:
-            one.next_observations, one.next_critic_observations = one.observations, one.critic_observations + 1
+            one.next_observations, one.next_critic_observations = (
+                one.observations,
+                one.critic_observations + 1,
+            )
         one.hidden_states = (torch.full((1, 2, 3), step + 0.25), torch.full((1, 2, 3), step + 0.75))
-        one.policy_outputs = {"logits": torch.full((2, 4), step + 0.125), "choice": torch.full((2, 1), step)}
+        one.policy_outputs = {
+            "logits": torch.full((2, 4), step + 0.125),
+            "choice": torch.full((2, 1), step),
+        }
         storage.add_transitions(one)
     storage.compute_returns(torch.ones(2, 1), 0.9, 0.8)
     return storage
@@ -45,7 +66,10 @@ def odd() -> Any:
     """Items of several dtypes, nested, with texts and objects of Python beside them."""
     store = NaiveReplayBuffer(4, generator=0)
     for number in range(3):
-        leaves = {"half": torch.full((2,), number, dtype=torch.bfloat16), "flag": torch.tensor([True, False])}
+        leaves = {
+            "half": torch.full((2,), number, dtype=torch.bfloat16),
+            "flag": torch.tensor([True, False]),
+        }
         store.append({"deep": leaves, "name": f"item {number}", "more": [number, None, 0.5]})
     return store
 
@@ -80,7 +104,12 @@ def recorded(folder: Path) -> None:
     with RolloutWriter(folder, 2, writer_name="one") as writer:
         for step in range(12):
             row = torch.full((2, 3), step) + torch.arange(2)[:, None] / 2
-            writer.add(observation=row, action=row[:, :1], reward=row[:, 0], done=torch.full((2,), step % 4 == 3))
+            writer.add(
+                observation=row,
+                action=row[:, :1],
+                reward=row[:, 0],
+                done=torch.full((2,), step % 4 == 3),
+            )
 
 
 def dataset_of(folder: Path) -> RolloutDataset:

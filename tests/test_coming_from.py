@@ -94,4 +94,6 @@ def test_what_the_page_calls_ours_is_there(system, span):
         assert isinstance(argument, ast.Name) and positional[place] == argument.id, span
     for keyword in call.keywords:
         assert keyword.arg in known, f"{span}: no argument {keyword.arg}"
-        assert known[keyword.arg].default == ast.literal_eval(keyword.value), f"{span}: another default"
+        assert known[keyword.arg].default == ast.literal_eval(keyword.value), (
+            f"{span}: another default"
+        )

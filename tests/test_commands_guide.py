@@ -43,7 +43,9 @@ def test_every_example_prints_what_the_guide_shows(
             exec(compile(block, guide, "exec"), {"__name__": "block"})
             capsys.readouterr()
         else:
-            assert without_figures(printed(block, capsys).replace(f"{tmp_path}/", "")) == without_figures(block)
+            assert without_figures(
+                printed(block, capsys).replace(f"{tmp_path}/", "")
+            ) == without_figures(block)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

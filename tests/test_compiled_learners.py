@@ -1,6 +1,7 @@
 """A learner step compiled with `fullgraph=True` takes the batches of every generator and sampler as one graph.
 
-Batches of one source have one layout: the same shapes and strides each time, so that nothing is compiled again.
+Batches of one source have one layout: the same shapes and strides each time, so that nothing is
+compiled again.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ def leaves_of(batch: Any) -> list[torch.Tensor]:
 def rollout(kind: type, **options: Any) -> Any:
     storage = make_storage(NUM_ENVS, NUM_STEPS, kind, **options)
     for step in range(NUM_STEPS):
-        # Every environment ends at the same steps: groups of environments have as many trajectories.
+        # Every environment ends at the same steps: groups of environments have as many
+        # trajectories.
         done = torch.full((NUM_ENVS, 1), step == 2)
-        made = make_transition(step, NUM_ENVS, done=done, hidden_states=torch.full((1, NUM_ENVS, 3), float(step)))
+        made = make_transition(
+            step, NUM_ENVS, done=done, hidden_states=torch.full((1, NUM_ENVS, 3), float(step))
+        )
         if kind is SarsaRolloutStorage:
             later = make_transition(step + 1, NUM_ENVS)
             made.next_observations = later.observations
@@ -64,7 +68,10 @@ def rollout(kind: type, **options: Any) -> Any:
 def rows(num: int = 60, lanes: int = 0) -> dict[str, Any]:
     number = torch.arange(float(num)).unsqueeze(1)
     made = {
-        "observation": {"state": number.expand(num, 5).clone(), "goal": number.expand(num, 3).clone()},
+        "observation": {
+            "state": number.expand(num, 5).clone(),
+            "goal": number.expand(num, 3).clone(),
+        },
         "action": number.expand(num, 2).clone(),
         "reward": number.clone(),
         "done": number % 10 == 9,
@@ -140,16 +147,25 @@ GENERATORS: dict[str, Callable[[Any], Iterator[Any]]] = {
 #: Name -> function that makes a buffer, and function that draws a batch from it.
 SAMPLERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "DictBuffer.sample": (ring, lambda buffer: buffer.sample(8)),
-    "DictBuffer.sample, contiguous": (lambda: ring(contiguous=True), lambda buffer: buffer.sample(8)),
+    "DictBuffer.sample, contiguous": (
+        lambda: ring(contiguous=True),
+        lambda buffer: buffer.sample(8),
+    ),
     "transitions": (ring, lambda buffer: buffer.sample_transitions(8)),
     "transitions of 3 steps": (ring, lambda buffer: buffer.sample_transitions(8, num_steps=3)),
-    "transitions of 2 frames": (ring, lambda buffer: buffer.sample_transitions(8, num_frames=2, at_end="mark")),
+    "transitions of 2 frames": (
+        ring,
+        lambda buffer: buffer.sample_transitions(8, num_frames=2, at_end="mark"),
+    ),
     "transitions with final observations": (
         lambda: ring(with_finals=True),
         lambda buffer: buffer.sample_transitions(8, num_steps=3),
     ),
     "windows": (windows, lambda buffer: buffer.sample(12)),
-    "windows by trajectory": (lambda: windows(start_mode="trajectory"), lambda buffer: buffer.sample(12)),
+    "windows by trajectory": (
+        lambda: windows(start_mode="trajectory"),
+        lambda buffer: buffer.sample(12),
+    ),
     "priorities": (prioritized, lambda buffer: buffer.sample_tensors(8)),
     "windows by priority": (prioritized_windows, lambda buffer: buffer.sample(8)),
     "windows of episodes": (episodes, lambda buffer: buffer.sample_windows(4, 3)),
@@ -187,7 +203,9 @@ def assert_one_graph(batches: Iterator[Any]) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout])
+@pytest.mark.parametrize(
+    "kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout]
+)
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_compiled_learner_takes_mini_batches_as_one_graph(kind: type, generator: str) -> None:
     assert_one_graph(GENERATORS[generator](rollout(kind)))
@@ -212,7 +230,9 @@ def recording(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("num_steps", [1, 5])
 @pytest.mark.parametrize("cache", ["none", "ram"])
-def test_a_compiled_learner_takes_playback_as_one_graph(recording: Path, num_steps: int, cache: str) -> None:
+def test_a_compiled_learner_takes_playback_as_one_graph(
+    recording: Path, num_steps: int, cache: str
+) -> None:
     dataset = RolloutDataset(recording, num_envs=4, num_transitions_per_env=num_steps, cache=cache)
     assert_one_graph(batch for batch, _ in zip(dataset, range(NUM_BATCHES), strict=False))
 

@@ -1,7 +1,7 @@
 """Calls on a device that do not make the host wait, and their results against those of the CPU.
 
-The table `CALLS` names public calls that need no wait. Each runs with `set_sync_debug_mode("error")`, on a real
-device or on the pretended one.
+The table `CALLS` names public calls that need no wait. Each runs with
+`set_sync_debug_mode("error")`, on a real device or on the pretended one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def adding(device: str) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
-def returns(truncation: str, factors: str = "", values: str = "cuda") -> Callable[[], Callable[[], Any]]:
+def returns(
+    truncation: str, factors: str = "", values: str = "cuda"
+) -> Callable[[], Callable[[], Any]]:
     """Prepare `compute_returns` with numbers as factors, or with tensors on a device, and last values on a device."""
 
     def prepare() -> Callable[[], Any]:
@@ -125,7 +127,9 @@ def returns_with_new_factors() -> Callable[[], Any]:
     return lambda: storage.compute_returns(last_values, gamma.clone(), gamma.clone())
 
 
-def batches(generator: Any = 0, kind: type = RolloutStorage, **options: Any) -> Callable[[], Callable[[], Any]]:
+def batches(
+    generator: Any = 0, kind: type = RolloutStorage, **options: Any
+) -> Callable[[], Callable[[], Any]]:
     """Prepare the mini-batches of a full storage; `generator` is one, a seed, or makes one."""
 
     def prepare() -> Callable[[], Any]:
@@ -151,7 +155,10 @@ def adding_next_observations() -> Callable[[], Any]:
 
 
 def records() -> dict[str, torch.Tensor]:
-    return {"observation": torch.ones(6, 3, device="cuda"), "reward": torch.zeros(6, 1, device="cuda")}
+    return {
+        "observation": torch.ones(6, 3, device="cuda"),
+        "reward": torch.zeros(6, 1, device="cuda"),
+    }
 
 
 def extending() -> Callable[[], Any]:
@@ -198,14 +205,22 @@ def transitions_of_a_ring(has_finals: bool, **options: Any) -> Callable[[], Call
     return prepare
 
 
-def windows_of_a_ring(has_finals: bool, is_extended: bool = False, **options: Any) -> Callable[[], Callable[[], Any]]:
+def windows_of_a_ring(
+    has_finals: bool, is_extended: bool = False, **options: Any
+) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
-        buffer = TrajectoryDictBufferMultiDim(30, "cuda", n_dim=2, seq_length=3, generator=0, **options)
+        buffer = TrajectoryDictBufferMultiDim(
+            30, "cuda", n_dim=2, seq_length=3, generator=0, **options
+        )
         steps = {name: leaf.view(3, 2, -1) for name, leaf in steps_of_a_ring().items()}
         final = {"observation": steps["observation"]} if has_finals else None
         for _ in range(25):
             buffer.extend(steps, final=final)
-        return (lambda: buffer.extend(steps, final=final)) if is_extended else (lambda: buffer.sample(30))
+        return (
+            (lambda: buffer.extend(steps, final=final))
+            if is_extended
+            else (lambda: buffer.sample(30))
+        )
 
     return prepare
 
@@ -258,7 +273,10 @@ def rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
 def windows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         buffer = PrioritizedWindows(30, 3, device="cuda", generator=0)
-        steps = {"x": torch.ones(3, 2, 1, device="cuda"), "done": torch.zeros(3, 2, 1, device="cuda")}
+        steps = {
+            "x": torch.ones(3, 2, 1, device="cuda"),
+            "done": torch.zeros(3, 2, 1, device="cuda"),
+        }
         for _ in range(25):
             buffer.extend(steps)
         ids = buffer.sample(8)[2]
@@ -275,7 +293,9 @@ def windows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
 
 def expert_priorities(is_on_host: bool) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
-        buffer = TrajectoryDictBuffer([{"observation": torch.zeros(n, 2)} for n in (9, 5)], "cuda", 3, generator=0)
+        buffer = TrajectoryDictBuffer(
+            [{"observation": torch.zeros(n, 2)} for n in (9, 5)], "cuda", 3, generator=0
+        )
         priorities = torch.rand(2) if is_on_host else torch.rand(2, device="cuda")
 
         def call() -> Any:
@@ -300,8 +320,12 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.compute_returns(last values on the host)": returns("cut", values="cpu"),
     "RolloutStorage.mini_batch_generator(a seed)": batches(),
     "RolloutStorage.mini_batch_generator(generator=None)": batches(None),
-    "RolloutStorage.mini_batch_generator(generator on the device)": batches(lambda: torch.Generator("cuda")),
-    "RolloutStorage.mini_batch_generator(generator on the host)": batches(lambda: torch.Generator("cpu")),
+    "RolloutStorage.mini_batch_generator(generator on the device)": batches(
+        lambda: torch.Generator("cuda")
+    ),
+    "RolloutStorage.mini_batch_generator(generator on the host)": batches(
+        lambda: torch.Generator("cpu")
+    ),
     "RolloutStorage.mini_batch_generator(reshuffle='once')": batches(reshuffle="once"),
     "RolloutStorage.mini_batch_generator(drop_last=False)": batches(drop_last=False),
     "SarsaRolloutStorage.add_transitions": adding_next_observations,
@@ -321,7 +345,9 @@ for call in ("extend", "extend(priorities)", "sample", "update", "update(host)")
 for call in ("extend", "sample", "update"):
     CALLS[f"PrioritizedWindows.{call}"] = windows_by_priority(call)
 for is_on_host in (False, True):
-    CALLS[f"TrajectoryDictBuffer.update_priorities and sample, {is_on_host}"] = expert_priorities(is_on_host)
+    CALLS[f"TrajectoryDictBuffer.update_priorities and sample, {is_on_host}"] = expert_priorities(
+        is_on_host
+    )
 for has_finals in (False, True):
     of_finals = ", final observations" * has_finals
     CALLS[f"DictBuffer.extend(host){of_finals}"] = host_rows_of_a_ring(has_finals)
@@ -334,12 +360,16 @@ for has_finals in (False, True):
         {"num_steps": 3, "num_frames": 4},
         {"gamma": 0.9},
     ):
-        CALLS[f"DictBuffer.sample_transitions({given}){of_finals}"] = transitions_of_a_ring(has_finals, **given)
+        CALLS[f"DictBuffer.sample_transitions({given}){of_finals}"] = transitions_of_a_ring(
+            has_finals, **given
+        )
     for mode in ("uniform", "trajectory"):
         name = f"TrajectoryDictBufferMultiDim({mode!r}){of_finals}"
         CALLS[f"{name}.extend"] = windows_of_a_ring(has_finals, is_extended=True, start_mode=mode)
         for end in ("exclude", "mark"):
-            CALLS[f"{name}.sample({end!r})"] = windows_of_a_ring(has_finals, start_mode=mode, at_end=end)
+            CALLS[f"{name}.sample({end!r})"] = windows_of_a_ring(
+                has_finals, start_mode=mode, at_end=end
+            )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -357,7 +387,9 @@ def test_returns_on_a_device_equal_those_of_the_cpu(truncation: str, not_finite:
     results = []
     for device in ("cpu", "cuda"):
         storage = full_storage(device, not_finite=not_finite)
-        storage.compute_returns(last_values.to(device), 0.9, 0.8, truncation=truncation, normalize=None)
+        storage.compute_returns(
+            last_values.to(device), 0.9, 0.8, truncation=truncation, normalize=None
+        )
         results.append(storage.returns.cpu())
     assert torch.isfinite(results[0]).any()
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -37,7 +37,9 @@ def test_the_two_commands_are_the_first_and_there_are_six_recipes() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", [name for name in BLOCKS if BLOCKS[name]])
-def test_the_blocks_run_one_after_the_other(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_run_one_after_the_other(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     missing = set()
     for number, block in enumerate(BLOCKS[name], 1):
@@ -73,7 +75,11 @@ def table_of_jobs() -> list[str]:
 
 
 def test_each_name_in_the_table_of_jobs_is_public() -> None:
-    names = {name for cell in table_of_jobs() for name in re.findall(r"`([A-Za-z]\w+|[a-z]\w+(?:\.\w+)+)[`(]", cell)}
+    names = {
+        name
+        for cell in table_of_jobs()
+        for name in re.findall(r"`([A-Za-z]\w+|[a-z]\w+(?:\.\w+)+)[`(]", cell)
+    }
     assert {"RolloutWriter", "rollout_data.open", "drop", "storage.remote.RemoteBuffer"} <= names
     for name in names - set(COMMANDS):
         module, _, attribute = name.rpartition(".")
@@ -83,6 +89,8 @@ def test_each_name_in_the_table_of_jobs_is_public() -> None:
 
 
 def test_each_command_in_the_table_of_jobs_exists() -> None:
-    cells = [cell.partition("`rollout-data ")[2] for cell in table_of_jobs() if "`rollout-data " in cell]
+    cells = [
+        cell.partition("`rollout-data ")[2] for cell in table_of_jobs() if "`rollout-data " in cell
+    ]
     names = [name for cell in cells for name in re.findall(r"([a-z]+)`", cell)]
     assert {"doctor", "prune", "ls"} <= set(names) <= set(COMMANDS)

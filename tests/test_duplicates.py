@@ -13,7 +13,13 @@ import torch
 
 from rollout_data import RolloutWriter
 from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
-from storage import AsyncCheckpointSaver, DictBuffer, PipelinedDataCollector, RolloutStorage, UsageError
+from storage import (
+    AsyncCheckpointSaver,
+    DictBuffer,
+    PipelinedDataCollector,
+    RolloutStorage,
+    UsageError,
+)
 from tests.test_torch_modes import CALLS, _frozen
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -52,7 +58,9 @@ def test_a_copy_draws_nothing_from_torchs_own_generator() -> None:
 
 
 def test_a_copy_has_the_options_of_its_store() -> None:
-    buffer = DictBuffer(capacity=6, num_envs=2, end_key=("a", "end"), nested_key_separator="/", output_device="cpu")
+    buffer = DictBuffer(
+        capacity=6, num_envs=2, end_key=("a", "end"), nested_key_separator="/", output_device="cpu"
+    )
     storage = RolloutStorage(2, 2, {"x": ((3,), "uint8")}, None, (1,), output_device="cpu")
     for way in WAYS.values():
         twin = way(buffer)
@@ -67,6 +75,8 @@ def test_what_owns_files_or_threads_refuses_to_be_copied(tmp_path: Path) -> None
         items = iter(collector)
         for one in (writer, saver, collector, items, TrajectoryReplayBuffer()):
             for way in WAYS.values():
-                with pytest.raises(UsageError, match=f"cannot pickle or copy a {type(one).__name__}, which owns"):
+                with pytest.raises(
+                    UsageError, match=f"cannot pickle or copy a {type(one).__name__}, which owns"
+                ):
                     way(one)
         assert list(items) == [1, 2, 3]

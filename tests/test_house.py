@@ -1,6 +1,7 @@
 """The house rules that a machine can check; the table of floors and rooms is `MAY_IMPORT`.
 
-A new file goes into the folder of a room, which it shares with files that it may import; a new room gets a line.
+A new file goes into the folder of a room, which it shares with files that it may import; a new room
+gets a line.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Floor -> room -> rooms that it may import. All may import storage.errors; all except core may import core.
-#: A room is a folder whose `__init__.py` says what it holds, or a single file.
+#: Floor -> room -> rooms that it may import. All may import storage.errors; all except core may
+#: import core. A room is a folder whose `__init__.py` says what it holds, or a single file.
 MAY_IMPORT = {
     "storage": {
         "errors": "",
@@ -52,8 +53,8 @@ MAY_IMPORT = {
     },
 }
 FLOORS = list(MAY_IMPORT)
-#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by their names, and
-#: `python -m rollout_data`.
+#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by
+#: their names, and `python -m rollout_data`.
 APART = {"storage": {"remote"}, "rollout_data": {"ray", "__main__"}}
 #: Rooms of rollout_data that know neither formats of other systems nor tools.
 CORE_ROOMS = {"blocks", "remote", "sources", "playback", "windows", "trajectories", "writing"}
@@ -70,18 +71,21 @@ TOO_MANY_FILES: dict[str, int] = {
 }
 #: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
 TOO_DEEP: dict[str, int] = {"blocks": 7, "sources": 10, "tools": 10}
-#: What the floors may import when they are imported; anything else is optional and imported where it is used.
+#: What the floors may import when they are imported; anything else is optional and imported where
+#: it is used.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = (
     "PIL", "av", "blosc2", "fsspec", "gymnasium", "imagecodecs", "matplotlib", "mujoco", "numcodecs", "pandas",
     "pyarrow", "ray", "s3fs", "zarr", "zstandard",
 )  # fmt: skip
-#: What is imported at once where it is installed: which CRC-32 is quickest is decided before the first one.
+#: What is imported at once where it is installed: which CRC-32 is quickest is decided before the
+#: first one.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}
 MAX_IMPORT_S = 1.0
 #: Of a folder, its `__init__.py` included; of the files of a room.
 MAX_FILES, MAX_IMPORT_LEVELS = 14, 6
-#: Rooms are two levels deeper: the doctor examines recordings, a report shows what it found, and tools call both.
+#: Rooms are two levels deeper: the doctor examines recordings, a report shows what it found, and
+#: tools call both.
 MAX_ROOM_LEVELS = 8
 LAYERS = (*FLOORS, "benchmarks", "examples", "tests")
 
@@ -108,7 +112,8 @@ def imported_modules(path: Path, root: Path, when: str = "ever") -> set[str]:
     Args:
         path: The file.
         root: What module names start from.
-        when: "ever", "run" (not those for type checkers only) or "import" (nor those inside functions).
+        when: "ever", "run" (not those for type checkers only) or "import" (nor those inside
+            functions).
     """
     tree = tree_of(path)
     package = list(path.relative_to(root).parts[:-1])
@@ -129,7 +134,11 @@ def imported_modules(path: Path, root: Path, when: str = "ever") -> set[str]:
 def modules_named_as_text(path: Path) -> set[str]:
     """Name the modules that a file imports by `import_module("...")`, wherever: a function may run at import too."""
     calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
-    named = [call.args[0] for call in calls if ast.unparse(call.func).endswith("import_module") and call.args]
+    named = [
+        call.args[0]
+        for call in calls
+        if ast.unparse(call.func).endswith("import_module") and call.args
+    ]
     return {name.value for name in named if isinstance(name, ast.Constant)}
 
 
@@ -138,9 +147,15 @@ def statements(tree: ast.Module, when: str) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if when != "ever" and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if (
+            when != "ever"
+            and isinstance(node, ast.If)
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+        ):
             waiting.extend(node.orelse)
-        elif when != "import" or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        elif when != "import" or not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        ):
             waiting.extend(ast.iter_child_nodes(node))
 
 
@@ -176,8 +191,16 @@ def import_graph(root: Path, *folders: str) -> dict[str, set[str]]:
 
 def crossings(root: Path) -> list[tuple[str, str]]:
     """List every import of a room that the importer's line in `MAY_IMPORT` does not name: (importer, imported)."""
-    found = [(one, other) for one, others in import_graph(root, *FLOORS).items() for other in sorted(others)]
-    return [(one, other) for one, other in found if room_of(other) and room_of(other) not in may_import(one)]
+    found = [
+        (one, other)
+        for one, others in import_graph(root, *FLOORS).items()
+        for other in sorted(others)
+    ]
+    return [
+        (one, other)
+        for one, other in found
+        if room_of(other) and room_of(other) not in may_import(one)
+    ]
 
 
 def levels(graph: dict[str, set[str]]) -> int:
@@ -186,14 +209,19 @@ def levels(graph: dict[str, set[str]]) -> int:
 
     def depth(node: str) -> int:
         if node not in depths:
-            depths[node] = 1 + max((depth(other) for other in graph[node] if other in graph), default=0)
+            depths[node] = 1 + max(
+                (depth(other) for other in graph[node] if other in graph), default=0
+            )
         return depths[node]
 
     return max(map(depth, graph), default=0)
 
 
 def without(graph: dict[str, set[str]], edges: set[tuple[str, str]]) -> dict[str, set[str]]:
-    return {one: {other for other in others if (one, other) not in edges} for one, others in graph.items()}
+    return {
+        one: {other for other in others if (one, other) not in edges}
+        for one, others in graph.items()
+    }
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -232,7 +260,10 @@ def test_rooms_import_only_rooms_of_their_line() -> None:
         ("storage/core/fields.py", "from ..ring.windows import Windows"),
         ("storage/core/fields.py", "def f():\n    from ..codecs import codecs"),
         ("storage/core/fields.py", "from .. import Schema"),
-        ("storage/core/fields.py", "if TYPE_CHECKING:\n    from rollout_data import RolloutDataset"),
+        (
+            "storage/core/fields.py",
+            "if TYPE_CHECKING:\n    from rollout_data import RolloutDataset",
+        ),
         ("rollout_data/blocks/trajectory_index.py", "from ..writing.writer import RolloutWriter"),
         ("rollout_data/formats/expert_trajectories.py", "from storage import TrajectoryDictBuffer"),
         ("rollout_data/playback/transition.py", "from ..formats.expert_trajectories import load"),
@@ -262,15 +293,23 @@ def test_the_core_knows_neither_formats_nor_tools() -> None:
 def test_every_room_has_a_line_and_every_line_is_needed() -> None:
     for floor, rooms in MAY_IMPORT.items():
         folders = [path for path in (ROOT / floor).iterdir() if list(path.rglob("*.py"))]
-        files = {path.name for path in (ROOT / floor).iterdir() if path.is_file() and path.suffix != ".md"}
+        files = {
+            path.name
+            for path in (ROOT / floor).iterdir()
+            if path.is_file() and path.suffix != ".md"
+        }
         single = {room for room in rooms if f"{room}.py" in files}
         assert {path.name for path in folders} == set(rooms) - single
         assert files == ROOT_FILES | {f"{room}.py" for room in single}
     imported: dict[str, set[str]] = {}
     for module, others in import_graph(ROOT, *FLOORS).items():
         imported.setdefault(str(room_of(module)), set()).update(map(str, map(room_of, others)))
-    listed = {room: set(line.split()) for rooms in MAY_IMPORT.values() for room, line in rooms.items()}
-    assert {room: rooms - imported[room] for room, rooms in listed.items() if rooms - imported[room]} == {}
+    listed = {
+        room: set(line.split()) for rooms in MAY_IMPORT.values() for room, line in rooms.items()
+    }
+    assert {
+        room: rooms - imported[room] for room, rooms in listed.items() if rooms - imported[room]
+    } == {}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -309,25 +348,37 @@ def test_what_is_not_yet_as_it_should_be_still_is_not(edge: tuple[str, str]) -> 
     graph = import_graph(ROOT, *FLOORS)
     assert edge[1] in graph[edge[0]], "is no longer imported: remove it from NOT_YET"
     without_others = without(graph, NOT_YET - {edge})
-    assert edge in crossings(ROOT) or cycles(without_others), "is allowed now: remove it from NOT_YET"
+    assert edge in crossings(ROOT) or cycles(without_others), (
+        "is allowed now: remove it from NOT_YET"
+    )
 
 
 def test_no_folder_holds_more_files_than_can_be_overlooked() -> None:
     folders = {path.parent for path in python_files(*FLOORS)}
-    counts = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
-    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == TOO_MANY_FILES
+    counts = {
+        folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders
+    }
+    assert {
+        folder: count for folder, count in counts.items() if count > MAX_FILES
+    } == TOO_MANY_FILES
 
 
-@pytest.mark.parametrize("path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_a_module_imports_only_core_dependencies_and_by_itself(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported_modules(path, ROOT, "import")}
     roots |= {name.split(".")[0] for name in modules_named_as_text(path)}
-    strangers = roots - set(sys.stdlib_module_names) - CORE_DEPENDENCIES - set(FLOORS) - OPTIONAL_AT_IMPORT
+    strangers = (
+        roots - set(sys.stdlib_module_names) - CORE_DEPENDENCIES - set(FLOORS) - OPTIONAL_AT_IMPORT
+    )
     assert not strangers, f"optional packages are imported where they are used: {sorted(strangers)}"
     importlib.import_module(module_name(path, ROOT))
 
 
-@pytest.mark.parametrize("path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_all_is_sorted_and_true(path: Path) -> None:
     module = importlib.import_module(module_name(path, ROOT))
     names = list(getattr(module, "__all__", ()))
@@ -339,8 +390,14 @@ def test_all_is_sorted_and_true(path: Path) -> None:
 def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
     package = importlib.import_module(floor)
     tree = tree_of(ROOT / floor / "__init__.py")
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
-    homes = {alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names}
+    imports = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+    ]
+    homes = {
+        alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names
+    }
     builtin_names = homes.keys() & set(dir(builtins))  # a star import would replace them
     assert set(homes) - builtin_names == set(package.__all__) and set(homes) <= set(dir(package))
     for name, home in homes.items():
@@ -350,7 +407,15 @@ def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
 
 
 #: Private by their names, and documented by Python, or the only way in torch.
-FOREIGN_PRIVATES = {"_asdict", "_fields", "_foreach_copy_", "_make", "_new_shared", "_replace", "_version"}
+FOREIGN_PRIVATES = {
+    "_asdict",
+    "_fields",
+    "_foreach_copy_",
+    "_make",
+    "_new_shared",
+    "_replace",
+    "_version",
+}
 
 
 def privates_of_others(text: str) -> list[str]:
@@ -367,13 +432,22 @@ def privates_of_others(text: str) -> list[str]:
             is_own = ast.unparse(node.value) in ("self", "cls", "super()")
             own.update([node.attr] if is_own else ())
             used += [] if is_own else [(node.attr, ast.unparse(node))]
-    return [shown for name, shown in used if name.startswith("_") and not name.startswith("__") and name not in own]
+    return [
+        shown
+        for name, shown in used
+        if name.startswith("_") and not name.startswith("__") and name not in own
+    ]
 
 
 def test_no_file_reaches_into_the_private_names_of_another() -> None:
-    found = {path: privates_of_others(path.read_text(encoding="utf-8")) for path in python_files(*FLOORS)}
+    found = {
+        path: privates_of_others(path.read_text(encoding="utf-8")) for path in python_files(*FLOORS)
+    }
     assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
-    assert privates_of_others("from m import _x\nself._a = 1\nother._a\nother._b") == ["_x", "other._b"]
+    assert privates_of_others("from m import _x\nself._a = 1\nother._a\nother._b") == [
+        "_x",
+        "other._b",
+    ]
 
 
 def test_an_assert_calls_nothing_that_changes_anything() -> None:
@@ -382,7 +456,11 @@ def test_an_assert_calls_nothing_that_changes_anything() -> None:
     found = []
     for path in python_files(*FLOORS, "benchmarks", "examples"):
         for node in ast.walk(tree_of(path)):
-            calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)] if isinstance(node, ast.Assert) else []
+            calls = (
+                [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+                if isinstance(node, ast.Assert)
+                else []
+            )
             if {ast.unparse(call.func).rpartition(".")[2] for call in calls} - allowed:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert found == []
@@ -397,7 +475,10 @@ def test_importing_a_floor_is_quick_and_takes_no_optional_package_along() -> Non
         "print(time.process_time() - start)\n"
         f"print(*[name for name in {OPTIONAL_MODULES!r} if name in sys.modules])\n"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        for _ in range(2)
+    ]
     assert runs[0].returncode == 0, runs[0].stderr
     assert runs[0].stdout.splitlines()[1].split() == []
     assert min(float(run.stdout.splitlines()[0]) for run in runs) < MAX_IMPORT_S

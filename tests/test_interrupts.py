@@ -125,7 +125,9 @@ def test_closing_publishes_every_finished_step_wherever_a_call_is_interrupted(
 
 
 @pytest.mark.parametrize("on_full", ["block", "drop_oldest"])
-def test_a_saver_writes_whole_files_and_shuts_down_wherever_saving_is_interrupted(tmp_path: Path, on_full: str) -> None:
+def test_a_saver_writes_whole_files_and_shuts_down_wherever_saving_is_interrupted(
+    tmp_path: Path, on_full: str
+) -> None:
     def trial(point: int) -> list[Any]:
         saver = AsyncCheckpointSaver(max_queue_size=1, on_full=on_full)
         paths = [tmp_path / f"{point}_{number}.pt" for number in range(3)]

@@ -28,7 +28,9 @@ WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
     "from the host": lambda x: x.copy_(torch.ones(4)),
     "a number as a tensor": lambda x: torch.as_tensor(0.5, device="cuda"),
     "an index on the host": lambda x: x[torch.tensor([0, 2])],
-    "repeats of unknown number": lambda x: x.repeat_interleave(torch.ones_like(x, dtype=torch.int64)),
+    "repeats of unknown number": lambda x: x.repeat_interleave(
+        torch.ones_like(x, dtype=torch.int64)
+    ),
 }
 ASYNCHRONOUS: dict[str, Callable[[torch.Tensor], Any]] = {
     "arithmetic": lambda x: (x * 2).add_(1).cumsum(0),
@@ -36,7 +38,9 @@ ASYNCHRONOUS: dict[str, Callable[[torch.Tensor], Any]] = {
     "masked fill": lambda x: x.masked_fill_(x > 1, 0.0),
     "masked store of a number": lambda x: x.__setitem__(x > 1, 0.0),
     "gather": lambda x: x[torch.zeros(2, dtype=torch.int64, device="cuda")],
-    "random numbers": lambda x: torch.randint(4, (3,), device="cuda", generator=torch.Generator("cuda")),
+    "random numbers": lambda x: torch.randint(
+        4, (3,), device="cuda", generator=torch.Generator("cuda")
+    ),
     "a full tensor": lambda x: torch.full((3,), 0.5, device=x.device),
     "from pinned memory": lambda x: x.copy_(torch.ones(4).pin_memory(), non_blocking=True),
     "to pinned memory": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
@@ -136,7 +140,9 @@ def test_a_pinned_source_that_changes_too_early_is_found() -> None:
 def test_threads_use_the_device_as_well() -> None:
     results = []
     with PretendCuda() as device:
-        thread = threading.Thread(target=lambda: results.append(float(torch.ones(3, device="cuda").sum())))
+        thread = threading.Thread(
+            target=lambda: results.append(float(torch.ones(3, device="cuda").sum()))
+        )
         thread.start()
         thread.join()
         assert results == [3.0]

@@ -53,7 +53,11 @@ def names_in(path: str) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            names.update(f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef))
+            names.update(
+                f"{node.name}::{item.name}"
+                for item in node.body
+                if isinstance(item, ast.FunctionDef)
+            )
     return names
 
 
@@ -79,7 +83,11 @@ def test_each_list_names_a_document_and_its_headings(name: str) -> None:
 def test_each_promise_names_tests_that_exist(name: str) -> None:
     promises = promises_of(name)
     assert promises
-    unproved = [f"line {promise.line}: {promise.text}" for promise in promises if not REFERENCE.search(promise.proof)]
+    unproved = [
+        f"line {promise.line}: {promise.text}"
+        for promise in promises
+        if not REFERENCE.search(promise.proof)
+    ]
     assert not unproved, unproved
     wrong = [
         f"line {promise.line}: {reference}"
@@ -96,5 +104,8 @@ def test_no_document_has_two_lists() -> None:
 
 
 def test_each_guide_has_a_list() -> None:
-    guides = {"README.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "rollout_data").glob("*.md"))}
+    guides = {
+        "README.md",
+        *(path.relative_to(ROOT).as_posix() for path in (ROOT / "rollout_data").glob("*.md")),
+    }
     assert guides - {document_of(name) for name in LISTS} == set()

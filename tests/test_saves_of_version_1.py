@@ -45,15 +45,21 @@ def test_saved_trajectories_load_as_they_were(kind: str, tmp_path: Path) -> None
     loaded.load_checkpoint(folder)
     assert loaded.trajectory_ids == [0, 1, 2] and loaded.total_samples == 24
     codes = check_sample(loaded.sample(500), 500)
-    assert set(codes.tolist()) == set(torch.stack([code(number, 4, 2) for number in range(3)]).flatten().tolist())
+    assert set(codes.tolist()) == set(
+        torch.stack([code(number, 4, 2) for number in range(3)]).flatten().tolist()
+    )
     if kind == "h5":
-        assert torch.equal(codes, replayed().sample(500)["actions"][:, 0].long()), "the random state of then"
+        assert torch.equal(codes, replayed().sample(500)["actions"][:, 0].long()), (
+            "the random state of then"
+        )
 
 
 @pytest.mark.parametrize("name", ["plain", "lz4"])
 def test_a_checkpoint_loads_as_it_was(name: str) -> None:
     loaded = load_checkpoint(SAVES / f"checkpoint_{name}.pt")
-    assert state_of(loaded) == state_of({"weights": torch.arange(6.0), "steps": [1, 2], "best": None})
+    assert state_of(loaded) == state_of(
+        {"weights": torch.arange(6.0), "steps": [1, 2], "best": None}
+    )
     assert load_checkpoint_meta(SAVES / f"checkpoint_{name}.pt") == {"steps": 7}
 
 
@@ -65,7 +71,9 @@ def test_positions_in_data_of_then_are_gone_on_from(tmp_path: Path) -> None:
     loader = loader_of(SAVES / "frames")
     loader.load_state_dict(states["loader"])
     again = loader_of(SAVES / "frames")
-    again.load_state_dict({**states["loader"], "position": 0})  # the order of an epoch was another one then
+    again.load_state_dict(
+        {**states["loader"], "position": 0}
+    )  # the order of an epoch was another one then
     assert [state_of(dict(one)) for one in loader] == [state_of(dict(one)) for one in again][1:]
 
 

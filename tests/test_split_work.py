@@ -26,10 +26,16 @@ def torch_threads() -> Iterator[Any]:
 
 
 @settings(max_examples=40)
-@given(num_pieces=st.integers(0, 300), num_threads=st.integers(1, 5), num_bytes=st.sampled_from([0, 10, LARGE]))
+@given(
+    num_pieces=st.integers(0, 300),
+    num_threads=st.integers(1, 5),
+    num_bytes=st.sampled_from([0, 10, LARGE]),
+)
 def test_every_piece_is_done_once(num_pieces: int, num_threads: int, num_bytes: int) -> None:
     done: list[int] = []
-    used = each_part(lambda start, stop: done.extend(range(start, stop)), num_pieces, num_bytes, num_threads)
+    used = each_part(
+        lambda start, stop: done.extend(range(start, stop)), num_pieces, num_bytes, num_threads
+    )
     assert sorted(done) == list(range(num_pieces)) and 1 <= used <= num_threads
 
 

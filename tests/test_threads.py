@@ -27,7 +27,11 @@ def test_jobs_run_in_order_in_one_other_thread() -> None:
         worker.submit(found.append, number)
         worker.submit(lambda: threads.add(threading.current_thread()))
     worker.drain()
-    assert found == list(range(100)) and len(threads) == 1 and threading.current_thread() not in threads
+    assert (
+        found == list(range(100))
+        and len(threads) == 1
+        and threading.current_thread() not in threads
+    )
     assert worker.submit(lambda: 5).result(20) == 5
     worker.close()
     worker.close()
@@ -43,7 +47,10 @@ def test_submit_waits_while_as_many_wait_as_may() -> None:
     more.start()
     more.join(0.05)
     assert more.is_alive() and worker.num_pending == 3
-    with pytest.raises(WaitTimeoutError, match=r"^cannot wait for test: expected all of them within 0.01 s, got 3 not"):
+    with pytest.raises(
+        WaitTimeoutError,
+        match=r"^cannot wait for test: expected all of them within 0.01 s, got 3 not",
+    ):
         worker.drain(0.01)
     gate.set()
     more.join(20)
@@ -57,9 +64,15 @@ def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
     for calls in (worker.drain, lambda: worker.submit(print), worker.check, worker.close):
         gate = threading.Event()
         worker.submit(gate.wait, 20)
-        futures = [worker.submit(fail, "first"), worker.submit(fail, "second"), worker.submit(found.append, 1)]
+        futures = [
+            worker.submit(fail, "first"),
+            worker.submit(fail, "second"),
+            worker.submit(found.append, 1),
+        ]
         gate.set()
-        assert futures[2].result(20) is None and [str(one.exception(20)) for one in futures[:2]] == [
+        assert futures[2].result(20) is None and [
+            str(one.exception(20)) for one in futures[:2]
+        ] == [
             "'first'",
             "'second'",
         ]
@@ -70,8 +83,14 @@ def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
     worker.close()
 
 
-def test_a_worker_is_drained_although_jobs_keep_coming_and_jobs_that_wait_can_be_cancelled() -> None:
-    worker, gates, started = Worker("test", 9), [threading.Event() for _ in range(2)], threading.Event()
+def test_a_worker_is_drained_although_jobs_keep_coming_and_jobs_that_wait_can_be_cancelled() -> (
+    None
+):
+    worker, gates, started = (
+        Worker("test", 9),
+        [threading.Event() for _ in range(2)],
+        threading.Event(),
+    )
     worker.submit(lambda: started.set() or gates[0].wait(60))
     assert started.wait(20)
     draining = threading.Thread(target=worker.drain)
@@ -103,7 +122,9 @@ def test_jobs_run_before_the_interpreter_exits_and_in_the_caller_while_it_does()
         "for number in (1, 2, 3):\n"
         "    worker.submit(lambda number=number: [time.sleep(0.02), found.append(number)])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
@@ -117,7 +138,9 @@ def test_each_gives_results_in_order_and_raises_the_first_failure(num_threads: i
         if number in (3, 7):
             raise KeyError(number)
         if number > 7:
-            time.sleep(0.01)  # or other threads may do all the rest before the first failure is seen
+            time.sleep(
+                0.01
+            )  # or other threads may do all the rest before the first failure is seen
         done.append(number)
 
     with pytest.raises(KeyError, match="3"):

@@ -1,7 +1,7 @@
 """Every class gives the same whatever torch is set to around its calls: inference mode, another default device.
 
-What is made, written or drawn in inference mode, as policies run, is written and drawn outside of it later; and what
-is asked for on the CPU is there, though tensors are made elsewhere by default.
+What is made, written or drawn in inference mode, as policies run, is written and drawn outside of
+it later; and what is asked for on the CPU is there, though tensors are made elsewhere by default.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ from tests.trajectory_replay.recorded import trajectory
 Call = Callable[[Any], Any]
 
 
-def steps(num_rows: int, *lanes: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def steps(
+    num_rows: int, *lanes: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     count = torch.arange(num_rows).view(-1, *[1] * (len(lanes) + 1)).expand(num_rows, *lanes, 1)
-    return {"observation": count.to(dtype).expand(*count.shape[:-1], 3).contiguous(), "done": count % 5 == 4}
+    return {
+        "observation": count.to(dtype).expand(*count.shape[:-1], 3).contiguous(),
+        "done": count % 5 == 4,
+    }
 
 
 def in_turn(make: Callable[[], Any], write: Call, *reads: Call) -> list[Call]:
@@ -178,11 +183,21 @@ def managed() -> dict[str, list[Call]]:
     ]
     calls["EpisodeReplayBuffer"] = [
         lambda _: EpisodeReplayBuffer(40, generator=0),
-        *[lambda buffer: buffer.push({"x": torch.arange(15.0).view(5, 3)}), lambda b: b.sample_windows(3, 2)] * 3,
+        *[
+            lambda buffer: buffer.push({"x": torch.arange(15.0).view(5, 3)}),
+            lambda b: b.sample_windows(3, 2),
+        ]
+        * 3,
     ]
     calls["BufferManager"] = [
-        lambda _: BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 10, "generator": 1}}, generator=0),
-        *[lambda manager: manager.push(items(0), "a"), lambda manager: [x["x"] for x in manager.sample(3)]] * 3,
+        lambda _: BufferManager(
+            {"buffer_name": ["a"], "a": {"replay_buffer_size": 10, "generator": 1}}, generator=0
+        ),
+        *[
+            lambda manager: manager.push(items(0), "a"),
+            lambda manager: [x["x"] for x in manager.sample(3)],
+        ]
+        * 3,
     ]
     calls["ReplayBuffer"] = [
         lambda _: ReplayBuffer(3, 10, generator=0),
@@ -271,13 +286,17 @@ def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torc
         return storage.returns, storage.advantages
 
     time_outs = torch.tensor([True, False, True, False])
-    transitions = [make_transition(step, 4, done=time_outs, time_outs=time_outs) for step in range(4)]
+    transitions = [
+        make_transition(step, 4, done=time_outs, time_outs=time_outs) for step in range(4)
+    ]
     last_values = torch.ones(4)
     assert _frozen(under(dtype, returns)) == _frozen(returns())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_numbers_in_lists_are_what_they_are_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
+def test_numbers_in_lists_are_what_they_are_whatever_the_default_dtype_is(
+    dtype: torch.dtype,
+) -> None:
     def priorities() -> Any:
         buffer = TrajectoryDictBuffer([steps(4), steps(5), steps(6)], end_key="end", generator=0)
         buffer.update_priorities([0.1, 0.9, 0.7])

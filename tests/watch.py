@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Called with an event's name and arguments before it takes place; what it raises is raised by the operation.
+#: Called with an event's name and arguments before it takes place; what it raises is raised by the
+#: operation.
 Watcher = Callable[[str, tuple[Any, ...]], None]
 _watchers: list[Watcher] = []
 

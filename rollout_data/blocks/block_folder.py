@@ -144,7 +144,9 @@ class BlockFolder:
             it, or cannot be read.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
+    def __init__(
+        self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = ""
+    ) -> None:
         self.label = label
         self.data_dir = self._place_of(data_dir)
         self.verify_on_open = verify_on_open
@@ -476,7 +478,9 @@ class BlockFolder:
             if stamp_of(path) is None:
                 return
             with np.load(path, allow_pickle=False) as cache:
-                if any(member.compress_type != zipfile.ZIP_STORED for member in cache.zip.infolist()):
+                if any(
+                    member.compress_type != zipfile.ZIP_STORED for member in cache.zip.infolist()
+                ):
                     return
                 about = json.loads(bytes(cache["about"]))
                 if about["version"] != _CACHE_VERSION:

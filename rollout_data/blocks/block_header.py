@@ -281,11 +281,15 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except ForeignFileError:
         raise
     except UnsafeFileError as cause:
-        raise UnsafeFileError("read the block", repr(str(path)), cause.expected, cause.got) from cause
+        raise UnsafeFileError(
+            "read the block", repr(str(path)), cause.expected, cause.got
+        ) from cause
     except CorruptFileError as cause:
         if "signature not found" in cause.got:
             where = repr(str(path))
-            raise ForeignFileError("read the block", where, "an HDF5 file", "another format") from cause
+            raise ForeignFileError(
+                "read the block", where, "an HDF5 file", "another format"
+            ) from cause
         raise corrupt(path, cause.expected, cause.got).of(cause.kind, cause.episode) from cause
     except DataFileError:  # The file could not be fetched.
         raise

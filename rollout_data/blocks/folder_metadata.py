@@ -22,7 +22,13 @@ from storage.core.durable_files import read_text, replace_file, sync_path
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, SchemaError, UsageError
 
-from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
+from .block_header import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MAX_METADATA_BYTES,
+    METADATA_NAME,
+    read_header,
+)
 from .write_block import TEMPORARY_PREFIX
 
 #: Values of `errno` with which file systems without hard links reject `os.link`.
@@ -63,7 +69,9 @@ class Metadata:
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
         """Build metadata whose segments and codecs come from the fields below "observation"."""
         below = schema.below("observation")
-        components = {name.partition("/")[2]: item for name, item in below.items() if name != "observation"}
+        components = {
+            name.partition("/")[2]: item for name, item in below.items() if name != "observation"
+        }
         segments = {name: item.shape for name, item in components.items()}
         codecs = {name: item.codec for name, item in components.items() if item.codec != "raw"}
         return cls(schema, segments, codecs, dict(context or {}))
@@ -81,8 +89,13 @@ class Metadata:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Metadata:
         """Parse the result of `to_json`, or a trajectory-folder document, which has no "fields"."""
-        segments = {name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()}
-        codecs = {str(name): str(codec) for name, codec in (document.get("obs_disassemble_mapping") or {}).items()}
+        segments = {
+            name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()
+        }
+        codecs = {
+            str(name): str(codec)
+            for name, codec in (document.get("obs_disassemble_mapping") or {}).items()
+        }
         context = {key: value for key, value in document.items() if key not in RESERVED_KEYS}
         return cls(Schema.from_json(document.get("fields") or []), segments, codecs, context)
 
@@ -106,7 +119,9 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
     return found
 
 
-def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: bool = True) -> Metadata:
+def publish_metadata(
+    folder: Path, metadata: Metadata, writer: str, durable: bool = True
+) -> Metadata:
     """Write metadata.json if the folder has none; otherwise compare `metadata` with the file.
 
     Returns:
@@ -123,7 +138,9 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
         _check_same(folder, present, metadata)
         if _schema_of(path) is not None:
             return present
-    temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
+    temporary = (
+        folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
+    )
     if path.is_symlink() and not path.exists():
         path.unlink(missing_ok=True)  # A dead link must not block the name.
     if path.exists() and _schema_of(path) is None:  # A damaged file is replaced.
@@ -166,7 +183,11 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
             if num_bytes > MAX_METADATA_BYTES:
                 expected = f"metadata of at most {MAX_METADATA_BYTES} bytes as JSON"
                 raise UsageError(
-                    "record", f"into {str(path.parent)!r}", expected, "more", "Keep large values elsewhere"
+                    "record",
+                    f"into {str(path.parent)!r}",
+                    expected,
+                    "more",
+                    "Keep large values elsewhere",
                 )
         file.flush()
         if durable:
@@ -195,7 +216,9 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
     where = f"into {str(folder)!r}"
     advice = "Record other data into another folder"
     if not len(present.schema):
-        raise SchemaError("record", where, f"a {METADATA_NAME} of this format", "one of another format", advice)
+        raise SchemaError(
+            "record", where, f"a {METADATA_NAME} of this format", "one of another format", advice
+        )
     if difference := present.schema.difference(mine.schema):
         raise SchemaError("record", where, "the fields that it already holds", difference, advice)
     for name in ("obs_segments", "obs_disassemble_mapping"):

@@ -238,7 +238,9 @@ class FrameCut:
         self.names = tuple(names)
         self.column = layout.column_of[names[0]].name
         span = layout.span_of(names)
-        self.parts = [FrameCut(layout, [name]) for name in names] if span is None and is_joined else []
+        self.parts = (
+            [FrameCut(layout, [name]) for name in names] if span is None and is_joined else []
+        )
         self._is_coded = span is None
         row_bytes = layout.columns[self.column].row_bytes
         # Coded values are decoded from bytes.
@@ -250,7 +252,9 @@ class FrameCut:
         self._shape = ((stop - start) // item_bytes,) if is_flat else layout.stored[names[0]].shape
         self._strides = torch.empty(self._shape, device="meta").stride()
 
-    def __call__(self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
+    def __call__(
+        self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None
+    ) -> torch.Tensor:
         """Return the tensor of a batch, `[*grid.sizes, *shape]`: a view of the rows where possible.
 
         `allocate` returns memory for components that must be concatenated.
@@ -275,7 +279,9 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
         group = name.partition("/")[0]
         is_part = is_joined and group in groups and group != name
         leaves.setdefault(group if is_part else name, []).append(name)
-    return {name: FrameCut(layout, parts, is_joined=parts != [name]) for name, parts in leaves.items()}
+    return {
+        name: FrameCut(layout, parts, is_joined=parts != [name]) for name, parts in leaves.items()
+    }
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:

@@ -136,7 +136,9 @@ class TrajectoryIndex:
         table = joined_fragments(self.blocks)
         number = {name: place for place, name in enumerate(self.writers)}
         sizes = [len(block.fragments) for block in self.blocks]
-        writer = np.repeat(np.array([number[block.writer] for block in self.blocks], np.int64), sizes)
+        writer = np.repeat(
+            np.array([number[block.writer] for block in self.blocks], np.int64), sizes
+        )
         order = np.lexsort((table["end_time_ns"], table["start"], table["trajectory"], writer))
         block = np.repeat(np.arange(len(sizes)), sizes)[order]
         writer = writer[order]
@@ -260,21 +262,33 @@ class TrajectoryIndex:
         present = np.ones(len(self), bool)
         if self.num_present < len(self.blocks):
             gone = np.flatnonzero(self.fragment_block >= self.num_present)
-            present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
+            present[
+                np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1
+            ] = False
         return present
 
     def broken_problem(self, where: str) -> DataFileError:
         """Return the error of trajectories that were left out. It names the missing blocks."""
         named = []
-        for writer in (self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()):
+        for writer in (
+            self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()
+        ):
             mine = [block for block in self.blocks if block.writer == writer and not block.is_edit]
             present = sorted(block.sequence for block in mine)
-            gaps = [(before + 1, after) for before, after in zip([-1, *present], present, strict=False)]
-            texts = [f"{first}" if stop == first + 1 else f"{first}:{stop}" for first, stop in gaps if stop > first]
+            gaps = [
+                (before + 1, after) for before, after in zip([-1, *present], present, strict=False)
+            ]
+            texts = [
+                f"{first}" if stop == first + 1 else f"{first}:{stop}"
+                for first, stop in gaps
+                if stop > first
+            ]
             named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
         more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
         which = "; ".join(named[:_NUM_NAMED])
-        got = f"{self.num_broken} without all of their blocks, where there is no block {which}{more}"
+        got = (
+            f"{self.num_broken} without all of their blocks, where there is no block {which}{more}"
+        )
         advice = "They are left out; bring the blocks back, unless they were removed on purpose"
         return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
 
@@ -327,7 +341,9 @@ class TrajectoryIndex:
 
         The value after their last frame counts.
         """
-        is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(trajectories)
+        is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(
+            trajectories
+        )
         return is_timeout
 
     @cached_property
@@ -346,7 +362,11 @@ class TrajectoryIndex:
         Trajectories of equal names in several folders get different numbers only with
         `with_folder`.
         """
-        keys = self._name_keys if with_folder else self._keys_of([name[name.find(":") + 1 :] for name in self.writers])
+        keys = (
+            self._name_keys
+            if with_folder
+            else self._keys_of([name[name.find(":") + 1 :] for name in self.writers])
+        )
         return random_keys(keys[trajectories], seed)
 
     @cached_property
@@ -374,7 +394,9 @@ class TrajectoryIndex:
         """Return (writer, number) of trajectories, by which another snapshot of the folders finds them."""
         writers = self.writer[trajectories].tolist()
         numbers = self.number[trajectories].tolist()
-        return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
+        return [
+            (self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)
+        ]
 
     def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
         """Return the positions of trajectories in another index, int64; -1 for missing ones."""
@@ -391,7 +413,9 @@ class TrajectoryIndex:
 
     def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
         """Return the positions of the trajectories with some `keys`, int64; -1 for missing ones."""
-        near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))
+        near = np.flatnonzero(
+            np.isin(self.number, np.array([number for _, number in keys], np.int64))
+        )
         at = dict(zip(self.keys(near), near.tolist(), strict=True))
         return np.array([at.get(key, -1) for key in keys], np.int64)
 
@@ -491,7 +515,9 @@ def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
     """Return the fragments of all blocks in their order: a new array of `FRAGMENT_DTYPE`."""
     # As bytes, since joining structured arrays compares their fields block by block, which takes
     # longer.
-    parts = [np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks]
+    parts = [
+        np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks
+    ]
     return np.concatenate([np.zeros(0, np.uint8), *parts]).view(FRAGMENT_DTYPE)
 
 

@@ -51,7 +51,9 @@ def block_name(writer: str, sequence: int) -> str:
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
-def write_block(folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None) -> Path:
+def write_block(
+    folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None
+) -> Path:
     """Write a block into `folder` and publish it in one step.
 
     Args:
@@ -70,7 +72,9 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():
         advice = "Use another writer name"
-        raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", advice)
+        raise UsageError(
+            "publish the block", repr(str(path)), "a free name", "an existing file", advice
+        )
     # `recover_dead_writers` finds the temporary file of a killed writer by this name.
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
@@ -82,13 +86,16 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
     return path
 
 
-def write_block_file(path: Path, content: BlockContent, starts_writeback: bool, num_threads: int | None = None) -> None:
+def write_block_file(
+    path: Path, content: BlockContent, starts_writeback: bool, num_threads: int | None = None
+) -> None:
     """Write a block to a new file, which is not flushed.
 
     Args:
         path: A name that is free.
         content: Not changed.
-        starts_writeback: Let the system begin to write rows to the disk while the next ones are coded.
+        starts_writeback: Let the system begin to write rows to the disk while the next ones are
+            coded.
         num_threads: Threads that code, at most; None takes torch's number.
 
     Raises:
@@ -132,7 +139,9 @@ def _write_rows(
     checksums = {}
     part_bytes = PART_BYTES
     for table, columns in content.rows.items():
-        values = checksums[f"checksums/{table}"] = np.zeros((len(content.fragments), len(columns)), "<u4")
+        values = checksums[f"checksums/{table}"] = np.zeros(
+            (len(content.fragments), len(columns)), "<u4"
+        )
         for position, (name, source) in enumerate(columns.items()):
             ranges = row_ranges(table, content.fragments)
             if isinstance(source, CodedRows):
@@ -253,7 +262,9 @@ def _system_call(name: str) -> Callable[..., object] | None:
     return getattr(ctypes.CDLL(None), name, None) if is_known else None
 
 
-def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]) -> dict[str, int]:
+def _reserve_tables(
+    file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
+) -> dict[str, int]:
     """Reserve space for tables, rows and checksums, which HDF5 does not write: name -> offset in the file."""
     offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
@@ -264,7 +275,9 @@ def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, 
             dtype = np.dtype("u1") if column.is_coded else layout.numpy_dtype(column)
             offsets[place] = reserve(file, inner, dtype, shape)
         num_checksums = (len(content.fragments), len(layout.columns))
-        offsets[f"checksums/{table}"] = reserve(file, f"checksums/{table}", np.dtype("<u4"), num_checksums)
+        offsets[f"checksums/{table}"] = reserve(
+            file, f"checksums/{table}", np.dtype("<u4"), num_checksums
+        )
     return offsets
 
 
@@ -289,11 +302,15 @@ def _write_tables(
     for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **attributes}.items():
         # This takes a quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
-        created = h5py.h5a.create(file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(()))
+        created = h5py.h5a.create(
+            file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(())
+        )
         created.write(np.array(value, dtype))
 
 
-def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
+def _write_offsets(
+    file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]
+) -> list[np.ndarray]:
     """Write the tables of chunks. Returns the datasets `offsets`, which `header_crc` covers."""
     offsets = []
     for table, columns in content.rows.items():

@@ -220,7 +220,9 @@ class OwnWriter(ForeignWriter):
         writer = self._opened_writer()
         num_bytes = episode.length * self._layout.frame_bytes
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
-            self._publish(writer)  # An episode that fills a block then shares it with no other episode.
+            self._publish(
+                writer
+            )  # An episode that fills a block then shares it with no other episode.
         try:
             self._add_steps(writer, episode)
         except BaseException:  # Also after Ctrl-C no part of an episode is published.

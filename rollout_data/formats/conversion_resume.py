@@ -157,7 +157,11 @@ def _option_difference(
             effect_there = there
             effect_now = now
         name = _first_difference(plain(effect_there), plain(effect_now))
-    return f"option {name}={_value_text(now, name)} instead of {_value_text(there, name)}" if name else ""
+    return (
+        f"option {name}={_value_text(now, name)} instead of {_value_text(there, name)}"
+        if name
+        else ""
+    )
 
 
 def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:

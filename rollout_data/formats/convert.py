@@ -167,7 +167,9 @@ def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
     damaged = _damaged_episodes(recording)
 
     plan = writer_type.planned(recording, recording.metadata, job.options)
-    plan.source = source_state(recording)  # Before any row is read: later changes are another state.
+    plan.source = source_state(
+        recording
+    )  # Before any row is read: later changes are another state.
     with errors_of_target(path):
         earlier = writer_type.noted(path)
         is_complete = earlier is not None and writer_type.is_finished(path)

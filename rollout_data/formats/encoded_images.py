@@ -69,7 +69,9 @@ def picture_format(data: bytes | memoryview) -> str:
 
 
 @of_kind("undecodable")
-def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None = None) -> Pixels:
+def decode_picture(
+    data: bytes | memoryview, where: str, shape: tuple[int, ...] | None = None
+) -> Pixels:
     """Decode a picture.
 
     Args:

@@ -331,7 +331,9 @@ class ForeignWriter(ABC):
         sums = summed.sums()
         conversion.rows.pop(episode.id, None)  # The episode moves to the end of the note.
         conversion.rows[episode.id] = sums
-        conversion.files[episode.id] = {name: file_sum(path) for name, path in (files or {}).items()}
+        conversion.files[episode.id] = {
+            name: file_sum(path) for name, path in (files or {}).items()
+        }
         conversion.stored[episode.id] = self.stored_sums(episode)
         conversion.unplaced = episode.id if files else ""
         self.save_line(episode.id, conversion.line_of(episode.id))
@@ -484,12 +486,16 @@ class ForeignWriter(ABC):
 
     def rounded(self, name: str, num_values: int, difference: int, episode: EpisodeToWrite) -> None:
         """Add integers that the reader of the source rounded to floats to the report."""
-        self._casts.setdefault((name, "integers", "float64"), _Cast()).add(num_values, difference, episode.id)
+        self._casts.setdefault((name, "integers", "float64"), _Cast()).add(
+            num_values, difference, episode.id
+        )
 
     def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
         """Concatenate fields: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
         parts = [self.cast(rows, dtype, name, episode) for name, rows in columns.items()]
-        return np.concatenate([part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1)
+        return np.concatenate(
+            [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1
+        )
 
 
 @dataclass
@@ -516,7 +522,9 @@ class _Cast:
     def text(self, name: str, before: str, after: str) -> str:
         """Describe the change for the report."""
         change = "1 value changes" if self.num_values == 1 else f"{self.num_values} values change"
-        most = str(self.difference) if isinstance(self.difference, int) else f"{self.difference:.6g}"
+        most = (
+            str(self.difference) if isinstance(self.difference, int) else f"{self.difference:.6g}"
+        )
         return f"field {name!r} ({before}) is written as {after}: {change}, by at most {most}"
 
 
@@ -533,7 +541,9 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
     if old.dtype.kind == "f":
         with np.errstate(over="ignore", invalid="ignore"):
             is_changed = (old != new) & ~(np.isnan(old) & np.isnan(new))
-            differences = np.abs(old[is_changed].astype(np.float64) - new[is_changed].astype(np.float64))
+            differences = np.abs(
+                old[is_changed].astype(np.float64) - new[is_changed].astype(np.float64)
+            )
         return len(differences), float(differences.max(initial=0))
     if new.dtype.kind == "f":
         limit = 2 ** _EXACT_BITS[new.dtype.itemsize]
@@ -545,7 +555,9 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
     exact_differences: list[float] = []
     for value, changed in zip(old.tolist(), new.tolist(), strict=True):
         if value != changed:
-            exact_differences.append(abs(int(changed) - value) if np.isfinite(changed) else math.inf)
+            exact_differences.append(
+                abs(int(changed) - value) if np.isfinite(changed) else math.inf
+            )
     return len(exact_differences), max(exact_differences, default=0)
 
 
@@ -624,7 +636,9 @@ class SharedFields:
         filled = [name for name in self.schema if name not in episode.schema or name in earlier]
         return [*map(read_name, filled), *parts_of_fields(earlier, self.schema)]
 
-    def read(self, episode: EpisodeToWrite, name: str, start: int = 0, stop: int | None = None) -> Array:
+    def read(
+        self, episode: EpisodeToWrite, name: str, start: int = 0, stop: int | None = None
+    ) -> Array:
         """Read steps of a numeric field: `[stop - start, *shape]`.
 
         A missing field is read as False or NaN.
@@ -656,7 +670,9 @@ def earlier_absent(episode: EpisodeToWrite) -> list[str]:
 
 def parts_of_fields(names: Iterable[str], schema: Mapping[str, Field]) -> list[str]:
     """Return the names below a field of a schema, such as "a/b" below the field "a"."""
-    return [name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)]
+    return [
+        name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)
+    ]
 
 
 def shared_fields(
@@ -723,7 +739,9 @@ def _check_no_group_is_field(names: Collection[str]) -> None:
         for group in map(str, PurePosixPath(name).parents):
             if group in names:
                 expected = f"no field {group!r} in any episode"
-                raise UsageError("write", f"the field {name!r}", expected, "both", "Rename one of them")
+                raise UsageError(
+                    "write", f"the field {name!r}", expected, "both", "Rename one of them"
+                )
 
 
 def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:

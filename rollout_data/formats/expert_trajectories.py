@@ -78,7 +78,9 @@ def load_expert_trajectories(
     for number, line in read_motion_list(motions):
         name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
         for values in read_motions(path):
-            episode = {field: _as_tensors(value, field == _OBSERVATION) for field, value in values.items()}
+            episode = {
+                field: _as_tensors(value, field == _OBSERVATION) for field, value in values.items()
+            }
             episodes.append(_mapped(episode, obs_dict_mapper, repr(str(path))))
             names.append(name)
 
@@ -157,7 +159,9 @@ def load_expert_trajectories_from_motion_lib(
     return TrajectoryDictBuffer(episodes, device, seq_length)
 
 
-def _checked_options(action: str, seq_length: Any, device: Any, obs_dict_mapper: Any) -> tuple[int, torch.device]:
+def _checked_options(
+    action: str, seq_length: Any, device: Any, obs_dict_mapper: Any
+) -> tuple[int, torch.device]:
     if obs_dict_mapper is not None and not callable(obs_dict_mapper):
         expected = "obs_dict_mapper as a function of an observation"
         raise UsageError(action, "", expected, repr(obs_dict_mapper))

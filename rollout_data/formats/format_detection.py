@@ -51,7 +51,9 @@ def rlinf_folders(path: Path) -> list[Path]:
         return []
     if rlinf_index(path):
         return [path]
-    return [folder for folder in listed(path) if _RLINF_RANK.fullmatch(folder.name) and folder.is_dir()]
+    return [
+        folder for folder in listed(path) if _RLINF_RANK.fullmatch(folder.name) and folder.is_dir()
+    ]
 
 
 def rlinf_index(folder: Path) -> str | None:
@@ -187,13 +189,18 @@ def _has_demos(file: OpenFile) -> bool:
 
 def _has_libero_task(file: OpenFile) -> bool:
     data = file.open(ROBOMIMIC_DATA)
-    return any(file.attribute(data, name) is not None for name in ("problem_info", "bddl_file_name"))
+    return any(
+        file.attribute(data, name) is not None for name in ("problem_info", "bddl_file_name")
+    )
 
 
 def _is_of_isaaclab(file: OpenFile) -> bool:
     root = file.open("")
     data = file.open(ROBOMIMIC_DATA)
-    if file.attribute(root, "format_version") is not None or file.attribute(data, "schema_version") is not None:
+    if (
+        file.attribute(root, "format_version") is not None
+        or file.attribute(data, "schema_version") is not None
+    ):
         return True
     env = parse_attribute(file.attribute(data, "env_args"), "env_args")
     first = file.open(file.numbered(ROBOMIMIC_DATA, ROBOMIMIC_DEMO)[0], data)
@@ -261,7 +268,9 @@ def humenv_files(path: Path) -> dict[str, Path]:
     if path.suffix != _HUMENV_LIST:
         return {"": path}
     lines = [line.strip() for line in read_text(path, max_bytes=_MAX_LIST_BYTES).splitlines()]
-    return {line.rpartition(".")[0] or line: file_inside(path.parent, line) for line in lines if line}
+    return {
+        line.rpartition(".")[0] or line: file_inside(path.parent, line) for line in lines if line
+    }
 
 
 def _has_humenv_episodes(file: OpenFile) -> bool:
@@ -284,7 +293,10 @@ def d4rl_groups(file: OpenFile) -> list[str]:
 
 
 def _has_d4rl_steps(file: OpenFile) -> bool:
-    return any(_are_datasets(file, f"{group}/observations", f"{group}/terminals") for group in d4rl_groups(file))
+    return any(
+        _are_datasets(file, f"{group}/observations", f"{group}/terminals")
+        for group in d4rl_groups(file)
+    )
 
 
 def _are_datasets(file: OpenFile, *names: str) -> bool:

@@ -41,7 +41,9 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as cause:
         advice = f"Install it with: pip install 'rollout-data[{extra}]'"
-        raise UsageError(f"read {what}", "", f"the package {package}", str(cause), advice) from cause
+        raise UsageError(
+            f"read {what}", "", f"the package {package}", str(cause), advice
+        ) from cause
 
 
 def file_inside(root: Path, name: str) -> Path:
@@ -127,7 +129,9 @@ class KnownFiles:
 
 def _changed(path: Path, got: str) -> CorruptFileError:
     advice = "Call refresh() of the recording, or open it again"
-    return CorruptFileError("read", repr(str(path)), "the file as it was when it was opened", got, advice)
+    return CorruptFileError(
+        "read", repr(str(path)), "the file as it was when it was opened", got, advice
+    )
 
 
 def _is_below(real_path: str, real_root: str) -> bool:
@@ -153,7 +157,9 @@ def parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]).of("metadata") from cause
+        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]).of(
+            "metadata"
+        ) from cause
 
 
 def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

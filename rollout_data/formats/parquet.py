@@ -161,7 +161,9 @@ class ParquetFile:
             Column -> Arrow array of the next rows; see `as_rows`.
         """
         first_group = int(np.searchsorted(self._starts, start, "right")) - 1
-        stop_group = int(np.searchsorted(self._starts, stop, "left")) if start < stop else first_group
+        stop_group = (
+            int(np.searchsorted(self._starts, stop, "left")) if start < stop else first_group
+        )
         groups = range(first_group, stop_group)
         for name, width in columns.items():
             batch_rows = min(batch_rows, self._batch_rows(name, width, groups))
@@ -219,7 +221,9 @@ class ParquetFile:
             return None
         if not isinstance(least, bytes) or not isinstance(largest, bytes):
             return None
-        return int.from_bytes(least, "little", signed=True), int.from_bytes(largest, "little", signed=True)
+        return int.from_bytes(least, "little", signed=True), int.from_bytes(
+            largest, "little", signed=True
+        )
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
         """Return the number of rows of a column to decode at a time, after checks of its declared sizes."""
@@ -285,7 +289,9 @@ class ParquetFile:
             size = int.from_bytes(file.read(4), "little")
             file.seek(-8 - size, os.SEEK_END)
             groups = _Thrift(file.read(size)).value(_Thrift.STRUCT)[_ROW_GROUPS]
-            return [[dict(column[_COLUMN_METADATA]) for column in group[_COLUMNS]] for group in groups]
+            return [
+                [dict(column[_COLUMN_METADATA]) for column in group[_COLUMNS]] for group in groups
+            ]
 
     def _damaged_footer(self) -> Any:
         """Convert errors of parsing the footer or the header of a page."""
@@ -552,7 +558,9 @@ def first_row(array: Any) -> tuple[tuple[int, ...], str]:
     while is_list(array) and len(array) and array[0].is_valid:
         array = array[0].values
         sizes.append(len(array))
-    name = str(array.type).removeprefix("dictionary<values=").partition(",")[0].removeprefix("large_")
+    name = (
+        str(array.type).removeprefix("dictionary<values=").partition(",")[0].removeprefix("large_")
+    )
     stored = name if array.type.num_fields == 0 else str(array.type)
     return tuple(sizes), _TYPE_NAMES.get(name, stored)
 
@@ -595,7 +603,9 @@ def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
         lengths = array.value_lengths()
         size = lengths[0].as_py() if len(lengths) else 0
         if lengths.null_count or (lengths.to_numpy(zero_copy_only=False) != size).any():
-            raise CorruptFileError("read", where, f"rows of the shape {shape}", "rows of several lengths")
+            raise CorruptFileError(
+                "read", where, f"rows of the shape {shape}", "rows of several lengths"
+            )
         sizes.append(size)
         array = array.flatten()
     got = tuple(sizes)

@@ -231,7 +231,9 @@ def _time_field(episode: EpisodeToWrite) -> str | None:
 def _note_in(path: Path) -> str | None:
     """Return the text of the note in a recording; None without a note."""
     chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
-    with damage_named("read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError):
+    with damage_named(
+        "read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError
+    ):
         for chunk in chunks.RrdReader(path).stream():
             if chunk.entity_path == _NOTE_ENTITY:
                 for name, values in chunk.to_record_batch().to_pydict().items():

@@ -138,7 +138,9 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
 
 
 @of_kind("undecodable")
-def read_frames(path: Path, times_s: Array, shape: tuple[int, ...], depth: DepthCoding | None = None) -> Array:
+def read_frames(
+    path: Path, times_s: Array, shape: tuple[int, ...], depth: DepthCoding | None = None
+) -> Array:
     """Read the frames nearest to some times.
 
     Args:

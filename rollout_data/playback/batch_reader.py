@@ -1,8 +1,9 @@
 """Batches: carry out a plan, that is gather rows and give them as a `Transition`; and have the next ones read ahead.
 
-One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after it is views,
-except coded components (decoded into new memory) and next observations with a true final one among them. Reading ahead
-is advice to the kernel, given only while a few sampled pages are not all in memory.
+One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after
+it is views, except coded components (decoded into new memory) and next observations with a true
+final one among them. Reading ahead is advice to the kernel, given only while a few sampled pages
+are not all in memory.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ class BatchReader:
     """Turns plans into batches; holds reusable memory, and what follows from the layout of the rows."""
 
     def __init__(self, options: BatchOptions) -> None:
-        self.options, self._pool = options, BufferPool(24)  # with `contiguous` a batch takes a dozen
+        self.options, self._pool = (
+            options,
+            BufferPool(24),
+        )  # with `contiguous` a batch takes a dozen
         self._layouts: Mapping[str, RowLayout] | None = None
 
     def _know(self, layouts: Mapping[str, RowLayout]) -> None:
         """Decide where each leaf of a batch lies in rows of these layouts."""
         if layouts is not self._layouts:
             cuts = [
-                leaves_of(layouts[table], (OBSERVATION, PRIVILEGED), self.options.flatten_observations)
+                leaves_of(
+                    layouts[table], (OBSERVATION, PRIVILEGED), self.options.flatten_observations
+                )
                 for table in (DATA, FINAL)
             ]
             self._layouts, self._cuts, self._final_cuts = layouts, *cuts
@@ -72,19 +78,32 @@ class BatchReader:
         self._know(plan.parts[0].deal.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
         rows = self._gather(plan, flags[_FLAGS.index("valid")])
-        # How many rows the next step, and the next env, are away: time first; one step lies beside the next.
+        # How many rows the next step, and the next env, are away: time first; one step lies beside
+        # the next.
         steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
-        grid = Grid((len(plan.num_valid),), steps[1:]) if without_time else Grid(flags.shape[1:], steps)
+        grid = (
+            Grid((len(plan.num_valid),), steps[1:])
+            if without_time
+            else Grid(flags.shape[1:], steps)
+        )
         following = grid._replace(first=steps[0])
         own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
         if self.options.notes is not None:
-            tasks = _tasks(plan, self.options.notes)[..., 0] if without_time else _tasks(plan, self.options.notes).T
-            own.setdefault(TASK, sent(torch.from_numpy(np.ascontiguousarray(tasks)), self.options.device))
+            tasks = (
+                _tasks(plan, self.options.notes)[..., 0]
+                if without_time
+                else _tasks(plan, self.options.notes).T
+            )
+            own.setdefault(
+                TASK, sent(torch.from_numpy(np.ascontiguousarray(tasks)), self.options.device)
+            )
         nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
         has_own: set[str] = set()
         for part in plan.parts:
             self._put_finals(part, nexts, has_own, without_time)
-        tensors = sent(torch.from_numpy(flags[:, 0] if without_time else flags), self.options.device).unbind()
+        tensors = sent(
+            torch.from_numpy(flags[:, 0] if without_time else flags), self.options.device
+        ).unbind()
         batch = _transition(own, nexts, tensors, stream_id)
         return map_batch(self._owned, batch) if self.options.contiguous else batch
 
@@ -98,7 +117,9 @@ class BatchReader:
         for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
             lost = source.is_lost[pieces.trajectory]
             if lost.any():
-                for env, time, _, _, count in zip(*(column[lost] for column in pieces), strict=True):
+                for env, time, _, _, count in zip(
+                    *(column[lost] for column in pieces), strict=True
+                ):
                     valid[time : time + count, env] = False
                 num_lost += 1
                 pieces = Pieces(*(column[~lost] for column in pieces))
@@ -118,21 +139,29 @@ class BatchReader:
         for source, rows in parts:
             if len(rows.target):
                 source.read_rows(rows, length if covers else 0, windows)
-        return FrameRows({name: rows.to(self.options.device, non_blocking=True) for name, rows in memory.items()})
+        return FrameRows(
+            {name: rows.to(self.options.device, non_blocking=True) for name, rows in memory.items()}
+        )
 
     def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self.options.device.type != "cuda":
             return self._pool.empty((num_rows, num_words), torch.int32)
-        return torch.empty((num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
+        return torch.empty(
+            (num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu"
+        )
 
-    def _put_finals(self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
+    def _put_finals(
+        self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool
+    ) -> None:
         """Put the true final observations of a part into next observations, which get memory of their own."""
         snapshot: RowSource = part.deal.source
         index = snapshot.index
         ends = part.ends
         if not len(ends.trajectory):
             return
-        which = ((index.final_row[ends.trajectory] >= 0) & ~snapshot.is_lost[ends.trajectory]).nonzero()[0]
+        which = (
+            (index.final_row[ends.trajectory] >= 0) & ~snapshot.is_lost[ends.trajectory]
+        ).nonzero()[0]
         if not len(which):
             return
         trajectory = ends.trajectory[which]
@@ -146,7 +175,10 @@ class BatchReader:
         finals = [snapshot.final_rows(name, trajectory) for name in columns]
         there = sent_together([*finals, *map(torch.from_numpy, on_host)], device)
         rows = FrameRows(dict(zip(columns, there, strict=False)))
-        at, (chosen, *at_privileged) = there[len(columns) :][: len(places)], there[len(columns) + len(places) :]
+        at, (chosen, *at_privileged) = (
+            there[len(columns) :][: len(places)],
+            there[len(columns) + len(places) :],
+        )
         for name, cut in self._final_cuts.items():
             if name not in has_own:
                 nexts[name] = self._copied(nexts[name])
@@ -179,14 +211,21 @@ class BatchReader:
         if self.options.notes is not None:
             own.setdefault(TASK, torch.zeros(sizes, dtype=torch.int64, device=self.options.device))
         flags = torch.zeros(
-            (len(_FLAGS) - (not snapshot.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
+            (len(_FLAGS) - (not snapshot.index.has_unknown_ends), *sizes),
+            dtype=torch.bool,
+            device=self.options.device,
         )
-        return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
+        return map_batch(
+            self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags)
+        )
 
-    def frames_at(self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool) -> Transition:
+    def frames_at(
+        self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool
+    ) -> Transition:
         """Read single frames of trajectories, int64 `[K]`, at positions counted in frames, float64 `[K]`: `[K, ...]`.
 
-        The nearer frame is taken; with `linear`, floating-point fields are interpolated between the two around it.
+        The nearer frame is taken; with `linear`, floating-point fields are interpolated between the
+        two around it.
         """
         nearest = self._single(deal, trajectory, np.floor(position + 0.5))
         if not linear:
@@ -194,12 +233,16 @@ class BatchReader:
         lower = np.floor(position)
         below, above = (self._single(deal, trajectory, frame) for frame in (lower, lower + 1))
         weight = sent(torch.from_numpy(position - lower), self.options.device)
-        return Transition(*(_mix(*values, weight) for values in zip(below, above, nearest, strict=True)))
+        return Transition(
+            *(_mix(*values, weight) for values in zip(below, above, nearest, strict=True))
+        )
 
     def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
         at = np.minimum(frame.astype(np.int64), deal.lengths[trajectory] - 1)
         none = np.zeros(0, np.int64)
-        state = StreamState(trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool))
+        state = StreamState(
+            trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool)
+        )
         only = Deal(deal.lengths, none, none, deal.number, deal.source)  # nothing comes after these
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
@@ -229,11 +272,15 @@ def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
     found = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
         env, time, trajectory, _, count = part.pieces
-        found[counted_from(env * length + time, count)] = notes.tasks(part.deal.source)[trajectory].repeat(count)
+        found[counted_from(env * length + time, count)] = notes.tasks(part.deal.source)[
+            trajectory
+        ].repeat(count)
     return found.reshape(num_envs, length)[:, :-1]
 
 
-def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:
+def _transition(
+    own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0
+) -> Any:
     tree = unflatten(own)
     following = unflatten(nexts)
     named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
@@ -244,11 +291,16 @@ def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterabl
 
 def map_batch(function: Any, batch: Transition) -> Transition:
     """Apply `function` to every tensor of a batch."""
-    values: Any = (value if value is None or isinstance(value, int) else map_leaves(function, value) for value in batch)
+    values: Any = (
+        value if value is None or isinstance(value, int) else map_leaves(function, value)
+        for value in batch
+    )
     return Transition(*values)
 
 
-def write_into(action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
+def write_into(
+    action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None
+) -> None:
     """Copy every tensor of `batch` into `buffer`: into its first-axis `rows`, or all of it for None."""
     if not isinstance(buffer, Transition):
         raise UsageError(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
@@ -261,7 +313,9 @@ def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor 
     if isinstance(source, Mapping):
         for key, value in source.items():
             if target is not None and key not in target:
-                raise SchemaError(action, "", f"buffer with the field '{name}/{key}'", "none of that name")
+                raise SchemaError(
+                    action, "", f"buffer with the field '{name}/{key}'", "none of that name"
+                )
             _write(action, f"{name}/{key}", None if target is None else target[key], value, rows)
         return
     if target is None:
@@ -290,7 +344,8 @@ class ReadAhead:
 
     def __init__(self, num_envs: int) -> None:
         self._index: TrajectoryIndex | None = None
-        #: int64 `[N]`, the frames of each env that were prefetched last, counted over all trajectories.
+        #: int64 `[N]`, the frames of each env that were prefetched last, counted over all
+        #: trajectories.
         self._begin = np.zeros(num_envs, np.int64)
         self._end = np.zeros(num_envs, np.int64)
         self._num_batches = 0
@@ -321,7 +376,9 @@ class ReadAhead:
         index = source.index
         is_there = ~source.is_lost[pieces.trajectory]
         if index.num_present < len(index.blocks):
-            is_there &= index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
+            is_there &= (
+                index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
+            )
         pieces = Pieces(*(column[is_there] for column in pieces))
         env, _, trajectory, frame, count = pieces
         start = index.first_frame[trajectory] + frame
@@ -330,7 +387,8 @@ class ReadAhead:
         is_due = (start < self._begin[env]) | (needed > self._end[env])
         if not is_due.any():
             return
-        # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
+        # Envs that are due soon are included: with single frames some env would be due at nearly
+        # every batch.
         num_frames = source.stretch_bytes(len(self._end)) // source.layouts[DATA].frame_bytes
         is_due_soon = np.minimum(needed + num_frames // 4, stop) > self._end[env]
         due = np.flatnonzero(is_due | is_due_soon)
@@ -346,4 +404,6 @@ class ReadAhead:
         self._begin[env[due]] = start[due]
         self._end[env[due]] = last
         frame_within = first - index.first_frame[trajectory[due]]
-        source.prefetch(Rows(trajectory[due], frame_within, last - first, np.arange(len(due)) * (1 << 32)))
+        source.prefetch(
+            Rows(trajectory[due], frame_within, last - first, np.arange(len(due)) * (1 << 32))
+        )

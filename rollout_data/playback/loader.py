@@ -1,8 +1,9 @@
 """Batches that a thread or worker processes prefetch, with the state of the delivered batches.
 
-The process that receives the batches plans them and knows the position of the stream. It scans the folders when a
-pass begins, after it has delivered all earlier batches. So the stream does not depend on the number of prefetched
-batches. A thread reads the planned batches. Workers compute the same plans and read them.
+The process that receives the batches plans them and knows the position of the stream. It scans the
+folders when a pass begins, after it has delivered all earlier batches. So the stream does not
+depend on the number of prefetched batches. A thread reads the planned batches. Workers compute the
+same plans and read them.
 """
 
 from __future__ import annotations
@@ -34,24 +35,29 @@ from .transition import Transition
 _MESSAGE = "told"
 #: Returned by `next` at the end of an iterator.
 _END = object()
-#: Iterators of the parent process of a fork. They are kept alive, since deleting one would end the parent's workers.
+#: Iterators of the parent process of a fork. They are kept alive, since deleting one would end the
+#: parent's workers.
 _of_parents: list[Any] = []
 
 
 class PrefetchedBatches(Unique):
     """Iterable over a dataset that a thread prefetches; created by `RolloutDataset.prefetch`.
 
-    An iteration starts at the position of the dataset, or with the next epoch if an epoch is over. During the
-    iteration do not read from the dataset: only the thread may. A second iteration raises `UsageError`. The
-    position of the dataset is after the last delivered batch.
+    An iteration starts at the position of the dataset, or with the next epoch if an epoch is over.
+    During the iteration do not read from the dataset: only the thread may. A second iteration
+    raises `UsageError`. The position of the dataset is after the last delivered batch.
     """
 
-    def __init__(self, dataset: RolloutStream, num_batches: int = 2, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, dataset: RolloutStream, num_batches: int = 2, device: torch.device | str | None = None
+    ) -> None:
         self.dataset = dataset
         self._plans: deque[tuple[Plan, Position]] = deque()
         self._items: PrefetchedItems[Any] | None = None
         target = device if device is not None else dataset.device
-        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._read(), target, num_batches)
+        self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(
+            self._read(), target, num_batches
+        )
 
     def _read(self) -> Iterator[Any]:
         """Yield the planned batches, in the thread; None if no plan is waiting."""
@@ -59,7 +65,9 @@ class PrefetchedBatches(Unique):
         while True:
             batch = None
             if self._plans:
-                batch = dataset.read(*self._plans.popleft(), without_time=dataset.num_transitions_per_env is None)
+                batch = dataset.read(
+                    *self._plans.popleft(), without_time=dataset.num_transitions_per_env is None
+                )
             yield batch.tensors() if batch is not None and dataset.as_dict else batch
             del batch
 
@@ -70,7 +78,13 @@ class PrefetchedBatches(Unique):
         if dataset.lent_to is not None:
             dataset.lent_to.check()
             advice = "Leave that loop or close() it, or make another dataset"
-            raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
+            raise UsageError(
+                "prefetch",
+                "from a dataset",
+                "no other thread that reads ahead of it",
+                "one",
+                advice,
+            )
         if dataset.is_over():
             dataset.reset()
         steps = dataset.num_transitions_per_env or 1
@@ -84,7 +98,9 @@ class PrefetchedBatches(Unique):
             while True:
                 try:
                     while len(ahead) < collector.max_lag:
-                        plan, position = dataset.plan_next(steps, after=ahead[-1] if ahead else None)
+                        plan, position = dataset.plan_next(
+                            steps, after=ahead[-1] if ahead else None
+                        )
                         self._plans.append((plan, position))
                         ahead.append(position)
                 except (Undecided, DatasetExhausted):
@@ -137,24 +153,28 @@ def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any
 class RolloutLoader(Shown):
     """Reads a dataset with worker processes and can be resumed; one iteration is one epoch.
 
-    The batches are those of `iter(dataset)`, in the same order, for any number of workers, also beside live writers.
-    Data that workers cannot read are listed in the dataset's `problems` and `num_lost_trajectories`, as without
-    workers. Do not read from the dataset during an iteration. The position of the dataset is after the last
-    delivered batch. With workers, an iteration raises `UsageError` after a newer one has begun. If a worker is killed,
-    the iteration ends with a `RuntimeError`: `BackgroundError`, or torch's, which may come at any time. A state taken
-    then resumes with the next batch.
+    The batches are those of `iter(dataset)`, in the same order, for any number of workers, also
+    beside live writers. Data that workers cannot read are listed in the dataset's `problems` and
+    `num_lost_trajectories`, as without workers. Do not read from the dataset during an iteration.
+    The position of the dataset is after the last delivered batch. With workers, an iteration raises
+    `UsageError` after a newer one has begun. If a worker is killed, the iteration ends with a
+    `RuntimeError`: `BackgroundError`, or torch's, which may come at any time. A state taken then
+    resumes with the next batch.
 
     Args:
         dataset: A `RolloutDataset`.
         num_workers: Worker processes; with 0 this process reads.
-        **options: For `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
+        **options: For `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`,
+            `pin_memory` ...
     """
 
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
         action = "call rollout_data.loader"
         if not isinstance(dataset, RolloutStream):
             advice = "WindowLoader reads windows"
-            raise UsageError(action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice)
+            raise UsageError(
+                action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice
+            )
         self.dataset = dataset
         self.num_workers = whole(action, "num_workers", num_workers, 0)
         # A DataLoader without a generator draws from torch's own.
@@ -200,7 +220,11 @@ class RolloutLoader(Shown):
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
         }
-        batches = iter(DataLoader(_WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options))
+        batches = iter(
+            DataLoader(
+                _WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options
+            )
+        )
         dataset.agree = agree_and_send
         owner = Owner("an iteration over a loader")
         try:
@@ -213,7 +237,9 @@ class RolloutLoader(Shown):
                 yield batch
                 owner.check()
                 if dataset.agree is not agree_and_send:
-                    raise UsageError("go on with an iteration", "over a loader", "one at a time", "a newer one")
+                    raise UsageError(
+                        "go on with an iteration", "over a loader", "one at a time", "a newer one"
+                    )
         finally:
             if dataset.agree is agree_and_send:
                 dataset.agree = agree
@@ -227,11 +253,15 @@ class RolloutLoader(Shown):
         try:
             return next(batches)
         except (OSError, EOFError, RuntimeError) as cause:
-            if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):  # of a worker that lives
+            if str(cause).startswith("Caught ") or isinstance(
+                cause, RolloutDataError
+            ):  # of a worker that lives
                 raise
             where = f"of {self.dataset.data_dir!r}"
             advice = "load_state_dict(state_dict()) goes on with the next batch"
-            raise BackgroundError("read a batch", where, "living workers", str(cause), advice) from cause
+            raise BackgroundError(
+                "read a batch", where, "living workers", str(cause), advice
+            ) from cause
 
 
 loader = RolloutLoader

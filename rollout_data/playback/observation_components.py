@@ -31,7 +31,9 @@ def assembled(action: str, fields: Sequence[Field], traj_data: Mapping[str, Any]
     parts = [_component(action, field, leaves) for field in fields]
     lengths = {field.name: len(part) for field, part in zip(fields, parts, strict=True)}
     if len(set(lengths.values())) > 1:
-        raise SchemaError(action, "", "traj_data with as many frames in each component", str(lengths))
+        raise SchemaError(
+            action, "", "traj_data with as many frames in each component", str(lengths)
+        )
     return joined(parts, 1)
 
 
@@ -60,7 +62,9 @@ def _component(action: str, field: Field, leaves: Mapping[str, Any]) -> torch.Te
         value = value[0]
     values = value.detach() if isinstance(value, torch.Tensor) else as_tensor(value, action, where)
     if values.dim() < 1 or values.shape[1:].numel() != field.num_elements:
-        raise SchemaError(action, where, f"shape [T, {field.num_elements}]", str(list(values.shape)))
+        raise SchemaError(
+            action, where, f"shape [T, {field.num_elements}]", str(list(values.shape))
+        )
     codec = codec_of(field)
     if codec.stored_dtype is not None and str(values.dtype) == f"torch.{codec.stored_dtype}":
         values = codec.decode(values, field.torch_dtype)

@@ -1,11 +1,11 @@
 """Passes over a dataset: their trajectories, the order of these, and the frames at which they start.
 
-The position of a trajectory in a pass and its first frame depend only on (seed, pass) and on the trajectory.
-New, deleted or unreadable trajectories do not change the order of the others. So a resume needs only the trajectory
-that was dealt last.
-One process scans the folders for all processes (`sources/processes/process_group.py`): when a pass begins and, with
-`refresh_s`, within a pass. After such a scan a pass has two sections, each with its own order: the new trajectories,
-and the rest.
+The position of a trajectory in a pass and its first frame depend only on (seed, pass) and on the
+trajectory. New, deleted or unreadable trajectories do not change the order of the others. So a
+resume needs only the trajectory that was dealt last. One process scans the folders for all
+processes (`sources/processes/process_group.py`): when a pass begins and, with `refresh_s`, within a
+pass. After such a scan a pass has two sections, each with its own order: the new trajectories, and
+the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _MOST_FRAMES = 1 << 62
 #: Batches between two scans, at most.
 _MOST_BATCHES = 1 << 20
 _NONE = np.zeros(0, np.int64)
-#: Numbers reserved for the passes of one epoch, so that passes of different epochs have different numbers.
+#: Numbers reserved for the passes of one epoch, so that passes of different epochs have different
+#: numbers.
 _PASSES_AN_EPOCH = 1 << 20
 
 
@@ -60,7 +61,8 @@ class PassOptions:
     """Options of `RolloutDataset` that choose and order trajectories.
 
     Attributes:
-        poll_interval_s: Seconds between scans while waiting for trajectories. See `RolloutDataset` for the others.
+        poll_interval_s: Seconds between scans while waiting for trajectories. See `RolloutDataset`
+            for the others.
     """
 
     dataset_loops: int = 1
@@ -90,9 +92,11 @@ class Section(NamedTuple):
     """Trajectories of a pass from one scan; plain data.
 
     Attributes:
-        bounds: Names of the first and the last trajectory, in the order of completion; None if there are none.
+        bounds: Names of the first and the last trajectory, in the order of completion; None if
+            there are none.
         dealt: Name of the trajectory that was dealt last; None if none was.
-        upto: Only trajectories that are complete in the blocks up to this number of each writer; None: all.
+        upto: Only trajectories that are complete in the blocks up to this number of each writer;
+            None: all.
         since: Only trajectories that are not; None: all.
     """
 
@@ -114,11 +118,13 @@ def frame_range(value: Any) -> tuple[int, int]:
     return start, stop
 
 
-def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] | None = None) -> Int64s:
+def choose(
+    index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] | None = None
+) -> Int64s:
     """Return the trajectories that a pass delivers: int64, in the order of completion.
 
-    `bounds` are the first and the last trajectory of a pass that has begun. Then only trajectories between them are
-    returned, without deleted ones.
+    `bounds` are the first and the last trajectory of a pass that has begun. Then only trajectories
+    between them are returned, without deleted ones.
     """
     is_eligible = index.is_present()
     if options.are_data_coming:
@@ -142,10 +148,14 @@ def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> I
     return trajectories
 
 
-def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]) -> np.ndarray:
+def _was_complete(
+    index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]
+) -> np.ndarray:
     """Return which trajectories are complete in the blocks up to a number of each writer: bool."""
     present = index.blocks[: index.num_present]
-    then = TrajectoryIndex([block for block in present if block.sequence <= upto.get(block.writer, -1)])
+    then = TrajectoryIndex(
+        [block for block in present if block.sequence <= upto.get(block.writer, -1)]
+    )
     place = index.places_in(then, trajectories)
     return np.asarray((place >= 0) & np.append(then.is_complete(), False)[place])
 
@@ -168,10 +178,13 @@ def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
     return [index.name(int(pool[0])), index.name(int(pool[-1]))]
 
 
-def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int) -> tuple[Int64s, Int64s]:
+def pass_order(
+    index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int
+) -> tuple[Int64s, Int64s]:
     """Return the trajectories of a pass in their order, and the first frame of each.
 
-    The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if that part is empty.
+    The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if
+    that part is empty.
     """
     epoch = Epoch(options.seed, number)
     low, high = options.starting_frame_range
@@ -189,7 +202,9 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     return pool[place], starts
 
 
-def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
+def num_dealt(
+    index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name
+) -> int:
     """Return the number of trajectories of a pass up to the one that was dealt `last`, which may be deleted."""
     end, writer, trajectory = last
     if not options.random_shuffle_traj_order:
@@ -208,7 +223,9 @@ def _sort_keys(keys: np.ndarray) -> np.ndarray:
     return upper
 
 
-def wait_for_trajectories(source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:
+def wait_for_trajectories(
+    source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple
+) -> None:
     """Scan the folders until a pass can use `wanted` trajectories; with 0 scan once.
 
     Raises:
@@ -223,7 +240,9 @@ def wait_for_trajectories(source: LiveSource, wanted: int, options: PassOptions,
     if num_usable >= wanted:
         return
     deadline_s = time.monotonic() + options.wait_timeout_s
-    with tqdm(total=wanted, initial=num_usable, desc="waiting for trajectories", unit="traj") as bar:
+    with tqdm(
+        total=wanted, initial=num_usable, desc="waiting for trajectories", unit="traj"
+    ) as bar:
         while num_usable < wanted:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -233,7 +252,9 @@ def wait_for_trajectories(source: LiveSource, wanted: int, options: PassOptions,
             bar.update(min(num_usable, wanted) - bar.n)
 
 
-def _not_in_time(source: LiveSource, wanted: int, num_usable: int, options: PassOptions) -> WaitTimeoutError:
+def _not_in_time(
+    source: LiveSource, wanted: int, num_usable: int, options: PassOptions
+) -> WaitTimeoutError:
     where = ", ".join(map(str, source.paths))
     expected = f"{wanted} complete ones within {options.wait_timeout_s:g} s"
     got = str(num_usable) if source.missing is None else f"no folder {source.missing.where}"
@@ -255,8 +276,10 @@ class Dealer:
         keeps_on: Device to which the frames are copied first; None to read them from the files.
         skips: Whether damaged trajectories are skipped; if not, they raise.
         agree: Exchanges the result of a scan between the processes.
-        is_cut_off: Whether other ranks cannot exchange scans. Then the folders must not change from pass to pass.
-        is_shared: Whether several processes share frames in memory: one copies them, and the others map the copy.
+        is_cut_off: Whether other ranks cannot exchange scans. Then the folders must not change from
+            pass to pass.
+        is_shared: Whether several processes share frames in memory: one copies them, and the others
+            map the copy.
     """
 
     source: LiveSource
@@ -286,7 +309,9 @@ class Dealer:
             return None
         begun = self._begin(deal.number + 1, deal, in_use)
         if not len(begun[0].order):
-            raise UsageError("begin the next pass", f"over {self._where}", "at least one trajectory", "none left")
+            raise UsageError(
+                "begin the next pass", f"over {self._where}", "at least one trajectory", "none left"
+            )
         return begun
 
     @property
@@ -324,23 +349,38 @@ class Dealer:
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
         snapshot = self._kept(turn, snapshot, (order, in_use), before)
-        return Deal(snapshot.index.lengths, order, starts, number, snapshot, turn, sections, len(new))
+        return Deal(
+            snapshot.index.lengths, order, starts, number, snapshot, turn, sections, len(new)
+        )
 
-    def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
+    def _left_of(
+        self, index: TrajectoryIndex, section: Section | None, number: int
+    ) -> tuple[Int64s, Int64s]:
         """Return the trajectories of a section that were not dealt yet, in order, and their first frames."""
         if section is None or section.bounds is None:
             return _NONE, _NONE
-        order, starts = pass_order(index, members(index, self.options, section), self.options, number)
-        done = 0 if section.dealt is None else num_dealt(index, order, self.options, number, section.dealt)
+        order, starts = pass_order(
+            index, members(index, self.options, section), self.options, number
+        )
+        done = (
+            0
+            if section.dealt is None
+            else num_dealt(index, order, self.options, number, section.dealt)
+        )
         return order[done:], starts[done:]
 
     def needed(self, position: Position) -> Int64s:
         """Return the trajectories that stay readable after their files are deleted.
 
-        These are the played ones and, with `refresh_s`, the rest of the deal, which is used until the next scan.
+        These are the played ones and, with `refresh_s`, the rest of the deal, which is used until
+        the next scan.
         """
         played = position.state.trajectory
-        rest = position.deal.order[position.state.position :] if self.options.refresh_s is not None else _NONE
+        rest = (
+            position.deal.order[position.state.position :]
+            if self.options.refresh_s is not None
+            else _NONE
+        )
         return np.union1d(played[played >= 0], rest)
 
     def is_due(self, position: Position, is_alone: bool) -> bool:
@@ -383,27 +423,37 @@ class Dealer:
         order, starts = pass_order(snapshot.index, pool, self.options, self.number_of(number))
         sections = (Section(_bounds(snapshot.index, pool)), None)
         snapshot = self._kept(turn, snapshot, (order, in_use), before)
-        return Deal(snapshot.index.lengths, order, starts, number, snapshot, turn, sections, 0), in_use
+        return Deal(
+            snapshot.index.lengths, order, starts, number, snapshot, turn, sections, 0
+        ), in_use
 
-    def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[RowSource, Int64s, int]:
+    def _seen(
+        self, turn: int, wanted: int, before: Deal | None, in_use: Int64s
+    ) -> tuple[RowSource, Int64s, int]:
         """Synchronize the snapshot across processes.
 
         Returns:
-            The snapshot; the numbers in it of the trajectories `in_use`, which stay readable; and the number of
-            batches until the next scan.
+            The snapshot; the numbers in it of the trajectories `in_use`, which stay readable; and
+            the number of batches until the next scan.
         """
         index = before.source.index if before is not None else None
-        blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
+        blocks_in_use = (
+            partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
+        )
         left = self._agreed(turn, wanted, blocks_in_use)
         snapshot = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
-            advice = "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
+            advice = (
+                "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
+            )
             got = f"data of the format {self.source.format!r}"
             raise UsageError("refresh", f"a pass over {self._where}", "block files", got, advice)
         if self.is_cut_off and index is not None and _content(index) != _content(snapshot.index):
             expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
-            raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
+            raise UsageError(
+                "begin the next pass", f"over {self._where}", expected, "a change", advice
+            )
         if before is not None and index is not None and index is not snapshot.index:
             was_lost = before.source.is_lost[in_use]
             in_use = _found_again(index, snapshot.index, in_use)
@@ -423,13 +473,19 @@ class Dealer:
         """Scan the folders until they have `wanted` trajectories.
 
         Returns:
-            The listing, None if it has not changed; the number of batches that others may plan before the next scan;
-            and the shared memory with the index for other processes of this machine.
+            The listing, None if it has not changed; the number of batches that others may plan
+            before the next scan; and the shared memory with the index for other processes of this
+            machine.
         """
         wait_for_trajectories(self.source, wanted, self.options, in_use)
         now_s = time.monotonic()
         self._looked_s = now_s
-        fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
+        fitting = (
+            self._num_batches
+            * (self.options.refresh_s or 0.0)
+            / 2
+            / max(now_s - self._agreed_s, 1e-9)
+        )
         self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
         self._agreed_s = now_s
         spot = None
@@ -437,7 +493,9 @@ class Dealer:
             spot = self.source.shared(self.source.snapshot())
         return self._listings.shorten(self.source.listing()), self._num_batches, spot
 
-    def _kept(self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: Deal | None) -> RowSource:
+    def _kept(
+        self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: Deal | None
+    ) -> RowSource:
         """Copy the frames of a pass into memory, or map the copy of another process of this machine."""
         device = self.keeps_on
         if device is None:
@@ -445,7 +503,11 @@ class Dealer:
         trajectories = np.setdiff1d(np.concatenate(used), -1)
         last = before.source if before is not None else None
         copies: list[CachedRows] = []
-        if isinstance(last, CachedRows) and last.index is snapshot.index and last.holds(trajectories):
+        if (
+            isinstance(last, CachedRows)
+            and last.index is snapshot.index
+            and last.holds(trajectories)
+        ):
             copies.append(last)
 
         def copy_once() -> Any:
@@ -468,7 +530,11 @@ class Dealer:
 
 def _content(index: TrajectoryIndex) -> Any:
     """Return a value that differs between two scans if their trajectories or edits differ."""
-    return index.writers_upto(), index.num_present, [block.identity for block in index.blocks if block.is_edit]
+    return (
+        index.writers_upto(),
+        index.num_present,
+        [block.identity for block in index.blocks if block.is_edit],
+    )
 
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:

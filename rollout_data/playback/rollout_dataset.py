@@ -46,26 +46,31 @@ class RolloutDataset(RolloutStream):
     """Stream recorded trajectories into `num_envs` parallel streams, in order, with random starts.
 
     Every env plays one trajectory after the other; when one ends, that env alone takes the next
-    unused one. Reads block files, and files of other systems (see FORMATS.md). Nothing is read before the first batch.
+    unused one. Reads block files, and files of other systems (see FORMATS.md). Nothing is read
+    before the first batch.
 
     Args:
-        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a list of them of
-            one kind; or URLs of folders of block files, see `remote`.
-        num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in every process and
-            the same for any number of ranks and workers; workers of a rank read its batches in turns.
+        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a
+            list of them of one kind; or URLs of folders of block files, see `remote`.
+        num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in
+            every process and the same for any number of ranks and workers; workers of a rank read
+            its batches in turns.
         dataset_loops: How often all trajectories are delivered; below 1 without end.
-        random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, epoch, pass).
+        random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, epoch,
+            pass).
         keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories, waits until there
             are N, and looks for newer ones at every pass.
         starting_frame_range: Half-open range of the frame at which a trajectory starts.
         device: Where batches are delivered; None is CUDA if there is one. In DataLoader workers
             always the CPU.
-        num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
+        num_transitions_per_env: T of the batches of iteration; None is one step without a time
+            axis.
         seed: Of permutations and starting frames.
-        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device" into
-            the memory of `device`, so that a batch never leaves it. With "ram" and "device" a batch on a GPU waits for
-            nothing; filling the cache does. Blocks are never modified; if another program truncates a mapped one,
-            every process that reads it ends, as with any mapped file.
+        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device"
+            into the memory of `device`, so that a batch never leaves it. With "ram" and "device" a
+            batch on a GPU waits for nothing; filling the cache does. Blocks are never modified; if
+            another program truncates a mapped one, every process that reads it ends, as with any
+            mapped file.
         flatten_observations: Join components along the last axis in `obs_segments` order; False
             gives dicts.
         mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
@@ -74,33 +79,39 @@ class RolloutDataset(RolloutStream):
             `num_dropped_frames`. False goes on until all envs are exhausted; the exhausted repeat
             their last transition with `valid=False`.
         verify_on_open: Check every checksum when a block is first seen.
-        wait_timeout_s: How long to wait for `keep_latest_n_trajs` trajectories, or with `refresh_s` for the first one;
-            the folder may be missing until then.
+        wait_timeout_s: How long to wait for `keep_latest_n_trajs` trajectories, or with `refresh_s`
+            for the first one; the folder may be missing until then.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
         interpolation: "nearest" or "linear", for `get_batch_by_time`.
-        chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded pictures of other
-            systems' files, is kept, those used last; 0 for none. LeRobot sets keep 128 MiB of encoded ones besides.
-        shard: Which share of the envs this process reads. "auto": that of its rank in torch.distributed, where rank 0
-            decides for all which trajectories a pass may use. "none": all of it, for trainers that split batches
-            themselves. (rank, world size): that share.
-        even: When ranks end. "pad": all together, when the last env of all ranks is exhausted; "drop": all together,
-            when one rank has nothing left; "none": each when its own envs are exhausted.
-        on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in `problems` and
-            goes on. A file that is gone is always left out so.
-        as_dict: Give batches as plain dicts of tensors: what was recorded and the flags, no None, extras among them.
-        refresh_s: Look for new trajectories within a pass too, so that those that were published are dealt within this
-            many seconds, to envs that become free, before the rest of the pass. None looks between passes only. Reads
-            complete trajectories only; waits for the first one, up to `wait_timeout_s`.
-        texts: Add `task` to the extras: the number of the task noted of the episode, int64 `[T, num_envs]`; see
-            the attribute `texts`.
-        remote: How files behind a network are read: what envs need next is fetched ahead. Several ranks and workers
-            fetch what they read, each for itself.
+        chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded
+            pictures of other systems' files, is kept, those used last; 0 for none. LeRobot sets
+            keep 128 MiB of encoded ones besides.
+        shard: Which share of the envs this process reads. "auto": that of its rank in
+            torch.distributed, where rank 0 decides for all which trajectories a pass may use.
+            "none": all of it, for trainers that split batches themselves. (rank, world size): that
+            share.
+        even: When ranks end. "pad": all together, when the last env of all ranks is exhausted;
+            "drop": all together, when one rank has nothing left; "none": each when its own envs are
+            exhausted.
+        on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in
+            `problems` and goes on. A file that is gone is always left out so.
+        as_dict: Give batches as plain dicts of tensors: what was recorded and the flags, no None,
+            extras among them.
+        refresh_s: Look for new trajectories within a pass too, so that those that were published
+            are dealt within this many seconds, to envs that become free, before the rest of the
+            pass. None looks between passes only. Reads complete trajectories only; waits for the
+            first one, up to `wait_timeout_s`.
+        texts: Add `task` to the extras: the number of the task noted of the episode, int64 `[T,
+            num_envs]`; see the attribute `texts`.
+        remote: How files behind a network are read: what envs need next is fetched ahead. Several
+            ranks and workers fetch what they read, each for itself.
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
         advice: Remarks on data that are read as they are stored, such as copied actions.
-        num_lost_trajectories: Trajectories that could not be read to their end; the rest has `valid=False`.
+        num_lost_trajectories: Trajectories that could not be read to their end; the rest has
+            `valid=False`.
         num_dropped_frames: Frames that `drop_last` left undelivered.
 
     Raises:
@@ -159,7 +170,9 @@ class RolloutDataset(RolloutStream):
             frame_range(starting_frame_range),
             _whole("seed", seed, 0),
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
-            refresh_s=None if refresh_s is None else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
+            refresh_s=None
+            if refresh_s is None
+            else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
         )
         self._notes = Notes()
         self._look = {
@@ -194,7 +207,11 @@ class RolloutDataset(RolloutStream):
         return self._snapshot().index.num_frames
 
     def statistics(
-        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+        self,
+        quantiles: Sequence[float] = (0.01, 0.99),
+        *,
+        use_cache: bool = True,
+        progress: bool = True,
     ) -> dict[str, FieldStatistics]:
         """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
         source = self.new_source()
@@ -204,7 +221,13 @@ class RolloutDataset(RolloutStream):
         parts = [(snapshot, np.arange(len(snapshot.index)))]
         names = list(snapshot.layouts[DATA].schema)
         return compute_statistics(
-            arguments.calling(self, "statistics"), parts, folder, names, quantiles, use_cache, progress
+            arguments.calling(self, "statistics"),
+            parts,
+            folder,
+            names,
+            quantiles,
+            use_cache,
+            progress,
         )
 
     def _snapshot(self) -> RowSource:
@@ -218,10 +241,14 @@ class RolloutDataset(RolloutStream):
         """Allocate a batch of zeros in the form that `get_batch` gives."""
         self._ensure_started()
         return self.reader.empty(
-            self._snapshot(), self._checked_steps(num_transitions_per_env, "get_buffer"), self.num_envs
+            self._snapshot(),
+            self._checked_steps(num_transitions_per_env, "get_buffer"),
+            self.num_envs,
         )
 
-    def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
+    def fill_transition(
+        self, buffer: Transition, env_ids: torch.Tensor | None = None
+    ) -> Transition:
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
         self._ensure_started()
         ids = np.sort(self._checked_ids("fill_transition", env_ids).numpy())
@@ -244,40 +271,47 @@ class RolloutDataset(RolloutStream):
         self.commit(position)
         return buffer
 
-    def prefetch(self, num_batches: int = 2, device: torch.device | str | None = None) -> PrefetchedBatches:
+    def prefetch(
+        self, num_batches: int = 2, device: torch.device | str | None = None
+    ) -> PrefetchedBatches:
         """Iterate with batches read ahead by a thread and copied to `device` (None: the dataset's).
 
         `state_dict()` of the iterator tells what was delivered, not what was read ahead.
         """
         action = arguments.calling(self, "prefetch")
         num_batches = arguments.whole(action, "num_batches", num_batches, 1)
-        return PrefetchedBatches(self, num_batches, arguments.optional_device(action, "device", device))
+        return PrefetchedBatches(
+            self, num_batches, arguments.optional_device(action, "device", device)
+        )
 
     # Names from the published description
 
     def read_dataset_directory(self) -> bool:
         """Wait until the folders hold enough trajectories, up to `wait_timeout_s`; return True.
 
-        Enough are `keep_latest_n_trajs` complete trajectories, or as many as the environments need to start. No cursor
-        moves; a stream that is under way finds new trajectories by itself.
+        Enough are `keep_latest_n_trajs` complete trajectories, or as many as the environments need
+        to start. No cursor moves; a stream that is under way finds new trajectories by itself.
 
         Raises:
             WaitTimeoutError: There were not enough in time.
-            UsageError: There is no folder, and neither `keep_latest_n_trajs` nor `refresh_s` announces data.
+            UsageError: There is no folder, and neither `keep_latest_n_trajs` nor `refresh_s`
+                announces data.
         """
         loops = self._passes.dataset_loops
         num_envs = self.num_envs * self._rank().total
         needed = 1 if self._passes.is_endless else -(-num_envs // loops)
-        wait_for_trajectories(self.new_source(), self._passes.keep_latest_n_trajs or needed, self._passes)
+        wait_for_trajectories(
+            self.new_source(), self._passes.keep_latest_n_trajs or needed, self._passes
+        )
         return True
 
     def get_frame_range(self, filename: str | os.PathLike[str]) -> tuple[int, int]:
         """Return the half-open range of frames that a file or a trajectory holds.
 
         Args:
-            filename: A chunk file of the older layout, with or without its folder: the numbers in the name
-                `traj_START_END.pickle` are returned, and no file is read. Or the name of a trajectory, "writer:number"
-                (`ids` of `rollout_data.open(data_dir)`): `(0, length)`.
+            filename: A chunk file of the older layout, with or without its folder: the numbers in
+                the name `traj_START_END.pickle` are returned, and no file is read. Or the name of a
+                trajectory, "writer:number" (`ids` of `rollout_data.open(data_dir)`): `(0, length)`.
 
         Raises:
             UsageError: It is neither.
@@ -288,7 +322,9 @@ class RolloutDataset(RolloutStream):
         index = self._snapshot().index
         writer, _, number = name.rpartition(":")
         # Writers of several folders have the number of their folder before their names.
-        writers = [known for known in index.writers if writer in (known, known[known.find(":") + 1 :])]
+        writers = [
+            known for known in index.writers if writer in (known, known[known.find(":") + 1 :])
+        ]
         keys = [(known, int(number)) for known in writers] if number.isdecimal() else []
         places = index.find(keys)
         places = places[places >= 0]
@@ -296,18 +332,23 @@ class RolloutDataset(RolloutStream):
             expected = "filename as 'traj_START_END.pickle', or the name of one trajectory"
             first = index.keys(places[:2] if len(places) else slice(0, 1))
             if first:
-                expected += ", such as " + " or ".join(repr(f"{known}:{number}") for known, number in first)
-            raise UsageError(f"call {type(self).__name__}.get_frame_range", "", expected, repr(name))
+                expected += ", such as " + " or ".join(
+                    repr(f"{known}:{number}") for known, number in first
+                )
+            raise UsageError(
+                f"call {type(self).__name__}.get_frame_range", "", expected, repr(name)
+            )
         return 0, int(index.lengths[places[0]])
 
     def assemble_obs_components(self, traj_data: Mapping[str, Any]) -> torch.Tensor:
         """Join the components of a trajectory's observation as the batches of this dataset have them joined.
 
         Args:
-            traj_data: Arrays or tensors `[T, ...]` by name: `obs_<component>` as chunk files of the older layout have
-                them, `observation/<component>`, a mapping of components below `observation`, or the component alone.
-                Counts of a coded component (uint8 of `normalized_image`) are decoded. Other keys are ignored. Where
-                the dataset has no components: `observations`, `observation` or `obs`.
+            traj_data: Arrays or tensors `[T, ...]` by name: `obs_<component>` as chunk files of the
+                older layout have them, `observation/<component>`, a mapping of components below
+                `observation`, or the component alone. Counts of a coded component (uint8 of
+                `normalized_image`) are decoded. Other keys are ignored. Where the dataset has no
+                components: `observations`, `observation` or `obs`.
 
         Returns:
             `[T, D]` in `obs_segments` order, on the device of the dataset; new memory.
@@ -318,7 +359,9 @@ class RolloutDataset(RolloutStream):
         """
         schema = self._snapshot().layouts[DATA].schema
         fields = [field for name, field in schema.items() if name.partition("/")[0] == OBSERVATION]
-        return assembled(f"call {type(self).__name__}.assemble_obs_components", fields, traj_data).to(self.device)
+        return assembled(
+            f"call {type(self).__name__}.assemble_obs_components", fields, traj_data
+        ).to(self.device)
 
     # Lookup by time
 
@@ -329,7 +372,13 @@ class RolloutDataset(RolloutStream):
             rate = _frame_rate(found)
         if rate is None:
             advice = "Give frame_rate_hz, or record it in the metadata"
-            raise UsageError("look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none", advice)
+            raise UsageError(
+                "look frames up by time",
+                f"in {self.data_dir!r}",
+                "a known frame rate",
+                "none",
+                advice,
+            )
         return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
@@ -355,7 +404,9 @@ class RolloutDataset(RolloutStream):
             is_right = False
         if not is_right:
             expected = f"position as {len(ids)} numbers of frames, from 0 up to {last.tolist()[:8]}"
-            raise UsageError(arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100])
+            raise UsageError(
+                arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100]
+            )
         return frames
 
     def _played(self, env_ids: torch.Tensor) -> Int64s:

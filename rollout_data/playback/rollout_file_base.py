@@ -1,7 +1,7 @@
 """The template of datasets that play recorded rollouts back, env by env and in order.
 
-One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here once; where the frames come
-from, in a subclass.
+One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here once;
+where the frames come from, in a subclass.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def get_transition_batch(self) -> tuple[Any, Any, Any, torch.Tensor, dict[str, Any]]:
         """Return the next step as `(observation, action, reward, done, info)`; `get_batch()` returns it as one object.
 
-        Fields that were not recorded are None. `info` holds `transition`, the whole batch of that step; `time_outs`,
-        where timeouts are known; and `end_unknown`, which is False everywhere if all ends are known.
+        Fields that were not recorded are None. `info` holds `transition`, the whole batch of that
+        step; `time_outs`, where timeouts are known; and `end_unknown`, which is False everywhere if
+        all ends are known.
         """
         transition = self.get_batch()
         field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
@@ -149,7 +150,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Reset all envs to the first pass and give this object, whose cursors all iterators share.
 
-        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
+        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a
+        reset.
         """
         refuse_collation()
         self.reset()
@@ -168,8 +170,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             env_ids: Which envs; None is all.
 
         Returns:
-            A batch `[len(env_ids), ...]`, and bool `[len(env_ids)]`, False where the time lies outside
-            the trajectory; such rows hold its nearest frame.
+            A batch `[len(env_ids), ...]`, and bool `[len(env_ids)]`, False where the time lies
+            outside the trajectory; such rows hold its nearest frame.
 
         Raises:
             UsageError: The data do not tell their frame rate.
@@ -180,7 +182,9 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         if not len(ids):
             raise UsageError(action, "", "env_ids of at least one env", "none")
         try:
-            times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
+            times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to(
+                (len(ids),)
+            )
         except (TypeError, ValueError, RuntimeError) as cause:
             expected = f"time_s in seconds, one number or {len(ids)}, one for each env"
             raise UsageError(action, "", expected, repr(time_s)[:100]) from cause
@@ -195,12 +199,16 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         """Seconds from the first to the last frame of each env's trajectory, float32 `[len(env_ids)]`."""
         self._ensure_started()
         frames = self.reference_num_frames(self._checked_ids("reference_length_s", env_ids))
-        return ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
+        return (
+            ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
+        )
 
     @property
     def frame_rate_hz(self) -> float:
         """Frames per second of the recording."""
-        raise UsageError("look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none")
+        raise UsageError(
+            "look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none"
+        )
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
@@ -232,7 +240,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 def refuse_collation() -> None:
     """Raise `UsageError` if a `DataLoader` iterates that collates what it gets; a stream yields whole batches.
 
-    torch tells a dataset nothing about its loader. The arguments are read from the function that called `__iter__`.
+    torch tells a dataset nothing about its loader. The arguments are read from the function that
+    called `__iter__`.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name in ("refuse_collation", "__iter__"):
@@ -241,7 +250,9 @@ def refuse_collation() -> None:
     if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
         expected = "batch_size=None, as the dataset gives whole batches"
         got = "a DataLoader that collates them"
-        raise UsageError("read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)")
+        raise UsageError(
+            "read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)"
+        )
 
 
 def _at_step(buffer: Any, step: int) -> Any:

@@ -1,7 +1,7 @@
 """A stream of recorded trajectories: epochs, passes, batches and resuming: plan, read, commit.
 
-One rule: every process plans the envs of all ranks with integers, reads its own share of what the plan says, and only
-then moves on; a failed read leaves every cursor where it was.
+One rule: every process plans the envs of all ranks with integers, reads its own share of what the
+plan says, and only then moves on; a failed read leaves every cursor where it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from ..remote.locations import Origin
 from ..sources.epoch import Even as Even
 from ..sources.live_source import LiveSource
 from ..sources.processes import process_group
-from ..sources.processes.process_group import Agree, Board, Shard, current_shard, current_worker, is_in_worker
+from ..sources.processes.process_group import (
+    Agree,
+    Board,
+    Shard,
+    current_shard,
+    current_worker,
+    is_in_worker,
+)
 from .batch_reader import BatchOptions, BatchReader, ReadAhead
 from .passes import Dealer, PassOptions, Undecided
 from .rollout_file_base import RolloutFileBase, refuse_collation
@@ -57,10 +64,14 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _begin_unread(self, shard: Shard | None) -> None:
         """Be a new stream; `shard`: see `checked_shard`."""
         self._chosen_shard = shard
-        self._travelled = process_group.ALONE  # the rank of the process that sent this copy to a worker
+        self._travelled = (
+            process_group.ALONE
+        )  # the rank of the process that sent this copy to a worker
         self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
         self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
-        self.left_reader: Worker | None = None  # of an iteration that was left: it may still read one batch
+        self.left_reader: Worker | None = (
+            None  # of an iteration that was left: it may still read one batch
+        )
         self._board = Board()
         self._num_iterations = 0
         self.agree: Agree = process_group.alone  # how this process learns what is in the folders
@@ -76,7 +87,9 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
         self._mine = ALL
-        self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
+        self._saved: dict[str, Any] | None = (
+            None  # the state just loaded, until a batch was delivered
+        )
         self._saved_name = ""
         self._skip: int | None = None
         self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
@@ -86,7 +99,15 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
-        made_anew = {"_source", "_dealer", "_position", "_readahead", "reader", "lent_to", "left_reader"}
+        made_anew = {
+            "_source",
+            "_dealer",
+            "_position",
+            "_readahead",
+            "reader",
+            "lent_to",
+            "left_reader",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
         state["_travelled"] = self._rank()
         state["agree"] = self.agree if self._is_told else process_group.alone
@@ -121,7 +142,11 @@ class RolloutStream(RolloutFileBase[Transition]):
         """Open the folders again; they may be missing as long as data are announced."""
         is_awaited = self._passes.are_data_coming
         return LiveSource(
-            self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote, is_awaited=is_awaited
+            self._origins,
+            self.verify_on_open,
+            self._chunk_cache_bytes,
+            self._remote,
+            is_awaited=is_awaited,
         )
 
     @property
@@ -145,7 +170,9 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._position is None:
             return 0
         state, deal, _ = self._position
-        return deal.number + int(state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1))
+        return deal.number + int(
+            state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1)
+        )
 
     def wait_for_left_reader(self) -> None:
         """Wait until the thread of a prefetch that was left has ended its last read."""
@@ -159,8 +186,9 @@ class RolloutStream(RolloutFileBase[Transition]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next epoch; those after it count on from there.
 
-        Epochs differ in their permutations and starting frames, equal ones are equal. Each reset, hence each
-        iteration, begins the next epoch by itself. Workers that live on from epoch to epoch are reached too.
+        Epochs differ in their permutations and starting frames, equal ones are equal. Each reset,
+        hence each iteration, begins the next epoch by itself. Workers that live on from epoch to
+        epoch are reached too.
         """
         epoch = whole(f"call {type(self).__name__}.set_epoch", "epoch", epoch, 0)
         if self._saved is not None and self._saved["epoch"] == epoch:
@@ -181,10 +209,17 @@ class RolloutStream(RolloutFileBase[Transition]):
             if is_in_worker():
                 self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
-        stream = weakref.proxy(self)  # without a circle of references, files are unmapped with the last one
+        stream = weakref.proxy(
+            self
+        )  # without a circle of references, files are unmapped with the last one
         options = (self._passes, self._epoch, keeps_on, self.on_error == "skip")
-        told = self._shard.total > 1 and is_in_worker() and not self._is_told, self.is_for_workers or is_in_worker()
-        dealer = self._dealer = Dealer(self.source, *options, lambda number, look: stream.agree(number, look), *told)
+        told = (
+            self._shard.total > 1 and is_in_worker() and not self._is_told,
+            self.is_for_workers or is_in_worker(),
+        )
+        dealer = self._dealer = Dealer(
+            self.source, *options, lambda number, look: stream.agree(number, look), *told
+        )
         return dealer
 
     def _undecided(self, deal: Deal, in_use: Int64s) -> None:
@@ -205,7 +240,9 @@ class RolloutStream(RolloutFileBase[Transition]):
         dealer = self._new_dealer(num_envs)
         deal = dealer.first()
         self._check_enough(deal, num_envs)
-        state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
+        state, deal = deal_next(
+            StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following
+        )
         self._saved = None
         self.num_dropped_frames = 0
         self._go_to(Position(state, deal, left=1))
@@ -216,7 +253,11 @@ class RolloutStream(RolloutFileBase[Transition]):
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
-        left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
+        left_out = (
+            f" ({len(self.problems)} problems, the first: {self.problems[0]})"
+            if self.problems
+            else ""
+        )
         expected = f"at least {num_envs} trajectories{among}"
         got = f"{num}{left_out}"
         advice = "Use fewer envs, more passes (dataset_loops) or more data"
@@ -227,17 +268,27 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._check_alone("reset some envs")
         self._ensure_started()
         state, deal, left = self.position
-        self._position = Position(*deal_next(state, np.sort(ids.numpy()), deal, self._dealer.following), left)
+        self._position = Position(
+            *deal_next(state, np.sort(ids.numpy()), deal, self._dealer.following), left
+        )
 
     def _check_alone(self, action: str) -> None:
         """Raise where other processes plan the same stream: they would not know."""
         if self._shard.total * current_worker().total > 1:
             got = f"{self._shard.total} ranks and {current_worker().total} workers, which share one plan"
-            advice = "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
-            raise UsageError(action, f"of {self.data_dir!r}", "one process that plays it", got, advice)
+            advice = (
+                "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
+            )
+            raise UsageError(
+                action, f"of {self.data_dir!r}", "one process that plays it", got, advice
+            )
 
     def plan_next(
-        self, num_steps: int, envs: Int64s | None = None, after: Position | None = None, is_read: bool = True
+        self,
+        num_steps: int,
+        envs: Int64s | None = None,
+        after: Position | None = None,
+        is_read: bool = True,
     ) -> tuple[Plan, Position]:
         """Plan the next steps of `envs` (None: all) of this process: what to read, and where the stream stands then.
 
@@ -245,7 +296,8 @@ class RolloutStream(RolloutFileBase[Transition]):
 
         Raises:
             DatasetExhausted: There is no further batch.
-            Undecided: It is not the next one, but that `after` a position, and the folders are to be looked at.
+            Undecided: It is not the next one, but that `after` a position, and the folders are to
+                be looked at.
         """
         if after is None:
             self.wait_for_left_reader()
@@ -258,7 +310,10 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
-                "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
+                "read another batch",
+                f"from {self.data_dir!r}",
+                got=got,
+                advice="reset() starts again",
             )
         following = self._dealer.following if after is None else self._undecided
         share = self._mine if is_read or self.drop_last else slice(0)
@@ -267,7 +322,9 @@ class RolloutStream(RolloutFileBase[Transition]):
             self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
             got = f"{self.num_dropped_frames} frames are left"
             advice = "drop_last=False delivers them"
-            raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
+            raise DatasetExhausted(
+                "fill another batch", f"from {self.data_dir!r}", got=got, advice=advice
+            )
         return plan, Position(state, deal, max(0, num_left - 1))
 
     def _is_over(self, state: StreamState) -> bool:
@@ -281,7 +338,8 @@ class RolloutStream(RolloutFileBase[Transition]):
     def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
         """Return the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
-        It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of its tensors.
+        It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of
+        its tensors.
 
         Raises:
             DatasetExhausted: Everything was delivered; also a `StopIteration`.
@@ -348,7 +406,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         Nothing that was only read ahead counts as delivered.
 
         Raises:
-            UsageError: Workers of a DataLoader did the reading, of which this process knows nothing.
+            UsageError: Workers of a DataLoader did the reading, of which this process knows
+                nothing.
         """
         if not is_in_worker() and self._noted() is not None:
             raise UsageError(
@@ -358,7 +417,9 @@ class RolloutStream(RolloutFileBase[Transition]):
             )  # fmt: skip
         if self._saved is not None:
             return dict(self._saved)
-        if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
+        if not self._is_started or (
+            not self._is_used and self.is_over()
+        ):  # the next epoch has a number, and no more
             return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
         state = state_at(self.position, self._passes, self._dealer.epoch)
         return state if current_worker().total == 1 else {**state, "skip": self._skip}
@@ -372,9 +433,10 @@ class RolloutStream(RolloutFileBase[Transition]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
 
-        It does not matter what was recorded since, or which trajectories were deleted that were delivered or begun:
-        what is left of these is not `valid`. `num_envs` must be this rank's share of the envs in the state. The next
-        iteration (`iter(dataset)`) continues too, instead of starting again, or begins the next epoch if one is over.
+        It does not matter what was recorded since, or which trajectories were deleted that were
+        delivered or begun: what is left of these is not `valid`. `num_envs` must be this rank's
+        share of the envs in the state. The next iteration (`iter(dataset)`) continues too, instead
+        of starting again, or begins the next epoch if one is over.
 
         Raises:
             UsageError: The state belongs to another dataset, number of envs or setting.
@@ -406,7 +468,15 @@ class RolloutStream(RolloutFileBase[Transition]):
             check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
             self._epoch = whole(_CONTINUE, "epoch", saved["epoch"], 0)
             position = position_in(saved, self._new_dealer(num_envs))
-        except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+        except (
+            Misfit,
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as cause:
             what = "state as returned by state_dict()", f"{type(cause).__name__}: {cause}"
             expected, got = cause.args if isinstance(cause, Misfit) else what
             advice = "Load the state into a dataset like the one that gave it"
@@ -451,7 +521,11 @@ class RolloutStream(RolloutFileBase[Transition]):
             advice = "Use rollout_data.loader(dataset, num_workers=...)"
             got = "workers of a plain DataLoader"
             raise UsageError(
-                "scan within a pass", f"of {self.data_dir!r} (refresh_s)", "one process that scans", got, advice
+                "scan within a pass",
+                f"of {self.data_dir!r} (refresh_s)",
+                "one process that scans",
+                got,
+                advice,
             )
         if self._is_continued:
             self._ensure_started()
@@ -459,15 +533,21 @@ class RolloutStream(RolloutFileBase[Transition]):
             return self
         self._shard = self._rank()
         self._skip = None
-        while not self._board.write(f"{self._group()}_of_{current_worker().number}", None, is_final=True):
-            self._num_iterations += 1  # it took part in that one: an earlier epoch, perhaps of the same seed
+        while not self._board.write(
+            f"{self._group()}_of_{current_worker().number}", None, is_final=True
+        ):
+            self._num_iterations += (
+                1  # it took part in that one: an earlier epoch, perhaps of the same seed
+            )
         if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
             self._saved, self._saved_name = sent
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
         while (begun := self._board.read(self._group())) is None:
             following, continued = self._noted() or (epoch, "")
             is_resumed = self._saved_name not in ("", continued)
-            if self._board.write(self._group(), (epoch if is_resumed else following, is_resumed), is_final=True):
+            if self._board.write(
+                self._group(), (epoch if is_resumed else following, is_resumed), is_final=True
+            ):
                 self._note(1 + (epoch if is_resumed else following), self._saved_name)
         (self._epoch, is_resumed), self._is_used = begun, False
         if is_resumed and self._saved is not None:
@@ -487,4 +567,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _go_to(self, position: Position) -> None:
         self._position = position
         self._is_started = True
-        self._readahead, self.reader = ReadAhead(self.num_envs), BatchReader(BatchOptions(self.device, **self._look))
+        self._readahead, self.reader = (
+            ReadAhead(self.num_envs),
+            BatchReader(BatchOptions(self.device, **self._look)),
+        )

@@ -1,7 +1,7 @@
 """Plans of batches: the frames that each env delivers in the next T steps, and the state after them.
 
-`plan_steps` is pure arithmetic: it reads no file and changes no argument. The caller keeps the new state after the
-frames of the plan were read. Python never loops over envs.
+`plan_steps` is pure arithmetic: it reads no file and changes no argument. The caller keeps the new
+state after the frames of the plan were read. Python never loops over envs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Deal:
         number: Number of the pass, from 0.
         source: The snapshot (`RowSource`) that the trajectory numbers refer to; not used here.
         turn: Number of scans that the processes had synchronized before this one.
-        sections: The sections that `order` joins, see `passes.py`. The first `num_fresh` trajectories are those that
-            the last scan found.
+        sections: The sections that `order` joins, see `passes.py`. The first `num_fresh`
+            trajectories are those that the last scan found.
     """
 
     lengths: Int64s
@@ -117,8 +117,9 @@ class Plan(NamedTuple):
     """The frames and flags of T steps. Times are `0..T`; time T is that of the last next observations.
 
     Attributes:
-        parts: One for each deal that was used; together their pieces, which are in the order of (env, time), cover
-            `[N, T + 1]` once. An exhausted env repeats its last frame, and the end of its trajectory, to the end.
+        parts: One for each deal that was used; together their pieces, which are in the order of
+            (env, time), cover `[N, T + 1]` once. An exhausted env repeats its last frame, and the
+            end of its trajectory, to the end.
         first_time, first_env: int64 `[F]`, where trajectories start.
         num_valid: int64 `[N]`, steps before the env was exhausted; T where it was not.
         is_full: Whether `num_valid` is T for all moving envs, also for those outside of the share.
@@ -132,23 +133,27 @@ class Plan(NamedTuple):
     is_full: bool
 
 
-#: Begins the pass after a deal: (deal, trajectories in use) -> (next deal, their numbers in it); None at the end.
-#: A deleted trajectory has the number -1, and its env takes another one.
+#: Begins the pass after a deal: (deal, trajectories in use) -> (next deal, their numbers in it);
+#: None at the end. A deleted trajectory has the number -1, and its env takes another one.
 NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
-def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass) -> tuple[StreamState, Deal]:
+def deal_next(
+    state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass
+) -> tuple[StreamState, Deal]:
     """Move `envs` (ascending) to the next unused trajectories; the rest of their current ones is not delivered."""
     walk = _Walk(state, deal, next_pass, 0, share=slice(0))
     walk.refill(envs, 0)
     return walk.state_after(), walk.deal
 
 
-def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, next_pass: NextPass) -> Position:
+def go_on_with(
+    state: StreamState, before: Deal, deal: Deal, numbers: Int64s, next_pass: NextPass
+) -> Position:
     """Return the position in another `deal` of the same pass.
 
-    `numbers` are the numbers in that deal of the trajectories that the envs play; -1 if deleted. Envs that are
-    exhausted, or whose trajectory is deleted, take the next trajectories at once.
+    `numbers` are the numbers in that deal of the trajectories that the envs play; -1 if deleted.
+    Envs that are exhausted, or whose trajectory is deleted, take the next trajectories at once.
     """
     walk = _Walk(state, before, next_pass, 0, share=slice(0))
     shown = np.where(state.is_exhausted & (numbers < 0), len(deal.lengths) - 1, numbers)
@@ -174,15 +179,21 @@ def share_of(plan: Plan, envs: Int64s) -> Plan:
 
 
 def plan_steps(
-    state: StreamState, deal: Deal, num_steps: int, next_pass: NextPass, envs: Int64s | None = None, share: slice = ALL
+    state: StreamState,
+    deal: Deal,
+    num_steps: int,
+    next_pass: NextPass,
+    envs: Int64s | None = None,
+    share: slice = ALL,
 ) -> tuple[Plan, StreamState, Deal]:
     """Plan the next `num_steps` steps of all envs.
 
-    An env whose trajectory ends takes the next unused one at once, in the order of (time, env). So the result does not
-    depend on how a run is cut into calls. Only `envs` advance (None: all).
+    An env whose trajectory ends takes the next unused one at once, in the order of (time, env). So
+    the result does not depend on how a run is cut into calls. Only `envs` advance (None: all).
 
     Returns:
-        The plan of the envs in `share`, numbered from 0; the state of all envs after it; and the pass of that state.
+        The plan of the envs in `share`, numbered from 0; the state of all envs after it; and the
+        pass of that state.
     """
     if envs is None and int(state.left.min()) > num_steps:
         return *_undisturbed(state, deal, num_steps, share), deal
@@ -191,23 +202,35 @@ def plan_steps(
     return walk.plan(), walk.state_after(), walk.deal
 
 
-def _undisturbed(state: StreamState, deal: Deal, num_steps: int, share: slice) -> tuple[Plan, StreamState]:
+def _undisturbed(
+    state: StreamState, deal: Deal, num_steps: int, share: slice
+) -> tuple[Plan, StreamState]:
     """Plan steps in which no trajectory ends: a batch of one step of 64 envs takes 100 us instead of 140."""
     trajectory = state.trajectory[share]
     env = np.arange(len(trajectory))
     none = np.zeros(len(trajectory), np.int64)
     pieces = Pieces(env, none, trajectory, state.frames(deal, share), none + (num_steps + 1))
     first = state.is_first[share].nonzero()[0]
-    plan = Plan(num_steps, (DealPart(deal, pieces, _NO_ENDS),), none[: len(first)], first, none + num_steps, True)
+    plan = Plan(
+        num_steps,
+        (DealPart(deal, pieces, _NO_ENDS),),
+        none[: len(first)],
+        first,
+        none + num_steps,
+        True,
+    )
     no = np.zeros(len(state.left), bool)
-    return plan, StreamState(state.trajectory, state.left - num_steps, no, state.is_exhausted, state.position)
+    return plan, StreamState(
+        state.trajectory, state.left - num_steps, no, state.is_exhausted, state.position
+    )
 
 
 class _Walk:
     """The variables of one plan while it is computed: the cursors of all envs, and the segments that began.
 
-    A segment is a run of frames of one trajectory for one env. The ends of trajectories are computed for all envs,
-    since they decide which env takes the next trajectory. Pieces are laid out for the envs of `share` only.
+    A segment is a run of frames of one trajectory for one env. The ends of trajectories are
+    computed for all envs, since they decide which env takes the next trajectory. Pieces are laid
+    out for the envs of `share` only.
     """
 
     def __init__(
@@ -226,7 +249,8 @@ class _Walk:
         self.before = state
         self.trajectory = state.trajectory.copy()
         self.is_exhausted = state.is_exhausted.copy()
-        #: The time after the last frame of each env's trajectory. Envs that do not move end `num_steps` later.
+        #: The time after the last frame of each env's trajectory. Envs that do not move end
+        #: `num_steps` later.
         self.end = state.left.copy()
         self.is_first = np.zeros(len(self.end), bool) if num_steps else state.is_first.copy()
         self.is_full = not (state.is_exhausted if envs is None else state.is_exhausted[envs]).any()
@@ -259,7 +283,9 @@ class _Walk:
             trajectory[made] = self.deal.order[self.position + makers]
             is_last[makers[made < num_dealt]] = False
             self._deal(envs[:num_dealt], times[:num_dealt], is_last)
-            if num_dealt < len(ends):  # no trajectory is left: the pass ends at the next of these times
+            if num_dealt < len(
+                ends
+            ):  # no trajectory is left: the pass ends at the next of these times
                 stop = int(np.searchsorted(ends, ends[num_dealt] | _ENV))
             self.ends.append((envs[:stop], times[:stop] - 1, trajectory[:stop]))
             if stop == num_dealt:
@@ -280,13 +306,14 @@ class _Walk:
     def _in_order(self, first: Int64s) -> tuple[Int64s, Int64s, Int64s]:
         """Compute the order of all ends up to the last step, as far as the trajectories of the pass suffice.
 
-        At the n-th end an env takes the n-th trajectory. A short trajectory ends by the last step too, which shifts the
-        trajectories of all later ends. So the ends are computed again until they do not change: 4 to 5 times for
-        trajectories of 300 frames. An end depends on earlier ends only, so there is exactly one such order.
+        At the n-th end an env takes the n-th trajectory. A short trajectory ends by the last step
+        too, which shifts the trajectories of all later ends. So the ends are computed again until
+        they do not change: 4 to 5 times for trajectories of 300 frames. An end depends on earlier
+        ends only, so there is exactly one such order.
 
         Returns:
-            All ends, sorted. The numbers of the ends at which a short trajectory was taken. The numbers of the ends of
-            these short trajectories.
+            All ends, sorted. The numbers of the ends at which a short trajectory was taken. The
+            numbers of the ends of these short trajectories.
         """
         ends = first
         made = _EMPTY
@@ -313,7 +340,8 @@ class _Walk:
     def _deal(self, envs: Int64s, times: Int64s, is_last: Any = ALL) -> None:
         """Move `envs` to the next trajectories of the pass, from `times` on.
 
-        An env may take several trajectories; `is_last` selects the one that it plays after the last step.
+        An env may take several trajectories; `is_last` selects the one that it plays after the last
+        step.
         """
         chosen = slice(self.position, self.position + len(envs))
         trajectory = self.deal.order[chosen]
@@ -346,8 +374,8 @@ class _Walk:
     def enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
         """Switch to another deal at `time`; return the envs that need a trajectory.
 
-        These are the `waiting` envs and those whose trajectory is deleted. `numbers` are the numbers in the new deal of
-        the trajectories of all envs; -1 if deleted.
+        These are the `waiting` envs and those whose trajectory is deleted. `numbers` are the
+        numbers in the new deal of the trajectories of all envs; -1 if deleted.
         """
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False
@@ -368,7 +396,8 @@ class _Walk:
         env = self.shown
         trajectory = self.trajectory[self.share]
         frame = self.deal.lengths[trajectory] - self.end[self.share] + time
-        #: Segments of the share that continue from the part before: env, time, trajectory and frame.
+        #: Segments of the share that continue from the part before: env, time, trajectory and
+        #: frame.
         self.played = env, np.full(len(env), time), trajectory[env], frame[env]
         self.num_begun = len(self.begun)
         self.ends: list[tuple[Int64s, ...]] = [_NO_ENDS]
@@ -422,7 +451,13 @@ class _Walk:
 
     def state_after(self) -> StreamState:
         """Return the state after the last step."""
-        return StreamState(self.trajectory, self.end - self.num_steps, self.is_first, self.is_exhausted, self.position)
+        return StreamState(
+            self.trajectory,
+            self.end - self.num_steps,
+            self.is_first,
+            self.is_exhausted,
+            self.position,
+        )
 
 
 def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:

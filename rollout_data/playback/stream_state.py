@@ -1,7 +1,7 @@
 """The position of a stream as plain data, from which any number of ranks can resume it.
 
-A state describes the frames that all ranks have delivered. It stays valid when files are added or deleted: it names
-trajectories by writer and number, and the last known block of each writer.
+A state describes the frames that all ranks have delivered. It stays valid when files are added or
+deleted: it names trajectories by writer and number, and the last known block of each writer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Misfit(Exception):
     """A state does not fit. The arguments are the expected content and the actual content."""
 
 
-def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
+def check_settings(
+    saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice
+) -> None:
     """Raise `Misfit` if a state has other settings, or not `num_envs` envs in the `share` of this rank."""
     if saved.get("version") != _VERSION:
         got = f"{saved.get('version')!r}. set_epoch begins an epoch without it"
@@ -80,7 +82,9 @@ def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int
         raise Misfit(f"num_envs={num_envs} as in this dataset", got)
     for name, setting in _settings(options).items():
         if saved["settings"].get(name) != setting:
-            raise Misfit(f"{name}={setting!r} as in this dataset", repr(saved["settings"].get(name)))
+            raise Misfit(
+                f"{name}={setting!r} as in this dataset", repr(saved["settings"].get(name))
+            )
 
 
 def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
@@ -107,7 +111,9 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     fresh = None
     if live["fresh"] is not None:
         bounds, dealt, since = live["fresh"]
-        fresh = Section(bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since)
+        fresh = Section(
+            bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since
+        )
     deal = dealer.dealt(int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
         raise Misfit("a pass of this dataset", f"pass {deal.number}")
@@ -121,7 +127,11 @@ def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple
     """Return the lengths of the trajectories that the envs were playing, by writer and number."""
     lengths = map(operator.index, saved["length"])
     is_exhausted = saved["is_exhausted"]
-    played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
+    played = {
+        key: length
+        for key, length, ended in zip(keys, lengths, is_exhausted, strict=True)
+        if not ended
+    }
     if not all(0 < length <= _MOST_FRAMES for length in played.values()):
         raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))
     return played

@@ -20,10 +20,11 @@ class Transition(NamedTuple):
     with each other (the following frame is the next one's own observation), and so may fields of
     one frame: clone before writing into one of them.
 
-    `RolloutWriter.add` and `add_rollout` record a batch again. What it does not hold is lost: policy versions, and
-    whether an end was a limit or a cut (both come back as truncated). True final observations stand among the next
-    ones, where nothing tells them from a following frame: where all ends have one, give
-    `final_observation=batch.next_observation` besides. After a reset of some envs discard what the writer has of them.
+    `RolloutWriter.add` and `add_rollout` record a batch again. What it does not hold is lost:
+    policy versions, and whether an end was a limit or a cut (both come back as truncated). True
+    final observations stand among the next ones, where nothing tells them from a following frame:
+    where all ends have one, give `final_observation=batch.next_observation` besides. After a reset
+    of some envs discard what the writer has of them.
 
     Attributes:
         observation: Components joined along the last axis in `obs_segments` order, or a dict.
@@ -40,10 +41,11 @@ class Transition(NamedTuple):
         valid: bool. False where an env had nothing left and repeats its last transition.
         stream_id: The rank whose envs these are.
         extras: Further recorded fields by name, or None if there are none.
-        is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the reader does not
-            tell, as readers of your own need not.
-        end_unknown: bool. The last frame of a trajectory whose file does not tell how it ended, as files of other
-            systems may: `done` is true there and `timeout` false. None where all ends are known.
+        is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the
+            reader does not tell, as readers of your own need not.
+        end_unknown: bool. The last frame of a trajectory whose file does not tell how it ended, as
+            files of other systems may: `done` is true there and `timeout` false. None where all
+            ends are known.
     """
 
     observation: Observation

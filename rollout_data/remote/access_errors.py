@@ -1,7 +1,7 @@
 """Recognize errors of file systems that mean denied access: 401, 403, missing or expired credentials.
 
-File systems raise their own classes, or general errors caused by them. To avoid imports of their packages,
-errors are recognized by HTTP status, code, class name, and last by text.
+File systems raise their own classes, or general errors caused by them. To avoid imports of their
+packages, errors are recognized by HTTP status, code, class name, and last by text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Send many requests to a store at once, with time-outs and retries.
 
-A request that fails or exceeds its time-out is sent again a bounded number of times. The thread of an
-attempt that hangs is abandoned and does not block other requests.
+A request that fails or exceeds its time-out is sent again a bounded number of times. The thread of
+an attempt that hangs is abandoned and does not block other requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class FetchError(UnansweredError):
     """A store did not answer any attempt of a request."""
 
 
-def access_error(action: str, where: str, error: BaseException, cause: BaseException) -> AccessError:
+def access_error(
+    action: str, where: str, error: BaseException, cause: BaseException
+) -> AccessError:
     """Return the error for a request that a store denied.
 
     Args:
@@ -112,13 +114,16 @@ class Fetcher:
 
         Raises:
             FetchError: All attempts failed or exceeded the time-out.
-            AccessError: The store denied access. There is no retry, as file systems retry themselves.
+            AccessError: The store denied access. There is no retry, as file systems retry
+                themselves.
             FileNotFoundError, RolloutDataError, ...: Errors that a retry does not change.
         """
         if self._process != os.getpid():
             self._start()
         with self._changed:
-            if request.process != os.getpid() and not request.is_done:  # Its thread is in another process.
+            if (
+                request.process != os.getpid() and not request.is_done
+            ):  # Its thread is in another process.
                 request.process = os.getpid()
                 self._send(request)
             while not request.is_done:
@@ -162,7 +167,9 @@ class Fetcher:
     def _abandon_overdue(self) -> None:
         """End the attempts that exceed the time-out."""
         now_s = time.monotonic()
-        overdue = [request for request in self._running if now_s - request.start_s > self._timeout_s]
+        overdue = [
+            request for request in self._running if now_s - request.start_s > self._timeout_s
+        ]
         for request in overdue:
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
 
@@ -177,7 +184,10 @@ class Fetcher:
         if isinstance(error, Exception) and not isinstance(error, _FINAL):
             if request.num_attempts <= self._num_retries:
                 return self._send(request, _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1))
-            got = f"{type(error).__name__}: {error}".removesuffix(": ") + f", {request.num_attempts} times"
+            got = (
+                f"{type(error).__name__}: {error}".removesuffix(": ")
+                + f", {request.num_attempts} times"
+            )
             advice = "Try again, or check the connection and the access rights"
             cause = error
             error = FetchError(request.action, request.where, "an answer", got, advice)

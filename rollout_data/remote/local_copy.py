@@ -1,7 +1,7 @@
 """Copy LeRobot sets and HDF5 files from a URL to a cache folder of limited size.
 
-Readers of these formats need whole files. The format of a URL is detected from its file names. A format
-that is not copied raises an error that names it.
+Readers of these formats need whole files. The format of a URL is detected from its file names. A
+format that is not copied raises an error that names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, Usa
 
 from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
 
-#: Name of a file below the URL -> its size in bytes and its stamp, a number that changes with the content.
+#: Name of a file below the URL -> its size in bytes and its stamp, a number that changes with the
+#: content.
 Listing = Mapping[str, tuple[int, int]]
 #: Formats that are copied.
 COPIED = (
@@ -35,19 +36,26 @@ _HDF5 = (".h5", ".hdf5")
 _INFO_NAME = "meta/info.json"
 #: Formats that are not copied, with a test of a file name. The first match counts.
 _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
-    ("zarr", lambda name: name.name in (".zarray", ".zgroup", "zarr.json") or ".zarr" in name.suffixes),
+    (
+        "zarr",
+        lambda name: name.name in (".zarray", ".zgroup", "zarr.json") or ".zarr" in name.suffixes,
+    ),
     ("rlds", lambda name: ".tfrecord" in name.name or name.name == "features.json"),
     ("mcap", lambda name: name.suffix == ".mcap"),
     ("minari of Arrow or Parquet files", lambda name: name.name.startswith("part-")),
     ("ogbench or motion (.npz)", lambda name: name.suffix == ".npz"),
-    ("trajectory folders", lambda name: any(part.startswith("trajectory_") for part in name.parts[:-1])),
+    (
+        "trajectory folders",
+        lambda name: any(part.startswith("trajectory_") for part in name.parts[:-1]),
+    ),
     ("rlinf", lambda name: name.suffix in (".pt", ".pkl")),
     ("motion (.json)", lambda name: name.suffix == ".json"),
 )
 _DONE_NAME = ".complete"
 _LOCK_ENDING = ".lock"
 _POLL_S = 0.1
-#: Folder of a copy -> descriptor of its lock. While this process holds it, no process deletes the copy.
+#: Folder of a copy -> descriptor of its lock. While this process holds it, no process deletes the
+#: copy.
 _in_use: dict[Path, int] = {}
 #: Folder of a copy -> URL that replaces it in the text of paths.
 _urls: dict[str, str] = {}
@@ -87,7 +95,11 @@ class CopiedPath(PosixPath):
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.fspath(self)
-        urls = {folder: url for folder, url in _urls.items() if file == folder or file.startswith(f"{folder}/")}
+        urls = {
+            folder: url
+            for folder, url in _urls.items()
+            if file == folder or file.startswith(f"{folder}/")
+        }
         return _unpickled, (file, urls)
 
 
@@ -169,7 +181,9 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
             metadata_entry = _info(files, str(metadata))
             if metadata_entry is not None:
                 entries[metadata.name] = metadata_entry
-            return dict(zip(entries, files.sizes_and_stamps(list(entries.values())), strict=True)), True
+            return dict(
+                zip(entries, files.sizes_and_stamps(list(entries.values())), strict=True)
+            ), True
     try:
         direct = files.listed()
     except UsageError:  # Nothing is there yet. Opening the URL raises.
@@ -200,7 +214,9 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
         return files.system.info(url)
 
     try:
-        entry: Mapping[str, Any] = files.fetcher.wait(files.fetcher.submit(info, "look up the file", repr(url)))
+        entry: Mapping[str, Any] = files.fetcher.wait(
+            files.fetcher.submit(info, "look up the file", repr(url))
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     return entry
@@ -213,13 +229,23 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
     limit = files.options.cache_bytes
     if total > limit:
         advice = "Raise cache_bytes with RemoteOptions(cache_bytes=...), or copy the data to this machine"
-        raise UsageError("open", repr(str(files.path)), f"at most cache_bytes = {limit} bytes", str(total), advice)
+        raise UsageError(
+            "open",
+            repr(str(files.path)),
+            f"at most cache_bytes = {limit} bytes",
+            str(total),
+            advice,
+        )
     identity: list[Any] = [str(files.path), sorted(listing.items())]
     if any(stamp == NO_STAMP for _, stamp in listing.values()):
         # A change would not show without a stamp, so no earlier copy is used.
         identity.append(uuid.uuid4().hex)
     text = json.dumps(identity)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data" / "remote"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        / "rollout_data"
+        / "remote"
+    )
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -261,10 +287,13 @@ def _is_hidden(name: str) -> bool:
 def _locked(folder: Path) -> Iterator[None]:
     """Lock a copy exclusively during the block, then share the lock until this process ends.
 
-    A complete copy is only locked for sharing. A shared lock keeps other processes from deleting the copy.
+    A complete copy is only locked for sharing. A shared lock keeps other processes from deleting
+    the copy.
     """
     if folder not in _in_use:
-        _in_use[folder] = os.open(folder.with_suffix(_LOCK_ENDING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _in_use[folder] = os.open(
+            folder.with_suffix(_LOCK_ENDING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
     lock = _in_use[folder]
     while True:
         is_done = (folder / _DONE_NAME).exists()

@@ -1,6 +1,7 @@
 """Paths and URLs of data, and requests to the fsspec file systems of URLs.
 
-A URL is a `RemotePath` in the whole library. Only `remote/` opens it. `fetcher.py` sends the requests.
+A URL is a `RemotePath` in the whole library. Only `remote/` opens it. `fetcher.py` sends the
+requests.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class HasOrigin(Protocol):
 
 DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
-#: Keys in entries of file systems whose values change with the content of a file: checksum, version or time. Of S3,
-#: Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and Box, HDFS, SMB, FTP and archives.
+#: Keys in entries of file systems whose values change with the content of a file: checksum, version
+#: or time. Of S3, Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and
+#: Box, HDFS, SMB, FTP and archives.
 _STAMPS = (
     "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created", "generation", "modified",
     "Last-Modified", "Content-MD5", "Digest", "blob_id", "hex", "sha", "md5Checksum", "modifiedTime", "modified_at",
@@ -75,18 +77,19 @@ _RECENT_S = 1.0
 class RemoteOptions:
     """Options for reading data at URLs. Local data ignore them.
 
-    Windows are shuffled among `num_chunks` chunks while the next `num_chunks` chunks are fetched. Both take
-    2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback keeps as much.
+    Windows are shuffled among `num_chunks` chunks while the next `num_chunks` chunks are fetched.
+    Both take 2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback keeps as
+    much.
 
     Attributes:
         chunk_bytes: Bytes per request, at most.
         num_chunks: Chunks among which windows are shuffled, and chunks that are fetched ahead.
-        num_requests: Requests that run at once. `num_requests * chunk_bytes` should exceed bandwidth times
-            latency.
+        num_requests: Requests that run at once. `num_requests * chunk_bytes` should exceed
+            bandwidth times latency.
         timeout_s: Time-out of an attempt in seconds.
         num_retries: Retries of a request that failed or exceeded its time-out.
-        cache_bytes: Bytes of copies of LeRobot sets and HDF5 files in the user's cache folder, at most.
-            Block files are never copied.
+        cache_bytes: Bytes of copies of LeRobot sets and HDF5 files in the user's cache folder, at
+            most. Block files are never copied.
         storage_options: Options of the fsspec file system: keys, `endpoint_url`, ...
 
     Raises:
@@ -135,7 +138,9 @@ class RemotePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir") -> list[Origin]:
+def origins_of(
+    data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir"
+) -> list[Origin]:
     """Return the origins of a `data_dir` argument, with absolute paths.
 
     Args:
@@ -150,7 +155,9 @@ def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str =
         places: Any = [data_dir] if is_one(data_dir) else data_dir
         origins = [_origin(place, action, name) for place in places]
     except TypeError as cause:
-        raise UsageError(action, "", f"{name} as a path or a list of paths", repr(data_dir)) from cause
+        raise UsageError(
+            action, "", f"{name} as a path or a list of paths", repr(data_dir)
+        ) from cause
     if not origins:
         raise UsageError(action, "", f"{name} with at least one data folder", "none")
     return origins
@@ -160,7 +167,8 @@ def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origi
     """Return origins as `origins_of` and check the files of open recordings.
 
     Raises:
-        DataFileError: A file of an episode of an open recording was removed or replaced since it was opened.
+        DataFileError: A file of an episode of an open recording was removed or replaced since it
+            was opened.
     """
     origins = origins_of(data_dir, action, name)
     places: Any = [data_dir] if is_one(data_dir) else data_dir
@@ -196,11 +204,16 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
     text = os.fsdecode(url)
     if importlib.util.find_spec("fsspec") is None:
         advice = "Install fsspec with: pip install rollout-data[remote]"
-        raise UsageError(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
+        raise UsageError(
+            action, repr(text), "a path on this machine", "a URL, and no fsspec", advice
+        )
     import fsspec
 
     protocol = text.partition(":/")[0]
-    if protocol in ("file", "local") or protocol not in {*fsspec.available_protocols(), *fsspec.registry}:
+    if protocol in ("file", "local") or protocol not in {
+        *fsspec.available_protocols(),
+        *fsspec.registry,
+    }:
         expected = "a path on this machine, or a URL that fsspec knows"
         raise UsageError(action, repr(text), expected, f"the protocol {protocol!r}")
     return RemotePath(text)
@@ -232,7 +245,9 @@ class RemoteFiles:
                 self._system = os.getpid(), fsspec.filesystem(protocol, **options)
             except ImportError as cause:
                 expected = f"the package of the file system {protocol!r}"
-                raise UsageError("open", repr(str(self.path)), expected, str(cause), "Install it with pip") from cause
+                raise UsageError(
+                    "open", repr(str(self.path)), expected, str(cause), "Install it with pip"
+                ) from cause
         return self._system[1]
 
     def ask(
@@ -252,8 +267,8 @@ class RemoteFiles:
             sums: Checksums to compare; None compares none.
 
         Returns:
-            The request. In addition to its own errors, `fetcher.wait` raises `FileNotFoundError`, or
-            `CorruptFileError` if the file is too short or a checksum differs.
+            The request. In addition to its own errors, `fetcher.wait` raises `FileNotFoundError`,
+            or `CorruptFileError` if the file is too short or a checksum differs.
         """
 
         def fetch() -> Any:
@@ -266,7 +281,9 @@ class RemoteFiles:
                 data = self.load(path, low, high)
                 sums.check(data, low, kept)
             else:
-                data, more = self._load_both(path, (low, high), sums.path, (first + len(kept), last))
+                data, more = self._load_both(
+                    path, (low, high), sums.path, (first + len(kept), last)
+                )
                 sums.check(data, low, kept + more)
             return use(data if (low, high) == (start, stop) else data[start - low : stop - low])
 
@@ -283,7 +300,9 @@ class RemoteFiles:
         Raises:
             CorruptFileError: The file is shorter.
         """
-        return _checked_length(self.system.cat_file(str(path), start=start, end=stop), path, start, stop)
+        return _checked_length(
+            self.system.cat_file(str(path), start=start, end=stop), path, start, stop
+        )
 
     def load_sums(self, path: Path, sums_path: Path, start: int, stop: int) -> bytes:
         """Fetch bytes of the checksum file of a block, as `load`.
@@ -317,7 +336,10 @@ class RemoteFiles:
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
         """Read bytes of a file by requests of `chunk_bytes`: a new uint8 array. Errors are as in `ask`."""
         step = self.options.chunk_bytes
-        parts = [self.ask(path, low, min(low + step, stop), bytes, sums) for low in range(start, stop, step)]
+        parts = [
+            self.ask(path, low, min(low + step, stop), bytes, sums)
+            for low in range(start, stop, step)
+        ]
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:
@@ -337,11 +359,15 @@ class RemoteFiles:
         try:
             entries = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
         except (FileNotFoundError, NotADirectoryError) as cause:
-            raise MissingFolderError("open the data folder", repr(url), "a folder", "nothing there") from cause
+            raise MissingFolderError(
+                "open the data folder", repr(url), "a folder", "nothing there"
+            ) from cause
         except OSError as cause:
             expected = "a folder that can be listed"
             advice = "Check the connection and the access rights"
-            raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
+            raise DataFileError(
+                "open the data folder", repr(url), expected, str(cause), advice
+            ) from cause
         self._listed_s = time.monotonic()
         names = [entry["name"].rpartition("/")[2] for entry in entries]
         return dict(zip(names, self.sizes_and_stamps(entries), strict=True))
@@ -357,16 +383,22 @@ class RemoteFiles:
 
         def ask(entry: Mapping[str, Any]) -> Request:
             name = entry["name"]
-            return self.fetcher.submit(partial(self.system.info, name), "look up the file", repr(name))
+            return self.fetcher.submit(
+                partial(self.system.info, name), "look up the file", repr(name)
+            )
 
-        requests = {number: ask(entry) for number, entry in enumerate(entries) if entry.get("size") is None}
+        requests = {
+            number: ask(entry) for number, entry in enumerate(entries) if entry.get("size") is None
+        }
         sizes_and_stamps = []
         for number, entry in enumerate(entries):
             complete = self.fetcher.wait(requests[number]) if number in requests else entry
             if complete.get("size") is None:
                 expected = "a size in the answer of the store"
                 got = "none"
-                raise DataFileError("look up the file", repr(entry["name"]), expected, got, "Copy the data first")
+                raise DataFileError(
+                    "look up the file", repr(entry["name"]), expected, got, "Copy the data first"
+                )
             sizes_and_stamps.append((int(complete["size"]), stamp_of_entry(complete)))
         return sizes_and_stamps
 
@@ -387,12 +419,20 @@ class RemoteFiles:
 def _missing_sums(path: Path) -> FetchError:
     """Return the error for a missing checksum file of an existing block."""
     advice = "Push the block again, or open the data again to read it without checksums"
-    return FetchError("compare the block", f"with {str(path)!r}", "the checksums that were listed", "no file", advice)
+    return FetchError(
+        "compare the block",
+        f"with {str(path)!r}",
+        "the checksums that were listed",
+        "no file",
+        advice,
+    )
 
 
 def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
     if len(data) != stop - start:
-        raise CorruptFileError(_FETCH, f"{start}:{stop} of {str(path)!r}", f"{stop - start} bytes", str(len(data)))
+        raise CorruptFileError(
+            _FETCH, f"{start}:{stop} of {str(path)!r}", f"{stop - start} bytes", str(len(data))
+        )
     return data
 
 

@@ -1,11 +1,13 @@
 """Checksums of the pieces of a block in a file beside it. Readers compare every piece that they fetch.
 
-The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece, little-endian. `push`
-writes it. Copies of a folder by other tools may lack it. Pieces of rows begin and end with rows, and readers
-fetch only the checksums of the fetched pieces, so reading single rows costs little.
+The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece,
+little-endian. `push` writes it. Copies of a folder by other tools may lack it. Pieces of rows begin
+and end with rows, and readers fetch only the checksums of the fetched pieces, so reading single
+rows costs little.
 
-A checksum is the CRC-32 of the piece XOR the key, which is the CRC-32 of all checksums. Readers keep the key of
-the file that they opened, so pieces of a replaced block do not match checksums of the new block.
+A checksum is the CRC-32 of the piece XOR the key, which is the CRC-32 of all checksums. Readers
+keep the key of the file that they opened, so pieces of a replaced block do not match checksums of
+the new block.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
     table = np.array(spans, _SPAN).tobytes()
     num_bytes = spans[-1].stop if spans else 0
     head = _HEAD.pack(_MAGIC, num_bytes, len(spans), key, 0)[:-4]
-    return head + crc32(head + table).to_bytes(4, "little") + table + _combined(listed, key).tobytes()
+    return (
+        head + crc32(head + table).to_bytes(4, "little") + table + _combined(listed, key).tobytes()
+    )
 
 
 def _combined(sums: np.ndarray, key: int) -> np.ndarray:
@@ -191,7 +195,9 @@ def _stop_of_spans(content: bytes, where: str) -> int:
 
 
 def _damaged(where: str) -> CorruptFileError:
-    return CorruptFileError("read the checksums", where, "an intact checksum file", "a damaged file", _DAMAGED)
+    return CorruptFileError(
+        "read the checksums", where, "an intact checksum file", "a damaged file", _DAMAGED
+    )
 
 
 class _Header(NamedTuple):
@@ -237,7 +243,9 @@ class PieceSums:
         load: Fetches bytes `start:stop` of the checksum file.
     """
 
-    def __init__(self, path: Path, num_bytes: int, file_bytes: int, load: Callable[[int, int], bytes]) -> None:
+    def __init__(
+        self, path: Path, num_bytes: int, file_bytes: int, load: Callable[[int, int], bytes]
+    ) -> None:
         self._path = path
         self._num_bytes = num_bytes
         self._file_bytes = file_bytes
@@ -270,7 +278,9 @@ class PieceSums:
                 if spans[-1].stop != self._num_bytes:
                     expected = f"checksums of a block of {self._num_bytes} bytes"
                     got = f"checksums of {spans[-1].stop} bytes"
-                    raise CorruptFileError("read the checksums", where, expected, got, "Push the block again")
+                    raise CorruptFileError(
+                        "read the checksums", where, expected, got, "Push the block again"
+                    )
                 self._header = _Header(spans, first_pieces, offset, content)
             return self._header
 
@@ -306,7 +316,9 @@ class PieceSums:
         first = parts[0]
         last = parts[-1]
         offset = self._opened().offset
-        return offset + 4 * (first.first_piece + first.start), offset + 4 * (last.first_piece + last.stop)
+        return offset + 4 * (first.first_piece + first.start), offset + 4 * (
+            last.first_piece + last.stop
+        )
 
     def kept(self, low: int, high: int) -> bytes:
         """Return the leading bytes of `low:high` of the checksum file that are in memory."""
@@ -335,4 +347,6 @@ class PieceSums:
                     parse(self._load(0, self._file_bytes), repr(str(self.path)))
                     where = f"in bytes {low}:{high} of {str(self._path)!r}"
                     advice = "Read it again. If the error stays, push the block again from an intact copy"
-                    raise CorruptFileError("read the block", where, f"checksum {stored:08x}", f"{checksum:08x}", advice)
+                    raise CorruptFileError(
+                        "read the block", where, f"checksum {stored:08x}", f"{checksum:08x}", advice
+                    )

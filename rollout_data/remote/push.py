@@ -1,8 +1,8 @@
 """Upload the blocks of a folder to a URL from which they are read.
 
-Blocks are never replaced, and metadata.json is uploaded last, so a killed upload leaves complete blocks and the
-next call continues it. If notes of new blocks have the ends of episodes, metadata.json is replaced first. The store
-must not show partial objects.
+Blocks are never replaced, and metadata.json is uploaded last, so a killed upload leaves complete
+blocks and the next call continues it. If notes of new blocks have the ends of episodes,
+metadata.json is replaced first. The store must not show partial objects.
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ _TIMEOUT_BYTES = 4 << 20
 
 
 def push(
-    data_dir: str | os.PathLike[str], url: str, *, remote: RemoteOptions | None = None, progress: bool = False
+    data_dir: str | os.PathLike[str],
+    url: str,
+    *,
+    remote: RemoteOptions | None = None,
+    progress: bool = False,
 ) -> int:
     """Upload the blocks of a folder that are not at the URL yet, then metadata.json.
 
-    Before each block, a file with checksums of its pieces is uploaded; readers compare the pieces that they
-    fetch. Objects are created on the condition that the name is free, if the store supports that.
+    Before each block, a file with checksums of its pieces is uploaded; readers compare the pieces
+    that they fetch. Objects are created on the condition that the name is free, if the store
+    supports that.
 
     Args:
         data_dir: Data folder.
         url: Target, such as "s3://bucket/walk".
-        remote: Options of requests. The time-out of an upload is `timeout_s` for every 4 MiB of the largest
-            block. Failed uploads are retried `num_retries` times.
+        remote: Options of requests. The time-out of an upload is `timeout_s` for every 4 MiB of the
+            largest block. Failed uploads are retried `num_retries` times.
         progress: Show a progress bar.
 
     Returns:
@@ -54,8 +59,8 @@ def push(
 
     Raises:
         UsageError: The folder has no blocks, or `url` is no URL.
-        DataFileError: A block is damaged (nothing is uploaded), another block has its name at the URL, the
-            bucket does not exist, or the store denies access.
+        DataFileError: A block is damaged (nothing is uploaded), another block has its name at the
+            URL, the bucket does not exist, or the store denies access.
         SchemaError: The URL has data with other fields.
         FetchError: All attempts of an upload failed.
     """
@@ -97,7 +102,9 @@ def push(
         send = partial(_put_block, files, path, spans, name in listed)
         uploads.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
     try:
-        num_new: int = sum(map(fetcher.wait, tqdm(uploads, desc="push", unit=" blocks", disable=not progress)))
+        num_new: int = sum(
+            map(fetcher.wait, tqdm(uploads, desc="push", unit=" blocks", disable=not progress))
+        )
         with suppress(FileExistsError):
             create = partial(files.system.pipe_file, target, text, mode="create")
             fetcher.wait(fetcher.submit(create, "push", f"to {target!r}"))
@@ -147,7 +154,9 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
     head = np.fromfile(path, np.uint8, HEAD_BYTES)
     is_same = files.system.size(str(target)) == path.stat().st_size
     if not is_same or not np.array_equal(files.read(target, 0, len(head)), head):
-        raise DataFileError("push", f"to {str(target)!r}", "nothing, or the same block", "another file")
+        raise DataFileError(
+            "push", f"to {str(target)!r}", "nothing, or the same block", "another file"
+        )
 
 
 def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
@@ -166,5 +175,6 @@ def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
         is_of_same_size = existing_spans[-1].stop == spans[-1].stop
         if is_of_same_size and sums_of(path, existing_spans) == existing:
             return
-    # Damaged, of an earlier layout, or of another block whose upload was killed before the block itself.
+    # Damaged, of an earlier layout, or of another block whose upload was killed before the block
+    # itself.
     files.system.pipe_file(target, content, mode="overwrite")

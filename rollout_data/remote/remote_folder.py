@@ -20,13 +20,19 @@ from storage.saving.hdf5_files import Guarded
 
 from ..blocks.block import Block, FragmentSums
 from ..blocks.block_folder import BlockFolder, FileStamp, counted_metadata
-from ..blocks.block_header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, check_contents, read_header
+from ..blocks.block_header import (
+    MAX_METADATA_BYTES,
+    METADATA_NAME,
+    BlockHeader,
+    check_contents,
+    read_header,
+)
 from ..blocks.folder_metadata import BAD_METADATA, Metadata
 from .locations import RemoteFiles, RemotePath
 from .piece_checksums import ENDING, PieceSums
 
-#: Bytes at the beginning of a block that are fetched first. Head and tail have the whole header of a block of up to
-#: 1,300 fragments; the rest of larger headers is fetched on demand.
+#: Bytes at the beginning of a block that are fetched first. Head and tail have the whole header of
+#: a block of up to 1,300 fragments; the rest of larger headers is fetched on demand.
 HEAD_BYTES = 128 << 10
 #: Bytes at the end of a block that are fetched first.
 TAIL_BYTES = 64 << 10
@@ -44,7 +50,9 @@ class RemoteFile(Guarded):
         sums: Checksums of its pieces; None without.
     """
 
-    def __init__(self, files: RemoteFiles, path: Path, num_bytes: int, sums: PieceSums | None = None) -> None:
+    def __init__(
+        self, files: RemoteFiles, path: Path, num_bytes: int, sums: PieceSums | None = None
+    ) -> None:
         super().__init__()
         self._sums = sums
         self._files = files
@@ -113,7 +121,8 @@ class RemoteFolder(BlockFolder):
 
     Args:
         files: Files of the URL.
-        verify_on_open: Check all checksums of a block when it is first opened, which fetches the whole block.
+        verify_on_open: Check all checksums of a block when it is first opened, which fetches the
+            whole block.
         label: Prefix of the names of writers.
     """
 
@@ -182,7 +191,9 @@ class RemoteFolder(BlockFolder):
 
         Checksums that were removed since they were listed make the next request fail.
         """
-        if path.name not in self._listed and path.name not in self._unlisted:  # Another process listed it.
+        if (
+            path.name not in self._listed and path.name not in self._unlisted
+        ):  # Another process listed it.
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
         name = path.name + ENDING
@@ -206,7 +217,9 @@ class RemoteFolder(BlockFolder):
         if num_bytes < 0:
             raise FileNotFoundError(str(path))
         if num_bytes > MAX_METADATA_BYTES:
-            raise CorruptFileError("read", repr(str(path)), f"at most {MAX_METADATA_BYTES} bytes", str(num_bytes))
+            raise CorruptFileError(
+                "read", repr(str(path)), f"at most {MAX_METADATA_BYTES} bytes", str(num_bytes)
+            )
         document = json.loads(self.files.read(path, 0, num_bytes).tobytes())
         if not isinstance(document, dict):
             raise ValueError("no JSON object")

@@ -15,10 +15,22 @@ from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError
 
 from ..blocks.block import Block
-from ..blocks.block_folder import LOOK_SHARE, BlockFolder, block_entries, counted_metadata, read_metadata
+from ..blocks.block_folder import (
+    LOOK_SHARE,
+    BlockFolder,
+    block_entries,
+    counted_metadata,
+    read_metadata,
+)
 from ..blocks.block_header import DATA, layouts_of
 from ..blocks.folder_metadata import load_metadata
-from ..blocks.missing_trajectories import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
+from ..blocks.missing_trajectories import (
+    NONE_GONE,
+    Lengths,
+    beside_stand_ins,
+    is_stand_in,
+    with_stand_ins,
+)
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
 from ..remote.locations import RemoteFiles
@@ -40,8 +52,14 @@ class BlockScanner(Scanner):
 
     def __init__(self, source: Origins) -> None:
         self._source = source
-        self._folders = [self._folder(path, label) for path, label in zip(source.paths, source.labels, strict=True)]
-        self._choices = [Choice(origin, label) for origin, label in zip(source.origins, source.labels, strict=True)]
+        self._folders = [
+            self._folder(path, label)
+            for path, label in zip(source.paths, source.labels, strict=True)
+        ]
+        self._choices = [
+            Choice(origin, label)
+            for origin, label in zip(source.origins, source.labels, strict=True)
+        ]
         #: Of each folder, the snapshot of an open recording; None: the folder is scanned.
         self._opened = [
             None if origin.opened is None else _Opened(origin.opened, label)
@@ -67,7 +85,9 @@ class BlockScanner(Scanner):
 
     def _folder(self, path: Path, label: str) -> BlockFolder:
         if self._source.is_remote:
-            return RemoteFolder(RemoteFiles(path, self._source.remote), self._source.verify_on_open, label)
+            return RemoteFolder(
+                RemoteFiles(path, self._source.remote), self._source.verify_on_open, label
+            )
         return BlockFolder(path, self._source.verify_on_open, label)
 
     @property
@@ -80,7 +100,9 @@ class BlockScanner(Scanner):
         folder = self._folders[0]
         # After a scan the headers are known: `read_metadata` would read each block again.
         stored = load_metadata(folder.data_dir) if self._last is not None else None
-        return read_metadata(folder.data_dir) if stored is None else counted_metadata(folder, stored)
+        return (
+            read_metadata(folder.data_dir) if stored is None else counted_metadata(folder, stored)
+        )
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
@@ -102,7 +124,9 @@ class BlockScanner(Scanner):
         return self._listing[1]
 
     def _listing_of(self, snapshot: RowSource) -> Any:
-        blocks = [(self._source.paths.index(block.path.parent), block) for block in snapshot.index.blocks]
+        blocks = [
+            (self._source.paths.index(block.path.parent), block) for block in snapshot.index.blocks
+        ]
         return BlockScanner, self._source.schema, snapshot.index.num_present, blocks
 
     def shared(self, source: RowSource) -> Spot | None:
@@ -157,11 +181,17 @@ class BlockScanner(Scanner):
         present = {block.key for block in blocks}
         before = self._last.index if self._last is not None else None
         if before is not None:
-            self._source.count_lost({block.key for block in before.blocks[: before.num_present]} - present, present)
+            self._source.count_lost(
+                {block.key for block in before.blocks[: before.num_present]} - present, present
+            )
         mapped = self._files.mapped if self._files is not None else ()
         deleted = [block for block in in_use() if block.key not in present]
         pinned = [block for block in deleted if block.identity in mapped or is_stand_in(block)]
-        if pinned != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
+        if (
+            pinned != self._pinned
+            or before is None
+            or _identities(before.blocks) != _identities(blocks)
+        ):
             self._pinned = pinned
             self._last = None
         self._source.lost.intersection_update(key for key, *_ in mapped)
@@ -183,10 +213,16 @@ class BlockScanner(Scanner):
         if self._files is None or start_s < self._next_release_s:
             return
         try:
-            present = {f"{folder.data_dir}{os.sep}{name}" for folder in self._folders for name in folder.found_now()}
+            present = {
+                f"{folder.data_dir}{os.sep}{name}"
+                for folder in self._folders
+                for name in folder.found_now()
+            }
         except RolloutDataError:  # the folder cannot be listed: `refresh` raises it again
             return
-        deleted = {identity for identity in self._files.mapped if str(identity[0][0]) not in present}
+        deleted = {
+            identity for identity in self._files.mapped if str(identity[0][0]) not in present
+        }
         if deleted:
             self._source.count_lost(key for key, *_ in deleted)
             unused = deleted - _identities(in_use())
@@ -202,11 +238,17 @@ class BlockScanner(Scanner):
         blocks: list[Block] = []
         for folder, choice, opened in zip(self._folders, self._choices, self._opened, strict=True):
             choice.header_of = folder.header_of if folder.has_unknown_ends else None
-            listed = [folder.blocks[name] for name in sorted(folder.blocks)] if opened is None else opened.blocks
+            listed = (
+                [folder.blocks[name] for name in sorted(folder.blocks)]
+                if opened is None
+                else opened.blocks
+            )
             blocks += choice.of(listed)
         return blocks
 
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+    def snapshot(
+        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
+    ) -> RowSource:
         if self._last is not None and upto is None:
             return self._last
         if upto is not None:
@@ -221,7 +263,11 @@ class BlockScanner(Scanner):
         layouts = layouts_of(self._source.schema or self._folders[0].schema or Schema([]))
         blocks = self._blocks()
         if upto is not None:
-            blocks = [block for block in blocks if block.is_edit or block.sequence <= upto.get(block.writer, -1)]
+            blocks = [
+                block
+                for block in blocks
+                if block.is_edit or block.sequence <= upto.get(block.writer, -1)
+            ]
         snapshot = self._rows_of(beside_stand_ins(blocks, self._pinned), layouts)
         if upto is None:
             self._report_broken(snapshot.index)
@@ -253,19 +299,27 @@ class BlockScanner(Scanner):
                 self._source.count_lost([block.key])
             except RolloutDataError as problem:
                 self._source.report(problem)
-        # The index that the folder built while it scanned is that of these blocks, if none was left out or added.
+        # The index that the folder built while it scanned is that of these blocks, if none was left
+        # out or added.
         is_as_scanned = (
-            self._adopted is None and not self._pinned and mapped == self._blocks() and not any(self._opened)
+            self._adopted is None
+            and not self._pinned
+            and mapped == self._blocks()
+            and not any(self._opened)
         )
         is_whole = is_as_scanned and len(self._folders) == 1 and self._choices[0].is_all
         built = self._folders[0].built if is_whole else None
-        # Blocks that another process has listed keep their numbers, whether or not they could be mapped here.
+        # Blocks that another process has listed keep their numbers, whether or not they could be
+        # mapped here.
         known = mapped if self._adopted is None else blocks
         self._next_release_s = 0.0
         return MappedBlocks(self._index(known, self._pinned, built), layouts, files)
 
     def _index(
-        self, blocks: list[Block], pinned: list[Block], built: Mapping[str, np.ndarray] | None = None
+        self,
+        blocks: list[Block],
+        pinned: list[Block],
+        built: Mapping[str, np.ndarray] | None = None,
     ) -> TrajectoryIndex:
         """Return the index of some blocks: the shared one, if it is of these."""
         shared = self._shared[0]

@@ -38,12 +38,13 @@ class Fit(NamedTuple):
 def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
     """Find the fields of a stream: those of all episodes that do not contradict the fields of most episodes.
 
-    A field that some episodes lack becomes one of floats, as it reads as NaN there. Pictures and other integers of
-    several axes have to be in all episodes.
+    A field that some episodes lack becomes one of floats, as it reads as NaN there. Pictures and
+    other integers of several axes have to be in all episodes.
 
     Args:
         schemas: The fields of each episode.
-        keeps_episodes: Leave out pictures that some episodes lack, instead of leaving out these episodes.
+        keeps_episodes: Leave out pictures that some episodes lack, instead of leaving out these
+            episodes.
     """
     fields: dict[str, Field] = {}
     left_out: dict[Schema, str] = {}
@@ -52,9 +53,21 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
     taken = [name for name in all_names if name.partition("/")[0] in RESERVED]
     dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
     for schema, _ in counts.most_common():
-        own_fields = {name: field for name, field in schema.items() if field.num_elements and name not in dropped}
-        missing = [name for name, field in fields.items() if name not in own_fields and not _can_lack(field)]
-        difference = f"no {missing[0]!r}" if missing and not keeps_episodes else _difference(fields, own_fields)
+        own_fields = {
+            name: field
+            for name, field in schema.items()
+            if field.num_elements and name not in dropped
+        }
+        missing = [
+            name
+            for name, field in fields.items()
+            if name not in own_fields and not _can_lack(field)
+        ]
+        difference = (
+            f"no {missing[0]!r}"
+            if missing and not keeps_episodes
+            else _difference(fields, own_fields)
+        )
         if difference:
             left_out[schema] = difference
             continue
@@ -63,7 +76,9 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
             dropped[name] = "a field of all episodes"
         new = [name for name in own_fields if name not in fields]
         if fields:
-            dropped |= {name: "a field of all episodes" for name in new if not _can_lack(own_fields[name])}
+            dropped |= {
+                name: "a field of all episodes" for name in new if not _can_lack(own_fields[name])
+            }
         fields |= {name: own_fields[name] for name in new if name not in dropped}
     kept = [schema for schema in counts if schema not in left_out]
     lacking_of = {schema: [name for name in fields if name not in schema] for schema in kept}

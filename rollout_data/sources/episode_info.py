@@ -9,7 +9,8 @@ from typing import Any
 from storage.core.fields import Schema
 
 NO_FIELDS = Schema([])
-#: Metadata of a converted episode: names of its fields that were False or NaN because the source lacks them.
+#: Metadata of a converted episode: names of its fields that were False or NaN because the source
+#: lacks them.
 ABSENT = "absent_fields"
 
 
@@ -20,12 +21,13 @@ class EpisodeInfo:
     Attributes:
         name: Name in the file: "demo_10", "17".
         length: Steps T; at least 1.
-        schema: The numeric fields, one row per step: "action", "reward", "observation" where the file has a single
-            array, otherwise "observation/<name>"; any other field by its name in the file. Names are those of the
-            file without a leading "observation.", "observations/" or "obs/"; nested ones are joined by "/".
+        schema: The numeric fields, one row per step: "action", "reward", "observation" where the
+            file has a single array, otherwise "observation/<name>"; any other field by its name in
+            the file. Names are those of the file without a leading "observation.", "observations/"
+            or "obs/"; nested ones are joined by "/".
         texts: Names of the text fields, one text per step.
-        final: Fields of the observation after the last step, as named in `schema` and `texts`; empty where the file has
-            none. `is_text` marks a text.
+        final: Fields of the observation after the last step, as named in `schema` and `texts`;
+            empty where the file has none. `is_text` marks a text.
         terminated, truncated: How the episode ended; None where the file does not state it.
         success: None where the file does not state it.
         task: The task in words; "" if unknown.

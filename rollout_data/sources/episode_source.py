@@ -1,7 +1,7 @@
 """`EpisodeSource`: the only interface between data and their readers.
 
-`FileSource` implements it for files of other systems, `RowSource` for rows: block folders, trajectory folders, remote
-blocks, copies in memory, and files of other systems as rows.
+`FileSource` implements it for files of other systems, `RowSource` for rows: block folders,
+trajectory folders, remote blocks, copies in memory, and files of other systems as rows.
 """
 
 from __future__ import annotations
@@ -27,21 +27,27 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 class EpisodeSource(ABC):
     """The episodes of one or several files or folders, as a snapshot that does not change.
 
-    Recordings, the doctor, edits, reports and `convert` read fields of episodes by name. Playback, windows and
-    statistics read packed rows of many episodes, which the subclass `RowSource` adds.
+    Recordings, the doctor, edits, reports and `convert` read fields of episodes by name. Playback,
+    windows and statistics read packed rows of many episodes, which the subclass `RowSource` adds.
 
     A source may be pickled, and used in a forked process.
 
     Attributes:
         format: Name of the format: a key of `formats.registry.FORMATS`, or of a folder of ours.
         path: The file or folder, absolute; the first of several.
-        metadata: Metadata of the whole. "lossy": names of the fields that were stored with loss. "control_mode":
-            how actions control the robot, "unknown" where the file does not state it.
-        episodes: Descriptions, in the order of the episodes' numbers (never of their names as text).
-        problems: Data that were not read, were repaired or were left out, as errors that were not raised.
-        advice: Remarks on data that are read as they are stored, such as copied actions; the same form.
-        splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
-        scanner: Class (`Scanner`) that scans the folder for new episodes; None for a file that is read once.
+        metadata: Metadata of the whole. "lossy": names of the fields that were stored with loss.
+            "control_mode": how actions control the robot, "unknown" where the file does not state
+            it.
+        episodes: Descriptions, in the order of the episodes' numbers (never of their names as
+            text).
+        problems: Data that were not read, were repaired or were left out, as errors that were not
+            raised.
+        advice: Remarks on data that are read as they are stored, such as copied actions; the same
+            form.
+        splits: Name -> names of episodes, where the file names parts of itself ("train", "valid");
+            they may overlap.
+        scanner: Class (`Scanner`) that scans the folder for new episodes; None for a file that is
+            read once.
     """
 
     format: str = ""
@@ -62,14 +68,16 @@ class EpisodeSource(ABC):
         """Read the steps `start:stop` of one field of episode `number`, which is in range.
 
         Returns:
-            `[stop - start, *shape]` of the field's dtype, bfloat16 as float32; may be a read-only map of the file. Of
-            texts a list of str.
+            `[stop - start, *shape]` of the field's dtype, bfloat16 as float32; may be a read-only
+            map of the file. Of texts a list of str.
 
         Raises:
             DataFileError: The steps cannot be read.
         """
 
-    def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
+    def read_fields(
+        self, number: int, names: Sequence[str], start: int, stop: int
+    ) -> dict[str, Any]:
         """Read several fields as `read` does: name -> values. A format may open its file once for all of them."""
         return {name: self.read(number, name, start, stop) for name in names}
 
@@ -96,7 +104,9 @@ class EpisodeSource(ABC):
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Return the schema of each episode: int64 `[num_episodes]`, positions in the list of schemas."""
         position_of: dict[Schema, int] = {}
-        positions = [position_of.setdefault(info.schema, len(position_of)) for info in self.episodes]
+        positions = [
+            position_of.setdefault(info.schema, len(position_of)) for info in self.episodes
+        ]
         return np.array(positions, np.int64), list(position_of)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:

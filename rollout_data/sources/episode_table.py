@@ -13,7 +13,12 @@ from .episode_info import EpisodeInfo, end_of
 
 #: What metadata of an episode may tell, with what stands where they do not.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
-_DTYPES: dict[str, Any] = {"env": np.int64, "length": np.int64, "return": np.float64, "success": np.int8}
+_DTYPES: dict[str, Any] = {
+    "env": np.int64,
+    "length": np.int64,
+    "return": np.float64,
+    "success": np.int8,
+}
 COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "writer")
 
 
@@ -41,16 +46,22 @@ def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     dtype = _DTYPES.get(name)
     if name == "time":
         return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")
-    return np.array(values, dtype) if dtype else np.array(list(values), str) if len(values) else np.zeros(0, "U1")
+    return (
+        np.array(values, dtype)
+        if dtype
+        else np.array(list(values), str)
+        if len(values)
+        else np.zeros(0, "U1")
+    )
 
 
 def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Make the table of its columns.
 
     Returns:
-        Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64; `return` float64;
-        `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task` text; `time` datetime64[ns] of the
-        end, NaT if unknown; `writer` text.
+        Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64;
+        `return` float64; `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task`
+        text; `time` datetime64[ns] of the end, NaT if unknown; `writer` text.
     """
     columns = {name: column(name) for name in COLUMNS}
     table = np.zeros(len(columns["id"]), [(name, values.dtype) for name, values in columns.items()])
@@ -68,7 +79,9 @@ def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.nda
     kept = np.ones(len(table), bool)
     for name, wanted in columns.items():
         if name not in COLUMNS:
-            raise UsageError("filter episodes", "", f"a column {nearest(name, COLUMNS)}", repr(name))
+            raise UsageError(
+                "filter episodes", "", f"a column {nearest(name, COLUMNS)}", repr(name)
+            )
         values = table[name]
         if callable(wanted):
             kept &= np.array([bool(wanted(value)) for value in values], bool)

@@ -1,8 +1,9 @@
 """`Epoch`: the order of one epoch, and the share of each rank.
 
-Every item has a random key, a function of the seed, the number of the epoch and the item's name. Items are delivered in
-the order of their keys. So new and deleted items do not move the others, and the last delivered key says where to
-resume, for any number of ranks. Keys are made by integer arithmetic, hence alike on every processor.
+Every item has a random key, a function of the seed, the number of the epoch and the item's name.
+Items are delivered in the order of their keys. So new and deleted items do not move the others, and
+the last delivered key says where to resume, for any number of ranks. Keys are made by integer
+arithmetic, hence alike on every processor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Epoch(NamedTuple):
 
     def key_of_name(self, writer: str, number: int) -> np.ndarray:
         """Return the key of a trajectory that may be deleted: uint64 `[1]`."""
-        return random_keys(name_keys([writer], np.zeros(1, np.int64), np.array([number])), self.key_seed)
+        return random_keys(
+            name_keys([writer], np.zeros(1, np.int64), np.array([number])), self.key_seed
+        )
 
     def generator(self) -> np.random.Generator:
         """Return a generator for draws with replacement, whose k-th draw is a function of k."""
@@ -68,15 +71,19 @@ def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
     return int(first + np.count_nonzero(items[first:stop] < num_before))
 
 
-def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
+def rank_batches(
+    start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool
+) -> Int64s:
     """Return the positions of the batches of one rank: int64 `[K, 2]`, half-open.
 
-    The positions `start:stop` of an epoch are cut into batches of all ranks, and each of these into parts of the ranks.
+    The positions `start:stop` of an epoch are cut into batches of all ranks, and each of these into
+    parts of the ranks.
 
     Args:
         batch_size: Items of a whole batch of one rank.
-        even: "pad" gives all ranks equally many, where parts beyond `stop` go on with the first items of the epoch.
-            "drop" leaves the rest out. "none" gives the rest to the first ranks, so parts may be empty.
+        even: "pad" gives all ranks equally many, where parts beyond `stop` go on with the first
+            items of the epoch. "drop" leaves the rest out. "none" gives the rest to the first
+            ranks, so parts may be empty.
         drop_last: Whether a last batch that is not whole is left out.
     """
     size = batch_size * shard.total

@@ -1,7 +1,8 @@
 """`FileScanner`: opens files of other systems, and chooses the episodes and fields that a stream of them has.
 
-All episodes of a stream have the same fields, those of most episodes. A field that an episode lacks reads as NaN, and
-an episode with contradicting fields is left out; both are reported once. Files are listed once, when they are opened.
+All episodes of a stream have the same fields, those of most episodes. A field that an episode lacks
+reads as NaN, and an episode with contradicting fields is left out; both are reported once. Files
+are listed once, when they are opened.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class FileScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # Several files are refused by `open_foreign`, with their names; as blocks of ours they would be damaged ones.
+        # Several files are refused by `open_foreign`, with their names; as blocks of ours they
+        # would be damaged ones.
         return detect(path) is not None or holds_files_of_others(path)
 
     @property
@@ -63,13 +65,17 @@ class FileScanner(Scanner):
     @property
     def conventions(self) -> set[tuple[str, str]]:
         of_files = [file.metadata for file in self._files]
-        of_episodes = [self._files[number].episodes[episode].metadata for number, episode in self._chosen()]
+        of_episodes = [
+            self._files[number].episodes[episode].metadata for number, episode in self._chosen()
+        ]
         return conventions([*of_files, *of_episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
         """Do nothing: files of other systems are listed once."""
 
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+    def snapshot(
+        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
+    ) -> RowSource:
         return self._snapshot
 
     def listing(self) -> Any:
@@ -85,9 +91,14 @@ class FileScanner(Scanner):
     def _chosen(self) -> list[EpisodeKey]:
         """Return the episodes that are read."""
         keys: list[EpisodeKey] = []
-        for number, (origin, file) in enumerate(zip(self._source.origins, self._files, strict=True)):
+        for number, (origin, file) in enumerate(
+            zip(self._source.origins, self._files, strict=True)
+        ):
             names = [info.name for info in file.episodes]
-            keys += [(number, episode) for episode in sorted(chosen_episodes(names, origin.ids, file.path))]
+            keys += [
+                (number, episode)
+                for episode in sorted(chosen_episodes(names, origin.ids, file.path))
+            ]
         return keys
 
     def _joined(self) -> JoinedFiles:
@@ -96,32 +107,51 @@ class FileScanner(Scanner):
         infos = [self._files[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
         self._report(fit, infos)
-        kept = [(key, info) for key, info in zip(chosen, infos, strict=True) if info.schema not in fit.left_out]
+        kept = [
+            (key, info)
+            for key, info in zip(chosen, infos, strict=True)
+            if info.schema not in fit.left_out
+        ]
         if kept:
             self._source.check_schema(fit.schema, self._source.paths[0])
         texts = self._common_texts([info for _, info in kept], fit.schema)
         keys = [key for key, _ in kept]
         labels = self._source.labels
-        return JoinedFiles(self._files, labels, keys, fit.schema, texts, self._source.chunk_cache_bytes)
+        return JoinedFiles(
+            self._files, labels, keys, fit.schema, texts, self._source.chunk_cache_bytes
+        )
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
         """Return the text fields of all episodes as fields of the numbers of their texts; report the others."""
         counts = Counter(name for info in infos for name in info.texts)
         fields: list[Field] = []
         for name, count in counts.items():
-            is_free = name not in schema and not schema.below(name) and name.partition("/")[0] not in RESERVED
+            is_free = (
+                name not in schema
+                and not schema.below(name)
+                and name.partition("/")[0] not in RESERVED
+            )
             if is_free and count == len(infos):
                 fields.append(Field(name, (), "int64", is_text=True))
                 continue
-            expected = "texts in all episodes" if is_free else "a name that no other field and no batch has"
+            expected = (
+                "texts in all episodes"
+                if is_free
+                else "a name that no other field and no batch has"
+            )
             where = f"of {str(self._source.paths[0])!r}"
-            self._source.report(DataFileError(f"stream the texts {name!r}", where, expected, "another", _ADVICE))
+            self._source.report(
+                DataFileError(f"stream the texts {name!r}", where, expected, "another", _ADVICE)
+            )
         return Schema(fields)
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
         """Report episodes that are left out, fields that read as NaN, and fields that are left out."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
-        differences = [(schema, "Left out of streams", difference) for schema, difference in fit.left_out.items()]
+        differences = [
+            (schema, "Left out of streams", difference)
+            for schema, difference in fit.left_out.items()
+        ]
         for schema, missing in fit.lacking.items():
             differences.append((schema, "Read as NaN", f"no {', '.join(map(repr, missing))}"))
         for schema, advice, got in differences:

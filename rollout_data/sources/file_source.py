@@ -17,15 +17,16 @@ from .episode_source import EpisodeSource
 class FileSource(EpisodeSource):
     """The episodes of a file or folder of another system; created by `formats.open_foreign`.
 
-    A format implements `scan` and `read`. Opening reads descriptions, `read` reads rows; nothing is written or
-    executed. It keeps no open file, so that it may be pickled. Damage of one episode leaves that episode out and is a
-    problem, damage of the whole is a `DataFileError`.
+    A format implements `scan` and `read`. Opening reads descriptions, `read` reads rows; nothing is
+    written or executed. It keeps no open file, so that it may be pickled. Damage of one episode
+    leaves that episode out and is a problem, damage of the whole is a `DataFileError`.
 
     Attributes:
         options: Arguments of `open` for this format, checked.
     """
 
-    #: Names of the arguments that `open(path, **options)` takes for this format, with their defaults.
+    #: Names of the arguments that `open(path, **options)` takes for this format, with their
+    #: defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     episodes: Sequence[EpisodeInfo] = ()
 
@@ -37,7 +38,9 @@ class FileSource(EpisodeSource):
         self.advice = []
         self.splits: dict[str, Sequence[str]] = {}
         if "on_bad_index" in self.OPTIONS:
-            arguments.choice("open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
+            arguments.choice(
+                "open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild")
+            )
         self.episodes = self.scan()
 
     @abstractmethod
@@ -52,8 +55,8 @@ class FileSource(EpisodeSource):
     def rows_read_together(self, number: int, name: str) -> int | None:
         """Return how many consecutive steps of a field are decoded together, counted from step 0 of the episode.
 
-        It is 1 where each row is decoded by itself, as an encoded picture is. None means that neighbours cost little
-        more, as those of small rows and of a video do.
+        It is 1 where each row is decoded by itself, as an encoded picture is. None means that
+        neighbours cost little more, as those of small rows and of a video do.
         """
         return None
 
@@ -64,7 +67,9 @@ class FileSource(EpisodeSource):
             DataFileError: There is none; the first problem, if there is one.
         """
         if not episodes:
-            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[0]
+            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[
+                0
+            ]
         return episodes
 
     def distrust(self, where: str, expected: str, got: str, advice: str = "") -> None:
@@ -82,13 +87,17 @@ class FileSource(EpisodeSource):
             raise error
         self.problems.append(error)
 
-    def problem(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
+    def problem(
+        self, action: str, where: str, expected: str, got: str, advice: str = ""
+    ) -> DataFileError:
         """Note data that were not read, were repaired or were left out; return the problem."""
         noted = DataFileError(action, where, expected, got, advice)
         self.problems.append(noted)
         return noted
 
-    def advise(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
+    def advise(
+        self, action: str, where: str, expected: str, got: str, advice: str = ""
+    ) -> DataFileError:
         """Note a remark on data that are read as they are stored; return it."""
         noted = DataFileError(action, where, expected, got, advice)
         self.advice.append(noted)

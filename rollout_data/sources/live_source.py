@@ -1,7 +1,7 @@
 """`LiveSource`: the folders or files of a dataset, which may grow; each scan makes an `EpisodeSource` of what is there.
 
-A snapshot never changes; `refresh` makes a new one when the folders have changed. What cannot be read is marked and
-reported once, and costs the trajectories that it concerns, and no other.
+A snapshot never changes; `refresh` makes a new one when the folders have changed. What cannot be
+read is marked and reported once, and costs the trajectories that it concerns, and no other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class LiveSource(Origins):
     The format of an empty folder is found by a later scan.
 
     Args:
-        is_awaited: The folders may be missing until they were opened once; until then there is no trajectory.
+        is_awaited: The folders may be missing until they were opened once; until then there is no
+            trajectory.
     """
 
     def __init__(
@@ -116,12 +117,15 @@ class LiveSource(Origins):
     def release(self, in_use: BlocksInUse = tuple) -> None:
         """Unmap deleted blocks that are not `in_use`, which frees their disk space; for between batches.
 
-        It is cheap: it seldom lists the folders. Reading such a block from an earlier snapshot is a `LostBlockError`.
+        It is cheap: it seldom lists the folders. Reading such a block from an earlier snapshot is a
+        `LostBlockError`.
         """
         if self._scanner is not None:
             self._scanner.release(in_use)
 
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+    def snapshot(
+        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
+    ) -> RowSource:
         """Return the episodes of the last scan.
 
         Args:
@@ -164,21 +168,27 @@ class LiveSource(Origins):
                 self._scanner.leave_out(problem.key)
         self.report(problem)
 
-    def leave_out(self, snapshot: RowSource, trajectories: Int64s, problem: DataFileError, skips: bool) -> Losses:
+    def leave_out(
+        self, snapshot: RowSource, trajectories: Int64s, problem: DataFileError, skips: bool
+    ) -> Losses:
         """Mark those of some trajectories that cannot be read, and report them; their other frames are not `valid`.
 
         Returns:
             The trajectories, with their errors.
 
         Raises:
-            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True. A store
-                that refuses access, or does not answer, concerns none of them.
+            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips`
+                is True. A store that refuses access, or does not answer, concerns none of them.
         """
         if isinstance(problem, UnansweredError):
             raise problem
         damaged: Losses = []
         if isinstance(problem, LostBlockError):
-            blocks = [number for number, block in enumerate(snapshot.index.blocks) if block.key == problem.key]
+            blocks = [
+                number
+                for number, block in enumerate(snapshot.index.blocks)
+                if block.key == problem.key
+            ]
             damaged.append((snapshot.index.trajectories_in(blocks), problem))
         elif skips:
             for trajectory in trajectories.tolist():
@@ -215,9 +225,13 @@ class LiveSource(Origins):
         cause = self.problems[-1] if self.problems else None
         expected = "a trajectory that can be read"
         got = f"none of {len(trajectories)}"
-        raise DataFileError("read another frame", f"of {where}", expected, got, str(cause or "")) from cause
+        raise DataFileError(
+            "read another frame", f"of {where}", expected, got, str(cause or "")
+        ) from cause
 
-    def note_loss(self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
+    def note_loss(
+        self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError
+    ) -> None:
         """Mark and report trajectories that another process could not read, unless this was known."""
         numbers = snapshot.index.find(keys)
         is_new = [number < 0 or not snapshot.is_lost[number] for number in numbers.tolist()]
@@ -247,7 +261,12 @@ def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
     """
     is_remote = [arguments.is_url(origin.path) for origin in origins]
     if any(is_remote) and not all(is_remote):
-        raise UsageError("open the folders together", "", "folders of one kind", "some of this machine and some URLs")
+        raise UsageError(
+            "open the folders together",
+            "",
+            "folders of one kind",
+            "some of this machine and some URLs",
+        )
     if all(is_remote):
         return BlockScanner
     scanners = {origin.path: scanner_of(origin) for origin in origins}
@@ -266,7 +285,9 @@ def scanner_of(origin: Origin) -> type[Scanner] | None:
     if arguments.is_url(origin.path):
         return BlockScanner
     if origin.format is not None:
-        scanner_of_format = {scanner.format: scanner for scanner in (trajectory_folders(), BlockScanner)}
+        scanner_of_format = {
+            scanner.format: scanner for scanner in (trajectory_folders(), BlockScanner)
+        }
         return scanner_of_format.get(origin.format, FileScanner)
     if origin.path.is_file():
         return FileScanner

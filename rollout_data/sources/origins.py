@@ -57,7 +57,9 @@ class Origins:
         self.remote = remote or origins[0].remote or RemoteOptions()
         self.origins = [local_origin(origin, self.remote) for origin in origins]
         self.paths = [origin.path for origin in self.origins]
-        self.labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
+        self.labels = (
+            [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
+        )
         self.verify_on_open = verify_on_open
         self.chunk_cache_bytes = chunk_cache_bytes
         self.schema: Schema | None = None
@@ -111,12 +113,19 @@ class Origins:
         elif difference := self.schema.difference(schema):
             expected = f"the fields of {str(self.paths[0])!r}"
             advice = "Open them as separate datasets"
-            raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
+            raise DataFileError(
+                "open the folders together", repr(str(where)), expected, difference, advice
+            )
 
 
 def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     """Return the control modes and quaternion orders in some metadata: (name, value)."""
-    stated = {(name, str(metadata[name])) for metadata in found for name in (MODE_KEY, ORDER_KEY) if name in metadata}
+    stated = {
+        (name, str(metadata[name]))
+        for metadata in found
+        for name in (MODE_KEY, ORDER_KEY)
+        if name in metadata
+    }
     return stated - {(MODE_KEY, "unknown")}
 
 
@@ -130,8 +139,12 @@ def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
     remarks = []
     if len(modes) > 1:
         advice = "Convert the actions, or train on one of them"
-        remarks.append(DataFileError("mix the actions", "", "one control mode", ", ".join(modes), advice))
+        remarks.append(
+            DataFileError("mix the actions", "", "one control mode", ", ".join(modes), advice)
+        )
     if len(orders) > 1 or orders == [MIXED]:
         advice = 'Open the clips with quaternions="wxyz" or "xyzw", or read those of one order'
-        remarks.append(DataFileError("mix the quaternions", "", "one order", ", ".join(orders), advice))
+        remarks.append(
+            DataFileError("mix the quaternions", "", "one order", ", ".join(orders), advice)
+        )
     return remarks

@@ -23,7 +23,8 @@ from .origins import Origins
 from .processes.shared_memory import Spot
 from .rows.row_source import RowSource
 
-#: Returns the blocks of the trajectories that are being played; called only if the folders have changed.
+#: Returns the blocks of the trajectories that are being played; called only if the folders have
+#: changed.
 BlocksInUse = Callable[[], Collection[Block]]
 
 
@@ -65,7 +66,9 @@ class Scanner(ABC):
         """Scan the files again. Deleted blocks stay readable while they are `in_use`."""
 
     @abstractmethod
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+    def snapshot(
+        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
+    ) -> RowSource:
         """Return the episodes of the last scan; see `LiveSource.snapshot`."""
 
     @abstractmethod
@@ -109,7 +112,9 @@ class Choice:
         for name in origin.ids or ():
             writer, _, number = name.rpartition(":")
             if not number.isdecimal():
-                raise UsageError("choose trajectories", f"of {str(origin.path)!r}", "'writer:number'", repr(name))
+                raise UsageError(
+                    "choose trajectories", f"of {str(origin.path)!r}", "'writer:number'", repr(name)
+                )
             assert self._numbers is not None
             self._numbers.setdefault(label + writer, []).append(int(number))
 

@@ -21,7 +21,8 @@ class VideoRange:
         num_frames: Frames of the episode.
         rate_hz: Frames per second.
         about: LeRobot's description of the camera.
-        held: What the file holds, by names of the description: "video.codec", "video.pix_fmt"; empty without PyAV.
+        held: What the file holds, by names of the description: "video.codec", "video.pix_fmt";
+            empty without PyAV.
     """
 
     path: Path
@@ -54,6 +55,8 @@ class VideoRange:
         return [
             f"{key} {described[name][key]!r} instead of {value!r}"
             for name in _DETAILS
-            for key, value in (self.about[name].items() if isinstance(self.about.get(name), dict) else ())
+            for key, value in (
+                self.about[name].items() if isinstance(self.about.get(name), dict) else ()
+            )
             if described[name][key] != value
         ]

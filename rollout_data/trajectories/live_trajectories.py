@@ -73,11 +73,17 @@ class Window:
         is_one_place: Whether all rows are in the cache, or all in mapped files.
     """
 
-    def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
-        size, layout, source_of, first_of = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
+    def __init__(
+        self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]
+    ) -> None:
+        size, layout, source_of, first_of = (
+            np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ()
+        )
         is_start = np.ones(len(size), bool)
         ends = np.cumsum(size)
-        is_start[1:] = (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
+        is_start[1:] = (
+            (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
+        )
         is_start[1:] |= first_of[1:] != first_of[:-1] + size[:-1]
         starts = np.flatnonzero(is_start)
         self._ends = ends[np.append(starts[1:], len(size)) - 1]
@@ -88,8 +94,12 @@ class Window:
         self.source = source_of[starts]
         self.layouts = {number: layouts[number] for number in self.layout.tolist()}
         first, *others = self.layouts.values()
-        self.names = tuple(name for name in first.schema if all(name in one.schema for one in others))
-        self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
+        self.names = tuple(
+            name for name in first.schema if all(name in one.schema for one in others)
+        )
+        self.is_one_place = (
+            bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
+        )
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
         """Return the run and the row of each drawn step. Steps are numbered from the oldest on.
@@ -97,19 +107,25 @@ class Window:
         A row is a position in the cache or in the trajectory. If there is only one run, its number
         is returned once, `[1]`.
         """
-        run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
+        run = (
+            np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
+        )
         return run, draws + self._shift[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
         """Return the names of the leaves at or below some keys, in any trajectory."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
-            raise UsageError("call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys))
+            raise UsageError(
+                "call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys)
+            )
         there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
         found: dict[str, None] = {}
         for key in keys:
             name = flat_name(key)
-            below = [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
+            below = (
+                [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
+            )
             if not below:
                 raise _missing(name, self.entries[0])
             found.update(dict.fromkeys(below))
@@ -133,7 +149,9 @@ class LiveTrajectories:
         pool: Memory for rows of samples.
     """
 
-    def __init__(self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool) -> None:
+    def __init__(
+        self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool
+    ) -> None:
         self._window_size = window_size
         self.capacity = capacity
         self.cache = cache
@@ -222,8 +240,14 @@ class LiveTrajectories:
                 numbers = numbers[np.array(is_recent, bool)]
                 entries = list(compress(entries, is_recent))
             if not entries:
-                got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
-                raise BufferEmptyError("call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got)
+                got = (
+                    "none"
+                    if min_weights_version is None
+                    else f"none of version {min_weights_version} or later"
+                )
+                raise BufferEmptyError(
+                    "call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got
+                )
             self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
         return self._window[1]
 
@@ -260,7 +284,9 @@ class LiveTrajectories:
         for one in np.unique(run[window.source[run] != CACHED]).tolist():
             if not cache.is_full:
                 entry = window.entries[one]
-                self.note_moved(cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)}))
+                self.note_moved(
+                    cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)})
+                )
         return self._window is None
 
     def _fields_of_several_layouts(
@@ -272,7 +298,9 @@ class LiveTrajectories:
             chosen = np.flatnonzero(layout == number)
             if lacking := [name for name in names if name not in window.layouts[number].schema]:
                 raise _missing(lacking[0], window.entries[run[chosen[0]]])
-            fields = self._fields(window, run[chosen], row[chosen], names, contiguous=False, nested=False)
+            fields = self._fields(
+                window, run[chosen], row[chosen], names, contiguous=False, nested=False
+            )
             for name, part in fields.items():
                 if name not in out:
                     out[name] = self.pool.empty((len(row), *part.shape[1:]), part.dtype)
@@ -298,14 +326,21 @@ class LiveTrajectories:
             source = window.source[run]
             # Each run elsewhere is a separate place.
             place = np.where(source == ELSEWHERE, -1 - run, source)
-            rows = {name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy() for name in wanted}
+            rows = {
+                name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy()
+                for name in wanted
+            }
             for one in np.unique(place):
                 chosen = np.flatnonzero(place == one)
-                for name, part in self._rows_at_one_place(window, run[chosen], row[chosen], wanted).items():
+                for name, part in self._rows_at_one_place(
+                    window, run[chosen], row[chosen], wanted
+                ).items():
                     rows[name][chosen] = part
         return plan([None if name is None else rows[name] for name in columns])
 
-    def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
+    def _rows_at_one_place(
+        self, window: Window, run: Int64s, row: Int64s, columns: list[str]
+    ) -> Arrays:
         """Copy rows from the cache, from mapped files, or from one trajectory elsewhere."""
         entry = window.entries[run[0]]
         source = window.source[run[0]]
@@ -327,7 +362,9 @@ class LiveTrajectories:
             if name in columns:
                 mapped = files.arenas[DATA, name]
                 rows = firsts[which, place] + row
-                if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
+                if not all(
+                    map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())
+                ):
                     mapped.will_need(
                         np.sort(rows), np.ones_like(rows)
                     )  # All reads start before the first one is waited for.
@@ -339,8 +376,16 @@ class LiveTrajectories:
         layout = entries[0].layout
         blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
-        new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
-        if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
+        new = (
+            blocks
+            if files is None
+            else [block for block in blocks if block.identity not in files.mapped]
+        )
+        if (
+            files is None
+            or len(files.mapped) + len(new) > MAX_MAPPED_FILES
+            or (new and not files.has_room(new))
+        ):
             self._files.pop(layout, None)  # Dropping the map unmaps its files.
             files = FileMap({DATA: layout}, blocks)
             new = blocks
@@ -379,7 +424,9 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool) -> tuple[Cut, list[str | None]]:
+def _cut_of(
+    layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
+) -> tuple[Cut, list[str | None]]:
     """Return the plan that splits rows into fields, and the names of the columns.
 
     The name of an unused column is None.
@@ -390,7 +437,9 @@ def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested:
         parts = tuple(Part(field, first, first + field.row_bytes) for field, first in spans)
         groups.append(Group(parts, column.row_bytes // 4, torch.float32))
     plan = Cut(groups, [Target(0, name, name) for name in names], contiguous, nested)
-    return plan, [name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)]
+    return plan, [
+        name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)
+    ]
 
 
 def _missing(name: str, entry: Entry) -> MissingFieldError:

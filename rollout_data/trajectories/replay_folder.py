@@ -58,7 +58,9 @@ class Counters(NamedTuple):
     rng: torch.Tensor | None
 
 
-def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:
+def save_to(
+    folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]
+) -> None:
     """Write entries and their index to a folder, replacing an earlier checkpoint."""
     own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
     if folder.is_dir():
@@ -66,7 +68,9 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
     with replace_folder(folder, own) as made:
         for entry in entries:
             suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
-            entry.put_file(made / entry.file_name(suffix), rows_of(entry) if entry.path is None else None)
+            entry.put_file(
+                made / entry.file_name(suffix), rows_of(entry) if entry.path is None else None
+            )
         write_index(made, {entry.trajectory_id: entry for entry in entries}, counters)
 
 
@@ -81,7 +85,9 @@ def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) 
     }
     assert counters.rng is not None
     index = {
-        "trajectory_index": {str(one): {**entry.to_json(), "trajectory_id": one} for one, entry in entries.items()},
+        "trajectory_index": {
+            str(one): {**entry.to_json(), "trajectory_id": one} for one, entry in entries.items()
+        },
         "trajectory_id_list": list(entries),
         "format": _FORMAT,
         "version": _VERSION,
@@ -118,13 +124,19 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
     folder = existing_folder(folder)
     folders = [folder]
     if not any((folder / name).is_file() for name in (INDEX_NAME, LEGACY_INDEX_NAME)):
-        ranks = [path for path in folder.glob("rank_*") if path.name[5:].isdigit()] if folder.is_dir() else []
+        ranks = (
+            [path for path in folder.glob("rank_*") if path.name[5:].isdigit()]
+            if folder.is_dir()
+            else []
+        )
         folders = sorted(ranks, key=lambda path: int(path.name[5:]))
         if not folders:
             raise MissingTrajectoriesError(_LOAD, repr(str(folder)), INDEX_NAME, "none")
     found = [_read_one(one, trusted, verify) for one in folders]
     entries = [entry for listed, _ in found for entry in listed]
-    next_id = max([counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries])
+    next_id = max(
+        [counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries]
+    )
     taken: set[int] = set()
     for entry in entries:
         if entry.trajectory_id in taken:
@@ -154,7 +166,9 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     try:
         index = read_json(folder / name, _MAX_INDEX_BYTES)
         is_ours = index.get("format") == _FORMAT
-        counters = _counters_of((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
+        counters = _counters_of(
+            (index.get("counters") if is_ours else about.exists() and read_json(about)) or {}
+        )
         # Duplicate ids are removed.
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))
         files = find_files(folder)
@@ -166,7 +180,9 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
             if path is None:
                 missing.append(one)
             else:
-                entries.append(_read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify))
+                entries.append(
+                    _read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify)
+                )
     except (
         FileNotFoundError,
         KeyError,
@@ -182,17 +198,23 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     if missing:
         listed = ", ".join(map(str, missing[:10]))
         text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
-        warnings.warn(f"{text} have no file and are left out: {listed}", RolloutDataWarning, stacklevel=4)
+        warnings.warn(
+            f"{text} have no file and are left out: {listed}", RolloutDataWarning, stacklevel=4
+        )
     return entries, counters
 
 
-def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
+def _read_entry(
+    path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool
+) -> Entry:
     (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
     shape = (num_steps, num_envs)
     block = None
 
     def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
-        return CorruptFileError("read the trajectory", repr(str(path)), expected, f"shape {list(got)}")
+        return CorruptFileError(
+            "read the trajectory", repr(str(path)), expected, f"shape {list(got)}"
+        )
 
     if min(shape) < 1 or num_steps * num_envs != num_samples:
         raise wrong(f"{num_samples} samples as its index says", shape)

@@ -199,7 +199,9 @@ class TrajectoryCache(Shown):
             for layout, rows in parts.items():
                 if layout not in self._blocks:
                     num_rows = len(next(iter(rows.values())))
-                    self._blocks[layout] = RowBlock(layout, num_rows * (self.max_size or _FIRST_ROOM))
+                    self._blocks[layout] = RowBlock(
+                        layout, num_rows * (self.max_size or _FIRST_ROOM)
+                    )
                 block = self._blocks[layout]
                 entry.append(Cached(block, block.put(rows)))
             self._entries[trajectory_id] = entry

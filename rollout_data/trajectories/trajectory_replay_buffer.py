@@ -97,7 +97,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 raise UsageError(what, "", "save_path or auto_save_path", got)
             auto_save = True
             auto_save_path = save_path
-        self.trajectory_format = arguments.choice(what, "trajectory_format", trajectory_format, FORMATS)
+        self.trajectory_format = arguments.choice(
+            what, "trajectory_format", trajectory_format, FORMATS
+        )
         self.trusted = arguments.flag(what, "trusted", trusted)
         auto_save = arguments.flag(what, "auto_save", auto_save)
         enable_cache = arguments.flag(what, "enable_cache", enable_cache)
@@ -108,7 +110,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
             raise UsageError(what, "", "auto_save_path with auto_save", "none")
         self.seed = arguments.seed(what, "seed", seed)
         self.auto_save = auto_save
-        self.auto_save_path = arguments.path(what, "auto_save_path", auto_save_path or "").absolute()
+        self.auto_save_path = arguments.path(
+            what, "auto_save_path", auto_save_path or ""
+        ).absolute()
         self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
         self.max_trajectories = max_trajectories
         if max_trajectories is not None:
@@ -179,7 +183,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
         """Copy a trajectory into the buffer; see `add_trajectories`. Returns its id."""
         return self._add("call TrajectoryReplayBuffer.add", [trajectory], weights_version)[0]
 
-    def add_trajectories(self, trajectories: Iterable[Any], *, weights_version: int | None = None) -> list[int]:
+    def add_trajectories(
+        self, trajectories: Iterable[Any], *, weights_version: int | None = None
+    ) -> list[int]:
         """Copy trajectories into the buffer, oldest first.
 
         Args:
@@ -204,10 +210,16 @@ class TrajectoryReplayBuffer(Shown, Owned):
             raise UsageError(action, "", expected, got)
         return self._add(action, trajectories, weights_version)
 
-    def _add(self, action: str, trajectories: Iterable[Any], weights_version: int | None) -> list[int]:
+    def _add(
+        self, action: str, trajectories: Iterable[Any], weights_version: int | None
+    ) -> list[int]:
         if weights_version is not None:
-            weights_version = arguments.whole(action, "weights_version", weights_version, _LEAST_VERSION)
-        taken = [take_apart(one, self.drop_first, self.drop_last, action=action) for one in trajectories]
+            weights_version = arguments.whole(
+                action, "weights_version", weights_version, _LEAST_VERSION
+            )
+        taken = [
+            take_apart(one, self.drop_first, self.drop_last, action=action) for one in trajectories
+        ]
         layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
         for one in taken:
             check_json(one.info)
@@ -219,7 +231,10 @@ class TrajectoryReplayBuffer(Shown, Owned):
         if self._saver is not None:
             self._saver.warn_of_earlier()
         with self._timed("add"):
-            return [self._take(one, layout, weights_version) for one, layout in zip(taken, layouts, strict=True)]
+            return [
+                self._take(one, layout, weights_version)
+                for one, layout in zip(taken, layouts, strict=True)
+            ]
 
     def sample(
         self,
@@ -254,7 +269,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
         num_chunks = arguments.whole(action, "num_chunks", num_chunks, 1)
         contiguous = arguments.flag(action, "contiguous", contiguous)
         if min_weights_version is not None:
-            min_weights_version = arguments.whole(action, "min_weights_version", min_weights_version, _LEAST_VERSION)
+            min_weights_version = arguments.whole(
+                action, "min_weights_version", min_weights_version, _LEAST_VERSION
+            )
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
@@ -267,7 +284,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
         """
         with self._lock:
             entry = self._find("get", trajectory_id)
-            return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
+            return unflatten(
+                {**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)}
+            )
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
         """Return the index entry of a live trajectory: shape, uuid, weights version and so on."""
@@ -320,7 +339,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
             DataFileError: The path is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
-        folder = arguments.path("call TrajectoryReplayBuffer.save_checkpoint", "directory", directory)
+        folder = arguments.path(
+            "call TrajectoryReplayBuffer.save_checkpoint", "directory", directory
+        )
         with self._timed("save_checkpoint"):
             self.flush()
             with self._lock:
@@ -328,7 +349,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
                     # The auto-save folder is a checkpoint, since `flush` wrote its index.
                     return
-                save_to(folder, list(self._live.entries.values()), self._counters(), self._live.rows_of)
+                save_to(
+                    folder, list(self._live.entries.values()), self._counters(), self._live.rows_of
+                )
 
     def load_checkpoint(
         self,
@@ -367,7 +390,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
         is_distributed = arguments.flag(action, "is_distributed", is_distributed)
         verify = arguments.flag(action, "verify", verify)
         if min_weights_version is not None:
-            min_weights_version = arguments.whole(action, "min_weights_version", min_weights_version, _LEAST_VERSION)
+            min_weights_version = arguments.whole(
+                action, "min_weights_version", min_weights_version, _LEAST_VERSION
+            )
         rank, step = (rank, step) if is_distributed else (0, 1)
         folder = arguments.path(action, "directory", directory).absolute()
         self._check_usable("load a checkpoint")
@@ -388,14 +413,18 @@ class TrajectoryReplayBuffer(Shown, Owned):
                     self._saver.name(live.entries.values())
                     self._saver.warn_of_earlier()
                 if counters.rng is not None:
-                    self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
+                    self.rng.set_state(
+                        folded(counters.rng, rank, step) if step > 1 else counters.rng
+                    )
                 self._next_id = max(counters.next_id, self._next_id) + rank
                 self._id_step = step
 
     def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
         """Add a checked trajectory and return its id."""
         rows = pack(layout, one.tensors, self._live.pool)
-        version = weights_version if weights_version is not None else one.info.get("weights_version")
+        version = (
+            weights_version if weights_version is not None else one.info.get("weights_version")
+        )
         with self._lock:
             entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
             self._next_id += self._id_step
@@ -431,7 +460,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
 
     def _timed(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
+        return (
+            nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
+        )
 
     def _check_usable(self, action: str) -> None:
         if self._is_closed:

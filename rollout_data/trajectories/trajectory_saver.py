@@ -146,7 +146,9 @@ class TrajectorySaver:
         for entry, place in zip(others, places, strict=True):
             if place is not None:
                 entry.path, entry.block = place
-        self._earlier -= self._earlier if is_own else {one.trajectory_id for one in entries if self._has(one)}
+        self._earlier -= (
+            self._earlier if is_own else {one.trajectory_id for one in entries if self._has(one)}
+        )
         if number := places.count(None):
             text = f"{number} trajectories of {str(directory)!r} have the ids of others in {str(self.folder)!r}"
             advice = "the index there will not name them. Choose an auto_save_path of its own for this run"
@@ -160,7 +162,9 @@ class TrajectorySaver:
         if failure is not None:
             got = str(failure).rstrip(".") or repr(failure)
             advice = "It stays in memory and is tried again at the next checkpoint or close()"
-            raise BackgroundError("save a trajectory", f"to {str(self.folder)!r}", "", got, advice) from failure
+            raise BackgroundError(
+                "save a trajectory", f"to {str(self.folder)!r}", "", got, advice
+            ) from failure
 
     def wait(self) -> None:
         """Wait until all submitted entries are written or have failed."""
@@ -190,7 +194,9 @@ class TrajectorySaver:
     def _has(self, entry: Entry) -> bool:
         return entry.path is not None and entry.path.parent == self.folder
 
-    def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
+    def _place(
+        self, entry: Entry, there: list[Path], made: list[Path]
+    ) -> tuple[Path, Block | None] | None:
         """Return the file of a loaded entry in this folder, after linking it if needed.
 
         The result is None if another file here has the id of the entry.
@@ -205,9 +211,13 @@ class TrajectorySaver:
         else:
             with naming(number, source):
                 is_same = len(there) == 1 and path.suffix == source.suffix
-                if not is_same or not (path.samefile(source) or filecmp.cmp(path, source, shallow=False)):
+                if not is_same or not (
+                    path.samefile(source) or filecmp.cmp(path, source, shallow=False)
+                ):
                     return None
-        return path, None if entry.block is None else find_block(path, number, entry.shape, verify=False)[1]
+        return path, None if entry.block is None else find_block(
+            path, number, entry.shape, verify=False
+        )[1]
 
     def _save(self, entry: Entry) -> None:
         try:
@@ -216,7 +226,11 @@ class TrajectorySaver:
             with self._timed("write"):
                 entry.write(path, entry.rows)
             is_block = path.suffix == ".h5"
-            block = find_block(path, entry.trajectory_id, entry.shape, verify=False)[1] if is_block else None
+            block = (
+                find_block(path, entry.trajectory_id, entry.shape, verify=False)[1]
+                if is_block
+                else None
+            )
             with self._lock:
                 entry.path = path
                 entry.block = block
@@ -243,7 +257,9 @@ class TrajectorySaver:
         self._named[entry.trajectory_id] = entry
         before = islice(reversed(self._named), 1, None)
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            self._named[one] = self._named.pop(one)  # The entry failed at first, and newer ones were written before it.
+            self._named[one] = self._named.pop(
+                one
+            )  # The entry failed at first, and newer ones were written before it.
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))
             assert oldest.path is not None

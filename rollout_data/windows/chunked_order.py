@@ -1,7 +1,8 @@
 """Epochs of windows whose rows come over a network: chunks in random order, windows shuffled among some of them.
 
-One rule: the order is a function of (seed, epoch), of the number of frames of a chunk and of the number of chunks of a
-group, and of where trajectories lie in their files; what is fetched ahead follows from it and changes nothing.
+One rule: the order is a function of (seed, epoch), of the number of frames of a chunk and of the
+number of chunks of a group, and of where trajectories lie in their files; what is fetched ahead
+follows from it and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,28 @@ from .window_reader import WindowPlan
 class ChunkedOrder:
     """The windows of an epoch, by chunks of consecutive frames of the files.
 
-    Chunks are dealt to groups of `num_chunks` in random order, and the windows of a group are shuffled. A window
-    belongs to the chunk with its anchor.
+    Chunks are dealt to groups of `num_chunks` in random order, and the windows of a group are
+    shuffled. A window belongs to the chunk with its anchor.
 
     Args:
         windows: Which there are.
         place: int64 `[K]`, the order in which the trajectories of `windows` lie in the files.
         num_frames: Frames of a chunk.
         num_chunks: Chunks of a group.
-        epoch: Epoch that shuffles the chunks and windows; None keeps the windows in the order of their numbers.
+        epoch: Epoch that shuffles the chunks and windows; None keeps the windows in the order of
+            their numbers.
 
     Attributes:
         bounds: int64 `[G + 1]`, the position of the first window of each group, and of the end.
     """
 
     def __init__(
-        self, windows: WindowIndex, place: Int64s, num_frames: int, num_chunks: int, epoch: Epoch | None
+        self,
+        windows: WindowIndex,
+        place: Int64s,
+        num_frames: int,
+        num_chunks: int,
+        epoch: Epoch | None,
     ) -> None:
         self._seed = None if epoch is None else np.uint64(epoch.key_seed)
         place = np.arange(len(place)) if epoch is None else place
@@ -72,7 +79,9 @@ class ChunkedOrder:
     def windows(self) -> Int64s:
         """Return all windows in order, int64."""
         numbers = counted_from(self._first_window + self._low, self._high - self._low)
-        for group, (start, stop) in enumerate(zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True), 1):
+        for group, (start, stop) in enumerate(
+            zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True), 1
+        ):
             numbers[start:stop] = numbers[start:stop][self._shuffled(stop - start, group)]
         return numbers
 
@@ -98,7 +107,9 @@ class Route:
         order: Of the epoch.
     """
 
-    def __init__(self, source: RemoteBlocks, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder) -> None:
+    def __init__(
+        self, source: RemoteBlocks, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder
+    ) -> None:
         self._source = source
         self._plan = plan
         self._windows = windows
@@ -152,7 +163,9 @@ class Route:
         index = self._source.index
         layout = self._source.layouts[FINAL]
         sources = {name for field in self._plan.fields if field.is_next for name in field.sources}
-        columns = sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
+        columns = (
+            sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
+        )
         block = index.final_block[trajectory]
         row = index.final_row[trajectory]
         runs = Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))

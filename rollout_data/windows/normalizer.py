@@ -67,7 +67,9 @@ class Normalizer(torch.nn.Module):
             expected = "statistics as returned by statistics() of a dataset or a recording"
             raise UsageError(_CREATE, "", expected, type(statistics).__name__)
         if not isinstance(modes, (str, Mapping)):
-            raise UsageError(_CREATE, "", "modes as a mode, or a mapping of fields to modes", repr(modes))
+            raise UsageError(
+                _CREATE, "", "modes as a mode, or a mapping of fields to modes", repr(modes)
+            )
         ranges = _min_ranges(min_range, statistics)
         chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
         for prefix, mode in chosen.items():
@@ -84,7 +86,9 @@ class Normalizer(torch.nn.Module):
         """Create a normalizer from the `state_dict()` of another normalizer."""
         made = cls({})
         if not isinstance(state, Mapping):
-            raise UsageError("call Normalizer.from_state_dict", "", "state as a mapping", type(state).__name__)
+            raise UsageError(
+                "call Normalizer.from_state_dict", "", "state as a mapping", type(state).__name__
+            )
         for key in state:
             if key.startswith(_OFFSET):
                 name = key[len(_OFFSET) :].replace(_DOT, ".")
@@ -95,7 +99,9 @@ class Normalizer(torch.nn.Module):
     def fields(self) -> list[str]:
         """Names of the fields that are normalized."""
         names = [name for name, _ in self.named_buffers()]
-        return [name[len(_OFFSET) :].replace(_DOT, ".") for name in names if name.startswith(_OFFSET)]
+        return [
+            name[len(_OFFSET) :].replace(_DOT, ".") for name in names if name.startswith(_OFFSET)
+        ]
 
     def normalize(self, values: Any, name: str | None = None) -> Any:
         """Normalize a tensor of the field `name`, or the fields of a batch, into new tensors.
@@ -114,11 +120,15 @@ class Normalizer(torch.nn.Module):
             MissingFieldError: The normalizer has no field `name`.
             UsageError: A tensor does not have the shape of the field, or a tensor has no name.
         """
-        return self._applied("normalize", values, name, lambda x, offset, scale: (x - offset) / scale)
+        return self._applied(
+            "normalize", values, name, lambda x, offset, scale: (x - offset) / scale
+        )
 
     def unnormalize(self, values: Any, name: str | None = None) -> Any:
         """Return values in the original scale: the inverse of `normalize`, same arguments."""
-        return self._applied("unnormalize", values, name, lambda x, offset, scale: x * scale + offset)
+        return self._applied(
+            "unnormalize", values, name, lambda x, offset, scale: x * scale + offset
+        )
 
     def forward(self, values: Any, name: str | None = None) -> Any:
         """Normalize; see `normalize`."""
@@ -134,13 +144,20 @@ class Normalizer(torch.nn.Module):
     def _applied(self, method: str, values: Any, name: str | None, function: Any) -> Any:
         if not isinstance(values, Tensor):
             if name is not None or not (hasattr(values, "items") or hasattr(values, "_asdict")):
-                got = type(values).__name__ if name is None else f"{type(values).__name__} and the name {name!r}"
+                got = (
+                    type(values).__name__
+                    if name is None
+                    else f"{type(values).__name__} and the name {name!r}"
+                )
                 expected = "values as a tensor and the name of its field, or as a batch"
                 raise UsageError(f"call Normalizer.{method}", "", expected, got)
             return self._of_batch(values, "", function)
         if name is None or (found := self._numbers(name)) is None:
             raise MissingFieldError(
-                f"call Normalizer.{method}", "", f"name as one of {', '.join(self.fields)}", repr(name)
+                f"call Normalizer.{method}",
+                "",
+                f"name as one of {', '.join(self.fields)}",
+                repr(name),
             )
         return _moved(values, name, *found, function)
 
@@ -149,7 +166,9 @@ class Normalizer(torch.nn.Module):
             named = values._asdict()
             extras = named.pop("extras", None)
             moved = self._of_batch(named, prefix, function)
-            return values._replace(**moved, **({"extras": self._of_batch(extras, prefix, function)} if extras else {}))
+            return values._replace(
+                **moved, **({"extras": self._of_batch(extras, prefix, function)} if extras else {})
+            )
         out = values.copy()
         for key in list(values.keys()):
             value = values[key]
@@ -165,7 +184,10 @@ class Normalizer(torch.nn.Module):
         names = self.fields
         for own in (name, name.removeprefix(_NEXT)):
             parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]
-            found = [[getattr(self, kind + part.replace(".", _DOT)) for part in parts] for kind in (_OFFSET, _SCALE)]
+            found = [
+                [getattr(self, kind + part.replace(".", _DOT)) for part in parts]
+                for kind in (_OFFSET, _SCALE)
+            ]
             if parts == [own]:
                 return found[0][0], found[1][0]
             if parts and all(one.dim() <= 1 for one in found[0]):
@@ -181,9 +203,13 @@ def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[s
     found: dict[str, float] = {}
     for prefix, size in (given if isinstance(given, Mapping) else {"": given}).items():
         least = real(_CREATE, "min_range", size, ">= 0", lambda one: 0 <= one < inf)
-        names = [name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")]
+        names = [
+            name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")
+        ]
         if not names:
-            raise MissingFieldError(_CREATE, "", f"min_range of {nearest(prefix, statistics)}", repr(prefix))
+            raise MissingFieldError(
+                _CREATE, "", f"min_range of {nearest(prefix, statistics)}", repr(prefix)
+            )
         found |= dict.fromkeys(names, least)
     return found
 
@@ -197,7 +223,9 @@ def _offset_and_scale(
     if mode != "mean_std":
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
-            raise UsageError("normalize the field", repr(name), "at least two quantiles", str(statistics.levels))
+            raise UsageError(
+                "normalize the field", repr(name), "at least two quantiles", str(statistics.levels)
+            )
         low = statistics.min
         high = statistics.max
         if mode == "quantiles":
@@ -209,7 +237,9 @@ def _offset_and_scale(
         scale = high / 2 - low / 2
     if not (offset.isfinite().all() and scale.isfinite().all()):
         advice = "Leave the field out, or the frames in which it is NaN or infinite"
-        raise UsageError("normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice)
+        raise UsageError(
+            "normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice
+        )
     is_constant |= scale <= _LEAST_PART * offset.abs()
     return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
 
@@ -218,8 +248,13 @@ def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: A
     """Shift and scale values. Integers are computed in the dtype of the statistics."""
     sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
     may_repeat = offset.dim() > 1  # statistics per image channel, or over all elements
-    if offset.dim() > values.dim() or any(mine != size and not (may_repeat and mine == 1) for mine, size in sizes):
-        expected = f"shape [..., {', '.join(map(str, offset.shape))}]" + ", or more where that is 1" * may_repeat
+    if offset.dim() > values.dim() or any(
+        mine != size and not (may_repeat and mine == 1) for mine, size in sizes
+    ):
+        expected = (
+            f"shape [..., {', '.join(map(str, offset.shape))}]"
+            + ", or more where that is 1" * may_repeat
+        )
         raise UsageError("normalize the field", repr(name), expected, str(tuple(values.shape)))
     wide = values if values.is_floating_point() else values.to(offset.dtype)
     moved: Tensor = function(wide, offset, scale)

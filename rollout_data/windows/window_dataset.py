@@ -17,7 +17,13 @@ import torch
 from storage.core import arguments
 from storage.core.arguments import choice, flag, whole
 from storage.core.durable_files import crc32
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError
+from storage.errors import (
+    DataFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UnansweredError,
+    UsageError,
+)
 
 from ..blocks.annotation_table import TASK
 from ..blocks.annotations import Notes
@@ -34,7 +40,15 @@ from ..sources.rows.remote_blocks import RemoteBlocks
 from ..sources.rows.row_source import RowSource
 from .chunked_order import ChunkedOrder, Route
 from .skipped_windows import OnError, WindowLosses
-from .window_index import CREATE, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .window_index import (
+    CREATE,
+    Padding,
+    Split,
+    SplitOptions,
+    WindowIndex,
+    checked_windows,
+    choose_trajectories,
+)
 from .window_reader import (
     MASK,
     MAX_FRAMES,
@@ -110,7 +124,16 @@ class WindowDataset(WindowBatches):
         UsageError: An argument is invalid, or nothing was recorded.
     """
 
-    _made_anew = ("_pool", "_shared", "_source", "_snapshot", "_windows", "_reader", "plan", "trajectories")
+    _made_anew = (
+        "_pool",
+        "_shared",
+        "_source",
+        "_snapshot",
+        "_windows",
+        "_reader",
+        "plan",
+        "trajectories",
+    )
 
     def __init__(
         self,
@@ -161,7 +184,9 @@ class WindowDataset(WindowBatches):
     def _open(self) -> None:
         """Open the folders. A pickled copy opens the snapshot of the original."""
         super()._open()
-        self._source = LiveSource(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
+        self._source = LiveSource(
+            self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote
+        )
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
         if self._source.adopt(None, self._spot):
@@ -169,32 +194,52 @@ class WindowDataset(WindowBatches):
         else:
             self._source.refresh()
             self._snapshot = self._source.snapshot(upto)
-        self.trajectories, first_of_training = choose_trajectories(self._snapshot.index, self._split, first_of_training)
+        self.trajectories, first_of_training = choose_trajectories(
+            self._snapshot.index, self._split, first_of_training
+        )
         if not len(self._snapshot.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
         if not len(self._snapshot.index) and self.problems and self.opened_as is None:
             expected = "a trajectory that can be read"
             cause = self.problems[0]
-            raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
+            raise DataFileError(
+                "read windows", f"of {self.data_dir!r}", expected, "none", str(cause)
+            ) from cause
         may_lack = self._may_lack and upto is not None
         self._may_lack = False
         found_now = _fingerprint(self._snapshot, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:
             what = f"of {self.data_dir!r}"
             expected = "the trajectories that it was opened with"
-            raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
+            raise DataFileError(
+                "open the windows again", what, expected, "others", "Open the dataset anew"
+            )
         layout = self._snapshot.layouts[DATA]
         next_observations = self._next_observations
         self.plan: WindowPlan = plan_windows(
-            layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
+            layout,
+            self.length,
+            self._delta,
+            self._fields,
+            next_observations,
+            self._flatten_observations,
         )
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
-                raise UsageError(CREATE, f"with the field {field.name!r}", "another name", "that of the masks")
+                raise UsageError(
+                    CREATE, f"with the field {field.name!r}", "another name", "that of the masks"
+                )
         pads = self.padding != "none"
-        self._windows = WindowIndex(self._snapshot.index, self.trajectories, *self.plan.reach, self.stride, pads)
-        form_now = [self._windows.first_anchor, self._windows.least_length, self.stride, *self._chunks()]
+        self._windows = WindowIndex(
+            self._snapshot.index, self.trajectories, *self.plan.reach, self.stride, pads
+        )
+        form_now = [
+            self._windows.first_anchor,
+            self._windows.least_length,
+            self.stride,
+            *self._chunks(),
+        ]
         if form not in (None, form_now):
             what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
             raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
@@ -204,13 +249,21 @@ class WindowDataset(WindowBatches):
         self.opened_as = [upto, found_now, first_of_training, num_windows, form_now]
         mask_is_one = self._delta is None
         self._reader = WindowReader(
-            self._snapshot, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
+            self._snapshot,
+            self.plan,
+            self.trajectories,
+            self.padding,
+            mask_is_one,
+            self._contiguous,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state; a spawned worker also gets the shared memory with the index."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
-        return {**super().__getstate__(), "_spot": self._source.shared(self._snapshot) if is_for_worker else None}
+        return {
+            **super().__getstate__(),
+            "_spot": self._source.shared(self._snapshot) if is_for_worker else None,
+        }
 
     def _why_empty(self) -> str:
         where = f"there is no window in {str(self.data_dir)!r}"
@@ -223,7 +276,9 @@ class WindowDataset(WindowBatches):
             return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
         needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
         longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
-        return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
+        return (
+            f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
+        )
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
         """Return the dataset with the snapshot that `opened_as` describes.
@@ -305,18 +360,26 @@ class WindowDataset(WindowBatches):
     def form(self) -> tuple[str, ...]:
         """Text descriptions of the fields. Batches of datasets with equal forms can be joined."""
         schema = self._snapshot.layouts[DATA].schema
-        words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        words = [
+            f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"
+        ]
         words += [f"with {TASK}"] if self._has_texts else []
         words += [f"{field.name} joined" for field in self.plan.fields if field.is_joined]
         for field in self.plan.fields:
             for source in field.sources:
-                what = f"{schema[source].dtype}{list(schema[source].shape)}" if field.rows else "bool[]"
+                what = (
+                    f"{schema[source].dtype}{list(schema[source].shape)}"
+                    if field.rows
+                    else "bool[]"
+                )
                 words.append(f"{NEXT * field.is_next}{source} {what} at {field.deltas.tolist()}")
         return tuple(words)
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
         """Return (writer, trajectory number) of each window, and the anchors, int64 `[B]`."""
-        place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
+        place, anchor = self._windows.find(
+            checked_windows("call WindowDataset.locate", windows, len(self))
+        )
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     # Windows
@@ -324,8 +387,8 @@ class WindowDataset(WindowBatches):
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Return all windows in a shuffled order and their sort keys.
 
-        The order depends only on the epoch and the names of the windows. Files over a network use the
-        order of `ChunkedOrder`.
+        The order depends only on the epoch and the names of the windows. Files over a network use
+        the order of `ChunkedOrder`.
         """
         if self._source.is_remote:
             return self._chunked(epoch).windows(), np.arange(len(self))
@@ -350,7 +413,10 @@ class WindowDataset(WindowBatches):
         reaches = [shape.reach for shape in self.plan.shapes]
         row_bytes = sum(columns[name].row_bytes for name in self.plan.columns)
         beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
-        return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
+        return [
+            max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond),
+            self._remote.num_chunks,
+        ]
 
     def _chunked(self, epoch: Epoch | None) -> ChunkedOrder:
         index = self._snapshot.index
@@ -375,14 +441,18 @@ class WindowDataset(WindowBatches):
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        place, anchor = self._windows.find(checked_windows("call WindowDataset.batch", windows, len(self)))
+        place, anchor = self._windows.find(
+            checked_windows("call WindowDataset.batch", windows, len(self))
+        )
         batch = self._reader.read(place, anchor, allocate)
         if self._has_texts and TASK not in batch:
             tasks = torch.from_numpy(self._notes.tasks(self._snapshot)[self.trajectories[place]])
             batch[TASK] = allocate(tasks.shape, tasks.dtype).copy_(tasks)
         return batch
 
-    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
+    def readable(
+        self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
+    ) -> Int64s:
         numbers = checked_windows("call WindowDataset.batch", windows, len(self))
         problems = [self._problem_of(number) for number in numbers.tolist()]
         kept: Int64s = numbers[[problem is None for problem in problems]]
@@ -400,12 +470,16 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
-            if isinstance(problem, LostBlockError) and not isinstance(problem.__cause__, DataFileError):  # gone
+            if isinstance(problem, LostBlockError) and not isinstance(
+                problem.__cause__, DataFileError
+            ):  # gone
                 self._snapshot.is_lost[self._snapshot.index.trajectories_in([problem.block])] = True
         where = repr(", ".join(map(str, self._source.paths)))
         got = f"none of {len(self)}"
         cause = self.problems[-1]
-        raise DataFileError("read windows", f"of {where}", "a window that can be read", got, str(cause)) from cause
+        raise DataFileError(
+            "read windows", f"of {where}", "a window that can be read", got, str(cause)
+        ) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:
         """Return the error of an unreadable window, and record it; None if it is readable."""
@@ -434,7 +508,9 @@ class WindowDataset(WindowBatches):
         place, anchor = self._windows.find(np.array([window]))
         trajectory = int(self.trajectories[place[0]])
         length = int(self._windows.lengths[place[0]])
-        return damaged_frame(self._snapshot, self.plan, trajectory, int(anchor[0]), length) or problem
+        return (
+            damaged_frame(self._snapshot, self.plan, trajectory, int(anchor[0]), length) or problem
+        )
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
         found = (
@@ -444,7 +520,11 @@ class WindowDataset(WindowBatches):
         return next((one for one in found if one is not None), problem)
 
     def statistics(
-        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+        self,
+        quantiles: Sequence[float] = (0.01, 0.99),
+        *,
+        use_cache: bool = True,
+        progress: bool = True,
     ) -> dict[str, FieldStatistics]:
         """Compute statistics of each recorded field for normalization; each frame counts once.
 
@@ -456,7 +536,13 @@ class WindowDataset(WindowBatches):
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
         return compute_statistics(
-            "call WindowDataset.statistics", [self.frames], folder, self.field_names, quantiles, use_cache, progress
+            "call WindowDataset.statistics",
+            [self.frames],
+            folder,
+            self.field_names,
+            quantiles,
+            use_cache,
+            progress,
         )
 
     @property
@@ -473,5 +559,9 @@ class WindowDataset(WindowBatches):
 
 def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> int:
     index = snapshot.index
-    columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
+    columns = (
+        index.first_frame[trajectories],
+        index.number[trajectories],
+        index.lengths[trajectories],
+    )
     return crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

@@ -50,11 +50,12 @@ def choose_trajectories(
 ) -> tuple[Int64s, list[Any]]:
     """Return the trajectories of a split, int64, ascending, and which is the first for training.
 
-    Each trajectory has a number that is a function of (seed, writer, number within the writer), in whichever
-    folder it lies; those with the smallest ones are for validation. So the two splits share nothing and leave
-    nothing out, few trajectories change sides when a folder grows or another one is read with it, and copies of
-    a folder stand together, save for one trajectory that the fraction may cut off. Packing gives trajectories
-    another writer, hence other splits. With the `first_of_training` of another time the split is as it was then.
+    Each trajectory has a number that is a function of (seed, writer, number within the writer), in
+    whichever folder it lies; those with the smallest ones are for validation. So the two splits
+    share nothing and leave nothing out, few trajectories change sides when a folder grows or
+    another one is read with it, and copies of a folder stand together, save for one trajectory that
+    the fraction may cut off. Packing gives trajectories another writer, hence other splits. With
+    the `first_of_training` of another time the split is as it was then.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
@@ -64,7 +65,9 @@ def choose_trajectories(
         order = np.lexsort((present, keys))
         num_for_validation = share_of(len(present), options.validation_fraction)
         first = order[num_for_validation : num_for_validation + 1].tolist()
-        first_of_training = [int(keys[first[0]]), *index.name(int(present[first[0]]))] if first else []
+        first_of_training = (
+            [int(keys[first[0]]), *index.name(int(present[first[0]]))] if first else []
+        )
     is_training = np.zeros(len(present), bool)
     if first_of_training:
         key, *name = first_of_training
@@ -80,12 +83,18 @@ class WindowIndex:
         trajectories: int64 `[K]`, which of them, ascending.
         first_delta, last_delta: The least and the greatest delta of a window.
         stride: Frames between anchors.
-        pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is an
-            anchor; if not, every `stride`-th of those whose window lies inside.
+        pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is
+            an anchor; if not, every `stride`-th of those whose window lies inside.
     """
 
     def __init__(
-        self, index: TrajectoryIndex, trajectories: Int64s, first_delta: int, last_delta: int, stride: int, pads: bool
+        self,
+        index: TrajectoryIndex,
+        trajectories: Int64s,
+        first_delta: int,
+        last_delta: int,
+        stride: int,
+        pads: bool,
     ) -> None:
         self._index = index
         self.trajectories = trajectories
@@ -117,7 +126,10 @@ class WindowIndex:
     def name(self, window: int) -> list[Any]:
         """Name a window: its trajectory (see `TrajectoryIndex.name`), and its number in there."""
         place = int(np.searchsorted(self.first_window, window, side="right")) - 1
-        return [*self._index.name(int(self.trajectories[place])), window - int(self.first_window[place])]
+        return [
+            *self._index.name(int(self.trajectories[place])),
+            window - int(self.first_window[place]),
+        ]
 
     def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
         """Count the windows up to the one of this name, whether or not it is here."""
@@ -129,9 +141,9 @@ class WindowIndex:
 def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64s]:
     """Draw how often each of some things arrives within one turn, and when.
 
-    The arrivals of a thing are a function of its key alone. All together are a Poisson process, in which
-    each arrival is that of any of the things with equal probability, independently of the others: draws
-    with replacement. Integers only, so that every processor draws the same.
+    The arrivals of a thing are a function of its key alone. All together are a Poisson process, in
+    which each arrival is that of any of the things with equal probability, independently of the
+    others: draws with replacement. Integers only, so that every processor draws the same.
 
     Args:
         keys: uint64 `[n]`, one for each thing and turn.
@@ -141,7 +153,8 @@ def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64
     Returns:
         Number of the thing, ascending, and time of each arrival: int64 `[K]` each.
     """
-    # A turn is cut into 2**num_halvings parts, in each of which a thing arrives once at most, on average.
+    # A turn is cut into 2**num_halvings parts, in each of which a thing arrives once at most, on
+    # average.
     num_halvings = max(0, math.ceil(mean) - 1).bit_length()
     parts = np.arange(1 << num_halvings, dtype=np.uint64)
     part_keys = mixed(keys[:, None] + parts).ravel()
@@ -163,7 +176,8 @@ def turn_of(time: int) -> int:
 def _poisson_bounds(mean: Fraction) -> np.ndarray:
     """Return uint64 `[K]`: as many of them as a Poisson variable of this mean is are at most a random uint64.
 
-    `bounds[n]` is 2**64 times the probability of n or less, rounded down, in fixed-point arithmetic of 192 bits.
+    `bounds[n]` is 2**64 times the probability of n or less, rounded down, in fixed-point arithmetic
+    of 192 bits.
     """
     term = 1 << 192
     terms = []
@@ -186,8 +200,15 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
     if windows.size == 0:
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
-        raise UsageError(action, "", "windows as a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
-    if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:  # none is negative
+        raise UsageError(
+            action,
+            "",
+            "windows as a list of whole numbers",
+            f"{windows.dtype}, shape {windows.shape}",
+        )
+    if (
+        windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows
+    ):  # none is negative
         return windows
     low = int(windows.min())
     high = int(windows.max())
@@ -204,7 +225,8 @@ class WindowShape:
 
     Attributes:
         deltas: int64 `[W]`, ascending: the frames that are read, relative to the anchor.
-        first, count, target: int64 `[R]`: `count` frames from `anchor + first` on are rows `target` of the window.
+        first, count, target: int64 `[R]`: `count` frames from `anchor + first` on are rows `target`
+            of the window.
         unit: A number of rows that divides every run.
     """
 
@@ -228,7 +250,9 @@ class WindowShape:
             wanted = np.arange(wanted[0], wanted[-1] + 1)
         starts = np.flatnonzero(np.diff(wanted, prepend=wanted[0] - 2) != 1)
         count = np.diff(np.append(starts, len(wanted)))
-        return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
+        return cls(
+            wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count))
+        )
 
     def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
         """Return the frames of windows, given the trajectory and anchor of each, int64 `[B]`.

@@ -1,7 +1,8 @@
 """Epochs of windows: `WindowLoader`, which reads ahead in a thread, and `WindowMixture` of several datasets.
 
-One rule: where a window stands in an epoch is a function of (seed, epoch) and of its name, so that where all ranks
-stand is two numbers: the epoch, and the key of the last window that was delivered. Windows that are gone move no other.
+One rule: where a window stands in an epoch is a function of (seed, epoch) and of its name, so that
+where all ranks stand is two numbers: the epoch, and the key of the last window that was delivered.
+Windows that are gone move no other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from ..blocks.trajectory_index import Int64s
 from ..remote.locations import DataDir, is_one
 from ..sources.epoch import Epoch, Even, num_upto, rank_batches
 from ..sources.origins import mixed_conventions
-from ..sources.processes.process_group import ShardChoice, agreement_of, checked_shard, current_shard
+from ..sources.processes.process_group import (
+    ShardChoice,
+    agreement_of,
+    checked_shard,
+    current_shard,
+)
 from ..sources.recordings.field_statistics import FieldStatistics, compute_statistics
 from .skipped_windows import OnError
 from .window_dataset import WindowDataset
@@ -48,17 +54,19 @@ class WindowMixture(WindowBatches):
     """Windows of several recordings, which must have the same fields, deltas and masks.
 
     Args:
-        datasets: The members: `WindowDataset`s, paths and `Recording`s, or one of them. Their windows are numbered one
-            after the other.
-        weights: How probable each member is, of any sum; None makes all windows equally probable. They become whole
-            numbers once, when the mixture is made: multiplied by a power of two and rounded, so that the largest of
-            n has about 62 - log2(n) bits. What is above 0 becomes at least 1.
+        datasets: The members: `WindowDataset`s, paths and `Recording`s, or one of them. Their
+            windows are numbered one after the other.
+        weights: How probable each member is, of any sum; None makes all windows equally probable.
+            They become whole numbers once, when the mixture is made: multiplied by a power of two
+            and rounded, so that the largest of n has about 62 - log2(n) bits. What is above 0
+            becomes at least 1.
         **options: Of `WindowDataset`, for the members that are paths or recordings.
 
     `draw`, `sampler()` and `WindowLoader` go by the weights; numbers and `len` do not.
 
     Raises:
-        UsageError: Members or weights do not fit together; a member that has a weight has no window.
+        UsageError: Members or weights do not fit together; a member that has a weight has no
+            window.
     """
 
     def __init__(
@@ -67,15 +75,30 @@ class WindowMixture(WindowBatches):
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(datasets, Iterable) and not isinstance(datasets, WindowDataset) and not is_one(datasets):
-            raise UsageError(_MIX, "", "datasets as a dataset, a path or a list of such", type(datasets).__name__)
-        arguments.options_of("WindowMixture", options, WindowMixture, WindowDataset, but=["data_dir"])
-        listed: Any = [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
-        self.datasets = [one if isinstance(one, WindowDataset) else WindowDataset(one, **options) for one in listed]
+        if (
+            not isinstance(datasets, Iterable)
+            and not isinstance(datasets, WindowDataset)
+            and not is_one(datasets)
+        ):
+            raise UsageError(
+                _MIX, "", "datasets as a dataset, a path or a list of such", type(datasets).__name__
+            )
+        arguments.options_of(
+            "WindowMixture", options, WindowMixture, WindowDataset, but=["data_dir"]
+        )
+        listed: Any = (
+            [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
+        )
+        self.datasets = [
+            one if isinstance(one, WindowDataset) else WindowDataset(one, **options)
+            for one in listed
+        ]
         if not self.datasets:
             raise UsageError(_MIX, "", "at least one", "none")
         if options and all(isinstance(one, WindowDataset) for one in listed):
-            raise UsageError(_MIX, "", "no options, as all members are datasets", ", ".join(options))
+            raise UsageError(
+                _MIX, "", "no options, as all members are datasets", ", ".join(options)
+            )
         self._given = weights
         if any(dataset.is_remote for dataset in self.datasets):
             advice = "Copy them first, or load each by a WindowLoader of its own"
@@ -83,10 +106,18 @@ class WindowMixture(WindowBatches):
         first = self.datasets[0].form
         for number, dataset in enumerate(self.datasets):
             if dataset.form != first:
-                parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
+                parts = [
+                    f"{a} instead of {b}"
+                    for a, b in zip(dataset.form, first, strict=False)
+                    if a != b
+                ]
                 got = parts[0] if parts else "others"
-                raise UsageError(_MIX, f"with number {number}", "the fields and deltas of number 0", got)
-        for remark in mixed_conventions(set().union(*(dataset.conventions for dataset in self.datasets))):
+                raise UsageError(
+                    _MIX, f"with number {number}", "the fields and deltas of number 0", got
+                )
+        for remark in mixed_conventions(
+            set().union(*(dataset.conventions for dataset in self.datasets))
+        ):
             warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
         if any(dataset.on_error == "skip" for dataset in self.datasets):
             self.on_error = "skip"
@@ -105,8 +136,12 @@ class WindowMixture(WindowBatches):
             given = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
             given = np.zeros(0)
-        if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
-            raise UsageError(_MIX, "", f"weights as {len(sizes)} numbers >= 0, some above 0", repr(self._given))
+        if given.shape != sizes.shape or not (
+            np.isfinite(given).all() and (given >= 0).all() and given.any()
+        ):
+            raise UsageError(
+                _MIX, "", f"weights as {len(sizes)} numbers >= 0, some above 0", repr(self._given)
+            )
         whole_parts = whole_weights(given)
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
@@ -131,7 +166,11 @@ class WindowMixture(WindowBatches):
         return {number: text for dataset in self.datasets for number, text in dataset.texts.items()}
 
     def statistics(
-        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+        self,
+        quantiles: Sequence[float] = (0.01, 0.99),
+        *,
+        use_cache: bool = True,
+        progress: bool = True,
     ) -> dict[str, FieldStatistics]:
         """Summarize each recorded field over the frames of all members; each frame counts once, whatever the weights.
 
@@ -139,7 +178,9 @@ class WindowMixture(WindowBatches):
         """
         parts = [dataset.frames for dataset in self.datasets]
         names = self.datasets[0].field_names
-        return compute_statistics("call WindowMixture.statistics", parts, None, names, quantiles, use_cache, progress)
+        return compute_statistics(
+            "call WindowMixture.statistics", parts, None, names, quantiles, use_cache, progress
+        )
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self._located("call WindowMixture.batch", windows)
@@ -162,7 +203,9 @@ class WindowMixture(WindowBatches):
         """Windows of all members that were skipped; see `WindowDataset`."""
         return sum(dataset.num_lost_windows for dataset in self.datasets)
 
-    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
+    def readable(
+        self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
+    ) -> Int64s:
         member, numbers = self.locate(windows)
         kept = np.ones(len(member), bool)
         for one in np.unique(member).tolist():
@@ -174,14 +217,19 @@ class WindowMixture(WindowBatches):
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
         member, numbers = self.locate(windows)
-        found = (self.datasets[one].damage(numbers[member == one], problem) for one in np.unique(member).tolist())
+        found = (
+            self.datasets[one].damage(numbers[member == one], problem)
+            for one in np.unique(member).tolist()
+        )
         return next((one for one in found if one is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
         """Return the mixture of its members as they were opened; see `WindowDataset`."""
         if self.opened_as == opened_as:
             return self
-        members = [each.at(one, may_lack) for each, one in zip(self.datasets, opened_as, strict=True)]
+        members = [
+            each.at(one, may_lack) for each, one in zip(self.datasets, opened_as, strict=True)
+        ]
         earlier: WindowMixture = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "datasets": members})
         return earlier
@@ -189,15 +237,17 @@ class WindowMixture(WindowBatches):
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Draw as many windows as there are, with replacement and by the weights; and when each is drawn, ascending.
 
-        A function of the epoch and of the names of the windows: see `arrivals`. With `until`, a time and the name of a
-        window, those up to this draw.
+        A function of the epoch and of the names of the windows: see `arrivals`. With `until`, a
+        time and the name of a window, those up to this draw.
         """
         draws = times = np.zeros(0, np.int64)
         for turn in count():
             later, later_times = self._arrivals(epoch, turn)
             draws = np.append(draws, later)
             times = np.append(times, later_times)
-            is_enough = len(draws) >= self._num_draws if until is None else turn >= turn_of(until[0])
+            is_enough = (
+                len(draws) >= self._num_draws if until is None else turn >= turn_of(until[0])
+            )
             if is_enough:
                 break
         num_draws = self._num_draws if until is None else _num_upto_draw(self, draws, times, until)
@@ -208,7 +258,9 @@ class WindowMixture(WindowBatches):
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
-            place, time = arrivals(dataset.random_keys(epoch.with_purpose(member, turn)), self._means[member], turn)
+            place, time = arrivals(
+                dataset.random_keys(epoch.with_purpose(member, turn)), self._means[member], turn
+            )
             windows.append(self._first[member] + place)
             times.append(time)
         ordered, order = torch.sort(torch.from_numpy(np.concatenate(times)), stable=True)
@@ -243,27 +295,39 @@ class WindowMixture(WindowBatches):
         return windows
 
     def sampler(
-        self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
+        self,
+        num_samples: int | None = None,
+        seed: int = 0,
+        *,
+        even: Even = "pad",
+        shard: ShardChoice = "auto",
     ) -> MixtureSampler:
         """Return a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows).
 
-        With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that of rank 0.
+        With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that
+        of rank 0.
         """
-        told = agreement_of(current_shard(checked_shard(shard, _SAMPLER)))(0, lambda: self.opened_as)
+        told = agreement_of(current_shard(checked_shard(shard, _SAMPLER)))(
+            0, lambda: self.opened_as
+        )
         if told != self.opened_as:
             self.__setstate__(self.at(told).__getstate__())
-        num_samples = len(self) if num_samples is None else whole(_SAMPLER, "num_samples", num_samples, 0)
+        num_samples = (
+            len(self) if num_samples is None else whole(_SAMPLER, "num_samples", num_samples, 0)
+        )
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
 class MixtureSampler(Shown, Sampler[int]):
     """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch.
 
-    Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers that split samplers
-    themselves, as accelerate and Lightning do, need `shard="none"`.
+    Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers
+    that split samplers themselves, as accelerate and Lightning do, need `shard="none"`.
     """
 
-    def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
+    def __init__(
+        self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice
+    ) -> None:
         self.mixture = mixture
         self.num_samples = num_samples
         self.seed = whole(_SAMPLER, "seed", seed, 0)
@@ -309,28 +373,34 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
 class WindowLoader(Shown):
     """Iterate over the windows of a dataset in batches; one iteration is one epoch.
 
-    A gather takes less time than handing its result from a worker process over, so a thread reads ahead instead.
-    Leaving an iteration stops the thread, which may still end the batch that it is reading.
-    Leaving an iteration and beginning another one goes on with the same epoch; going on with the old one as well
-    raises, so `zip(loader, loader)` does. Ranks share an epoch: of each W * B windows in its order, rank r of W takes
-    the r-th B, so that all have equally many batches. Under torch.distributed, every rank has to make the loader; all
-    take the windows that rank 0 sees.
+    A gather takes less time than handing its result from a worker process over, so a thread reads
+    ahead instead. Leaving an iteration stops the thread, which may still end the batch that it is
+    reading. Leaving an iteration and beginning another one goes on with the same epoch; going on
+    with the old one as well raises, so `zip(loader, loader)` does. Ranks share an epoch: of each W
+    * B windows in its order, rank r of W takes the r-th B, so that all have equally many batches.
+    Under torch.distributed, every rank has to make the loader; all take the windows that rank 0
+    sees.
 
     Args:
-        dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are draws with replacement, by weight.
+        dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are draws with replacement,
+            by weight.
         batch_size: B, of each rank.
         shuffle: A new permutation for each (seed, epoch); False goes through the windows in order.
         seed: See above.
         drop_last: Leave out a last batch that has less than B windows for each rank.
         device: Where batches are delivered.
         num_ahead: Batches that are read ahead.
-        even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W of them being the
-            first of the epoch again; "drop" gives each floor(n / W); "none" what there is: some may have a batch less.
-        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) gives that share.
-        on_error: "skip" or "raise", for windows whose data are damaged; None does what the dataset does. A batch is
-            shorter by the windows that are skipped, perhaps empty; order, ranks and resume stay the same.
+        even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W
+            of them being the first of the epoch again; "drop" gives each floor(n / W); "none" what
+            there is: some may have a batch less.
+        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) gives
+            that share.
+        on_error: "skip" or "raise", for windows whose data are damaged; None does what the dataset
+            does. A batch is shorter by the windows that are skipped, perhaps empty; order, ranks
+            and resume stay the same.
 
-    A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no window and did.
+    A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no
+    window and did.
 
     Raises:
         UsageError: An argument is wrong; an iteration goes on after another one was begun.
@@ -350,7 +420,9 @@ class WindowLoader(Shown):
         shard: ShardChoice = "auto",
         on_error: OnError | None = None,
     ) -> None:
-        self.on_error = None if on_error is None else choice(_CREATE, "on_error", on_error, get_args(OnError))
+        self.on_error = (
+            None if on_error is None else choice(_CREATE, "on_error", on_error, get_args(OnError))
+        )
         if not isinstance(dataset, WindowBatches):
             expected = "dataset as a WindowDataset or a WindowMixture"
             advice = "A RolloutDataset gives its batches itself"
@@ -388,7 +460,11 @@ class WindowLoader(Shown):
         """Return windows as rank 0 has them, as far as it still does if they were `opened_as` this."""
 
         def look() -> Any:
-            return windows.opened_as if opened_as is None else windows.at(opened_as, may_lack=True).opened_as
+            return (
+                windows.opened_as
+                if opened_as is None
+                else windows.at(opened_as, may_lack=True).opened_as
+            )
 
         return windows.at(agreement_of(current_shard(self._shard))(0, look))
 
@@ -417,10 +493,14 @@ class WindowLoader(Shown):
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None
-        return windows.shuffled(Epoch(self.seed, epoch), self._until if epoch == self.epoch else None)
+        return windows.shuffled(
+            Epoch(self.seed, epoch), self._until if epoch == self.epoch else None
+        )
 
     def _bounds(self, start: int, stop: int) -> Int64s:
-        return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
+        return rank_batches(
+            start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch = self.epoch
@@ -435,10 +515,13 @@ class WindowLoader(Shown):
 
         def read(first: int, stop: int) -> Any:
             ahead_of(first, stop)
-            return collate_windows(windows.batch(order.take(np.arange(first, stop), mode="wrap"), self.on_error))
+            return collate_windows(
+                windows.batch(order.take(np.arange(first, stop), mode="wrap"), self.on_error)
+            )
 
         batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
-        # No `with` block: an iteration that the garbage collector drops must not wait for its thread.
+        # No `with` block: an iteration that the garbage collector drops must not wait for its
+        # thread.
         ahead = iter(PipelinedDataCollector(batches, self.device, self.num_ahead))
         for number, batch in enumerate(ahead, 1):
             if number < len(bounds):
@@ -450,12 +533,18 @@ class WindowLoader(Shown):
             if self._turn != turn:
                 ahead.close()
                 got = "another one that was begun since, or a loader that was set to another place"
-                raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
+                raise UsageError(
+                    "go on with an iteration", "over a WindowLoader", "one at a time", got
+                )
         self._go_to(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
-        place: dict[str, Any] = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
+        place: dict[str, Any] = {
+            "epoch": self.epoch,
+            "position": self._position,
+            "windows": self._windows.opened_as,
+        }
         if self._position:
             self._ordered = self._ordered or self._order(self.epoch)
             order, keys = self._ordered
@@ -471,13 +560,14 @@ class WindowLoader(Shown):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
 
-        The epoch goes on with the windows that it began with, as far as they are still there; later ones have those of
-        the dataset. Under torch.distributed every rank has to call this.
+        The epoch goes on with the windows that it began with, as far as they are still there; later
+        ones have those of the dataset. Under torch.distributed every rank has to call this.
 
         Raises:
-            UsageError: The state belongs to other windows or to another order, or is of an earlier version.
-            DataFileError: Trajectories of the epoch are gone, and the folder is of the older layout. `set_epoch` begins
-                another epoch.
+            UsageError: The state belongs to other windows or to another order, or is of an earlier
+                version.
+            DataFileError: Trajectories of the epoch are gone, and the folder is of the older
+                layout. `set_epoch` begins another epoch.
         """
         action = "call WindowLoader.load_state_dict"
         version = state.get("version") if isinstance(state, Mapping) else None

@@ -82,7 +82,10 @@ class WindowPlan:
     def columns_of(self) -> tuple[tuple[str, ...], ...]:
         """The columns of each shape, in the order of `columns`."""
         numbers = range(len(self.shapes))
-        return tuple(tuple(name for name, shape in self.columns.items() if shape == number) for number in numbers)
+        return tuple(
+            tuple(name for name, shape in self.columns.items() if shape == number)
+            for number in numbers
+        )
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -110,15 +113,28 @@ def plan_windows(
     given = delta or {}
     for name in given:
         _below("delta", name, known)
-    chosen = set(known) if fields is None else {one for name in fields for one in _below("fields", name, known)}
+    chosen = (
+        set(known)
+        if fields is None
+        else {one for name in fields for one in _below("fields", name, known)}
+    )
     names = [name for name in known if name in chosen]
     if not names:
         raise UsageError(CREATE, "", f"fields, some of {', '.join(known)}", "none")
     wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
-        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if name.split("/")[0] in OBSERVATIONS]
+        nexts = [
+            (NEXT, name, deltas + 1)
+            for _, name, deltas in wanted
+            if name.split("/")[0] in OBSERVATIONS
+        ]
         if not nexts:
-            raise UsageError(CREATE, "with next_observations", "an observation among the fields", ", ".join(names))
+            raise UsageError(
+                CREATE,
+                "with next_observations",
+                "an observation among the fields",
+                ", ".join(names),
+            )
         wanted += nexts
     shapes, columns = _shapes(layout, wanted)
     found: dict[str, WindowField] = {}
@@ -137,7 +153,10 @@ def plan_windows(
         else:
             got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
             raise UsageError(
-                CREATE, f"with flatten_observations and {source!r}", "the same frames of all components", got
+                CREATE,
+                f"with flatten_observations and {source!r}",
+                "the same frames of all components",
+                got,
             )
     return WindowPlan(tuple(found.values()), shapes, columns)
 
@@ -199,13 +218,17 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
     if delta is None:
         return None
     if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
-        raise UsageError(CREATE, "", "delta as a dict of fields and their lists of whole numbers", repr(delta))
+        raise UsageError(
+            CREATE, "", "delta as a dict of fields and their lists of whole numbers", repr(delta)
+        )
     checked = {}
     for name, values in delta.items():
         try:
             listed = [operator.index(value) for value in values]
         except TypeError:
-            raise UsageError(CREATE, "", f"delta of {name!r} as a list of whole numbers", repr(values)) from None
+            raise UsageError(
+                CREATE, "", f"delta of {name!r} as a list of whole numbers", repr(values)
+            ) from None
         if not listed or max(map(abs, listed)) > MAX_FRAMES:
             expected = f"delta of {name!r} with at least one number, up to {MAX_FRAMES}"
             raise UsageError(CREATE, "", expected, repr(values))
@@ -231,7 +254,9 @@ def damaged_frame(
     return None
 
 
-def _named_damage(snapshot: RowSource, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
+def _named_damage(
+    snapshot: RowSource, column: str, at: tuple[int, int], problem: DataFileError
+) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
     if not isinstance(cause, DataFileError):  # the file was deleted
@@ -297,14 +322,21 @@ class WindowReader:
         masks: dict[str, torch.Tensor] = {}
         next_masks: dict[str, torch.Tensor] = {}
         for field in self.plan.fields:
-            values = self._values(field, rows, len(place), allocate) if field.rows else self._flag(field, at)
+            values = (
+                self._values(field, rows, len(place), allocate)
+                if field.rows
+                else self._flag(field, at)
+            )
             if field.is_next:
                 values = self._with_finals(field, values, at, allocate)
                 next_masks[field.name.removeprefix(NEXT)] = self._mask(field, at)
             elif not self._mask_is_one or not masks:
                 masks[field.name] = self._mask(field, at)
             flat[field.name] = values.contiguous() if self._contiguous else values
-        batch = {**unflatten(flat), MASK: next(iter(masks.values())) if self._mask_is_one else unflatten(masks)}
+        batch = {
+            **unflatten(flat),
+            MASK: next(iter(masks.values())) if self._mask_is_one else unflatten(masks),
+        }
         return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
@@ -335,12 +367,16 @@ class WindowReader:
         for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
             width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
             if isinstance(chosen, slice):
-                parts.append((part, len(field.deltas), (width, chosen.step or 1), chosen.start, None))
+                parts.append(
+                    (part, len(field.deltas), (width, chosen.step or 1), chosen.start, None)
+                )
             else:
                 parts.append((part, width, (width, 1), 0, chosen))
         return parts, bool(cut.parts)
 
-    def _values(self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate) -> torch.Tensor:
+    def _values(
+        self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate
+    ) -> torch.Tensor:
         """Return a stored field: `[B, L, *shape]`."""
         found, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
@@ -348,7 +384,9 @@ class WindowReader:
             found.append(values if chosen is None else values.index_select(1, chosen))
         return joined(found, 2, allocate) if is_joined else found[0]
 
-    def _with_finals(self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
+    def _with_finals(
+        self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate
+    ) -> torch.Tensor:
         """Insert recorded final observations into a copy of next observations, if there are any."""
         if at.least_after > field.reach[1]:
             return values
@@ -360,7 +398,11 @@ class WindowReader:
         rows = FrameRows({column: self.snapshot.final_rows(column, which) for column in columns})
         finals = self._final_cuts[field.name](rows, Grid((len(which),), (1,)))
         own = allocate(values.shape, values.dtype).copy_(values)
-        put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])
+        put(
+            own,
+            (torch.from_numpy(window), torch.from_numpy(step)),
+            finals[torch.from_numpy(place.reshape(-1))],
+        )
         return own
 
     def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
@@ -377,8 +419,14 @@ class WindowReader:
             near = np.flatnonzero((at.after <= last) | (at.length == 1))
             after = at.after[near, None] - 1
             # Frames outside the trajectory have the flags of the nearest frame, except with zeros.
-            is_last = field.deltas == after if self._is_zero else (field.deltas >= after) | (at.length[near, None] == 1)
-            flag[near] = is_last if field.name == DONE else is_last & self._is_timeout[at.place[near], None]
+            is_last = (
+                field.deltas == after
+                if self._is_zero
+                else (field.deltas >= after) | (at.length[near, None] == 1)
+            )
+            flag[near] = (
+                is_last if field.name == DONE else is_last & self._is_timeout[at.place[near], None]
+            )
         return torch.from_numpy(flag)
 
     def _mask(self, field: WindowField, at: _Places) -> torch.Tensor:
@@ -402,7 +450,9 @@ class _Places:
 
     def reaches_outside(self, low: int, high: int) -> bool:
         """Return whether any frame from delta `low` to `high` is missing."""
-        return high >= self.least_after or (low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES)))
+        return high >= self.least_after or (
+            low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES))
+        )
 
     def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
         """Return whether each frame exists: bool `[B, L]`, new. `deltas` lie in [low, high]."""

@@ -24,7 +24,13 @@ from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
 from storage.core.object_summary import Shown, described
-from storage.errors import DataFileError, MissingFieldError, OutOfRangeError, UnansweredError, UsageError
+from storage.errors import (
+    DataFileError,
+    MissingFieldError,
+    OutOfRangeError,
+    UnansweredError,
+    UsageError,
+)
 
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s
@@ -46,7 +52,9 @@ def collate_windows(batch: Any) -> Any:
     if not isinstance(batch, list):
         return dict(batch) if type(batch) is WindowBatch else batch  # sending converts others
     if not batch or not all(isinstance(window, Mapping) for window in batch):
-        raise UsageError("collate", "", "a batch or a list of windows", f"a list of {len(batch)} others")
+        raise UsageError(
+            "collate", "", "a batch or a list of windows", f"a list of {len(batch)} others"
+        )
     flat = [flatten(window) for window in batch]
     return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
 
@@ -56,7 +64,9 @@ class WindowBatch(dict[str, Any]):
 
     def __missing__(self, key: object) -> Any:
         advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
-        raise MissingFieldError("read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice)
+        raise MissingFieldError(
+            "read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice
+        )
 
     __repr__ = described
 
@@ -118,7 +128,9 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """
         return self.batch(windows)
 
-    def batch(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> dict[str, Any]:
+    def batch(
+        self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
+    ) -> dict[str, Any]:
         """Return a batch like `__getitems__`; `on_error` None means the setting of the dataset.
 
         Raises:
@@ -307,7 +319,9 @@ def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, _Spot):
             return leaf
-        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.shape, leaf.stride)
+        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(
+            storage, leaf.offset, leaf.shape, leaf.stride
+        )
 
     arrived: dict[str, Any] = map_leaves(view, form)
     return arrived

@@ -37,7 +37,9 @@ class StepNotes:
 
     def steps(self, start: int, stop: int) -> StepNotes:
         """Return the notes of the steps `start:stop`, with all texts."""
-        episodes = tuple((step - start, env, data) for step, env, data in self.episodes if start <= step < stop)
+        episodes = tuple(
+            (step - start, env, data) for step, env, data in self.episodes if start <= step < stop
+        )
         return StepNotes(episodes, self.texts)
 
     @property
@@ -52,13 +54,17 @@ NO_NOTES = StepNotes()
 def is_texts(value: Any) -> bool:
     """Return whether a value is a text, or a list or array of texts."""
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "UT" or (value.dtype == object and value.size > 0 and is_texts(value.flat[0]))
+        return value.dtype.kind in "UT" or (
+            value.dtype == object and value.size > 0 and is_texts(value.flat[0])
+        )
     if isinstance(value, (list, tuple)) and len(value):
         return is_texts(value[0])
     return isinstance(value, str)
 
 
-def text_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
+def text_ids(
+    action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]
+) -> np.ndarray:
     """Return the ids of texts, int64 of shape `lead`.
 
     Args:
@@ -78,7 +84,9 @@ def text_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: d
     else:
         listed = np.array(value, object)
         if listed.shape not in (lead, (*lead, 1)):
-            raise SchemaError(action, f"with the texts {name!r}", f"one text, or shape {lead}", str(listed.shape))
+            raise SchemaError(
+                action, f"with the texts {name!r}", f"one text, or shape {lead}", str(listed.shape)
+            )
     ids: dict[str, int] = {}
     for text in listed.reshape(-1).tolist():
         if isinstance(text, str) and text in ids:
@@ -104,10 +112,14 @@ def check_text_fields(action: str, schema: Schema, texts: Container[str]) -> Non
         if declared.is_text != is_text:
             expected = "texts" if declared.is_text else "numbers"
             got = "texts" if is_text else "numbers"
-            raise FieldTypeError(action, f"with the field {name!r}", f"{expected}, as in the first record", got)
+            raise FieldTypeError(
+                action, f"with the field {name!r}", f"{expected}, as in the first record", got
+            )
 
 
-def episode_notes(action: str, episode: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[int, int, bytes], ...]:
+def episode_notes(
+    action: str, episode: Any, marks: np.ndarray, is_step: bool
+) -> tuple[tuple[int, int, bytes], ...]:
     """Check the metadata of episodes in a record and return (step, env, JSON object) of each.
 
     Args:
@@ -132,7 +144,9 @@ def episode_notes(action: str, episode: Any, marks: np.ndarray, is_step: bool) -
                 continue
             if not marks[step, env]:
                 where = f"with episode= of environment {env}"
-                raise UsageError(action, where, "a frame of it in the same step", "none, by env_mask")
+                raise UsageError(
+                    action, where, "a frame of it in the same step", "none, by env_mask"
+                )
             notes.append((step, env, episode_json(metadata, action, "with episode=")))
     return tuple(notes)
 
@@ -158,7 +172,10 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
     """
     if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
         raise UsageError(action, where, "mappings with names that are texts", repr(metadata)[:80])
-    values = {name: value.item() if isinstance(value, np.bool_) else value for name, value in metadata.items()}
+    values = {
+        name: value.item() if isinstance(value, np.bool_) else value
+        for name, value in metadata.items()
+    }
     for name, type_of_value in _TYPES.items():
         if not isinstance(values.get(name), (type_of_value, type(None))):
             expected = f"{name!r} as a {type_of_value.__name__} or None"
@@ -209,7 +226,9 @@ class NoteCount:
             if counts[env] > MAX_NOTE_BYTES:
                 expected = f"at most {MAX_NOTE_BYTES} bytes of metadata per episode"
                 got = f"{counts[env]} of env {env}"
-                raise UsageError(action, "with episode=", expected, got, "Record large values as a field")
+                raise UsageError(
+                    action, "with episode=", expected, got, "Record large values as a field"
+                )
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts
 

@@ -19,7 +19,13 @@ import h5py
 from storage.core.durable_files import sync_path
 from storage.core.fields import Schema
 from storage.core.threads import Worker
-from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
+from storage.errors import (
+    BackgroundError,
+    RolloutDataError,
+    RolloutDataWarning,
+    SchemaError,
+    UsageError,
+)
 
 from ..blocks.block import Block
 from ..blocks.block_folder import save_index_cache
@@ -120,7 +126,9 @@ class BlockPublisher:
             where = f"in {str(self._folder)!r}"
             expected = "a writable folder with room"
             advice = "Blocks that were published before are intact; close this writer and start another one"
-            raise BackgroundError("publish a block", where, expected, str(self.failure), advice) from self.failure
+            raise BackgroundError(
+                "publish a block", where, expected, str(self.failure), advice
+            ) from self.failure
 
     def close(self) -> None:
         """Publish the submitted blocks, rewrite the index cache and stop. `check()` raises errors."""
@@ -143,7 +151,9 @@ class BlockPublisher:
             return
         staging.is_published = True
         try:
-            content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+            content, carry = staging.content(
+                self._writer, self._sequence, self._carry, self._is_tentative
+            )
             if len(content.fragments):
                 content.codecs = self._codecs
                 content.frames_per_chunk = self._frames_per_chunk
@@ -187,12 +197,18 @@ def check_storable(schema: Schema) -> None:
         is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
         if parts[0] == PACKED or not is_text or not all(part.strip(".") for part in parts):
             expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
-            raise SchemaError("store the field", ascii(name), expected, ascii(name), "Rename the field")
+            raise SchemaError(
+                "store the field", ascii(name), expected, ascii(name), "Rename the field"
+            )
         for end in range(1, len(parts)):
             parent = "/".join(parts[:end])
             if parent in schema:
                 raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
-    longest = {field.name: Coding(field.codec, 1 / 3, 8) for field in schema.values() if field.codec != "raw"}
+    longest = {
+        field.name: Coding(field.codec, 1 / 3, 8)
+        for field in schema.values()
+        if field.codec != "raw"
+    }
     sizes = [len(json.dumps(schema.to_json())), len(codings_text(longest))]
     for layout in layouts_of(schema).values():
         types = [layout.numpy_dtype(column) for column in layout.columns.values()]
@@ -200,7 +216,9 @@ def check_storable(schema: Schema) -> None:
     if max(sizes) > _MAX_ENTRY_BYTES:
         expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
         got = f"{max(sizes)} bytes"
-        raise SchemaError("store", f"{len(schema)} fields", expected, got, "Join fields to wider ones")
+        raise SchemaError(
+            "store", f"{len(schema)} fields", expected, got, "Join fields to wider ones"
+        )
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
@@ -213,7 +231,9 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
             header = read_header(path)
         except (RolloutDataError, OSError) as cause:  # OSError for a link without a target.
             advice = "Use another writer_name"
-            raise UsageError("continue the writer", repr(writer), "readable blocks", str(path), advice) from cause
+            raise UsageError(
+                "continue the writer", repr(writer), "readable blocks", str(path), advice
+            ) from cause
         if not Block(path, writer, header.sequence, header.fragments).is_edit:
             sequence = max(sequence, header.sequence + 1)
         trajectory = max(trajectory, int(header.fragments["trajectory"].max(initial=-1)) + 1)

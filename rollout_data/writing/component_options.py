@@ -32,9 +32,13 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
         try:
             shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
         except (TypeError, ValueError):
-            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(segments)) from None
+            raise UsageError(
+                _MAKE, "with obs_segments", "a shape for each component", repr(segments)
+            ) from None
         if not name or min(shapes[name], default=1) < 1:
-            raise UsageError(_MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}")
+            raise UsageError(
+                _MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}"
+            )
     return shapes
 
 
@@ -42,7 +46,8 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
     """Return `obs_disassemble_mapping` as component -> codec; empty for None.
 
     Raises:
-        UsageError: It is no mapping, a codec cannot be written, or a component is not in `segments`.
+        UsageError: It is no mapping, a codec cannot be written, or a component is not in
+            `segments`.
     """
     codecs = _checked_components("obs_disassemble_mapping", mapping)
     for name, codec in codecs.items():
@@ -58,7 +63,11 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split_components(
-    action: str, leaves: dict[str, Any], head: str, segments: Mapping[str, tuple[int, ...]], *num_leads: int
+    action: str,
+    leaves: dict[str, Any],
+    head: str,
+    segments: Mapping[str, tuple[int, ...]],
+    *num_leads: int,
 ) -> dict[str, Any]:
     """Replace a flat observation by one view per segment, or check the shapes of its components.
 
@@ -67,7 +76,8 @@ def split_components(
         leaves: Values of a record by flat name.
         head: Name of the observation.
         segments: Component -> shape, in order.
-        num_leads: Possible numbers of axes before the shape of a component. The first that fits is used.
+        num_leads: Possible numbers of axes before the shape of a component. The first that fits is
+            used.
 
     Raises:
         SchemaError: The width, a shape or the names of the components differ.
@@ -80,7 +90,9 @@ def split_components(
         width = sum(map(prod, wanted.values()))
         if flat.ndim < 2 or flat.shape[-1] != width:
             expected = f"{width} values in the last dimension, the sum of obs_segments"
-            raise SchemaError(action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}")
+            raise SchemaError(
+                action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}"
+            )
         parts = {}
         start = 0
         for name, shape in wanted.items():
@@ -95,7 +107,9 @@ def split_components(
             leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
             if not leads:
                 expected = f"shape [..., {shape}] as in obs_segments"
-                raise SchemaError(action, f"with the field {name!r}", expected, str(tuple(leaf.shape)))
+                raise SchemaError(
+                    action, f"with the field {name!r}", expected, str(tuple(leaf.shape))
+                )
             parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
         parts = {name: parts[name] for name in wanted}
     return {**parts, **others}

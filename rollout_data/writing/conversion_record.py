@@ -33,7 +33,8 @@ _MAX_VALUE_BYTES = 200
 _MAX_TASK = 1 << 16
 #: Bytes per read of a field that the writer of the target did not read.
 _PART_BYTES = 8 << 20
-#: Depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper line is damaged.
+#: Depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper line is
+#: damaged.
 _MAX_DEPTH = 128
 #: Text in place of the checksum of a field that cannot be read and is missing from the target.
 UNREAD = "--------"
@@ -49,7 +50,9 @@ class UnreadableEpisode(DataFileError):
     """
 
     def __init__(self, problem: DataFileError) -> None:
-        super().__init__(problem.action, problem.where, problem.expected, problem.got, problem.advice)
+        super().__init__(
+            problem.action, problem.where, problem.expected, problem.got, problem.advice
+        )
         self.problem = problem
 
 
@@ -88,7 +91,9 @@ class SummedEpisode:
             parts = final if isinstance(final, dict) else {"": final}
             for name in episode.final:
                 values = parts.get(name.partition("/")[2])
-                checksum = UNREAD if values is None else f"{_checksum(np.asarray(values)[None]):08x}"
+                checksum = (
+                    UNREAD if values is None else f"{_checksum(np.asarray(values)[None]):08x}"
+                )
                 sums[name + AFTER_LAST] = checksum
         return sums
 
@@ -137,7 +142,9 @@ class SummedEpisode:
             if isinstance(cause, RolloutDataError):
                 raise
             got = f"{type(cause).__name__}: {cause}"
-            raise UnreadableEpisode(DataFileError("read", f"episode {self._episode.id!r}", "", got)) from cause
+            raise UnreadableEpisode(
+                DataFileError("read", f"episode {self._episode.id!r}", "", got)
+            ) from cause
 
 
 def _checksum(rows: Any, start: int = 0) -> int:
@@ -160,16 +167,22 @@ class ConversionNote:
         options: Options of the conversion, with defaults.
         metadata: Metadata of the recording.
         episodes: A description of each episode of the source, in its order.
-        source: Digest of path, size and modification time of every file of the source; "" if unknown.
+        source: Digest of path, size and modification time of every file of the source; "" if
+            unknown.
         left_out: Ids of the episodes that could not be read.
         rows: Id of each episode that was written -> field -> checksum.
-        files: Id of an episode -> name in the target -> size and checksum. The first file is renamed last.
+        files: Id of an episode -> name in the target -> size and checksum. The first file is
+            renamed last.
         stored: Id of an episode -> dataset in an HDF5 target -> checksum of its rows there.
-        files_of_all: Other files: name in the target -> size and checksum; {} while they are written.
+        files_of_all: Other files: name in the target -> size and checksum; {} while they are
+            written.
         unplaced: Id of the last episode if its files may not be renamed yet; "" otherwise.
-        published: Ids of the episodes in the blocks of a block folder, including dropped and pruned ones.
-        finish: Content of the last line of a complete target; None if the target was never complete.
-        has_damaged_lines: Whether lines could not be read, such as a line that a killed conversion cut.
+        published: Ids of the episodes in the blocks of a block folder, including dropped and pruned
+            ones.
+        finish: Content of the last line of a complete target; None if the target was never
+            complete.
+        has_damaged_lines: Whether lines could not be read, such as a line that a killed conversion
+            cut.
     """
 
     format: str
@@ -246,7 +259,9 @@ class ConversionNote:
 
     def line_of(self, episode: str) -> str:
         """Return the line of an episode that was written."""
-        return line_of(episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {}))
+        return line_of(
+            episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {})
+        )
 
     def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
         """Return a placeholder line for each episode, with the length of its later line.
@@ -258,9 +273,15 @@ class ConversionNote:
         for episode in self.episodes:
             if episode["id"] not in self.left_out:
                 fields = episode["fields"]
-                names = [*fields["numbers"], *fields["texts"], *(name + AFTER_LAST for name in fields["final"])]
+                names = [
+                    *fields["numbers"],
+                    *fields["texts"],
+                    *(name + AFTER_LAST for name in fields["final"]),
+                ]
                 sums = dict.fromkeys(names, UNREAD)
-                lines[episode["id"]] = line_of(episode["id"], sums, {}, dict.fromkeys(stored[episode["id"]], UNREAD))
+                lines[episode["id"]] = line_of(
+                    episode["id"], sums, {}, dict.fromkeys(stored[episode["id"]], UNREAD)
+                )
         return lines
 
     @classmethod
@@ -276,7 +297,9 @@ class ConversionNote:
             return None
         try:
             fields = about["fields"]
-            episodes = [{**episode, "fields": fields[episode["fields"]]} for episode in about["episodes"]]
+            episodes = [
+                {**episode, "fields": fields[episode["fields"]]} for episode in about["episodes"]
+            ]
             note = cls(
                 format=about["format"],
                 version=about["version"],
@@ -314,7 +337,9 @@ class ConversionNote:
             return self._read_episode_line(line, ids, sums)
         return self._read_files_line(line, ids, sums)
 
-    def _read_files_line(self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]) -> bool:
+    def _read_files_line(
+        self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
+    ) -> bool:
         """Add a line about files, whose sums are parsed."""
         if line.get("open") is True:
             self.files_of_all.clear()
@@ -330,7 +355,9 @@ class ConversionNote:
             self.finish = line["finish"] if isinstance(line["finish"], dict) else {}
         return bool(line)
 
-    def _read_episode_line(self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]) -> bool:
+    def _read_episode_line(
+        self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
+    ) -> bool:
         """Add a line about an episode; `sums` has the size and checksum of each of its files."""
         name = line.get("episode", line.get("left_out"))
         if not isinstance(name, str) or name not in ids:
@@ -353,14 +380,18 @@ class ConversionNote:
         """Return whether all parts have their types, as a note may be damaged or written by other programs."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
-        if not isinstance(self.source, str) or not all(isinstance(name, str) for name in self.left_out):
+        if not isinstance(self.source, str) or not all(
+            isinstance(name, str) for name in self.left_out
+        ):
             return False
         if not _is_shallow(self.options) or not _is_shallow(self.metadata):
             return False
         return all(_is_description(episode) and _is_shallow(episode) for episode in self.episodes)
 
 
-def line_of(episode: str, sums: Mapping[str, str], files: Mapping[str, FileSum], stored: Mapping[str, str]) -> str:
+def line_of(
+    episode: str, sums: Mapping[str, str], files: Mapping[str, FileSum], stored: Mapping[str, str]
+) -> str:
     """Return the line of an episode that was written."""
     about: dict[str, Any] = {"episode": episode, "rows": sums}
     if files:
@@ -410,7 +441,9 @@ def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] =
     place = folder / NOTE_NAME
     if place.is_file():
         sums = {path.name: file_sum(path) for path in added}
-        append_line(place, files_line(sums, removed=[path.name for path in removed]), is_durable=True)
+        append_line(
+            place, files_line(sums, removed=[path.name for path in removed]), is_durable=True
+        )
 
 
 def append_line(place: Path, line: str, is_durable: bool = False) -> None:
@@ -510,7 +543,11 @@ def _forms(schema: Schema) -> Mapping[str, str]:
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
     """Return metadata as JSON values. Long values become their checksum; `without` names are left out."""
-    return {str(name): _shortened(plain(value)) for name, value in metadata.items() if name not in without}
+    return {
+        str(name): _shortened(plain(value))
+        for name, value in metadata.items()
+        if name not in without
+    }
 
 
 def _shortened(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Read the results of environments: gymnasium (vectorized or single), stable-baselines3 and GPU simulators.
 
-The convention of an env is detected from the results of `reset` and `step`. An observation is a final
-observation only if the env marks it or its autoreset mode implies it. If neither is known, recording
-raises and asks for `autoreset`.
+The convention of an env is detected from the results of `reset` and `step`. An observation is a
+final observation only if the env marks it or its autoreset mode implies it. If neither is known,
+recording raises and asks for `autoreset`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ FINAL = ("final_observation", "final_observations", "final_obs", "terminal_obser
 FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
 TIME_OUTS = ("time_outs", "TimeLimit.truncated")
 _PRIVILEGED_GROUPS = ("critic", "privileged")
-#: Attributes of envs of rsl_rl, legged_gym and Isaac Lab, which reset in the step in which an episode ends.
-#: `time_outs` is not enough: other tasks of Isaac Gym have it and reset one step later.
+#: Attributes of envs of rsl_rl, legged_gym and Isaac Lab, which reset in the step in which an
+#: episode ends. `time_outs` is not enough: other tasks of Isaac Gym have it and reset one step
+#: later.
 _SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
 _SAME_STEP_INFOS = {*FINAL, "final_info"}
 
@@ -34,8 +35,8 @@ _SAME_STEP_INFOS = {*FINAL, "final_info"}
 class Simulator:
     """A batch of environments with a detected convention.
 
-    Arguments are as in `RecordingWrapper`. A single `gymnasium.Env` is a batch of one: recorded values get
-    an axis for envs, other values do not.
+    Arguments are as in `RecordingWrapper`. A single `gymnasium.Env` is a batch of one: recorded
+    values get an axis for envs, other values do not.
 
     Attributes:
         action: The call that records, for errors.
@@ -46,28 +47,41 @@ class Simulator:
 
     def __init__(self, action: str, env: Any, autoreset: str | None = None) -> None:
         num_envs = _attribute(env, "num_envs")
-        self._is_single = num_envs is None and hasattr(env, "action_space") and hasattr(env, "reset")
+        self._is_single = (
+            num_envs is None and hasattr(env, "action_space") and hasattr(env, "reset")
+        )
         if not hasattr(env, "step") or not (self._is_single or num_envs is not None):
             expected = "a gymnasium.Env, or a vectorized environment with num_envs and step()"
             raise UsageError(action, "", f"env as {expected}", type(env).__name__)
         if autoreset not in (None, *_MODES.values()):
-            raise UsageError(action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
+            raise UsageError(
+                action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset)
+            )
         self.action = action
         self.env = env
         self.num_envs = 1 if self._is_single else int(num_envs)
         self.seen = dict[str, Any]()
         #: Device of the env's tensors; None if the env returns arrays.
         self._device: torch.device | None = None
-        self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
+        self.name = str(
+            getattr(_attribute(env, "spec"), "id", None)
+            or type(getattr(env, "unwrapped", env)).__name__
+        )
         self.is_over = np.zeros(self.num_envs, bool)
         self.infos = dict[str, Any]()
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
-        mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
+        mode = (
+            autoreset
+            or mode
+            or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
+        )
         self._is_mode_known = mode is not None
         self._mode = mode or ("disabled" if self._is_single else None)
         #: Whether `action_space` covers all envs. In stable-baselines3 it covers a single env.
-        self._is_space_of_all = self._is_single or _attribute(env, "single_action_space") is not None
+        self._is_space_of_all = (
+            self._is_single or _attribute(env, "single_action_space") is not None
+        )
 
     def start(self, seed: int | None) -> Any:
         """Reset all envs and return the observation as the env returns it."""
@@ -82,7 +96,9 @@ class Simulator:
         if hasattr(self.env, "get_observations"):
             observation = self.see(self.env.get_observations())
         if observation is None:
-            raise UsageError("start", repr(self.name), "an observation of reset() or get_observations()", "none")
+            raise UsageError(
+                "start", repr(self.name), "an observation of reset() or get_observations()", "none"
+            )
         return observation
 
     def see(self, result: Any, is_reset: np.ndarray | None = None) -> Any:
@@ -122,18 +138,24 @@ class Simulator:
         """Read the result of `step()`.
 
         Returns:
-            Values for `RolloutWriter.add`, the ends (`[N]` bool) and the `joined` infos. If only some of
-            the ends have a final observation, `lacks_final` in the values marks the other ends.
+            Values for `RolloutWriter.add`, the ends (`[N]` bool) and the `joined` infos. If only
+            some of the ends have a final observation, `lacks_final` in the values marks the other
+            ends.
 
         Raises:
-            UsageError: The result has another form, the env needs a reset, or the autoreset mode is unknown.
+            UsageError: The result has another form, the env needs a reset, or the autoreset mode is
+                unknown.
         """
         if len(result) not in (4, 5):
             expected = "gymnasium's five values, obs, rewards, dones, infos, or these with privileged_obs after obs"
-            raise UsageError("step the environments", repr(self.name), expected, f"{len(result)} values")
+            raise UsageError(
+                "step the environments", repr(self.name), expected, f"{len(result)} values"
+            )
         if self._is_single and self.is_over[0] and not self._is_mode_known:
             advice = "Give autoreset='next_step' if the environment resets itself"
-            raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
+            raise UsageError(
+                "step", repr(self.name), "reset() after the end of an episode", "none", advice
+            )
         observation, *middle, infos = result
         infos = joined(infos)
         privileged = None
@@ -146,7 +168,11 @@ class Simulator:
             truncated = [ended & time_out_flags(infos, self.num_envs)[0]]
             ended &= ~truncated[0]
         present = ~self.is_over
-        record = {"reward": self.copied(reward), "terminated": ended & present, "truncated": truncated[0] & present}
+        record = {
+            "reward": self.copied(reward),
+            "terminated": ended & present,
+            "truncated": truncated[0] & present,
+        }
         done = record["terminated"] | record["truncated"]
         if done.any() and self._mode is None:
             self._mode = self._detected_mode(observation, result[-1] or {})
@@ -196,7 +222,9 @@ class Simulator:
             UsageError: The mode cannot be detected.
         """
         is_same_step = not isinstance(infos, Mapping) or not _SAME_STEP_INFOS.isdisjoint(infos)
-        is_same_step |= any(_attribute(self.env, name) is not None for name in _SAME_STEP_ATTRIBUTES)
+        is_same_step |= any(
+            _attribute(self.env, name) is not None for name in _SAME_STEP_ATTRIBUTES
+        )
         has_policy_group = hasattr(observation, "items") and "policy" in dict(observation.items())
         if is_same_step or (has_policy_group and isinstance(_leaf(observation), torch.Tensor)):
             return "same_step"
@@ -212,8 +240,9 @@ class Simulator:
 def joined(infos: Any) -> Mapping[str, Any]:
     """Return infos as one mapping.
 
-    A list of mappings, one per env, becomes a mapping of lists, with None for an env without the name.
-    If envs have different names for final observations, the list of the first name has all of them.
+    A list of mappings, one per env, becomes a mapping of lists, with None for an env without the
+    name. If envs have different names for final observations, the list of the first name has all of
+    them.
     """
     if infos is None or isinstance(infos, Mapping):
         return infos or {}
@@ -228,7 +257,9 @@ def joined(infos: Any) -> Mapping[str, Any]:
     return lists
 
 
-def info_flags(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+def info_flags(
+    infos: Mapping[str, Any], names: Sequence[str], num_envs: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Read a flag from the first of `names` that any env has in `infos`.
 
     Returns:
@@ -238,7 +269,9 @@ def info_flags(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) ->
         values = infos.get(name)
         array = np.empty(0) if values is None else on_host(values).reshape(-1)
         if len(array) == num_envs:
-            has_flag = _mask(infos, name, num_envs) & np.array([value is not None for value in array])
+            has_flag = _mask(infos, name, num_envs) & np.array(
+                [value is not None for value in array]
+            )
             if has_flag.any():
                 return has_flag & array.astype(bool), has_flag
     return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
@@ -255,7 +288,9 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
     """
     for name in TIME_OUTS:
         if infos.get(name) is not None:
-            _check_time_outs(f"with {name!r} of infos", infos[name], _mask(infos, name, num_envs), num_envs)
+            _check_time_outs(
+                f"with {name!r} of infos", infos[name], _mask(infos, name, num_envs), num_envs
+            )
     first, second = TIME_OUTS
     first_flags, has_first = info_flags(infos, (first,), num_envs)
     second_flags, has_second = info_flags(infos, (second,), num_envs)
@@ -287,11 +322,17 @@ def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -
     if len(flags) != num_envs:
         expected = f"{num_envs} flags, one per environment"
         raise SchemaError("read time-outs", where, expected, str(len(flags)))
-    is_wrong = np.array([not _is_flag(flag) for flag in flags]) if flags.dtype == object else ~_are_flags(flags)
+    is_wrong = (
+        np.array([not _is_flag(flag) for flag in flags])
+        if flags.dtype == object
+        else ~_are_flags(flags)
+    )
     is_wrong = is_wrong & mask
     if is_wrong.any():
         env = int(is_wrong.argmax())
-        raise SchemaError("read time-outs", f"{where}, environment {env}", "a flag or None", repr(flags[env])[:60])
+        raise SchemaError(
+            "read time-outs", f"{where}, environment {env}", "a flag or None", repr(flags[env])[:60]
+        )
 
 
 def _are_flags(values: np.ndarray) -> np.ndarray:
@@ -321,7 +362,11 @@ def _named(tree: Any) -> Any:
 
 
 def _is_floating(values: Any) -> bool:
-    return values.is_floating_point() if isinstance(values, torch.Tensor) else np.asarray(values).dtype.kind == "f"
+    return (
+        values.is_floating_point()
+        if isinstance(values, torch.Tensor)
+        else np.asarray(values).dtype.kind == "f"
+    )
 
 
 def _leaf(tree: Any) -> Any:
@@ -363,7 +408,9 @@ def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
     return fields
 
 
-def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> tuple[Any, Any, np.ndarray]:
+def final_rows(
+    infos: Mapping[str, Any], observation: Any, done: np.ndarray
+) -> tuple[Any, Any, np.ndarray]:
     """Return the final observations in `joined` infos.
 
     Args:
@@ -372,18 +419,22 @@ def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> 
         done: `[N]` bool, environments whose episode ended.
 
     Returns:
-        The final observations, of all environments or of those that have one; their privileged part; and
-        `[N]` bool: environments that ended without a final observation. None for absent values.
+        The final observations, of all environments or of those that have one; their privileged
+        part; and `[N]` bool: environments that ended without a final observation. None for absent
+        values.
 
     Raises:
-        SchemaError: Final observations or their mask are not of N environments, or have another structure.
+        SchemaError: Final observations or their mask are not of N environments, or have another
+            structure.
         FieldTypeError: Values are no numbers, or the dtype of the observations cannot hold them.
     """
     name = next((name for name in FINAL if infos.get(name) is not None), "")
     finals: Any = infos.get(name)
     has_final = done & (finals is not None) & _mask(infos, name, len(done))
     like = _named(observation)
-    if isinstance(finals, tuple) and not (isinstance(like, dict) and like.keys() == _named(finals).keys()):
+    if isinstance(finals, tuple) and not (
+        isinstance(like, dict) and like.keys() == _named(finals).keys()
+    ):
         finals = list(finals)  # A tuple of environments, not of the parts of an observation.
     if _is_listed(finals):
         if len(finals) != len(done):
@@ -392,13 +443,17 @@ def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> 
         has_final &= [row is not None for row in finals]
     if not has_final.any():
         return None, None, done
-    privileged = next((infos[name] for name in FINAL_PRIVILEGED if infos.get(name) is not None), None)
+    privileged = next(
+        (infos[name] for name in FINAL_PRIVILEGED if infos.get(name) is not None), None
+    )
     rows = _rows(_named(finals), like, np.flatnonzero(has_final))
     return mapped(_checked_rows, rows), mapped(_checked_rows, privileged), done & ~has_final
 
 
 def _is_listed(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object and value.ndim > 0)
+    return isinstance(value, list) or (
+        isinstance(value, np.ndarray) and value.dtype == object and value.ndim > 0
+    )
 
 
 def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
@@ -434,14 +489,20 @@ def _numbers(values: Any) -> torch.Tensor:
         is_object = isinstance(values, np.ndarray) and values.dtype == object
         return as_given(np.array(values.tolist()) if is_object else values)
     except (TypeError, ValueError, RuntimeError) as cause:
-        got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+        got = (
+            f"an array of {values.dtype}"
+            if isinstance(values, np.ndarray)
+            else type(values).__name__
+        )
         raise FieldTypeError(_FINALS, "of infos", "numbers", got) from cause
 
 
 def _checked_rows(leaf: Any) -> Any:
     """Return a leaf of final observations; raise `SchemaError` if it has no axis of environments."""
     if leaf is not None and not _numbers(leaf).ndim:
-        raise SchemaError(_FINALS, "of infos", "one row per environment", f"a single {type(leaf).__name__}")
+        raise SchemaError(
+            _FINALS, "of infos", "one row per environment", f"a single {type(leaf).__name__}"
+        )
     return leaf
 
 
@@ -468,9 +529,17 @@ def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_arrays(item, space[key], is_of_all) for key, item in value.items()}
     if isinstance(value, tuple) and isinstance(getattr(space, "spaces", None), tuple):
-        return tuple(_as_arrays(item, part, is_of_all) for item, part in zip(value, space.spaces, strict=True))
+        return tuple(
+            _as_arrays(item, part, is_of_all)
+            for item, part in zip(value, space.spaces, strict=True)
+        )
     array = on_host(value)
     shape = getattr(space, "shape", None)
-    if is_of_all and shape is not None and array.shape != shape and array.size == int(np.prod(shape)):
+    if (
+        is_of_all
+        and shape is not None
+        and array.shape != shape
+        and array.size == int(np.prod(shape))
+    ):
         array = array.reshape(shape)
     return np.array(array, dtype=getattr(space, "dtype", None))

@@ -35,7 +35,15 @@ from .step_infos import needed_infos
 
 _RECORD = "call rollout_data.record_demonstrations"
 #: Methods of an env that are recorded.
-_RECORDED = ("reset", "reset_async", "reset_wait", "get_observations", "step", "step_async", "step_wait")
+_RECORDED = (
+    "reset",
+    "reset_async",
+    "reset_wait",
+    "get_observations",
+    "step",
+    "step_async",
+    "step_wait",
+)
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,8 @@ class RecordingSummary:
         num_new_frames, num_new_trajectories: Recorded and kept by this call.
         num_steps: Steps of all envs in this call.
         num_nonfinite_rewards: NaN or infinite rewards in this call.
-        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended, kept or
-            dropped; NaN without any.
+        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended,
+            kept or dropped; NaN without any.
         duration_s: Wall-clock time in seconds.
     """
 
@@ -93,10 +101,11 @@ _NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
 class RecordingWrapper(Owned):
     """An env whose resets and steps are recorded. The results of the env are returned unchanged.
 
-    All other attributes and methods are those of the env, and `isinstance` treats it as the env. A reset in
-    the middle of an episode leaves an open trajectory. Actions are recorded in the dtype of the env's space.
-    Metadata of an episode are the `seed` of its reset, the first text `task` in its infos, and the `success`
-    in the infos of its last step. `close()` closes the writer `rollout_writer`, then the env.
+    All other attributes and methods are those of the env, and `isinstance` treats it as the env. A
+    reset in the middle of an episode leaves an open trajectory. Actions are recorded in the dtype
+    of the env's space. Metadata of an episode are the `seed` of its reset, the first text `task` in
+    its infos, and the `success` in the infos of its last step. `close()` closes the writer
+    `rollout_writer`, then the env.
 
     Steps of a simulator on a GPU are copied asynchronously. A later call raises their errors, see
     `RolloutWriter.add`.
@@ -104,33 +113,44 @@ class RecordingWrapper(Owned):
     Args:
         env: As in `record_demonstrations`.
         data_dir: Data folder.
-        autoreset: When an env is reset after the end of an episode. "next_step": its next step only resets
-            it. "same_step": in the last step, whose infos may have the final observation. "disabled": the
-            loop resets it. None detects the mode from `metadata["autoreset_mode"]` or from the results when
-            an episode ends; for a single env it is then "disabled".
+        autoreset: When an env is reset after the end of an episode. "next_step": its next step only
+            resets it. "same_step": in the last step, whose infos may have the final observation.
+            "disabled": the loop resets it. None detects the mode from `metadata["autoreset_mode"]`
+            or from the results when an episode ends; for a single env it is then "disabled".
         options: Options of `RolloutWriter`, and these:
             `success_only`: keep only episodes whose last infos have a success.
             `keep`: keep only episodes for which `keep(EpisodeSummary)` is true.
-            `success_key="success"`: name of the success in infos or `final_info`; `is_<key>` is read too.
-            `max_dropped`: raise after this number of dropped episodes in a row. The default is 1000, or 10
-            per env if that is more; a `RecordingWrapper` then only warns once, unless infos never had a
-            success.
+            `success_key="success"`: name of the success in infos or `final_info`; `is_<key>` is
+            read too. `max_dropped`: raise after this number of dropped episodes in a row. The
+            default is 1000, or 10 per env if that is more; a `RecordingWrapper` then only warns
+            once, unless infos never had a success.
 
     Raises:
-        UsageError: An argument is invalid, a step cannot be recorded, or `max_dropped` episodes were dropped.
+        UsageError: An argument is invalid, a step cannot be recorded, or `max_dropped` episodes
+            were dropped.
     """
 
     __class__ = property(lambda self: type(self.env))
 
     def __init__(
-        self, env: Any, data_dir: str | os.PathLike[str], *, autoreset: str | None = None, **options: Any
+        self,
+        env: Any,
+        data_dir: str | os.PathLike[str],
+        *,
+        autoreset: str | None = None,
+        **options: Any,
     ) -> None:
         takers = (RecordingWrapper.__init__, _Recorder, RolloutWriter)
         arguments.options_of("RecordingWrapper", options, *takers, but=_NO_OPTIONS)
         recorder = _Recorder(
-            Simulator("create a RecordingWrapper", env, autoreset), data_dir, is_in_loop=True, **options
+            Simulator("create a RecordingWrapper", env, autoreset),
+            data_dir,
+            is_in_loop=True,
+            **options,
         )
-        self.__dict__.update(env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True)
+        self.__dict__.update(
+            env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True
+        )
         self.__dict__["_owner"] = Owner(f"a recording into {str(data_dir)!r}")
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +176,9 @@ class RecordingWrapper(Owned):
         try:
             self.rollout_writer.close()
         finally:
-            result = self.env.close(*args, **kwargs) if is_open and hasattr(self.env, "close") else None
+            result = (
+                self.env.close(*args, **kwargs) if is_open and hasattr(self.env, "close") else None
+            )
         return result
 
 
@@ -176,32 +198,33 @@ def record_demonstrations(
 ) -> RecordingSummary:
     """Record a policy until a dataset has enough frames and trajectories.
 
-    If the folder has data, the recording continues it: its frames and complete trajectories count. Parts of
-    a `spaces.Tuple` are recorded under the names "0", "1", ...
+    If the folder has data, the recording continues it: its frames and complete trajectories count.
+    Parts of a `spaces.Tuple` are recorded under the names "0", "1", ...
 
     Args:
-        env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac Lab,
-            rsl_rl or Isaac Gym, or a single `gymnasium.Env`. Other envs need `num_envs` and a
+        env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac
+            Lab, rsl_rl or Isaac Gym, or a single `gymnasium.Env`. Other envs need `num_envs` and a
             `step(actions)` that returns gymnasium's five values, `obs, rewards, dones, infos` or
-            `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The groups `critic` and
-            `privileged` of a dict observation are the privileged observation. If only a group `policy`
-            remains, it is the observation. The policy of a single env gets an observation and returns an
-            action without an axis for envs.
-        policy: Observation -> actions, or an object with `act_inference` or `act`. A torch module gets
-            tensors; another policy gets the observation as the env returns it.
+            `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The groups `critic`
+            and `privileged` of a dict observation are the privileged observation. If only a group
+            `policy` remains, it is the observation. The policy of a single env gets an observation
+            and returns an action without an axis for envs.
+        policy: Observation -> actions, or an object with `act_inference` or `act`. A torch module
+            gets tensors; another policy gets the observation as the env returns it.
         data_dir: Data folder.
         min_timesteps: Frames of the dataset at the end, at least.
         min_trajectories: Complete trajectories of the dataset at the end, at least.
         keep_unfinished: Keep the trajectories in progress at the end as open ones.
         metadata: Additional context for metadata.json.
-        seed: Seed of the first reset. If the folder has trajectories, the seed is combined with their
-            number, so that the same call records other episodes.
+        seed: Seed of the first reset. If the folder has trajectories, the seed is combined with
+            their number, so that the same call records other episodes.
         show_progress: Show a progress bar.
-        autoreset, options: As in `RecordingWrapper`. If `autoreset` is "disabled", this function resets
-            the envs.
+        autoreset, options: As in `RecordingWrapper`. If `autoreset` is "disabled", this function
+            resets the envs.
 
     Returns:
-        A summary. After an error or a Ctrl-C, the recorded steps are published before the exception is raised.
+        A summary. After an error or a Ctrl-C, the recorded steps are published before the exception
+        is raised.
     """
     takers = (record_demonstrations, _Recorder, RolloutWriter)
     arguments.options_of("record_demonstrations", options, *takers, but=_NO_OPTIONS)
@@ -235,7 +258,11 @@ def record_demonstrations(
     if seed is not None and seed >= 0 and trajectories_before:
         seed = int(np.random.SeedSequence((seed, trajectories_before)).generate_state(1)[0] >> 1)
     observation = simulator.start(seed)
-    context = {"policy": policy_name, "min_timesteps": min_timesteps, "min_episodes": min_trajectories}
+    context = {
+        "policy": policy_name,
+        "min_timesteps": min_timesteps,
+        "min_episodes": min_trajectories,
+    }
     context |= {"use_critic_obs": "privileged_observation" in simulator.seen, **(metadata or {})}
     recorder = _Recorder(simulator, data_dir, metadata=context, **options)
     recorder.start_episodes(seed, np.ones(simulator.num_envs, bool))
@@ -290,11 +317,15 @@ class _Recorder:
     ) -> None:
         action = simulator.action
         if keep is not None and not callable(keep):
-            raise UsageError(action, "", "keep a callable of an EpisodeSummary, or None", repr(keep))
+            raise UsageError(
+                action, "", "keep a callable of an EpisodeSummary, or None", repr(keep)
+            )
         num_envs = simulator.num_envs
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
-        arguments.real(action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
+        arguments.real(
+            action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1
+        )
         self._only_warns = is_in_loop and max_dropped is None
         self._has_warned = False
         self.simulator = simulator
@@ -342,7 +373,9 @@ class _Recorder:
         elif name != "reset_wait":
             options = kwargs.get("options") or {}
             chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
-            self._reset = next((on_host(envs).copy() for envs in chosen if envs is not None), slice(None))
+            self._reset = next(
+                (on_host(envs).copy() for envs in chosen if envs is not None), slice(None)
+            )
             self._seed = kwargs.get("seed")
         result = getattr(self.simulator.env, name)(*args, **kwargs)
         if name in ("step", "step_wait"):
@@ -371,7 +404,11 @@ class _Recorder:
         fresh = self._fresh
         self._fresh = {}
         *values, infos = result
-        step = (fresh, self._action, (*values, needed_infos(infos, {*self._names, TASK, "observations"})))
+        step = (
+            fresh,
+            self._action,
+            (*values, needed_infos(infos, {*self._names, TASK, "observations"})),
+        )
         if has_device_tensors(step):
             self._num_late += 1
             self.writer.record_late(step, partial(self._add_late, self._num_late))
@@ -413,7 +450,9 @@ class _Recorder:
     def _keep_tasks(self, infos: Mapping[str, Any]) -> None:
         """Keep the tasks in infos of episodes that have no task yet."""
         tasks: Any = infos.get(TASK)
-        is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(self._lacks_task)
+        is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(
+            self._lacks_task
+        )
         if not (is_listed or isinstance(tasks, str)):
             return
         for env in np.flatnonzero(self._lacks_task & ~self.simulator.is_over).tolist():
@@ -436,13 +475,18 @@ class _Recorder:
         if fresh:
             self._before = fresh
         before = self._before
-        self._before = {}  # After an error, the next step must follow a reset, so that no frame is missing.
+        # After an error, the next step must follow a reset, so that no frame is missing.
+        self._before = {}
         if not before:
-            raise UsageError("record a step", "", "reset() or get_observations() before it", "neither")
+            raise UsageError(
+                "record a step", "", "reset() or get_observations() before it", "neither"
+            )
         record, done, infos = self.simulator.read(result)
         present = record.get("env_mask", True)
         self._lengths += present
-        self._rewards += np.where(present, on_host(record["reward"]).reshape(len(done), -1)[:, 0], 0)
+        self._rewards += np.where(
+            present, on_host(record["reward"]).reshape(len(done), -1)[:, 0], 0
+        )
         self._sum_of_rewards += float(self._rewards[done].sum())
         self._num_ended += int(done.sum())
         if self._is_choosing or done.any():
@@ -454,7 +498,9 @@ class _Recorder:
         self._clear(done)
         lacks_final = record.pop("lacks_final", None)
         if lacks_final is not None:  # A record has final observations of all its ends or of none.
-            without_finals = {name: value for name, value in record.items() if not name.startswith("final_")}
+            without_finals = {
+                name: value for name, value in record.items() if not name.startswith("final_")
+            }
             self.writer.add(
                 **before,
                 action=action,
@@ -470,7 +516,9 @@ class _Recorder:
         if self._is_choosing and done.any():
             self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
 
-    def _success_flags(self, done: np.ndarray, infos: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _success_flags(
+        self, done: np.ndarray, infos: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return `[N]` bool: envs with a success in infos, and envs that have the flag."""
         success, has_flag = info_flags(infos, self._names, len(done))
         final_infos = infos.get("final_info")
@@ -527,7 +575,9 @@ class _Recorder:
             reason = f"infos never have {' or '.join(map(repr, self._names))}, but {names}"
             advice = "Name the success flag of the infos with success_key"
         elif self._success_only:
-            reason = "they ended without success" + (" or keep returned False" if self._keep else "")
+            reason = "they ended without success" + (
+                " or keep returned False" if self._keep else ""
+            )
         else:
             reason = "keep returned False"
         got = f"{self._num_dropped_in_a_row} dropped in a row: {reason}"
@@ -554,8 +604,8 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
 def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     """Return a policy as a function of the observation, and its name.
 
-    A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the observation of
-    the env. Of an object, `act_inference` is used, or `act`.
+    A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the
+    observation of the env. Of an object, `act_inference` is used, or `act`.
     """
     methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
     act = next((method for method in methods if callable(method)), policy)

@@ -46,7 +46,9 @@ _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in ot
 _ENDS = {"done", "terminated", "truncated", "timeout"}
 #: Values of other records that are not recorded -> the reason.
 _FOLLOWS = "it follows from the frames, and from final_observation where they end"
-_DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS)
+_DERIVED = dict.fromkeys(
+    ("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS
+)
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
 #: Names of values that are ignored in other storages, because their shapes differ. A keyword of
 #: this name is a usual field.
@@ -64,14 +66,17 @@ def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
     extras = arguments_by_name.pop("extras")
     del arguments_by_name["self"], arguments_by_name["transition"]
     arguments_by_name.pop("include", None)
-    return {name: value for name, value in (arguments_by_name | extras).items() if value is not None}
+    return {
+        name: value for name, value in (arguments_by_name | extras).items() if value is not None
+    }
 
 
 def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
-    Names of other libraries are translated ("actions" -> "action"). None values are left out. Values that
-    follow from other values are left out, with a warning if they are keywords. Infos are not changed.
+    Names of other libraries are translated ("actions" -> "action"). None values are left out.
+    Values that follow from other values are left out, with a warning if they are keywords. Infos
+    are not changed.
 
     Raises:
         UsageError: A value has two names or occurs twice, or marks of a batch could also be ends.
@@ -79,7 +84,10 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case.
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
-    for source, ignored in ((_items_of(action, transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
+    for source, ignored in (
+        (_items_of(action, transition), _DERIVED.keys() | _CARRIED),
+        (keywords, set()),
+    ):
         for original, value in _with_next(source).items():
             name = _ALIASES.get(original, original)
             if original == "extras" and are_infos(value):
@@ -87,7 +95,9 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
             if value is None or name in ignored:
                 continue
             if name in _DERIVED:
-                text = f"{name!r} is not recorded: {_DERIVED[name]}. To keep it, give it another name"
+                text = (
+                    f"{name!r} is not recorded: {_DERIVED[name]}. To keep it, give it another name"
+                )
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
                 got = f"{merged[name][0]!r} and {original!r}"
@@ -113,7 +123,9 @@ def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
     left_out = {"next"}
     if _ENDS & {_ALIASES[name] for name in next_values}:
         left_out |= _ENDS
-    others = {name: value for name, value in values.items() if _ALIASES.get(name, name) not in left_out}
+    others = {
+        name: value for name, value in values.items() if _ALIASES.get(name, name) not in left_out
+    }
     return others | next_values
 
 
@@ -125,7 +137,9 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
         for known, meant in missing.items():
             ratio = SequenceMatcher(None, name.lower(), known).ratio()
             length = len(name) + len(known)
-            is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
+            is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(
+                known
+            )
             if is_close and known not in name.split("_"):
                 text = f"{name!r} is recorded as an extra field. If it is {meant!r}, give it by that name"
                 warnings.warn(text, RolloutDataWarning, stacklevel=5)
@@ -171,7 +185,9 @@ def _recorded_done(action: str, batch: Transition) -> Any:
             flag = as_given(value)
             if flag.numel() != done.numel():
                 expected = f"shape {tuple(done.shape)} as of 'done'"
-                raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(flag.shape)))
+                raise SchemaError(
+                    action, f"with the flag {name!r}", expected, str(tuple(flag.shape))
+                )
             flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
     if "is_last" in flags:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
@@ -181,7 +197,9 @@ def _recorded_done(action: str, batch: Transition) -> Any:
     if "valid" in flags:  # Invalid entries are no frames.
         is_unclear &= flags["valid"]
     if is_unclear.any():
-        advice = "Set it with batch._replace(is_last=...): batch.done, where no first frame is marked"
+        advice = (
+            "Set it with batch._replace(is_last=...): batch.done, where no first frame is marked"
+        )
         where = "with is_first and done both true"
         expected = "is_last, which separates first frames from ends"
         raise UsageError(action, where, expected, "None", advice)
@@ -194,13 +212,19 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
     Other transitions are returned unchanged.
     """
     include = arguments.names(action, "include", include)
-    if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
+    if not hasattr(transition, "num_transitions_per_env") or not hasattr(
+        transition, "add_transitions"
+    ):
         if include:
             where = f"with include={list(include)}"
             expected = "transition as a RolloutStorage"
             raise UsageError(action, where, expected, type(transition).__name__)
         return transition
-    declared = transition.declare_columns() if hasattr(transition, "declare_columns") else rollout_columns(1, 1, 1, 1)
+    declared = (
+        transition.declare_columns()
+        if hasattr(transition, "declare_columns")
+        else rollout_columns(1, 1, 1, 1)
+    )
     usual = [column.name for column in declared if column.is_recorded]
     columns = {name: getattr(transition, name, None) for name in (*usual, *include)}
     missing = [name for name in include if columns[name] is None]

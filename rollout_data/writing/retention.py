@@ -1,7 +1,8 @@
 """Retention: delete blocks that only hold old trajectories.
 
-Blocks are deleted whole, oldest first within each writer, so a trajectory loses its beginning first.
-Readers skip trajectories without a beginning. Marks of dropped trajectories are in later blocks.
+Blocks are deleted whole, oldest first within each writer, so a trajectory loses its beginning
+first. Readers skip trajectories without a beginning. Marks of dropped trajectories are in later
+blocks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def prune(
 ) -> list[Path]:
     """Delete the oldest blocks of a data folder; keep the newest trajectories within all limits.
 
-    Blocks are deleted whole. A block is kept if a kept or unfinished trajectory has frames in it, so more
-    than the limits may remain. The newest complete trajectory is always kept. Dropped trajectories do not
-    count. Safe to call while writers and readers are running.
+    Blocks are deleted whole. A block is kept if a kept or unfinished trajectory has frames in it,
+    so more than the limits may remain. The newest complete trajectory is always kept. Dropped
+    trajectories do not count. Safe to call while writers and readers are running.
 
     Args:
         data_dir: Data folder.
@@ -54,11 +55,13 @@ def prune(
         The deleted files, oldest first within each writer.
 
     Raises:
-        UsageError: No limit is given, a limit is not an integer >= 1, or the folder only contains folders
-            with recordings.
+        UsageError: No limit is given, a limit is not an integer >= 1, or the folder only contains
+            folders with recordings.
     """
     action = "call rollout_data.prune"
-    limits = checked_limits(action, {"trajectories": trajectories, "frames": frames, "bytes": bytes})
+    limits = checked_limits(
+        action, {"trajectories": trajectories, "frames": frames, "bytes": bytes}
+    )
     dry_run = arguments.flag(action, "dry_run", dry_run)
     folder = BlockFolder.at(arguments.path(action, "data_dir", data_dir))
     if not folder.blocks:

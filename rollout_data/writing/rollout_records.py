@@ -1,8 +1,8 @@
 """Check records and convert them to the form in which they are stored.
 
-A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All checks are done before
-any value is staged. A record of the same form (names, dtypes, shapes) as the previous record is not
-checked again.
+A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All checks are done
+before any value is staged. A record of the same form (names, dtypes, shapes) as the previous record
+is not checked again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from storage.core.records import dense
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..blocks.block_header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
-from .annotation_checks import NO_NOTES, StepNotes, check_text_fields, episode_notes, is_texts, text_ids
+from .annotation_checks import (
+    NO_NOTES,
+    StepNotes,
+    check_text_fields,
+    episode_notes,
+    is_texts,
+    text_ids,
+)
 from .component_options import checked_codecs, checked_segments, split_components
 
 OBSERVATION = "observation"
@@ -50,8 +57,8 @@ class Rollout:
         marks: uint8 `[T, N]`: `PRESENT` if the frame exists, and the flags of the end of its
             trajectory.
         policy_version: int64 `[T, N]`, or one number for all frames.
-        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of
-            time, then env. None without final observations.
+        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the
+            order of time, then env. None without final observations.
         max_errors: Field -> largest error of its codec. Only fields with a lossy codec.
         notes: Metadata of episodes, and texts of frames.
     """
@@ -74,7 +81,8 @@ class Rollout:
             fields={name: values[start:stop] for name, values in self.fields.items()},
             marks=self.marks[start:stop],
             policy_version=version[start:stop] if isinstance(version, np.ndarray) else version,
-            finals=finals and {name: rows[num_finals[start] : num_finals[stop]] for name, rows in finals.items()},
+            finals=finals
+            and {name: rows[num_finals[start] : num_finals[stop]] for name, rows in finals.items()},
             notes=self.notes.steps(start, stop),
         )
 
@@ -92,7 +100,9 @@ def numbers(field: Field, values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
 
 
-def nonfinite_rewards(schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray) -> dict[str, int]:
+def nonfinite_rewards(
+    schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray
+) -> dict[str, int]:
     """Count NaN and infinite rewards of frames.
 
     Args:
@@ -151,15 +161,21 @@ class RolloutReader:
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
     def read(
-        self, action: str, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None
+        self,
+        action: str,
+        record: Mapping[str, Any],
+        is_step: bool,
+        has_final: np.ndarray | None = None,
     ) -> Rollout:
         """Check a record and return it as a rollout.
 
         Args:
             action: The call, for errors.
-            record: Values by name, as `merged_values` returns them: `[N, ...]` for a step, else `[T, N, ...]`.
+            record: Values by name, as `merged_values` returns them: `[N, ...]` for a step, else
+                `[T, N, ...]`.
             is_step: Whether the record is a step.
-            has_final: `[T, N]` bool, ends with a row in the final observations. None means all ends.
+            has_final: `[T, N]` bool, ends with a row in the final observations. None means all
+                ends.
 
         Raises:
             SchemaError: The fields, a shape, a dtype or the leading size differ from the schema.
@@ -170,8 +186,14 @@ class RolloutReader:
         episode = values.pop("episode", None)
         texts = _pop_texts(values)
         fields = _leaves(action, values, texts)
-        final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
-        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
+        final_texts = {
+            name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS
+        }
+        form = (
+            is_step,
+            [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()],
+            [*texts, *final_texts],
+        )
         is_known = form == self._form
         self._form = None
         if not is_known:
@@ -182,14 +204,22 @@ class RolloutReader:
         if not is_known:
             _check_whole(action, fields, self._needed)
         if self._segments:
-            fields = split_components(action, fields, OBSERVATION, self._segments, 1 if is_step else 2)
-        lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
+            fields = split_components(
+                action, fields, OBSERVATION, self._segments, 1 if is_step else 2
+            )
+        lead = (
+            (self._num_envs,)
+            if is_step
+            else (*next(iter(fields.values())).shape[:1], self._num_envs)
+        )
         texts_by_id: dict[int, bytes] = {}
         for name, value in texts.items():
             fields[name] = text_ids(action, name, value, lead, texts_by_id)
         for name, value in final_texts.items():
             finals[name] = text_ids(action, name, value, _shape_of(value, lead), texts_by_id)
-        schema = self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
+        schema = (
+            self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
+        )
         if not is_known:
             _check_fields(action, schema, fields, lead)
             check_text_fields(action, schema, texts)
@@ -218,11 +248,15 @@ class RolloutReader:
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
         episodes = () if episode is None else episode_notes(action, episode, marks, is_step)
         notes = StepNotes(episodes, texts_by_id) if episodes or texts_by_id else NO_NOTES
-        rollout = Rollout(schema, stored, marks, _version(action, version, lead), rows, errors, notes)
+        rollout = Rollout(
+            schema, stored, marks, _version(action, version, lead), rows, errors, notes
+        )
         self._form = form
         return rollout
 
-    def _declared(self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
+    def _declared(
+        self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]
+    ) -> Schema:
         """Return the schema of a first record, in the order observation, privileged, action, reward, extras."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
 
@@ -231,21 +265,39 @@ class RolloutReader:
             return order.index(head) if head in order else len(order)
 
         names = sorted(fields, key=rank)
-        components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
+        components = [
+            name.removeprefix(OBSERVATION + "/")
+            for name in names
+            if name.startswith(OBSERVATION + "/")
+        ]
         for name in self._codecs:
             if name not in components:
-                expected = nearest(name, components) if components else "a dict as the observation, or obs_segments"
+                expected = (
+                    nearest(name, components)
+                    if components
+                    else "a dict as the observation, or obs_segments"
+                )
                 raise SchemaError(action, "with obs_disassemble_mapping", expected, repr(name))
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
-        dtypes = {name: dtype_name(fields[name].dtype, f"with the field {name!r}", action) for name in names}
+        dtypes = {
+            name: dtype_name(fields[name].dtype, f"with the field {name!r}", action)
+            for name in names
+        }
         shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
-        schema = Schema(Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names)
+        schema = Schema(
+            Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names
+        )
         for field in schema.values():
             check_codec(field)
         return schema
 
     def _pick_ends(
-        self, action: str, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
+        self,
+        action: str,
+        leaves: dict[str, Leaf],
+        schema: Schema,
+        lead: tuple[int, ...],
+        is_end: np.ndarray,
     ) -> dict[str, Leaf]:
         """Return the final rows of the ends: field of the frames -> `[k, *shape]`.
 
@@ -257,26 +309,33 @@ class RolloutReader:
             is_end: `[T, N]` bool, ends with a final observation.
 
         Raises:
-            MissingFieldError: A final field is no field of the frames, or an observation field is missing.
+            MissingFieldError: A final field is no field of the frames, or an observation field is
+                missing.
             SchemaError: A shape differs.
         """
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
             num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
-            leaves = split_components(action, leaves, "final_observation", self._segments, *num_leads)
+            leaves = split_components(
+                action, leaves, "final_observation", self._segments, *num_leads
+            )
         rows = {}
         for name, leaf in leaves.items():
             head, slash, rest = name.partition("/")
             field_name = FINALS[head] + slash + rest
             if field_name not in schema:
                 expected = nearest(field_name, schema)
-                raise MissingFieldError(action, f"with the field {name!r}", expected, repr(field_name))
+                raise MissingFieldError(
+                    action, f"with the field {name!r}", expected, repr(field_name)
+                )
             rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
         for name in schema.below(OBSERVATION):
             if name not in rows:
                 expected = "all observation fields"
                 got = ", ".join(leaves)
-                raise MissingFieldError(action, f"without the final value of {name!r}", expected, got)
+                raise MissingFieldError(
+                    action, f"without the final value of {name!r}", expected, got
+                )
         return rows
 
 
@@ -301,18 +360,30 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
     result: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in result:
-            raise SchemaError(action, f"with the field {name!r}", "each place used once", "two values")
+            raise SchemaError(
+                action, f"with the field {name!r}", "each place used once", "two values"
+            )
         if type(value) is np.ndarray:
             result[name] = value
-        elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
-            flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` returns flat names.
+        elif (
+            not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS
+        ):
+            flat = flatten(
+                value, f"{name}/", takes_flat=True
+            )  # `rollout_data.open` returns flat names.
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
             text_leaves = {leaf: item for leaf, item in leaves.items() if _is_text_leaf(item)}
             texts.update(text_leaves)
-            below = {leaf: _leaf(action, leaf, leaves[leaf]) for leaf in leaves if leaf not in text_leaves}
+            below = {
+                leaf: _leaf(action, leaf, leaves[leaf])
+                for leaf in leaves
+                if leaf not in text_leaves
+            }
             repeated = sorted(below.keys() & result.keys())
             if repeated:
-                raise SchemaError(action, f"with the field {repeated[0]!r}", "each place used once", "two values")
+                raise SchemaError(
+                    action, f"with the field {repeated[0]!r}", "each place used once", "two values"
+                )
             result.update(below)
         elif value is not None:
             result[name] = _leaf(action, name, value)
@@ -330,7 +401,13 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
             return dense(name, value, action)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         advice = "Fill it, or mark envs without a frame with env_mask"
-        raise SchemaError(action, f"with the field {name!r}", "an array without masked values", "masked ones", advice)
+        raise SchemaError(
+            action,
+            f"with the field {name!r}",
+            "an array without masked values",
+            "masked ones",
+            advice,
+        )
     try:
         return np.asarray(value)
     except ValueError as cause:
@@ -348,7 +425,9 @@ def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str])
             raise MissingFieldError(action, where, f"a value for {name!r}", got, advice)
 
 
-def _check_fields(action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
+def _check_fields(
+    action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]
+) -> None:
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
             axes = "num_envs" if len(lead) == 1 else "time, num_envs"
@@ -364,9 +443,13 @@ def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) 
     where = f"with the field {name!r}"
     got = dtype_name(leaf.dtype, where, action)
     if leaf.shape[num_lead:] != field.shape:
-        raise SchemaError(action, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:])))
+        raise SchemaError(
+            action, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:]))
+        )
     if got != field.dtype:
-        raise FieldTypeError(action, where, f"dtype {field.dtype}, as declared by the first record", got)
+        raise FieldTypeError(
+            action, where, f"dtype {field.dtype}, as declared by the first record", got
+        )
 
 
 def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
@@ -395,7 +478,9 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
     if truncated is None:
         truncated = timeout
     elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
-        raise UsageError(action, "with both timeout and truncated", "the same values", "different ones")
+        raise UsageError(
+            action, "with both timeout and truncated", "the same values", "different ones"
+        )
     if done is not None and terminated is None:
         # A timeout without done is no end, as simulators do not reset old flags.
         truncated = None if truncated is None else truncated & done
@@ -418,10 +503,16 @@ def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
     """Return `success` of a record as bool `[T, N]`; it may be None if no trajectory ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
-    flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))
+    flags = (
+        np.zeros(0)
+        if success is None
+        else _truth(action, "success", _leaf(action, "success", success))
+    )
     if flags.size != marks.size:
         expected = f"success of shape {marks.shape[1:]} for a step, true for trajectories to keep"
-        raise SchemaError(action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
+        raise SchemaError(
+            action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0)
+        )
     return flags.reshape(marks.shape)
 
 
@@ -458,11 +549,15 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
     if len(lead) == 2 and array.shape in (lead[:1], (lead[0], 1)):
         return np.broadcast_to(array.reshape(-1, 1), lead)
     if array.shape not in (lead, (*lead, 1)):
-        raise SchemaError(action, "with policy_version", f"one integer or shape {lead}", str(array.shape))
+        raise SchemaError(
+            action, "with policy_version", f"one integer or shape {lead}", str(array.shape)
+        )
     return array.reshape(-1, lead[-1])
 
 
-def _ended_rows(action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
+def _ended_rows(
+    action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray
+) -> Leaf:
     """Return final rows `[k, *shape]` of the k ends, from `[*lead, *shape]` or `[k, *shape]`."""
     num_ends = int(is_end.sum())
     num_lead = leaf.ndim - len(field.shape)

@@ -1,8 +1,8 @@
 """RolloutWriter: record the experience of parallel environments into block files.
 
 A record is checked as a whole and then copied into staging memory. A background thread writes full
-staging memory as a block. `rollout_records.py` checks records, `staged_frames.py` cuts fragments, and
-`blocks/write_block.py` writes blocks.
+staging memory as a block. `rollout_records.py` checks records, `staged_frames.py` cuts fragments,
+and `blocks/write_block.py` writes blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from .writer_journal import DeadWriter, Journal, recover_dead_writers, remove_te
 
 #: Limit of `num_envs`. Env ids are stored as int32.
 MAX_NUM_ENVS = 1 << 24
-#: Steps without an end after which the writer warns. Most environments end an episode within 1,000 steps.
+#: Steps without an end after which the writer warns. Most environments end an episode within 1,000
+#: steps.
 MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "create a RolloutWriter"
 
@@ -51,7 +52,8 @@ class RolloutWriter(Shown, Owned):
     """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
 
     Args:
-        data_dir: Data folder, which is created if it is missing. Any number of writers may share it.
+        data_dir: Data folder, which is created if it is missing. Any number of writers may share
+            it.
         num_envs: Environments that step together.
         obs_segments: Component -> shape, in order. Splits a flat observation into components, which
             become fields. A dict observation already has components.
@@ -60,19 +62,21 @@ class RolloutWriter(Shown, Owned):
             writer of a folder determines it.
         block_bytes: Bytes that are not yet on disk at any time, at most. A crash loses no more.
             A file holds at most `block_bytes / max_pending_blocks` bytes and at most 4 GiB.
-        block_age_s: Seconds after the first step of a block. The first later `add` closes the block.
+        block_age_s: Seconds after the first step of a block. The first later `add` closes the
+            block.
         max_pending_blocks: Blocks in memory, including the block that is being filled. `add` waits
             for the disk if there are more. 1 writes synchronously.
         durable: Flush blocks to the disk. Otherwise a power failure may lose published blocks.
         writer_name: Letters, digits and "-". None chooses a free name. A writer with a name that
             was used before continues its numbering.
         nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
-        success_only: Keep only trajectories that end with a true `success`, an argument of `add` for
-            each env. Trajectories without an end are dropped. `success` is a flag and no field.
+        success_only: Keep only trajectories that end with a true `success`, an argument of `add`
+            for each env. Trajectories without an end are dropped. `success` is a flag and no field.
         frames_per_chunk: Frames of a coded component that are decoded together, at most. Fewer
             frames make short windows faster and files larger. None depends on the codec: at most
             8 frames and 64 MiB.
-        retention: Limits of `prune`, such as `{"bytes": 10**9}`. The folder is pruned after each block.
+        retention: Limits of `prune`, such as `{"bytes": 10**9}`. The folder is pruned after each
+            block.
         without_action: Accept records without an action, as in recordings of motions.
         without_observation: Accept records without an observation, as in demonstrations that hold
             simulator states and actions.
@@ -113,17 +117,27 @@ class RolloutWriter(Shown, Owned):
         self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
-            raise UsageError(_MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name))
+            raise UsageError(
+                _MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name)
+            )
         if "\0" in str(self.data_dir):
             raise UsageError(_MAKE, "", "data_dir without NUL characters", repr(data_dir))
         self.num_envs = arguments.whole(_MAKE, "num_envs", num_envs, 1, MAX_NUM_ENVS)
-        self.nonfinite_rewards = arguments.choice(_MAKE, "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse"))
+        self.nonfinite_rewards = arguments.choice(
+            _MAKE, "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse")
+        )
         self.success_only = arguments.flag(_MAKE, "success_only", success_only)
         durable = arguments.flag(_MAKE, "durable", durable)
         self._block_bytes = arguments.whole(_MAKE, "block_bytes", block_bytes, 1)
-        self._block_age_s = arguments.real(_MAKE, "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0)
+        self._block_age_s = arguments.real(
+            _MAKE, "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0
+        )
         self._max_pending = arguments.whole(_MAKE, "max_pending_blocks", max_pending_blocks, 1)
-        chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
+        chunk = (
+            None
+            if frames_per_chunk is None
+            else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
+        )
         limits = None if retention is None else checked_limits(f"{_MAKE} with retention", retention)
         self._context = {"success_traj_only": self.success_only, **_checked_metadata(metadata)}
         is_optional = {
@@ -131,7 +145,9 @@ class RolloutWriter(Shown, Owned):
             "action": arguments.flag(_MAKE, "without_action", without_action),
         }
         needed = [name for name, can_be_missing in is_optional.items() if not can_be_missing]
-        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
+        self._reader = RolloutReader(
+            self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed
+        )
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
         #: Time of the next record while a late step is recorded, in ns; None at other times.
@@ -189,40 +205,45 @@ class RolloutWriter(Shown, Owned):
     ) -> None:
         """Record one step of all envs. All values are copied.
 
-        A step with tensors on a GPU is copied asynchronously. A later `add`, or the next call of another
-        method, checks and records it. Errors are therefore raised up to three steps late. The step of
-        the call that raises is recorded. `num_waits` counts the steps for which the host waited.
+        A step with tensors on a GPU is copied asynchronously. A later `add`, or the next call of
+        another method, checks and records it. Errors are therefore raised up to three steps late.
+        The step of the call that raises is recorded. `num_waits` counts the steps for which the
+        host waited.
 
         Args:
-            transition: A mapping, named tuple or object with these names, instead of keywords. Names of
-                other libraries are accepted ("observations", "dones", "time_outs", ...).
+            transition: A mapping, named tuple or object with these names, instead of keywords.
+                Names of other libraries are accepted ("observations", "dones", "time_outs", ...).
             observation: `[N, ...]`, or a (nested) mapping of components.
             action: `[N, ...]`.
             reward: `[N]`, `[N, 1]` or `[N, R]`.
             done: `[N]` or `[N, 1]`: this frame is the last of its trajectory.
-            timeout: `[N]` or `[N, 1]`. With `done`, an end that is a truncation. Without `done`, an end.
+            timeout: `[N]` or `[N, 1]`. With `done`, an end that is a truncation. Without `done`, an
+                end.
             terminated, truncated: The two kinds of end, instead of done and timeout.
             privileged_observation: As `observation`.
             final_observation: Observation after the last frame of the envs that end in this step:
-                `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs that end, in env order.
+                `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs that end, in env
+                order.
             final_privileged_observation: Its privileged part. None repeats that of the last frame.
             policy_version: An integer, or `[N]`. Stored per fragment.
             env_mask: `[N]` bool. False: this env has no frame in this step.
-            episode: Metadata of episodes, such as `{"task": "open the door", "seed": 3, "success": True}`:
-                a list with a mapping or None for each env; for a single env the mapping itself. Any step
-                of an episode may have metadata. Later values replace earlier ones of the same name.
-                Values are JSON; `task` is a str, `success` a bool. At most 1 MiB per episode.
-            infos: Infos of the environment: a list with a mapping for each env, or one mapping for all.
-                `time_outs` and `TimeLimit.truncated` are time-outs, `final_obs` and
-                `terminal_observation` are final observations; keywords take precedence. Other keys are
-                not recorded, and a warning names each once. `extras` with one of these names are infos.
-            **extras: Any other field, `[N, ...]` or a mapping. Next observations and `is_first` are not
-                recorded, as they follow from the frames. A str, or a list or array of N texts, is a text
-                field: each text is stored once, and frames refer to it.
+            episode: Metadata of episodes, such as `{"task": "open the door", "seed": 3, "success":
+                True}`: a list with a mapping or None for each env; for a single env the mapping
+                itself. Any step of an episode may have metadata. Later values replace earlier ones
+                of the same name. Values are JSON; `task` is a str, `success` a bool. At most 1 MiB
+                per episode.
+            infos: Infos of the environment: a list with a mapping for each env, or one mapping for
+                all. `time_outs` and `TimeLimit.truncated` are time-outs, `final_obs` and
+                `terminal_observation` are final observations; keywords take precedence. Other keys
+                are not recorded, and a warning names each once. `extras` with one of these names
+                are infos.
+            **extras: Any other field, `[N, ...]` or a mapping. Next observations and `is_first` are
+                not recorded, as they follow from the frames. A str, or a list or array of N texts,
+                is a text field: each text is stored once, and frames refer to it.
 
         Raises:
-            SchemaError: A field, shape, dtype or leading size differs from the first record. Nothing was
-                written, and the writer stays usable.
+            SchemaError: A field, shape, dtype or leading size differs from the first record.
+                Nothing was written, and the writer stays usable.
             BackgroundError: A block could not be written. The cause is the error of the disk.
         """
         self._add(transition, keywords_of(locals()), is_step=True)
@@ -251,10 +272,11 @@ class RolloutWriter(Shown, Owned):
         """Record T steps of all envs. Arguments are as in `add`, with shape `[T, N, ...]`.
 
         Args:
-            transition: Also a `storage.RolloutStorage` or a batch of a `RolloutDataset` (see `Transition`
-                for limits). All filled steps of the storage are recorded, with declared `policy_outputs`.
-                Repeated calls record the steps of a queue again.
-            final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
+            transition: Also a `storage.RolloutStorage` or a batch of a `RolloutDataset` (see
+                `Transition` for limits). All filled steps of the storage are recorded, with
+                declared `policy_outputs`. Repeated calls record the steps of a queue again.
+            final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time,
+                then env.
             policy_version: An integer, `[T]` or `[T, N]`.
             episode, infos: A list of T values, each as in `add`.
             include: Additional fields of a `RolloutStorage` to record: "values", "mu", "sigma", ...
@@ -262,7 +284,9 @@ class RolloutWriter(Shown, Owned):
         transition = unpack_storage("call RolloutWriter.add_rollout", transition, include)
         self._add(transition, keywords_of(locals()), is_step=False)
 
-    def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
+    def discard(
+        self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False
+    ) -> None:
         """Drop the trajectories in progress of some envs, including published frames.
 
         Args:
@@ -272,7 +296,9 @@ class RolloutWriter(Shown, Owned):
         self._check_usable()
         self.settle()
         leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
-        envs = np.unique(arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs))
+        envs = np.unique(
+            arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs)
+        )
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
@@ -291,7 +317,8 @@ class RolloutWriter(Shown, Owned):
         Idempotent. After a Ctrl-C in `close()`, the next call does the rest.
 
         Raises:
-            BackgroundError: A block could not be written. Blocks that were published before are intact.
+            BackgroundError: A block could not be written. Blocks that were published before are
+                intact.
         """
         if self not in _open_writers:
             return
@@ -351,7 +378,9 @@ class RolloutWriter(Shown, Owned):
             recovered = recover_dead_writers(self.data_dir)
             self._journal.open()
         except OSError as cause:
-            raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
+            raise DataFileError(
+                "record into", repr(str(self.data_dir)), "a writable folder", str(cause)
+            ) from cause
         remove_temporary_files(self.data_dir, self.name)
         for dead in recovered:
             lost = f"{dead.num_lost_frames} frames that it had not published are lost; its published blocks are intact."
@@ -390,9 +419,9 @@ class RolloutWriter(Shown, Owned):
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
-            record: Called with these values and the tensors on the host. Later calls overwrite these
-                tensors. `record` may call `add` at most twice. After a Ctrl-C it is called again; steps
-                that it already added are not added twice.
+            record: Called with these values and the tensors on the host. Later calls overwrite
+                these tensors. `record` may call `add` at most twice. After a Ctrl-C it is called
+                again; steps that it already added are not added twice.
         """
         self._check_usable()
         try:
@@ -449,7 +478,9 @@ class RolloutWriter(Shown, Owned):
             if self._newest_ns() >= late_ns:  # The step was staged before a Ctrl-C.
                 return
         if self.nonfinite_rewards == "refuse":
-            for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
+            for name, count in nonfinite_rewards(
+                rollout.schema, rollout.fields, rollout.marks
+            ).items():
                 where = f"with the field {name!r}"
                 got = f"{count} NaN or infinite ones"
                 raise UsageError(action, where, "finite values", got)
@@ -467,7 +498,9 @@ class RolloutWriter(Shown, Owned):
             self._num_accepted += int(np.count_nonzero(part.marks))
             self._journal.accept(self._num_accepted, self._newest_ns())
             start = stop
-            is_full = not staging.room or staging.num_note_bytes > self._block_bytes // self._max_pending
+            is_full = (
+                not staging.room or staging.num_note_bytes > self._block_bytes // self._max_pending
+            )
             if is_full or time.monotonic() - self._started_s > self._block_age_s:
                 self._hand_over()
             elif staging.num_steps - staging.num_counted >= MAX_UNCOUNTED_STEPS:
@@ -477,7 +510,11 @@ class RolloutWriter(Shown, Owned):
             if self._counted().num_open_frames >= self._num_accepted:
                 steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
                 advice = "Mark ends with done=, or with terminated= and truncated="
-                warnings.warn(f"no trajectory has ended in {steps}. {advice}", RolloutDataWarning, stacklevel=4)
+                warnings.warn(
+                    f"no trajectory has ended in {steps}. {advice}",
+                    RolloutDataWarning,
+                    stacklevel=4,
+                )
 
     def _newest_ns(self) -> int:
         """Return the time of the newest step in ns."""
@@ -498,19 +535,29 @@ class RolloutWriter(Shown, Owned):
         """Publish the schema or compare it with the schema of the folder, then size the staging."""
         check_storable(schema)
         try:
-            publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
+            publish_metadata(
+                self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False
+            )
         except OSError as cause:
             where = repr(str(self.data_dir))
-            raise DataFileError("write the metadata of", where, "a writable folder", str(cause)) from cause
+            raise DataFileError(
+                "write the metadata of", where, "a writable folder", str(cause)
+            ) from cause
         step_bytes = self.num_envs * layouts_of(schema)[DATA].frame_bytes
-        self._max_steps = max(1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes)
+        self._max_steps = max(
+            1, min(self._block_bytes // self._max_pending, MAX_STAGED_BYTES) // step_bytes
+        )
         self._pool = BufferPool(max_buffers=(self._max_pending + 2) * len(schema))
         self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        if self._staging is not None and self._staging.is_sealed:  # A Ctrl-C interrupted `_hand_over`.
+        if (
+            self._staging is not None and self._staging.is_sealed
+        ):  # A Ctrl-C interrupted `_hand_over`.
             self._hand_over()
-        if self._staging is None:  # Created late, so that it reuses the memory that `flush` released.
+        if (
+            self._staging is None
+        ):  # Created late, so that it reuses the memory that `flush` released.
             assert self._reader.schema is not None
             self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
             self._started_s = time.monotonic()
@@ -534,7 +581,9 @@ class RolloutWriter(Shown, Owned):
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ClosedError("record into", repr(str(self.data_dir)), "an open writer", "a closed one")
+            raise ClosedError(
+                "record into", repr(str(self.data_dir)), "an open writer", "a closed one"
+            )
         self._publisher.check()
 
 

@@ -1,8 +1,8 @@
 """Staging memory for the frames of the next block, and their fragments, rows and counts.
 
 `Staging.put` copies a step in the order of arrival, which is the shortest wait for the caller. The
-background thread gathers the rows of each trajectory when it writes the block. Fragments are computed
-from one byte per frame by array operations, without a Python loop over envs or frames.
+background thread gathers the rows of each trajectory when it writes the block. Fragments are
+computed from one byte per frame by array operations, without a Python loop over envs or frames.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from ..blocks.block_header import (
 )
 from ..blocks.row_layout import RowLayout, StoredColumn
 from .annotation_checks import StepNotes
-from .rollout_records import HAS_FINAL, PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
+from .rollout_records import (
+    HAS_FINAL,
+    PRESENT,
+    REWARD,
+    Rollout,
+    ends_of,
+    nonfinite_rewards,
+    numbers,
+)
 
 #: Fraction of unused rows above which a block is written without them.
 MAX_UNUSED_PART = 0.25
@@ -94,11 +102,15 @@ class Staging:
         for name, field in layouts_of(schema)[DATA].stored.items():
             shape = (*lead, *field.shape)
             dtype = field.numpy_dtype
-            self._values[name] = pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
+            self._values[name] = (
+                pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
+            )
         self._marks = np.zeros(lead, np.uint8)
         self._times_ns = np.zeros(max_steps, np.int64)
         #: First step of a rollout -> number of steps, policy version(s), final rows and notes.
-        self._rollouts: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]] = {}
+        self._rollouts: dict[
+            int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]
+        ] = {}
         #: Flags that end a trajectory of the previous block before the first frame, uint8 `[N]`.
         self._early_flags = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
@@ -155,7 +167,9 @@ class Staging:
             self._marks[last[is_open], env[is_open]] |= np.uint8(flag)
         self._early_flags[env_ids[~has_frame]] |= np.uint8(flag)
 
-    def content(self, writer: str, sequence: int, carry: Carry, is_tentative: bool) -> tuple[BlockContent, Carry]:
+    def content(
+        self, writer: str, sequence: int, carry: Carry, is_tentative: bool
+    ) -> tuple[BlockContent, Carry]:
         """Cut the staged frames into fragments.
 
         Args:
@@ -201,7 +215,9 @@ class Staging:
             FINAL: _row_sources(layouts[FINAL], finals, final_places),
         }
         errors = dict(self._max_errors)
-        return BlockContent(self.schema, writer, sequence, fragments, sums, rows, errors, notes=notes), carry
+        return BlockContent(
+            self.schema, writer, sequence, fragments, sums, rows, errors, notes=notes
+        ), carry
 
     def _notes_of_block(
         self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray
@@ -239,14 +255,19 @@ class Staging:
             keys.append(env * self.num_steps + start + step)
         stored = layouts_of(self.schema)[FINAL].stored
         joined = {
-            name: np.concatenate([np.zeros((0, *field.shape), field.numpy_dtype), *(rows[name] for _, rows in parts)])
+            name: np.concatenate(
+                [np.zeros((0, *field.shape), field.numpy_dtype), *(rows[name] for _, rows in parts)]
+            )
             for name, field in stored.items()
         }
         return joined, np.concatenate(keys)
 
     def _joined_versions(self, parts: list[tuple[int, np.ndarray | int]]) -> np.ndarray | int:
         """Return one policy version if all rollouts have the same number, else versions `[N, T]`."""
-        if all(isinstance(version, int) for _, version in parts) and len({version for _, version in parts}) <= 1:
+        if (
+            all(isinstance(version, int) for _, version in parts)
+            and len({version for _, version in parts}) <= 1
+        ):
             return parts[0][1] if parts else -1
         steps = [np.broadcast_to(version, (count, self.num_envs)) for count, version in parts]
         return np.ascontiguousarray(np.concatenate(steps).T)
@@ -301,14 +322,19 @@ class _Rows:
     """
 
     def __init__(
-        self, layout: RowLayout, column: StoredColumn, values: Mapping[str, np.ndarray], places: np.ndarray | None
+        self,
+        layout: RowLayout,
+        column: StoredColumn,
+        values: Mapping[str, np.ndarray],
+        places: np.ndarray | None,
     ) -> None:
         lead = next(iter(values.values())).shape[: 2 if places is None else 1]
         self._num_steps = lead[0]
         self._places = places
         self.num_rows = prod(lead) if places is None else len(places)
         self.row_bytes = column.row_bytes
-        #: For each field its first byte in a row and its values as bytes, which numpy copies faster than numbers.
+        #: For each field its first byte in a row and its values as bytes, which numpy copies faster
+        #: than numbers.
         self._fields = [
             (offset, np.ndarray(lead, f"V{layout.stored[name].row_bytes}", values[name]))
             for name, offset in column.offsets.items()
@@ -331,8 +357,12 @@ class _Rows:
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
                 num_steps = self._num_steps if num_envs else min(self._num_steps - step, stop - row)
                 num_envs = max(1, num_envs)
-                part = rows[row - start : row - start + num_envs * num_steps].reshape(num_envs, num_steps)
-                np.copyto(part, values[step : step + num_steps, env : env + num_envs].swapaxes(0, 1))
+                part = rows[row - start : row - start + num_envs * num_steps].reshape(
+                    num_envs, num_steps
+                )
+                np.copyto(
+                    part, values[step : step + num_steps, env : env + num_envs].swapaxes(0, 1)
+                )
                 row += num_envs * num_steps
         return out
 
@@ -362,8 +392,8 @@ def cut(
 
     Returns:
         `[F]` of `FRAGMENT_DTYPE` and the next carry. `row` is `env * T + t` of the first frame,
-        `final_row` that of the last frame, or -1. Fragments of dropped trajectories are left out. If a
-        dropped trajectory has published fragments, it gets a `DROPPED` fragment of length 0.
+        `final_row` that of the last frame, or -1. Fragments of dropped trajectories are left out.
+        If a dropped trajectory has published fragments, it gets a `DROPPED` fragment of length 0.
     """
     num_steps = bits.shape[1]
     early, carry = _end_carried(early_flags, carry)
@@ -386,7 +416,11 @@ def cut(
     trajectories[started] = carry.next_trajectory + np.arange(len(started))
     length = last - first + 1
     published = np.cumsum(length) - length
-    start = published - published[heads][group] + np.where(group_is_new, 0, carry.length[group_env])[group]
+    start = (
+        published
+        - published[heads][group]
+        + np.where(group_is_new, 0, carry.length[group_env])[group]
+    )
 
     table = np.zeros(len(env), FRAGMENT_DTYPE)
     table["trajectory"] = trajectories[group]
@@ -397,7 +431,9 @@ def cut(
     table["row"] = first
     table["final_row"] = last
     table["end_time_ns"] = times_ns[last % num_steps]
-    table["policy_version"] = versions.reshape(-1)[first] if isinstance(versions, np.ndarray) else versions
+    table["policy_version"] = (
+        versions.reshape(-1)[first] if isinstance(versions, np.ndarray) else versions
+    )
     next_carry = _next_carry(carry, table, carry.next_trajectory + len(started))
 
     is_dropped = np.bitwise_or.reduceat(table["flags"], heads) & DROPPED > 0
@@ -418,7 +454,9 @@ def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.n
     flat = bits.reshape(-1)
     num_steps = bits.shape[1]
     present = flat >= PRESENT  # `PRESENT` is the highest bit.
-    joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]  # Frame k + 1 continues frame k.
+    joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[
+        1:
+    ]  # Frame k + 1 continues frame k.
     joined[num_steps - 1 :: num_steps or 1] = False  # The next frame belongs to another env.
     if isinstance(versions, np.ndarray):
         joined &= versions.reshape(-1)[1:] == versions.reshape(-1)[:-1]

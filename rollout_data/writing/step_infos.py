@@ -66,8 +66,8 @@ class InfoReader:
 
         Args:
             action: The call, for errors.
-            infos: For a step, a list with a mapping for each environment, or one mapping for all. For a
-                rollout, a list of T such infos.
+            infos: For a step, a list with a mapping for each environment, or one mapping for all.
+                For a rollout, a list of T such infos.
             values: Other values of the record, by their names in this library.
             is_step: Whether the record is a step.
 
@@ -84,7 +84,9 @@ class InfoReader:
         self._warn_of(steps)
         info_values: dict[str, Any] = {}
         if values.get("timeout") is None and values.get("truncated") is None:
-            flags, are_known = zip(*(time_out_flags(step, self._num_envs) for step in steps), strict=True)
+            flags, are_known = zip(
+                *(time_out_flags(step, self._num_envs) for step in steps), strict=True
+            )
             if np.any(are_known):
                 info_values["timeout"] = flags[0] if is_step else np.stack(flags)
         ended = self._ended({**values, **info_values}, len(steps))
@@ -100,7 +102,9 @@ class InfoReader:
         is_of_envs = is_list and len(infos) == self._num_envs
         if not is_of_envs or not all(isinstance(env_infos, Mapping | None) for env_infos in infos):
             got = f"{type(infos).__name__}" + (f" of {len(infos)}" if is_list else "")
-            expected = f"infos as a mapping, or a list of {self._num_envs} mappings, one per environment"
+            expected = (
+                f"infos as a mapping, or a list of {self._num_envs} mappings, one per environment"
+            )
             raise SchemaError(action, "", expected, got)
         return infos
 
@@ -137,7 +141,12 @@ class InfoReader:
         return ended
 
     def _finals(
-        self, action: str, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
+        self,
+        action: str,
+        steps: Sequence[Mapping[str, Any]],
+        observation: Any,
+        ended: np.ndarray,
+        is_step: bool,
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return the final observations of ends, `[k, ...]` in the order of time, then environment.
 
@@ -150,7 +159,9 @@ class InfoReader:
         for number in np.flatnonzero(ended.any(1)).tolist():
             done = ended[number]
             now = observation if is_step else _mapped(partial(_item, number), observation)
-            finals, privileged, is_missing = final_rows(self._with_env_axis(steps[number], now), now, done)
+            finals, privileged, is_missing = final_rows(
+                self._with_env_axis(steps[number], now), now, done
+            )
             if finals is not None:
                 has_final[number] = done & ~is_missing
                 rows_of_ends = partial(_rows_of_ends, has_final[number])
@@ -160,7 +171,9 @@ class InfoReader:
         if not rows:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
-            expected = "infos with final privileged observations in each step with final observations"
+            expected = (
+                "infos with final privileged observations in each step with final observations"
+            )
             raise UsageError(action, "", expected, "some steps without")
         values = {"final_observation": _joined(rows)}
         if privileged_rows:
@@ -174,7 +187,9 @@ class InfoReader:
         batched = dict(infos)
         for name in FINAL + FINAL_PRIVILEGED:
             value = batched.get(name)
-            is_batched = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
+            is_batched = isinstance(value, list) or (
+                isinstance(value, np.ndarray) and value.dtype == object
+            )
             if value is not None and not is_batched and _num_axes(value) < _num_axes(observation):
                 batched[name] = [value]
         return batched
@@ -183,7 +198,9 @@ class InfoReader:
 def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
     """Return the infos of each step of a rollout, whose observation has leaves `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
-        raise SchemaError(action, "", "infos of a rollout as a list, one item per step", type(infos).__name__)
+        raise SchemaError(
+            action, "", "infos of a rollout as a list, one item per step", type(infos).__name__
+        )
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
         raise SchemaError(action, "", f"infos of {len(leaf)} steps", f"infos of {len(infos)} steps")

@@ -37,7 +37,9 @@ def file_sum(path: Path) -> FileSum:
     descriptor = open_regular(path)
     try:
         status = os.fstat(descriptor)
-        return FileSum(status.st_size, checksum_of(descriptor, [(0, status.st_size)]), status.st_mtime_ns)
+        return FileSum(
+            status.st_size, checksum_of(descriptor, [(0, status.st_size)]), status.st_mtime_ns
+        )
     finally:
         os.close(descriptor)
 
@@ -87,7 +89,9 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
 def changed_file(target: Path, file: Path, got: str) -> UsageError:
     """Return the error for a file of a target that was changed after it was written."""
     where = f"{str(target)!r}: its file {str(file)!r} was changed after it was written"
-    return UsageError("convert into", where, "the file as the conversion wrote it", got, "Choose another place")
+    return UsageError(
+        "convert into", where, "the file as the conversion wrote it", got, "Choose another place"
+    )
 
 
 def sums_from_json(value: Any) -> dict[str, FileSum] | None:

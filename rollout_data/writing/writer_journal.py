@@ -1,8 +1,8 @@
 """Journals, which show whether a writer died and how many frames were lost.
 
-A journal is a small file beside the blocks that exists while its writer lives. The writer holds a lock
-on it, which the system releases when the process dies. Each `add` writes the journal through a memory
-map, which survives the death of the process but not of the machine.
+A journal is a small file beside the blocks that exists while its writer lives. The writer holds a
+lock on it, which the system releases when the process dies. Each `add` writes the journal through a
+memory map, which survives the death of the process but not of the machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..blocks.write_block import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _NUMBER = struct.Struct("<q")
-#: Offsets of five numbers after the magic: accepted frames, settled frames, time of the last `add` in ns, sequence + 1
-#: of the block that is being published, and settled frames after that block. A settled frame is published or dropped.
+#: Offsets of five numbers after the magic: accepted frames, settled frames, time of the last `add`
+#: in ns, sequence + 1 of the block that is being published, and settled frames after that block. A
+#: settled frame is published or dropped.
 _ACCEPTED, _PUBLISHED, _TIME, _SEQUENCE, _SETTLED = (_NUMBER.size * place for place in range(1, 6))
 _NUM_BYTES = _SETTLED + _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -80,7 +81,8 @@ class Journal:
             # counts as dead.
             self._release()
         os.pwrite(self._descriptor, _MAGIC.ljust(_NUM_BYTES, b"\0"), 0)
-        # A system call would wait while the disk is flushed: 30 ms in an `add`. Some file systems have no maps.
+        # A system call would wait while the disk is flushed: 30 ms in an `add`. Some file systems
+        # have no maps.
         with suppress(OSError, ValueError):
             self._memory = mmap.mmap(self._descriptor, _NUM_BYTES)
         self._write(_TIME, time.time_ns())

@@ -28,7 +28,10 @@ from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
-_COLUMNS = {"rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"}, "distillation": _BOTH}
+_COLUMNS = {
+    "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
+    "distillation": _BOTH,
+}
 _PARAMETERS = "distribution_params"
 
 
@@ -68,11 +71,11 @@ class RslRlStorage(RolloutStorage):
         obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
         actions_shape: Shape of one action.
         device: Device of all data.
-        compat: True: one permutation per update and remainders left out, as in rsl_rl's own storage.
-            False: a new permutation per epoch, no env left out.
-        generator: As for `RolloutStorage`. For the permutations of rsl_rl itself, which give equal losses for equal
-            seeds, pass the generator that it draws from: `torch.default_generator`, on a GPU
-            `torch.cuda.default_generators[index]`.
+        compat: True: one permutation per update and remainders left out, as in rsl_rl's own
+            storage. False: a new permutation per epoch, no env left out.
+        generator: As for `RolloutStorage`. For the permutations of rsl_rl itself, which give equal
+            losses for equal seeds, pass the generator that it draws from:
+            `torch.default_generator`, on a GPU `torch.cuda.default_generators[index]`.
     """
 
     Transition: type[Any] = RslRlTransition
@@ -90,17 +93,35 @@ class RslRlStorage(RolloutStorage):
         compat: bool = True,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.training_type = arguments.choice(arguments.creating(self), "training_type", training_type, _COLUMNS)
+        self.training_type = arguments.choice(
+            arguments.creating(self), "training_type", training_type, _COLUMNS
+        )
         self.compat = arguments.flag(arguments.creating(self), "compat", compat)
         self._parameters: tuple[Field, ...] = ()
         shape = _shapes(obs)
-        super().__init__(num_envs, num_transitions_per_env, shape, None, actions_shape, 1, device, generator=generator)
+        super().__init__(
+            num_envs,
+            num_transitions_per_env,
+            shape,
+            None,
+            actions_shape,
+            1,
+            device,
+            generator=generator,
+        )
 
     def declare_columns(self) -> list[Column]:
         """Return the columns of the training type; distribution parameters once they are known."""
-        columns = [column for column in super().declare_columns() if column.name in _COLUMNS[self.training_type]]
+        columns = [
+            column
+            for column in super().declare_columns()
+            if column.name in _COLUMNS[self.training_type]
+        ]
         if self.training_type == "distillation":
-            return [*columns, brought("privileged_actions", self.actions_shape, "privileged_actions")]
+            return [
+                *columns,
+                brought("privileged_actions", self.actions_shape, "privileged_actions"),
+            ]
         return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +142,10 @@ class RslRlStorage(RolloutStorage):
             parameters = given.pop(_PARAMETERS, None)
             if parameters and self.training_type == "rl":
                 if not self._parameters:
-                    shapes = {str(i): (tuple(x.shape[1:]), dtype_name(x.dtype)) for i, x in enumerate(parameters)}
+                    shapes = {
+                        str(i): (tuple(x.shape[1:]), dtype_name(x.dtype))
+                        for i, x in enumerate(parameters)
+                    }
                     self._declare_parameters(declare_fields(_PARAMETERS, shapes))
                 given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
             given.setdefault("hidden_states", None)
@@ -134,7 +158,9 @@ class RslRlStorage(RolloutStorage):
             UsageError: At the call: another training type, or the rollout is not full.
         """
         if self.training_type != "distillation":
-            raise UsageError("generate steps", "", "training_type 'distillation'", repr(self.training_type))
+            raise UsageError(
+                "generate steps", "", "training_type 'distillation'", repr(self.training_type)
+            )
         return self._steps(self._num_rows_for("generate steps", False))
 
     def _steps(self, num_steps: int) -> Iterator[Any]:
@@ -145,12 +171,16 @@ class RslRlStorage(RolloutStorage):
                 self._order.record(is_write=False)
             yield batch
 
-    def mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8, **options: Any) -> Iterator[Any]:
+    def mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8, **options: Any
+    ) -> Iterator[Any]:
         """Yield shuffled mini-batches of rows; see `RolloutStorage`, whose options count unless `compat`."""
         given = {"reshuffle": "once"} if self.compat else options
         return super().mini_batch_generator(num_mini_batches, num_epochs, **given)
 
-    def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
+    def _plan_batches(
+        self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
+    ) -> tuple[int, Any]:
         if self.training_type != "rl":
             raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
         return super()._plan_batches(num_mini_batches, num_epochs, drop_last or self.compat, item)
@@ -158,22 +188,34 @@ class RslRlStorage(RolloutStorage):
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
             # The call of rsl_rl: another dtype, or more rows, would draw other numbers.
-            return sent(torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device)
+            return sent(
+                torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device
+            )
         return super()._permutation(num_rows, num_used)
 
     def _arguments(self) -> dict[str, Any]:
         given = super()._arguments()
-        sizes = {name: given[name] for name in ("num_envs", "num_transitions_per_env", "obs_shape", "actions_shape")}
+        sizes = {
+            name: given[name]
+            for name in ("num_envs", "num_transitions_per_env", "obs_shape", "actions_shape")
+        }
         return {"training_type": self.training_type, "compat": self.compat, **sizes}
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         given = dict(arguments)
         observations = {
-            path: torch.empty((0, *shape), dtype=DTYPES[dtype][0]) for path, shape, dtype in given.pop("obs_shape")
+            path: torch.empty((0, *shape), dtype=DTYPES[dtype][0])
+            for path, shape, dtype in given.pop("obs_shape")
         }
         ((_, actions_shape, _),) = given.pop("actions_shape")
-        return cls(**given, obs=unflatten(observations), actions_shape=tuple(actions_shape), device=device, generator=0)
+        return cls(
+            **given,
+            obs=unflatten(observations),
+            actions_shape=tuple(actions_shape),
+            device=device,
+            generator=0,
+        )
 
     def _get_state(self) -> State:
         state = super()._get_state()
@@ -183,7 +225,9 @@ class RslRlStorage(RolloutStorage):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             if numbers[_PARAMETERS]:
-                self._declare_parameters(tuple(Field.from_json(item) for item in numbers[_PARAMETERS]))
+                self._declare_parameters(
+                    tuple(Field.from_json(item) for item in numbers[_PARAMETERS])
+                )
             super()._set_state(numbers, tensors)
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
@@ -192,7 +236,10 @@ class RslRlStorage(RolloutStorage):
         size = [len(made["actions"])] if masks is None else list(masks.shape)
         observations = _tensordict(made.pop("obs"), size)
         parameters = tuple(made.pop(f"old_{_PARAMETERS}", {}).values())
-        more = {"old_distribution_params": parameters, "hidden_states": more.get("hidden_states") or (None, None)}
+        more = {
+            "old_distribution_params": parameters,
+            "hidden_states": more.get("hidden_states") or (None, None),
+        }
         return self.Batch(**made, **more, observations=observations, masks=masks)
 
     def _declare_parameters(self, fields: tuple[Field, ...]) -> None:

@@ -27,8 +27,9 @@ class TransferQueueBuffer:
         seed: Seed of the draws of this client. None uses `torch.initial_seed()` and the number of
             objects created since it changed.
 
-    It joins the queue of the cluster of Ray that this process is connected to, or starts one as `transfer_queue.init()`
-    does, which waits for as long as the cluster lacks a processor for each of its actors.
+    It joins the queue of the cluster of Ray that this process is connected to, or starts one as
+    `transfer_queue.init()` does, which waits for as long as the cluster lacks a processor for each
+    of its actors.
     """
 
     def __init__(self, partition: str, seed: int | None = None) -> None:
@@ -60,9 +61,13 @@ class TransferQueueBuffer:
         keys = self._keys()
         size = arguments.whole("sample", "batch_size", batch_size, 1)
         if not keys:
-            raise BufferEmptyError("sample", f"from the partition {self.partition!r}", "rows", "none")
+            raise BufferEmptyError(
+                "sample", f"from the partition {self.partition!r}", "rows", "none"
+            )
         drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)
-        found = self._queue.kv_batch_get([keys[number] for number in drawn.tolist()], self.partition)
+        found = self._queue.kv_batch_get(
+            [keys[number] for number in drawn.tolist()], self.partition
+        )
         return unflatten({name: torch.stack(leaf.unbind())[rows] for name, leaf in found.items()})
 
     def clear(self) -> None:

@@ -26,7 +26,19 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 #: Kinds of numpy dtypes that are loaded. Structured dtypes could describe memory outside the array.
 _KINDS = "biufcSUmMO"
 #: Leaves that torch loads with any value.
-_PLAIN = (type(None), bool, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
+_PLAIN = (
+    type(None),
+    bool,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
 #: Longer integers have a form that torch does not load.
 _MOST_INT = 1 << 2000
 #: Function by which pickle protocol 2 refers to members of a class.
@@ -55,7 +67,9 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
         NotLoadedError: The checkpoint contains names that are not allowed.
     """
     with ExitStack() as held:
-        held.enter_context(_loading)  # before the names are compared: another load may have added them for itself
+        held.enter_context(
+            _loading
+        )  # before the names are compared: another load may have added them for itself
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
         found = _meanings(needed)
@@ -85,7 +99,9 @@ def _meanings(names: list[str]) -> dict[str, Any]:
                 found[name] = _Outer(kind)
     if inner:  # a file has an enum within a class as `getattr(class, name)`
         found[_GETATTR] = partial(_inner_enum, inner)
-        found |= {f"{kind.__module__}.{kind.__qualname__}{_NO_NAME}": one for kind, one in inner.items()}
+        found |= {
+            f"{kind.__module__}.{kind.__qualname__}{_NO_NAME}": one for kind, one in inner.items()
+        }
     return found
 
 
@@ -103,7 +119,9 @@ class _Outer:
         self.kind = kind
 
     def __call__(self, *_: Any) -> Any:
-        raise pickle.UnpicklingError(f"{self.kind.__module__}.{self.kind.__qualname__}, which is no enum")
+        raise pickle.UnpicklingError(
+            f"{self.kind.__module__}.{self.kind.__qualname__}, which is no enum"
+        )
 
 
 def _enums_in(kind: type) -> list[type[enum.Enum]]:
@@ -130,10 +148,14 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
     for member in kind.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return member
-    is_flag = issubclass(kind, enum.Flag) and "_missing_" not in {name for one in _own(kind) for name in vars(one)}
+    is_flag = issubclass(kind, enum.Flag) and "_missing_" not in {
+        name for one in _own(kind) for name in vars(one)
+    }
     if is_flag and type(value) is int:
         return kind(value)  # several members together
-    raise pickle.UnpicklingError(f"{kind.__module__}.{kind.__qualname__} has no member of the value {value!r}")
+    raise pickle.UnpicklingError(
+        f"{kind.__module__}.{kind.__qualname__} has no member of the value {value!r}"
+    )
 
 
 def _own(kind: type) -> list[type]:
@@ -158,14 +180,20 @@ def _no_bytes() -> bytes:
 
 
 def _dtype(code: Any, *_: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = np.dtype(code, copy=True) if isinstance(code, str) and code.isalnum() else np.dtype("V1")
+    found: np.dtype[Any] = (
+        np.dtype(code, copy=True) if isinstance(code, str) and code.isalnum() else np.dtype("V1")
+    )
     if found.kind not in _KINDS:
         raise pickle.UnpicklingError(f"the numpy dtype {code!r}")
     return found
 
 
 def _scalar(dtype: Any, value: Any) -> Any:
-    if not isinstance(dtype, np.dtype) or not isinstance(value, bytes) or len(value) != dtype.itemsize:
+    if (
+        not isinstance(dtype, np.dtype)
+        or not isinstance(value, bytes)
+        or len(value) != dtype.itemsize
+    ):
         raise pickle.UnpicklingError("a numpy scalar without its bytes")
     return np.frombuffer(value, dtype)[0]
 
@@ -181,7 +209,9 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
 #: Objects whose state a file may set, under names that no file can contain.
-_BUILT: list[tuple[Any, str]] = [(kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}]
+_BUILT: list[tuple[Any, str]] = [
+    (kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}
+]
 
 
 # Allowed content of a checkpoint
@@ -229,7 +259,11 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
     if kind in (dict, OrderedDict, Counter):
         keys = [(f"key {key!r:.80} of {path}", key) for key in part]
         values = [(f"{path}[{key!r:.80}]", value) for key, value in part.items()]
-        return keys + values + [(f"{path}.{name}", value) for name, value in getattr(part, "__dict__", {}).items()]
+        return (
+            keys
+            + values
+            + [(f"{path}.{name}", value) for name, value in getattr(part, "__dict__", {}).items()]
+        )
     if kind in (list, tuple):
         return [(f"{path}[{place}]", value) for place, value in enumerate(part)]
     if kind is set:
@@ -237,7 +271,10 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
     if kind is argparse.Namespace:
         return [(f"{path}.{name}", value) for name, value in vars(part).items()]
     if kind is np.ndarray and part.dtype.kind == "O":
-        return [(f"{path}[{', '.join(map(str, place))}]", part[place]) for place in np.ndindex(part.shape)]
+        return [
+            (f"{path}[{', '.join(map(str, place))}]", part[place])
+            for place in np.ndindex(part.shape)
+        ]
     return None
 
 
@@ -246,7 +283,9 @@ def _is_loaded_leaf(part: Any) -> bool:
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
         return is_plain and not part.is_quantized and not part.is_nested and not part.__dict__
-    is_numpy = type(part) is np.ndarray or (isinstance(part, np.generic) and type(part) is part.dtype.type)
+    is_numpy = type(part) is np.ndarray or (
+        isinstance(part, np.generic) and type(part) is part.dtype.type
+    )
     return is_numpy and part.dtype.kind in _KINDS and part.dtype.kind != "O"
 
 

@@ -41,7 +41,15 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 _LOAD = "load the checkpoint"
 #: Errors of unpickling damaged data, besides `UnpicklingError` and errors of torch.
-_NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
+_NONSENSE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 
 class MissingCheckpointError(DataFileError, FileNotFoundError):
@@ -131,7 +139,9 @@ def load_checkpoint_parallel(
     arguments.flag(_LOAD, "weights_only", weights_only)
     if device is not None:
         if map_location not in ("cpu", device):
-            raise UsageError(_LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}")
+            raise UsageError(
+                _LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}"
+            )
         map_location = arguments.device(_LOAD, "device", device)
     elif isinstance(map_location, (str, torch.device)):
         map_location = arguments.device(_LOAD, "map_location", map_location)
@@ -171,7 +181,9 @@ def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
         modules = sorted({name.rpartition(".")[0] for name in cause.names} - sys.modules.keys())
         if modules:
             advice = f"If it is an enum, import {modules[0]!r} before loading. {advice}"
-    expected = "tensors and plain containers, numpy's values, namespaces and enums that are imported"
+    expected = (
+        "tensors and plain containers, numpy's values, namespaces and enums that are imported"
+    )
     return UnsafeFileError(_LOAD, where, expected, got, advice)
 
 
@@ -196,7 +208,9 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 def _find(path: str | os.PathLike[str]) -> Path:
     """Return the file of a checkpoint: the newer of the plain and the compressed file."""
     plain = arguments.path(_LOAD, "", path)
-    candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
+    candidates = (
+        [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
+    )
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:
         names = " or ".join(repr(str(one)) for one in candidates)
@@ -222,7 +236,10 @@ def _mapped(file: IO[bytes]) -> memoryview:
 
 def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader:
     data = _mapped(file)
-    return cast(io.BufferedReader, _MemoryFile(decode(data, scan_frames(data, str(path)), str(path), num_threads)))
+    return cast(
+        io.BufferedReader,
+        _MemoryFile(decode(data, scan_frames(data, str(path)), str(path), num_threads)),
+    )
 
 
 class _MemoryFile(io.RawIOBase):
@@ -260,14 +277,18 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
     left = size = file.seek(0, io.SEEK_END)
     for member in members:
         left -= member.file_size
-        is_stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        is_stored = (
+            member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+        )
         if not is_stored or left < 0 or not 0 <= member.header_offset < size:
             got = f"{member.filename!r} of {member.file_size} bytes at {member.header_offset}"
             raise _damaged(repr(str(path)), f"stored members in a file of {size} bytes", got)
     return {member.filename: member for member in members}
 
 
-def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
+def _check_member(
+    file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview
+) -> int:
     """Check the checksum of a member, 3 times as fast as `zipfile`; return its content's offset."""
     where = f"{str(path)!r}, member {member.filename!r}"
     file.seek(member.header_offset)

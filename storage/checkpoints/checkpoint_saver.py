@@ -62,9 +62,15 @@ class AsyncCheckpointSaver(Owned):
     """
 
     def __init__(
-        self, max_queue_size: int = 3, on_full: str = "block", *, monitor: PerformanceMonitor | None = None
+        self,
+        max_queue_size: int = 3,
+        on_full: str = "block",
+        *,
+        monitor: PerformanceMonitor | None = None,
     ) -> None:
-        self.max_queue_size = arguments.whole("save checkpoints", "max_queue_size", max_queue_size, 1)
+        self.max_queue_size = arguments.whole(
+            "save checkpoints", "max_queue_size", max_queue_size, 1
+        )
         self.on_full = arguments.choice("save checkpoints", "on_full", on_full, ON_FULL)
         #: Number of checkpoints dropped by "drop_oldest".
         self.num_dropped = 0
@@ -76,7 +82,8 @@ class AsyncCheckpointSaver(Owned):
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
-        #: Futures of checkpoints that may wait, oldest first, each with a list that holds its copy until it is written.
+        #: Futures of checkpoints that may wait, oldest first, each with a list that holds its copy
+        #: until it is written.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
         #: Held while a call waits for its place and copies.
@@ -108,29 +115,34 @@ class AsyncCheckpointSaver(Owned):
         """Copy `checkpoint` and write the copy to `path` in the background, with `torch.save`.
 
         Args:
-            checkpoint: Nested dicts, lists, tuples and sets of tensors on any device, numbers, texts, arrays and
-                scalars of numpy, random states of torch, numpy and Python, `argparse.Namespace` and members of enums.
-                Tensors that share memory are copied, and stored, once.
+            checkpoint: Nested dicts, lists, tuples and sets of tensors on any device, numbers,
+                texts, arrays and scalars of numpy, random states of torch, numpy and Python,
+                `argparse.Namespace` and members of enums. Tensors that share memory are copied, and
+                stored, once.
             path: The file; an earlier one is replaced as a whole. Missing folders are made.
-            compress: Write an LZ4 frame to `path` + ".lz4" instead. Worth it for what repeats itself
-                (masks, images, integer counters); weights in float32 hardly shrink.
+            compress: Write an LZ4 frame to `path` + ".lz4" instead. Worth it for what repeats
+                itself (masks, images, integer counters); weights in float32 hardly shrink.
             level: Of LZ4: 0 fast, up to 16 smaller and much slower.
             meta: JSON-able; `load_checkpoint_meta` reads it without the tensors.
-            weights_only: Refuse what `load_checkpoint` would refuse by default. False saves anything that can be
-                deep-copied and pickled, to be loaded with `weights_only=False`.
+            weights_only: Refuse what `load_checkpoint` would refuse by default. False saves
+                anything that can be deep-copied and pickled, to be loaded with
+                `weights_only=False`.
 
         Returns:
-            A future of the path that was written. When this method returns, `checkpoint` may be changed.
+            A future of the path that was written. When this method returns, `checkpoint` may be
+            changed.
 
         Raises:
             CheckpointError: An earlier save failed; nothing was saved now.
             QueueFullError: With `on_full="raise"`.
             ClosedError: After `shutdown`.
-            UsageError: `path` is no path, JSON cannot hold `meta`, or a part of the checkpoint would not be loaded: the
-                text names its path in the checkpoint.
+            UsageError: `path` is no path, JSON cannot hold `meta`, or a part of the checkpoint
+                would not be loaded: the text names its path in the checkpoint.
         """
         self._owner.check()
-        target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
+        target = arguments.path(
+            "save the checkpoint", "", path
+        ).absolute()  # the process may go elsewhere
         level = check_level("save the checkpoint", level)
         compress = arguments.flag("save the checkpoint", "compress", compress)
         weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)
@@ -143,7 +155,9 @@ class AsyncCheckpointSaver(Owned):
             self._wait_for_room(target)
             with self._monitor.timer("checkpoint/copy"):
                 held = [copy_object(checkpoint, self._pool)]
-            future = self._worker.submit(self._write, held, target, level if compress else None, text)
+            future = self._worker.submit(
+                self._write, held, target, level if compress else None, text
+            )
             self._waiting.append((future, held))
         return future
 
@@ -158,7 +172,9 @@ class AsyncCheckpointSaver(Owned):
             CheckpointError: A save failed.
         """
         if timeout is not None:
-            timeout = arguments.real("wait for checkpoints", "timeout", timeout, ">= 0 seconds", lambda x: x >= 0)
+            timeout = arguments.real(
+                "wait for checkpoints", "timeout", timeout, ">= 0 seconds", lambda x: x >= 0
+            )
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -188,14 +204,21 @@ class AsyncCheckpointSaver(Owned):
         """Wait until one more may be saved: one is being written, and `max_queue_size` may wait."""
         while True:
             if self._is_closed:
-                raise ClosedError("save the checkpoint", repr(str(path)), "an open saver", "one that was shut down")
+                raise ClosedError(
+                    "save the checkpoint",
+                    repr(str(path)),
+                    "an open saver",
+                    "one that was shut down",
+                )
             self._worker.check()
             self._waiting = [(future, held) for future, held in self._waiting if not future.done()]
             if len(self._waiting) <= self.max_queue_size:
                 return
             if self.on_full == "raise":
                 expected = f"at most {self.max_queue_size} waiting"
-                raise QueueFullError("save the checkpoint", repr(str(path)), expected, "as many already")
+                raise QueueFullError(
+                    "save the checkpoint", repr(str(path)), expected, "as many already"
+                )
             dropped = (held for future, held in self._waiting if future.cancel())
             if self.on_full == "drop_oldest" and (oldest := next(dropped, None)):
                 oldest.clear()
@@ -242,7 +265,9 @@ def _check_loadable(checkpoint: Any, target: Path) -> None:
         return
     path, got = refused
     expected = f"what load_checkpoint loads by default as {path}"
-    advice = "Save its numbers or its state_dict(), or pass weights_only=False to save and to load it"
+    advice = (
+        "Save its numbers or its state_dict(), or pass weights_only=False to save and to load it"
+    )
     raise UsageError("save the checkpoint", repr(str(target)), expected, got, advice)
 
 
@@ -250,7 +275,9 @@ def _to_json(meta: Any, target: Path) -> bytes:
     try:
         return json.dumps(meta).encode()
     except (TypeError, ValueError) as cause:
-        raise UsageError("save the checkpoint", repr(str(target)), "a meta that JSON can hold", str(cause)) from cause
+        raise UsageError(
+            "save the checkpoint", repr(str(target)), "a meta that JSON can hold", str(cause)
+        ) from cause
 
 
 # -- copies ------------------------------------------------------------------------------------
@@ -264,8 +291,9 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         pool: Where the memory of tensors that are on the CPU comes from.
 
     Returns:
-        The same structure, on the CPU. Tensors are detached; parameters stay parameters, strides stay
-        unless they leave gaps. Other leaves are deep-copied, with the errors of `copy.deepcopy`.
+        The same structure, on the CPU. Tensors are detached; parameters stay parameters, strides
+        stay unless they leave gaps. Other leaves are deep-copied, with the errors of
+        `copy.deepcopy`.
     """
     # deepcopy uses the copy in the memo for every occurrence of an object.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
@@ -278,11 +306,15 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
     waiting = [obj]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen or isinstance(node, (str, bytes, int, float, type, ModuleType, FunctionType)):
+        if id(node) in seen or isinstance(
+            node, (str, bytes, int, float, type, ModuleType, FunctionType)
+        ):
             continue
         seen.add(id(node))
         if isinstance(node, torch.Tensor):
-            is_plain = type(node) in (torch.Tensor, torch.nn.Parameter) and node.layout is torch.strided
+            is_plain = (
+                type(node) in (torch.Tensor, torch.nn.Parameter) and node.layout is torch.strided
+            )
             if is_plain and not node.is_quantized and node.device.type != "meta":
                 found[id(node)] = node
         elif isinstance(node, Mapping):
@@ -303,7 +335,9 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
         # Lazy conjugates and negatives store other numbers than their values, and a flag.
         plain = tensor.detach().resolve_conj().resolve_neg()
         if plain.numel():
-            groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = plain
+            groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = (
+                plain
+            )
         else:
             copies[key] = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     spans = [_span(group) for group in groups.values()]
@@ -313,14 +347,19 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
         if span.is_on_cuda:
             target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # Tensors over slices of an array have storages of their own; slices of a tensor have not.
+            # Tensors over slices of an array have storages of their own; slices of a tensor have
+            # not.
             target = torch.from_numpy(buffer[start : start + span.num_bytes])
             start += span.room
         copies |= _copy_span(span, target)
     for device in {span.device for span in spans if span.is_on_cuda}:
         torch.cuda.current_stream(device).synchronize()
-    parameters = {key: x.requires_grad for key, x in found.items() if isinstance(x, torch.nn.Parameter)}
-    return copies | {key: torch.nn.Parameter(copies[key], needs) for key, needs in parameters.items()}
+    parameters = {
+        key: x.requires_grad for key, x in found.items() if isinstance(x, torch.nn.Parameter)
+    }
+    return copies | {
+        key: torch.nn.Parameter(copies[key], needs) for key, needs in parameters.items()
+    }
 
 
 class _Span(NamedTuple):
@@ -345,14 +384,19 @@ def _span(group: dict[int, torch.Tensor]) -> _Span:
     starts = []
     stops = []
     for key, tensor in group.items():
-        reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum(
+            (int(size) - 1) * int(stride)
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if len(group) == 1 and reach >= tensor.numel():
             group[key] = tensor = tensor.contiguous()
             reach = tensor.numel() - 1
         starts.append(int(tensor.storage_offset()) * tensor.itemsize)
         stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
     start = min(starts)
-    if len(group) > 1:  # aligned down, so that every dtype's offset stays a whole number of its elements
+    if (
+        len(group) > 1
+    ):  # aligned down, so that every dtype's offset stays a whole number of its elements
         start = start // _ALIGNMENT * _ALIGNMENT
     return _Span(group, start, max(stops) - start, tensor.device)
 
@@ -369,7 +413,10 @@ def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
     storage = target.untyped_storage()
     return {
         key: torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            storage, tensor.storage_offset() - span.start // tensor.itemsize, tensor.shape, tensor.stride()
+            storage,
+            tensor.storage_offset() - span.start // tensor.itemsize,
+            tensor.shape,
+            tensor.stride(),
         )
         for key, tensor in span.tensors.items()
     }

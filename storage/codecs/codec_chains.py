@@ -1,7 +1,7 @@
 """Codecs by name: arrays to stored arrays, and frames to chunks of bytes that decode independently.
 
-A codec has two parts. A value codec (`raw`, `normalized_image`) converts each value to a value of a fixed
-size. A chain codes the result as chunks. `normalized_image+lz4` has both parts. `auto` tries
+A codec has two parts. A value codec (`raw`, `normalized_image`) converts each value to a value of a
+fixed size. A chain codes the result as chunks. `normalized_image+lz4` has both parts. `auto` tries
 several lossless chains on sample data and chooses the smallest result. A codec states whether it is
 lossless, and its largest error.
 
@@ -10,15 +10,16 @@ A chain is `quantizer+delta+shuffle+packer` or a part of it, such as `uint16+shu
 - Quantizers: `uint16`, `uint16(low,high)`.
 - Deltas: `delta` subtracts the previous frame as unsigned integers; `xor`.
 - Shuffles: `shuffle`, `split`, `bitshuffle`.
-- Packers: `lz4` (fast), `lz4hc` (high compression). With the extra `codecs`: `zstd` (smaller images),
-  `blosc2` (LZ4HC) and `blosc2zstd`. Both packers of blosc2 include a shuffle with SIMD
+- Packers: `lz4` (fast), `lz4hc` (high compression). With the extra `codecs`: `zstd` (smaller
+  images), `blosc2` (LZ4HC) and `blosc2zstd`. Both packers of blosc2 include a shuffle with SIMD
   instructions.
 
 A video codec such as `h264:crf=18` (`video_codec.py`) replaces the whole chain.
 
 A chunk consists of
 
-- one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers accept; else 1;
+- one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers
+  accept; else 1;
 - with a quantizer, its range, little-endian: low and step as float64, then a uint8 flag for special
   counts;
 - the bytes of the values.
@@ -137,7 +138,9 @@ class ChunkCodec:
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise `FieldTypeError` if the chain cannot code values of this dtype."""
         if self.quantizer is not None and dtype.kind != "f":
-            raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
+            raise FieldTypeError(
+                "code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype)
+            )
         if self.video is not None and dtype != np.uint8:
             raise FieldTypeError("code values", f"as {self.name!r}", "uint8 pictures", str(dtype))
 
@@ -178,14 +181,19 @@ class ChunkCodec:
             items = differences
         if self.packer_shuffles:
             return PACKERS[self.packer].pack(items, level, self.shuffle)
-        data = shuffle(self.shuffle, items.reshape(-1)) if self.shuffle else items.reshape(-1).view(np.uint8)
+        data = (
+            shuffle(self.shuffle, items.reshape(-1))
+            if self.shuffle
+            else items.reshape(-1).view(np.uint8)
+        )
         return PACKERS[self.packer].pack(data, level, "") if self.packer else data.tobytes()
 
     def decode(self, chunk: Bytes, out: Array) -> None:
         """Decode a chunk into `out`, `[F, *shape]`, contiguous. Thread-safe.
 
         Raises:
-            CorruptFileError: The chunk does not hold exactly F frames. The content of `out` is undefined.
+            CorruptFileError: The chunk does not hold exactly F frames. The content of `out` is
+                undefined.
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
@@ -205,7 +213,9 @@ class ChunkCodec:
     def decoded(self, chunk: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Decode a chunk to new memory. If the chain is only a packer, this saves a copy."""
         if self.name in PACKERS and len(chunk) and chunk[0] == _PACKED:
-            return self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+            return (
+                self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+            )
         out: Array = np.empty(shape, dtype)
         self.decode(chunk, out)
         return out
@@ -229,7 +239,12 @@ class ChunkCodec:
                 return
         else:
             num_bytes = shuffled_bytes(self.shuffle, items.size, size)
-            unshuffle(self.shuffle, self._unpacked(data, num_bytes), items, _scratch(1, scratch_bytes(num_bytes)))
+            unshuffle(
+                self.shuffle,
+                self._unpacked(data, num_bytes),
+                items,
+                _scratch(1, scratch_bytes(num_bytes)),
+            )
         if self.delta and num_frames > 1:
             _, add = DELTAS[self.delta]
             for previous, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
@@ -273,8 +288,9 @@ class Codec:
     Attributes:
         name: Name in `obs_disassemble_mapping` and in files.
         is_lossless: Whether decode(encode(x)) == x for every accepted x.
-        max_error: Largest absolute error on finite values in the codec's range, before rounding to the
-            field's dtype. 0 if lossless, None if it depends on the data. Writers measure the real error.
+        max_error: Largest absolute error on finite values in the codec's range, before rounding to
+            the field's dtype. 0 if lossless, None if it depends on the data. Writers measure the
+            real error.
         stored_dtype: Name of the dtype of stored values; None keeps the dtype of the field.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.
@@ -300,7 +316,12 @@ VALUE_CODECS: dict[str, Codec] = {
     )
 }
 #: All words in names of codecs.
-CODEC_WORDS = (*VALUE_CODECS, AUTO, *video.CODERS, *(stage for stages in STAGES.values() for stage in stages))
+CODEC_WORDS = (
+    *VALUE_CODECS,
+    AUTO,
+    *video.CODERS,
+    *(stage for stages in STAGES.values() for stage in stages),
+)
 
 
 @lru_cache(maxsize=256)
@@ -330,7 +351,10 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
     kinds = list(STAGES)[bool(value_codec) :]
     for stage in stages:
         match = _QUANTIZER.fullmatch(stage)
-        kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), "")
+        kind = next(
+            (kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")),
+            "",
+        )
         if not kind and not (previous and stage in (*VALUE_CODECS, AUTO)):
             raise UsageError("use the codec", repr(name), nearest(stage, CODEC_WORDS), repr(stage))
         if kind not in kinds:
@@ -341,7 +365,9 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
         parts[kind] = _linear(name, match) if match else stage
     codec = ChunkCodec("+".join(stages) or "raw", **parts)
     if codec.packer_shuffles and codec.shuffle == "split":
-        raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")
+        raise UsageError(
+            "use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'"
+        )
     return codec
 
 
@@ -379,7 +405,9 @@ def find_codec(name: str) -> Codec:
         return values
     if stages[0] == values.name:
         del stages[0]
-    chunks = _read_chain([] if stages == [raw.name] else stages, name, "" if values is raw else values.name)
+    chunks = _read_chain(
+        [] if stages == [raw.name] else stages, name, "" if values is raw else values.name
+    )
     is_lossless = values.is_lossless and chunks.is_lossless
     max_error = values.max_error if chunks.is_lossless else None
     return replace(values, name=name, is_lossless=is_lossless, max_error=max_error, chunks=chunks)
@@ -390,7 +418,9 @@ def codec_of(field: Field) -> Codec:
     try:
         return find_codec(field.codec)
     except UsageError as error:
-        raise UsageError("find the codec of field", repr(field.name), error.expected, error.got) from None
+        raise UsageError(
+            "find the codec of field", repr(field.name), error.expected, error.got
+        ) from None
 
 
 def check_writable(name: str) -> None:
@@ -421,10 +451,16 @@ def check_codec(field: Field) -> None:
     is_float = field.torch_dtype.is_floating_point
     if codec.stored_dtype is not None and not (is_float or field.dtype == codec.stored_dtype):
         expected = f"a floating dtype or {codec.stored_dtype}"
-    elif codec.chunks and not codec.chunks.is_lossless and not (is_float and field.dtype != "bfloat16"):
+    elif (
+        codec.chunks
+        and not codec.chunks.is_lossless
+        and not (is_float and field.dtype != "bfloat16")
+    ):
         expected = "float16, float32 or float64"
     if expected:
-        raise FieldTypeError(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
+        raise FieldTypeError(
+            f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype
+        )
 
 
 def most_chunk_frames(row_bytes: int) -> int:

@@ -1,11 +1,11 @@
 """Stages before the packer: lossy quantizers and lossless shuffles.
 
-Quantizers round numbers to the nearest of fewer levels and return the largest error. `normalized_image`
-stores one uint8 per value. `uint16` stores linear counts between a low and a high value. Both
-values are stored before the counts.
+Quantizers round numbers to the nearest of fewer levels and return the largest error.
+`normalized_image` stores one uint8 per value. `uint16` stores linear counts between a low and a
+high value. Both values are stored before the counts.
 
-Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their place in the number, so that similar
-bytes are adjacent:
+Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their place in the number, so that
+similar bytes are adjacent:
 
 - `shuffle`: byte planes.
 - `split`: the lower half of each number, then byte planes of the upper half. Intended for floats:
@@ -55,9 +55,13 @@ def encode_image(values: torch.Tensor) -> torch.Tensor:
     if not values.dtype.is_floating_point:
         expected = "floats in [0, 1] or uint8 counts of 1/255"
         raise FieldTypeError("code values as 'normalized_image'", "", expected, str(values.dtype))
-    # Rounding is unbiased with an error of at most 0.5/255; truncation has an error of 1/255 and a bias.
-    # NaN becomes 0, like all values below the range.
-    scaled = torch.nan_to_num(values.to(torch.float32), nan=0.0).clamp(0.0, 1.0).mul_(float(IMAGE_LEVELS))
+    # Rounding is unbiased with an error of at most 0.5/255; truncation has an error of 1/255 and a
+    # bias. NaN becomes 0, like all values below the range.
+    scaled = (
+        torch.nan_to_num(values.to(torch.float32), nan=0.0)
+        .clamp(0.0, 1.0)
+        .mul_(float(IMAGE_LEVELS))
+    )
     return scaled.round_().to(torch.uint8)
 
 
@@ -111,7 +115,9 @@ class LinearCounts:
         step = high / levels - low / levels
         with np.errstate(all="ignore"):
             nearest: Array = np.rint(wide / step - low / step) if step > 0 else np.zeros_like(wide)
-        counts: npt.NDArray[np.uint16] = np.where(is_finite, np.clip(nearest, 0, levels), 0).astype(np.uint16)
+        counts: npt.NDArray[np.uint16] = np.where(is_finite, np.clip(nearest, 0, levels), 0).astype(
+            np.uint16
+        )
         if is_special:
             for place, special in enumerate(_SPECIAL):
                 has_value = np.isnan(wide) if np.isnan(special) else wide == special
@@ -133,14 +139,20 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
     """
     low, step, is_special = _RANGE.unpack(range_bytes)
     if not (math.isfinite(low) and math.isfinite(step) and step >= 0):
-        raise CorruptFileError("decode a chunk", "", "a finite range of values", f"{low} in steps of {step}")
+        raise CorruptFileError(
+            "decode a chunk", "", "a finite range of values", f"{low} in steps of {step}"
+        )
     # Float32 is used if the range allows. The measured error includes the rounding to float32.
-    is_narrow = out.dtype == np.float32 and abs(low) + step * _COUNTS < 1e37 and (step == 0 or step > 1e-37)
+    is_narrow = (
+        out.dtype == np.float32 and abs(low) + step * _COUNTS < 1e37 and (step == 0 or step > 1e-37)
+    )
     if is_narrow:
         np.multiply(counts, np.float32(step), out=out)
         np.add(out, np.float32(low), out=out)
     else:
-        with np.errstate(over="ignore"):  # The measured error shows values that float16 cannot hold.
+        with np.errstate(
+            over="ignore"
+        ):  # The measured error shows values that float16 cannot hold.
             out[:] = counts * step + low
     if is_special:
         first = _COUNTS - len(_SPECIAL) + 1
@@ -227,7 +239,11 @@ def _halves(out: Array, scratch: Bytes) -> tuple[Array, Array, Bytes]:
     size = len(out) * half
     first = -(-size // 8) * 8
     second = -(-size // 8) * 16
-    return scratch[:size].view(f"u{half}"), scratch[first : first + size].view(f"u{half}"), scratch[second:]
+    return (
+        scratch[:size].view(f"u{half}"),
+        scratch[first : first + size].view(f"u{half}"),
+        scratch[second:],
+    )
 
 
 def _combine(upper: Array, lower: Array, out: Array) -> None:
@@ -240,8 +256,8 @@ def _combine(upper: Array, lower: Array, out: Array) -> None:
 def _transpose_bits(planes: Bytes, scratch: Bytes) -> None:
     """Transpose bits in place: exchange bit b of part k and bit k of part b of the eight parts of each row.
 
-    The function is its own inverse. It is the 8 x 8 transposition by exchanges of halves (Warren, Hacker's
-    Delight, 7-3) on all words at once.
+    The function is its own inverse. It is the 8 x 8 transposition by exchanges of halves (Warren,
+    Hacker's Delight, 7-3) on all words at once.
     """
     words = planes.reshape(len(planes), 8, -1).view(np.uint64)
     for distance, mask in _MASKS.items():

@@ -7,7 +7,8 @@ Compression is lossless. Ratios of fast LZ4 (`python -m benchmarks checkpoint`):
     Ant-v5 observations, float32 (zeros) 3.32    the same with sensor noise           1.00
     segmentation, uint8                 10.09
 
-Compression pays for masks, images and values that are often zero. A tensor that does not shrink is stored raw.
+Compression pays for masks, images and values that are often zero. A tensor that does not shrink is
+stored raw.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     Args:
         tensordict: Nested mapping or `TensorDict`. Other leaves are stored without a copy.
-        compress_keys: Leaves to compress: names with "/" between levels, or tuples of keys. The name of an
-            inner mapping means all tensors below it.
+        compress_keys: Leaves to compress: names with "/" between levels, or tuples of keys. The
+            name of an inner mapping means all tensors below it.
         level: Level of LZ4: 0 is fast, up to 16 is smaller and slower to compress.
         cache: Number of decoded leaves in memory. The least recently used leaf is removed first. 0
             disables the cache.
@@ -95,7 +96,9 @@ class CompressedTensorDict(Mapping[str, Any]):
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
             action = "create CompressedTensorDict"
-            raise UsageError(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
+            raise UsageError(
+                action, "", "tensordict as a nested mapping", type(tensordict).__name__
+            )
         leaves = flatten(tensordict)
         missing_ok = flag("compress tensors", "missing_ok", missing_ok)
         compressed = _leaves_to_compress(leaves, compress_keys, missing_ok)
@@ -140,7 +143,11 @@ class CompressedTensorDict(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in memory, without the cache."""
-        return sum(leaf.nbytes for leaf in self._leaves.values() if isinstance(leaf, (_Packed, torch.Tensor)))
+        return sum(
+            leaf.nbytes
+            for leaf in self._leaves.values()
+            if isinstance(leaf, (_Packed, torch.Tensor))
+        )
 
     def ratio(self) -> float:
         """Return decoded bytes / compressed bytes of all compressed leaves; 1 without leaves."""
@@ -162,14 +169,21 @@ class CompressedTensorDict(Mapping[str, Any]):
         non_blocking = flag("move tensors", "non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
         other._leaves = {
-            name: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
+            name: leaf.to(device, non_blocking=non_blocking)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for name, leaf in self._leaves.items()
         }
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the lock and the cache."""
-        return {"level": self.level, "cache": self.cache, "_device": self._device, "_leaves": self._leaves}
+        return {
+            "level": self.level,
+            "cache": self.cache,
+            "_device": self._device,
+            "_leaves": self._leaves,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
@@ -200,11 +214,12 @@ class CompressedDataCollector:
     """A collector whose records are `CompressedTensorDict`s, so that more records fit in memory.
 
     Args:
-        base_collector: Iterable of nested mappings, `TensorDict`s or named tuples of tensors, such as a
-            `RolloutDataset`. Each iteration starts a new iteration of `base_collector`. None fields
-            of named tuples are left out.
+        base_collector: Iterable of nested mappings, `TensorDict`s or named tuples of tensors, such
+            as a `RolloutDataset`. Each iteration starts a new iteration of `base_collector`. None
+            fields of named tuples are left out.
         compress: False yields the records unchanged.
-        compress_keys: Leaves to compress, as in `CompressedTensorDict`. None compresses every tensor.
+        compress_keys: Leaves to compress, as in `CompressedTensorDict`. None compresses every
+            tensor.
         level: Level of LZ4, as in `CompressedTensorDict`.
 
     Raises:
@@ -220,14 +235,20 @@ class CompressedDataCollector:
     ) -> None:
         action = "create CompressedDataCollector"
         if not isinstance(base_collector, Iterable):
-            raise UsageError(action, "", "base_collector as an iterable", type(base_collector).__name__)
+            raise UsageError(
+                action, "", "base_collector as an iterable", type(base_collector).__name__
+            )
         self.base_collector = base_collector
         self.compress = flag(action, "compress", compress)
         self.level = check_level(action, level)
         if compress_keys is not None:
-            arguments.instance(action, "compress_keys", compress_keys, "as names of leaves", Iterable)
+            arguments.instance(
+                action, "compress_keys", compress_keys, "as names of leaves", Iterable
+            )
         is_name = isinstance(compress_keys, str)
-        self.compress_keys: Any = compress_keys if compress_keys is None or is_name else tuple(compress_keys)
+        self.compress_keys: Any = (
+            compress_keys if compress_keys is None or is_name else tuple(compress_keys)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         for record in self.base_collector:
@@ -238,7 +259,9 @@ class CompressedDataCollector:
             record = {name: value for name, value in record._asdict().items() if value is not None}
         keys = self.compress_keys
         if keys is None and hasattr(record, "items"):
-            keys = [name for name, leaf in flatten(record).items() if isinstance(leaf, torch.Tensor)]
+            keys = [
+                name for name, leaf in flatten(record).items() if isinstance(leaf, torch.Tensor)
+            ]
         return CompressedTensorDict(record, keys or (), self.level)
 
 
@@ -247,7 +270,9 @@ def _names_at(name: str, leaves: Iterable[str]) -> list[str]:
     return [leaf for leaf in leaves if leaf == name or leaf.startswith(name + "/")]
 
 
-def _leaves_to_compress(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
+def _leaves_to_compress(
+    leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool
+) -> set[str]:
     """Return the names of the tensors at or below the keys.
 
     Raises:
@@ -260,7 +285,9 @@ def _leaves_to_compress(leaves: Mapping[str, Any], keys: Iterable[str | tuple[st
     for key in [keys] if isinstance(keys, str) else keys:
         name = flat_name(key)
         if name in leaves and not isinstance(leaves[name], torch.Tensor):
-            raise UsageError("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
+            raise UsageError(
+                "compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__
+            )
         below = [leaf for leaf in _names_at(name, leaves) if isinstance(leaves[leaf], torch.Tensor)]
         if not below and not missing_ok:
             raise MissingFieldError("compress", repr(name), nearest(name, leaves), "another name")
@@ -272,7 +299,10 @@ def _pack(tensor: torch.Tensor, level: int) -> _Packed:
     """Compress a tensor, or store it raw if LZ4 does not shrink it."""
     on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data: Any = on_cpu.reshape(-1).view(torch.uint8).numpy() if on_cpu.numel() else b""
-    parts = tuple(compress(data[start : start + _PART_BYTES], level) for start in range(0, len(data), _PART_BYTES))
+    parts = tuple(
+        compress(data[start : start + _PART_BYTES], level)
+        for start in range(0, len(data), _PART_BYTES)
+    )
     is_raw = sum(map(len, parts)) >= len(data)
     raw = on_cpu.clone() if is_raw else None
     return _Packed(() if is_raw else parts, raw, tensor.dtype, tuple(tensor.shape), tensor.device)
@@ -287,7 +317,9 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
         try:
             decoded = decompress(part, min(num_left, _PART_BYTES))
         except CorruptFileError as cause:
-            raise CorruptFileError("decompress the leaf", repr(name), "intact bytes", cause.got) from cause
+            raise CorruptFileError(
+                "decompress the leaf", repr(name), "intact bytes", cause.got
+            ) from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
         num_left -= len(decoded)
     # One part needs no copy: the result may share its memory, since a bytearray is writable.

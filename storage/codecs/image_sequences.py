@@ -1,7 +1,7 @@
 """Compress a stack of frames to a blob of chunks that decode independently.
 
-Before memory is allocated, the header is compared with its checksum, the length of the blob and the values
-that the caller expects. `codec_chains.py` codes the chunks, as in block files.
+Before memory is allocated, the header is compared with its checksum, the length of the blob and the
+values that the caller expects. `codec_chains.py` codes the chunks, as in block files.
 
 A blob consists of these parts; numbers are little-endian:
 
@@ -54,9 +54,10 @@ def compress_image_seq(
         images: `[num_frames, *image_shape]`, tensor (any device) or array with a dtype of
             `storage.core.fields.DTYPES`.
         level: 0 is fast. 1 to 12 compress better and slower, and decode as fast. 13 to 16 equal 12.
-        codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for items of
-            several bytes. Only `uint16` chains are lossy.
-        frames_per_chunk: Frames that are decoded together; by default at most 8. At most 64 MiB in any case.
+        codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for
+            items of several bytes. Only `uint16` chains are lossy.
+        frames_per_chunk: Frames that are decoded together; by default at most 8. At most 64 MiB in
+            any case.
 
     Returns:
         The blob.
@@ -91,13 +92,14 @@ def decompress_image_seq(
     """Decompress a blob, or some frames of it.
 
     Args:
-        compressed_data: Blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all images; an
-            object with a buffer.
+        compressed_data: Blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all
+            images; an object with a buffer.
         image_shape: Shape of one frame.
         batch_size: Number of frames in the blob.
-        dtype: Dtype of the frames. A torch dtype returns a CPU tensor, a numpy dtype or its name an array.
-        indices: Frames to return, in any order, repeated frames included; None returns all. Only chunks with
-            these frames are decoded.
+        dtype: Dtype of the frames. A torch dtype returns a CPU tensor, a numpy dtype or its name an
+            array.
+        indices: Frames to return, in any order, repeated frames included; None returns all. Only
+            chunks with these frames are decoded.
         num_threads: Threads at most, used if they are faster; None uses torch's number.
 
     Returns:
@@ -106,12 +108,15 @@ def decompress_image_seq(
     Raises:
         SchemaError: Shape, dtype or number of frames differ from those of the blob.
         UsageError: An index is outside `0:batch_size`.
-        CorruptFileError: The blob is truncated or damaged, or LZ4 frames hold another number of bytes.
+        CorruptFileError: The blob is truncated or damaged, or LZ4 frames hold another number of
+            bytes.
     """
     data = _as_bytes(compressed_data)
     if data[: len(LZ4_MAGIC)].tobytes() == LZ4_MAGIC:
         return _from_lz4_frames(data, _Request.checked(image_shape, batch_size, dtype, indices))
-    return decompress_many([compressed_data], image_shape, [batch_size], dtype, [indices], num_threads)[0]
+    return decompress_many(
+        [compressed_data], image_shape, [batch_size], dtype, [indices], num_threads
+    )[0]
 
 
 def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
@@ -138,7 +143,8 @@ def compress_image(image: Any, level: int = 0) -> bytes:
     """Compress one image without loss.
 
     Args:
-        image: A PIL image of mode L, LA, RGB or RGBA, or uint8 `[H, W]` or `[H, W, 1 to 4]` as array or tensor.
+        image: A PIL image of mode L, LA, RGB or RGBA, or uint8 `[H, W]` or `[H, W, 1 to 4]` as
+            array or tensor.
         level: As in `compress_image_seq`.
 
     Returns:
@@ -153,7 +159,9 @@ def compress_image(image: Any, level: int = 0) -> bytes:
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in _MODES:
         advice = "Use image.convert('RGB')"
-        raise UsageError(action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice)
+        raise UsageError(
+            action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice
+        )
     pixels, dtype = _as_frames(image)
     if dtype != "uint8":
         raise FieldTypeError(action, "", "uint8", dtype)
@@ -212,15 +220,16 @@ def decompress_many(
         blobs: B blobs.
         image_shape, dtype: As in `decompress_image_seq`, the same for all blobs.
         batch_size: Number of frames in each blob: one number for all blobs, or B numbers.
-        indices: Frames to return: one list for all blobs, or B lists. None, also for a single blob, returns
-            all frames.
+        indices: Frames to return: one list for all blobs, or B lists. None, also for a single blob,
+            returns all frames.
         num_threads: Threads at most; None uses torch's number.
-        out: Contiguous memory for the result. `[B, n, *image_shape]` if n frames of each blob are returned.
-            If the numbers differ, `[total, *image_shape]` with the frames of one blob after another.
+        out: Contiguous memory for the result. `[B, n, *image_shape]` if n frames of each blob are
+            returned. If the numbers differ, `[total, *image_shape]` with the frames of one blob
+            after another.
 
     Returns:
-        `out` or new memory. If the numbers differ, a list of B views of it, `[n_b, *image_shape]`. In both
-        cases `result[b]` holds the frames of blob b.
+        `out` or new memory. If the numbers differ, a list of B views of it, `[n_b, *image_shape]`.
+        In both cases `result[b]` holds the frames of blob b.
 
     Raises:
         SchemaError, CorruptFileError: As in `decompress_image_seq`.
@@ -243,7 +252,9 @@ def decompress_many(
     ]
     # Without blobs there is one request, which determines the empty result.
     opened = [_Blob(data, request) for data, request in zip(blobs, requests, strict=False)]
-    chunks = [(number, chunk) for number, blob in enumerate(opened) for chunk in blob.requested_chunks()]
+    chunks = [
+        (number, chunk) for number, blob in enumerate(opened) for chunk in blob.requested_chunks()
+    ]
 
     def check(start: int, stop: int) -> None:
         for number, chunk in chunks[start:stop]:
@@ -284,7 +295,9 @@ def _as_frames(images: Any) -> tuple[Array, str]:
     array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
     dtype = dtype_name(array.dtype, "of the images")
     if array.ndim < 1:
-        raise SchemaError("compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number")
+        raise SchemaError(
+            "compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number"
+        )
     return np.ascontiguousarray(_as_stored(array), DTYPES[dtype][1]), dtype
 
 
@@ -296,7 +309,9 @@ def _as_stored(out: Any) -> Array:
     return np.asarray(out)
 
 
-def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None) -> bytes:
+def _make_blob(
+    frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None
+) -> bytes:
     """Return the blob of contiguous frames `[num_frames, *shape]`; `dtype` is a name of `fields.DTYPES`."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
@@ -334,7 +349,9 @@ class _Request:
     indices: npt.NDArray[np.int64] | None
 
     @classmethod
-    def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Request:
+    def checked(
+        cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any
+    ) -> _Request:
         """Check arguments of `decompress_image_seq`."""
         name = dtype_name(dtype, "of the images")
         sizes = np.atleast_1d(image_shape).tolist()
@@ -364,11 +381,15 @@ class _Request:
 
     def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
         """Return `out`; raise `SchemaError` if it is not contiguous `[*lead, *shape]` of the dtype on the CPU."""
-        instance("decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor)
+        instance(
+            "decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor
+        )
         shape = tuple(out.shape)
         name = dtype_name(out.dtype, "of the output")
         is_tensor = isinstance(out, torch.Tensor)
-        is_plain = out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
+        is_plain = (
+            out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
+        )
         if shape != (*lead, *self.shape) or name != self.name or not is_plain:
             expected = f"a contiguous {self.name} output of shape {(*lead, *self.shape)} on the CPU"
             raise SchemaError("decompress images", "", expected, f"{name} of shape {shape}")
@@ -394,17 +415,27 @@ class _Blob:
         is_inside = length <= min(_MAX_HEADER_BYTES, size - start)
         _check(is_inside, f"a header within {size} bytes", f"a header of {length} bytes")
         table = start + length
-        self.codec, self.frames_per_chunk, num_chunks = self._header(self.data[start:table].tobytes())
+        self.codec, self.frames_per_chunk, num_chunks = self._header(
+            self.data[start:table].tobytes()
+        )
         head = table + 12 * num_chunks
         first = head + _LENGTH.size
-        _check(first <= size, f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
+        _check(
+            first <= size,
+            f"a table of {num_chunks} chunks within {size} bytes",
+            f"{size - table} bytes",
+        )
         checksum = crc32(self.data[:head].data)
         stored = _LENGTH.unpack(self.data[head:first].data)[0]
         _check(checksum == stored, f"header checksum {stored:08x}", f"{checksum:08x}")
         ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
         is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
-        _check(is_filled, f"chunks that fill the last {size - first} bytes", f"ends up to {int(ends.max())}")
+        _check(
+            is_filled,
+            f"chunks that fill the last {size - first} bytes",
+            f"ends up to {int(ends.max())}",
+        )
         #: Bounds of the chunks in `data`, int64 `[C + 1]`.
         self._ends = ends.astype(np.int64) + first
         # A decompression bomb declares more frames than its bytes can hold.
@@ -425,7 +456,9 @@ class _Blob:
         request = self.request
         if (dtype, shape, num_frames) != (request.name, list(request.shape), request.num_frames):
             expected = f"{request.num_frames} frames of {request.name}{list(request.shape)}"
-            raise SchemaError("decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob")
+            raise SchemaError(
+                "decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob"
+            )
         most = most_chunk_frames(request.frame_bytes)
         got = f"{num_frames} in chunks of {step}"
         is_possible = request.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
@@ -464,7 +497,9 @@ class _Blob:
             if indices is None:
                 self.codec.decode(self.chunk(number), out[first:stop])
                 return
-            frames = self.codec.decoded(self.chunk(number), (stop - first, *out.shape[1:]), out.dtype)
+            frames = self.codec.decoded(
+                self.chunk(number), (stop - first, *out.shape[1:]), out.dtype
+            )
         except CorruptFileError as cause:
             raise _corrupt(f"{cause.expected} in chunk {number}", cause.got) from cause
         places = np.flatnonzero((indices >= first) & (indices < stop))
@@ -477,7 +512,9 @@ def _as_bytes(data: Any) -> Bytes:
     except (TypeError, ValueError, BufferError) as cause:
         if isinstance(data, (bytes, bytearray)):  # Empty bytes.
             return np.zeros(0, np.uint8)
-        raise UsageError("decompress images", "", "compressed_data as bytes", type(data).__name__) from cause
+        raise UsageError(
+            "decompress images", "", "compressed_data as bytes", type(data).__name__
+        ) from cause
 
 
 def _check(is_valid: Any, expected: str, got: str) -> None:

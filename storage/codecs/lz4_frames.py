@@ -1,7 +1,7 @@
 """LZ4 blocks in memory and LZ4 frames in files, by the package `lz4`.
 
-Sizes in the data are not trusted. A block must decode to the number of bytes that the caller expects. All
-sizes in a frame are checked against the length of the file before memory is allocated.
+Sizes in the data are not trusted. A block must decode to the number of bytes that the caller
+expects. All sizes in a frame are checked against the length of the file before memory is allocated.
 
 Written frames are standard (LZ4 frame format 1.6), with independent blocks of 4 MiB and a checksum
 of the content. Other LZ4 tools read these frames, and blocks decode in parallel.
@@ -49,7 +49,9 @@ def check_level(action: str, level: Any) -> int:
 def compress(data: Any, level: int = 0) -> bytes:
     """Compress a buffer to an LZ4 block without a stored size. `level` is as in `check_level`."""
     if level > 0:
-        return bytes(lz4.block.compress(data, mode="high_compression", compression=level, store_size=False))
+        return bytes(
+            lz4.block.compress(data, mode="high_compression", compression=level, store_size=False)
+        )
     return bytes(lz4.block.compress(data, mode="default", store_size=False))
 
 
@@ -74,8 +76,9 @@ def decompress(block: Any, num_bytes: int) -> bytearray:
 class Lz4Writer:
     """A binary file that writes one LZ4 frame to another file.
 
-    The caller compresses; a thread writes. Leaving the `with` block without an error completes the frame.
-    The caller may change its data as soon as `write` returns. Takes 6 blocks of 4 MiB of memory.
+    The caller compresses; a thread writes. Leaving the `with` block without an error completes the
+    frame. The caller may change its data as soon as `write` returns. Takes 6 blocks of 4 MiB of
+    memory.
 
     Args:
         file: Receives the frame. The caller closes it.
@@ -108,7 +111,9 @@ class Lz4Writer:
         """Append bytes. Waits while too many blocks are pending; raises errors of `file`."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
-            self._worker.submit(self._file.write, self._stream.compress(view[start : start + BLOCK_BYTES]))
+            self._worker.submit(
+                self._file.write, self._stream.compress(view[start : start + BLOCK_BYTES])
+            )
         return len(view)
 
     def flush(self) -> None:
@@ -129,8 +134,8 @@ class Frame:
         is_skippable: Whether the frame holds no data. Then `blocks` is the byte range of its
             content.
         is_parallel: Whether the blocks decode independently and have no checksums of their own.
-        max_block_bytes: Bytes that a block decodes to, at most. A block before the last is smaller only if
-            the writer flushed it.
+        max_block_bytes: Bytes that a block decodes to, at most. A block before the last is smaller
+            only if the writer flushed it.
         blocks: Byte range of each block, including the size before and the checksum after the
             block.
     """
@@ -145,7 +150,9 @@ class Frame:
     @property
     def most_bytes(self) -> int:
         """Bytes that the frame decodes to, at most."""
-        return min(len(self.blocks) * self.max_block_bytes, MAX_EXPANSION * (self.stop - self.start))
+        return min(
+            len(self.blocks) * self.max_block_bytes, MAX_EXPANSION * (self.stop - self.start)
+        )
 
 
 def scan_frames(data: memoryview, name: str) -> list[Frame]:
@@ -171,7 +178,9 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         elif magic == MAGIC:
             frames.append(_scan_frame(place, start))
         elif frames:
-            raise place.corrupt("the end of the file or another LZ4 frame", f"the bytes {magic.hex()} at {start}")
+            raise place.corrupt(
+                "the end of the file or another LZ4 frame", f"the bytes {magic.hex()} at {start}"
+            )
         else:
             raise ForeignFileError("read", repr(name), "an LZ4 frame", f"the bytes {magic.hex()}")
     return frames
@@ -184,8 +193,8 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
         data: The whole file.
         frames: Frames of the file, from `scan_frames`.
         name: Name of the file in errors.
-        num_threads: With 1, all checksums are compared. With more, full independent blocks decode in
-            parallel without their checksums, for callers with checksums of their own.
+        num_threads: With 1, all checksums are compared. With more, full independent blocks decode
+            in parallel without their checksums, for callers with checksums of their own.
 
     Returns:
         uint8 `[num_bytes]`, new memory.
@@ -199,7 +208,9 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
     size = 0
     for frame in frames:
         if num_threads > 1 and frame.is_parallel:
-            num_bytes = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
+            num_bytes = _decode_blocks(
+                out[size : size + frame.most_bytes], data, frame, name, num_threads
+            )
             if num_bytes is not None:
                 size += num_bytes
                 continue
@@ -251,11 +262,15 @@ class _Place:
 
     def skip(self, num_bytes: int) -> None:
         if num_bytes > len(self.data) - self.at:
-            raise self.corrupt(f"{num_bytes} more bytes at {self.at}", f"a file of {len(self.data)} bytes")
+            raise self.corrupt(
+                f"{num_bytes} more bytes at {self.at}", f"a file of {len(self.data)} bytes"
+            )
         self.at += num_bytes
 
     def corrupt(self, expected: str, got: str) -> CorruptFileError:
-        return CorruptFileError("read", repr(self.name), expected, got, "The file is damaged or truncated")
+        return CorruptFileError(
+            "read", repr(self.name), expected, got, "The file is damaged or truncated"
+        )
 
 
 def _scan_frame(place: _Place, start: int) -> Frame:
@@ -263,10 +278,14 @@ def _scan_frame(place: _Place, start: int) -> Frame:
     flags, block_code = place.take(2)
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
-        raise place.corrupt("the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}")
+        raise place.corrupt(
+            "the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}"
+        )
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
-        raise ForeignFileError("read", repr(place.name), "an LZ4 frame without a dictionary", "a frame with one")
+        raise ForeignFileError(
+            "read", repr(place.name), "an LZ4 frame without a dictionary", "a frame with one"
+        )
     place.skip(1)
     has_block_checksums = bool(flags & 16)
     blocks = []
@@ -282,7 +301,9 @@ def _scan_frame(place: _Place, start: int) -> Frame:
         blocks.append((first, place.at))
     place.skip(4 * bool(flags & 4))
     if declared > MAX_EXPANSION * (place.at - start):
-        raise place.corrupt(f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes")
+        raise place.corrupt(
+            f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes"
+        )
     is_parallel = bool(flags & 32) and not has_block_checksums
     return Frame(start, place.at, False, is_parallel, most, tuple(blocks))
 
@@ -307,7 +328,9 @@ def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]
         raise _undecodable(name, "data after its end")
 
 
-def _decode_blocks(out: Bytes, data: memoryview, frame: Frame, name: str, num_threads: int) -> int | None:
+def _decode_blocks(
+    out: Bytes, data: memoryview, frame: Frame, name: str, num_threads: int
+) -> int | None:
     """Decode independent blocks in parallel.
 
     Returns:
@@ -336,4 +359,6 @@ def _decode_blocks(out: Bytes, data: memoryview, frame: Frame, name: str, num_th
 
 def _undecodable(name: str, cause: object, where: str = "") -> CorruptFileError:
     place = f"{name!r}, {where}" if where else repr(name)
-    return CorruptFileError("decode", place, "an intact LZ4 frame", str(cause), "The file is damaged")
+    return CorruptFileError(
+        "decode", place, "an intact LZ4 frame", str(cause), "The file is damaged"
+    )

@@ -56,7 +56,9 @@ class Video:
         pictures = np.pad(pictures, padding[: pictures.ndim], mode="edge")
         av = _av()
         encoder, _, options, _ = CODERS[self.coder]
-        os.environ.setdefault("SVT_LOG", "1")  # Otherwise the AV1 encoder prints ten lines per chunk.
+        os.environ.setdefault(
+            "SVT_LOG", "1"
+        )  # Otherwise the AV1 encoder prints ten lines per chunk.
         context = av.CodecContext.create(encoder, "w")
         context.width = width
         context.height = height
@@ -97,7 +99,9 @@ class Video:
                         pictures[count] = frame.to_ndarray(format=pixel_format)[:height, :width]
                     count += 1
         except (av.FFmpegError, ValueError) as cause:
-            raise CorruptFileError("decode a chunk", "", f"{self.coder} video", str(cause)) from cause
+            raise CorruptFileError(
+                "decode a chunk", "", f"{self.coder} video", str(cause)
+            ) from cause
         if count != len(out):
             raise CorruptFileError("decode a chunk", "", f"{len(out)} frames", str(count))
 
@@ -120,7 +124,9 @@ def video_named(stage: str) -> Video | None:
 
 def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
     """Raise `FieldTypeError` unless the field holds uint8 pictures."""
-    is_picture = len(shape) == 2 or (len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3)))
+    is_picture = len(shape) == 2 or (
+        len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3))
+    )
     if dtype != "uint8" or not is_picture or 0 in shape:
         expected = "uint8 pictures [H, W, 3], [3, H, W], [H, W] or [H, W, 1]"
         raise FieldTypeError("code as video", where, expected, f"{dtype}{list(shape)}")
@@ -129,10 +135,14 @@ def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
 def check_installed(coder: str) -> None:
     """Raise `UsageError` if PyAV is not installed or lacks the encoder."""
     if importlib.util.find_spec("av") is None:
-        raise UsageError("use the codec", repr(coder), "the package av", "none", "Install the extra 'video'")
+        raise UsageError(
+            "use the codec", repr(coder), "the package av", "none", "Install the extra 'video'"
+        )
     encoder = CODERS[coder][0]
     if encoder not in _av().codecs_available:
-        raise UsageError("use the codec", repr(coder), f"PyAV with {encoder}", "one without", "Use 'h264'")
+        raise UsageError(
+            "use the codec", repr(coder), f"PyAV with {encoder}", "one without", "Use 'h264'"
+        )
 
 
 def _av() -> Any:

@@ -26,7 +26,9 @@ from ..errors import UsageError, nearest
 
 Choice = TypeVar("Choice")
 #: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://|([a-z]+::)*(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
+_URL = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.:-]+://|([a-z]+::)*(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/"
+)
 
 
 def creating(made: Any) -> str:
@@ -44,26 +46,36 @@ def options(made: Any, given: Mapping[str, Any]) -> None:
     """Check that each option is an argument of the constructor of `made`, or of a class that it is derived from.
 
     Raises:
-        TypeError: The text has the class that the user called, and its arguments, the nearest first.
+        TypeError: The text has the class that the user called, and its arguments, the nearest
+            first.
     """
-    constructors = [vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)]
+    constructors = [
+        vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)
+    ]
     options_of(type(made).__name__, given, *constructors)
 
 
-def options_of(call: str, given: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()) -> None:
+def options_of(
+    call: str, given: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()
+) -> None:
     """Check that each option is an argument of one of the functions that `call` passes its options to.
 
     `but` names the arguments that `call` sets itself.
 
     Raises:
-        TypeError: The text has the call of the user, and the arguments of the functions, the nearest first.
+        TypeError: The text has the call of the user, and the arguments of the functions, the
+            nearest first.
     """
     parameters = [one for taker in takers for one in inspect.signature(taker).parameters.values()]
-    known = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    known = {
+        one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    }
     known -= {"self", *but}
     for name in given:
         if name not in known:
-            raise TypeError(f"{call}() got an unexpected argument {name!r}: expected {nearest(name, known)}")
+            raise TypeError(
+                f"{call}() got an unexpected argument {name!r}: expected {nearest(name, known)}"
+            )
 
 
 def is_whole(value: Any) -> bool:
@@ -97,7 +109,9 @@ def is_real(value: Any) -> bool:
         return False
 
 
-def real(action: str, name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
+def real(
+    action: str, name: str, value: Any, expected: str, is_right: Callable[[float], bool]
+) -> float:
     """Check a number for which `is_right` returns True; return a Python float.
 
     `expected` describes the condition in errors, as in ">= 0 seconds".
@@ -119,7 +133,9 @@ def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> 
     listed = list(options)
     if any(isinstance(value, type(option)) and value == option for option in listed):
         return value
-    raise UsageError(action, "", f"{name} one of {nearest(str(value), map(str, listed))}", repr(value))
+    raise UsageError(
+        action, "", f"{name} one of {nearest(str(value), map(str, listed))}", repr(value)
+    )
 
 
 def instance(action: str, name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
@@ -153,7 +169,9 @@ def device(action: str, name: str, value: Any) -> torch.device:
     try:
         found = torch.device(value)
     except (RuntimeError, TypeError, ValueError) as cause:
-        raise UsageError(action, "", f"{name} a torch device such as 'cpu' or 'cuda:0'", repr(value)) from cause
+        raise UsageError(
+            action, "", f"{name} a torch device such as 'cpu' or 'cuda:0'", repr(value)
+        ) from cause
     if found.type == "cuda":
         num_devices = torch.cuda.device_count()
         if (found.index or 0) >= num_devices:
@@ -163,7 +181,9 @@ def device(action: str, name: str, value: Any) -> torch.device:
         try:
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as cause:
-            raise UsageError(action, "", f"{name} a device that is there", repr(str(found)), "Use 'cpu'") from cause
+            raise UsageError(
+                action, "", f"{name} a device that is there", repr(str(found)), "Use 'cpu'"
+            ) from cause
     return found
 
 
@@ -208,4 +228,6 @@ def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np
 
 
 def _is_bool(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_)) or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
+    return isinstance(value, (bool, np.bool_)) or (
+        isinstance(value, torch.Tensor) and value.dtype is torch.bool
+    )

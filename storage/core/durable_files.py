@@ -1,7 +1,8 @@
 """Replace files and folders so that a crash leaves the old or the new content; read small files of others safely.
 
-New content is written beside its place, flushed and renamed. The type and the size of a file are checked before it is
-read. A JSON object holds the CRC-32 of its other keys under `crc32`; older files have none.
+New content is written beside its place, flushed and renamed. The type and the size of a file are
+checked before it is read. A JSON object holds the CRC-32 of its other keys under `crc32`; older
+files have none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ try:
 except ImportError:
     from zlib import crc32 as _crc32
 
-#: `crc32(data, start=0)`: the CRC-32 of zlib of a buffer, continued from that of the bytes before it.
+#: `crc32(data, start=0)`: the CRC-32 of zlib of a buffer, continued from that of the bytes before
+#: it.
 crc32: Callable[..., int] = _crc32
 #: Limit of a JSON file in bytes. A million episodes with a file name each take less.
 MAX_JSON_BYTES = 64 << 20
@@ -49,25 +51,28 @@ def replace_file(
 ) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces `path` when the block ends without an error.
 
-    The block creates the file. After an error `path` is unchanged and the temporary file is removed.
-    If `path` is a link, the file that it names is replaced.
+    The block creates the file. After an error `path` is unchanged and the temporary file is
+    removed. If `path` is a link, the file that it names is replaced.
 
-    All code that writes a whole new file and then puts it in place calls this function. The other renames are not
-    replacements:
+    All code that writes a whole new file and then puts it in place calls this function. The other
+    renames are not replacements:
 
     - `replace_folder` puts a whole folder in place.
-    - `publish_metadata` links a new file to a name that no other writer may have taken. On a file system without
-      hard links it renames the file.
-    - The writer of HDF5 targets fills a file during several runs of a conversion. The finished file gets its name.
+    - `publish_metadata` links a new file to a name that no other writer may have taken. On a file
+      system without hard links it renames the file.
+    - The writer of HDF5 targets fills a file during several runs of a conversion. The finished file
+      gets its name.
     - `repair`, `pack` and the Ray sink move finished files from one folder into another.
 
     Args:
-        path: The file to replace or create. Without `temporary`, its folder is created if it is missing.
-        temporary: Path of the temporary file, on the same file system. Two processes must not use the same path.
-            The caller removes the file that a killed process leaves there. None writes into a new folder beside
-            `path`. If the process is killed, the next replacement of `path` removes that folder.
-        durable: Flush the file before the rename and the folder after it. Otherwise a power failure may lose the
-            file until the caller flushes it.
+        path: The file to replace or create. Without `temporary`, its folder is created if it is
+            missing.
+        temporary: Path of the temporary file, on the same file system. Two processes must not use
+            the same path. The caller removes the file that a killed process leaves there. None
+            writes into a new folder beside `path`. If the process is killed, the next replacement
+            of `path` removes that folder.
+        durable: Flush the file before the rename and the folder after it. Otherwise a power failure
+            may lose the file until the caller flushes it.
 
     Raises:
         DataFileError: `path` is a folder, a device, a pipe or a socket.
@@ -106,13 +111,14 @@ def _removed_at_end(path: Path) -> Iterator[Path]:
 def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder, which replaces `folder` when the block ends without an error.
 
-    A crash leaves the old content or the new one. Between the two renames at the end the old content has another
-    name, where `existing_folder` finds it. If several processes replace a folder, the last content stays.
-    The block must not call `replace_folder`.
+    A crash leaves the old content or the new one. Between the two renames at the end the old
+    content has another name, where `existing_folder` finds it. If several processes replace a
+    folder, the last content stays. The block must not call `replace_folder`.
 
     Args:
         folder: The folder to replace or create. A link is followed.
-        own_names: Names that an earlier save may have left in `folder`. A folder with other names is not replaced.
+        own_names: Names that an earlier save may have left in `folder`. A folder with other names
+            is not replaced.
 
     Raises:
         DataFileError: `folder` is a file, or a folder with other names in it.
@@ -128,7 +134,9 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
         with _locked_folder(target.parent):
             if target.exists():
                 shutil.rmtree(previous, ignore_errors=True)
-                os.replace(target, previous)  # After a crash here, `existing_folder` returns `previous`.
+                os.replace(
+                    target, previous
+                )  # After a crash here, `existing_folder` returns `previous`.
             os.replace(new, target)
             sync_path(target.parent)
             shutil.rmtree(previous, ignore_errors=True)
@@ -141,7 +149,9 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
     return previous if not target.exists() and previous.exists() else target
 
 
-def _check_replaceable(target: Path, folder: str | os.PathLike[str], own_names: Collection[str]) -> None:
+def _check_replaceable(
+    target: Path, folder: str | os.PathLike[str], own_names: Collection[str]
+) -> None:
     try:  # One call, as another process may rename the folder at any time.
         other_names = sorted(set(os.listdir(target)) - set(own_names))
         got = f"a folder with {other_names[0]!r} in it" if other_names else ""
@@ -203,7 +213,9 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
 def _write_error(target: Path, error: OSError) -> WriteError:
     """Return an error that names `target` and the reason of the system."""
     got = error.strerror or str(error)
-    return WriteError("write", repr(str(target)), "", got, error_number=error.errno, filename=str(target))
+    return WriteError(
+        "write", repr(str(target)), "", got, error_number=error.errno, filename=str(target)
+    )
 
 
 @contextmanager
@@ -254,7 +266,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     raise CorruptFileError("open", repr(str(path)), "a file", "a folder, a pipe or a device")
 
 
-def read_text(path: str | os.PathLike[str], action: str = "read", max_bytes: int = MAX_JSON_BYTES) -> str:
+def read_text(
+    path: str | os.PathLike[str], action: str = "read", max_bytes: int = MAX_JSON_BYTES
+) -> str:
     """Read a text file in UTF-8.
 
     Raises:
@@ -263,7 +277,9 @@ def read_text(path: str | os.PathLike[str], action: str = "read", max_bytes: int
     with open(open_regular(path), "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            raise CorruptFileError(action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes))
+            raise CorruptFileError(
+                action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes)
+            )
         data = file.read(max_bytes)
     try:
         return data.decode()
@@ -275,7 +291,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object with its checksum. Content that is not JSON raises before the file is created."""
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
-        raise SchemaError("write", repr(path.name), f"at most {MAX_JSON_BYTES} bytes", str(len(text)))
+        raise SchemaError(
+            "write", repr(path.name), f"at most {MAX_JSON_BYTES} bytes", str(len(text))
+        )
     path.write_text(text, encoding="utf-8")
 
 
@@ -284,7 +302,8 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no file.
-        CorruptFileError: It is no regular file, is larger than `max_bytes`, is no JSON object, or was changed.
+        CorruptFileError: It is no regular file, is larger than `max_bytes`, is no JSON object, or
+            was changed.
     """
     try:
         content = json.loads(read_text(path, max_bytes=max_bytes))
@@ -296,7 +315,9 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     checksum = json_checksum(content)
     if stored_checksum is not None and stored_checksum != checksum:
         advice = f"It was damaged or changed; remove {CHECKSUM!r} from it to load it as it is"
-        raise CorruptFileError("read", repr(str(path)), f"checksum {stored_checksum}", checksum, advice)
+        raise CorruptFileError(
+            "read", repr(str(path)), f"checksum {stored_checksum}", checksum, advice
+        )
     return content
 
 

@@ -43,7 +43,9 @@ MAX_FIELDS = 4096
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 REAL_DTYPES = frozenset(torch_dtype for torch_dtype, _ in DTYPES.values())
 _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()}
-_NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
+_NAME_OF_NUMPY = {
+    numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"
+}
 
 
 def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> str:
@@ -59,7 +61,9 @@ def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> 
         with suppress(TypeError, ValueError):  # it is none
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
-        raise FieldTypeError(action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
+        raise FieldTypeError(
+            action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first"
+        )
     return name
 
 
@@ -91,7 +95,9 @@ class Field:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not all(self.name.split("/")):
-            raise SchemaError("declare a field", "", "a name of non-empty parts joined by '/'", repr(self.name))
+            raise SchemaError(
+                "declare a field", "", "a name of non-empty parts joined by '/'", repr(self.name)
+            )
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             expected = f"dtype {nearest(str(self.dtype), DTYPES)}"
             raise FieldTypeError("declare the field", repr(self.name), expected, repr(self.dtype))
@@ -99,7 +105,9 @@ class Field:
             object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         except (TypeError, ValueError) as cause:
             got = repr(self.shape)
-            raise SchemaError("declare the field", repr(self.name), "shape as integers", got) from cause
+            raise SchemaError(
+                "declare the field", repr(self.name), "shape as integers", got
+            ) from cause
         if len(self.shape) > MAX_DIMENSIONS:
             expected = f"at most {MAX_DIMENSIONS} dimensions"
             raise SchemaError("declare the field", repr(self.name), expected, str(len(self.shape)))
@@ -128,7 +136,12 @@ class Field:
 
     def to_json(self) -> dict[str, Any]:
         """Return name, shape, dtype and codec as JSON values; `fill` is not part of stored data."""
-        about = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
+        about = {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "codec": self.codec,
+        }
         return {**about, "text": True} if self.is_text else about
 
     @classmethod
@@ -136,9 +149,13 @@ class Field:
         """Build a field from `to_json`'s form; unknown keys are ignored."""
         try:
             codec, is_text = str(item.get("codec", "raw")), item.get("text") is True
-            return cls(str(item["name"]), tuple(item["shape"]), str(item["dtype"]), codec, is_text=is_text)
+            return cls(
+                str(item["name"]), tuple(item["shape"]), str(item["dtype"]), codec, is_text=is_text
+            )
         except (KeyError, TypeError) as cause:
-            raise SchemaError("read a field", "", "name, shape and dtype", repr(dict(item))) from cause
+            raise SchemaError(
+                "read a field", "", "name, shape and dtype", repr(dict(item))
+            ) from cause
 
 
 class Schema(Mapping[str, Field]):
@@ -146,23 +163,31 @@ class Schema(Mapping[str, Field]):
 
     def __init__(self, fields: Iterable[Field]) -> None:
         if not isinstance(fields, Iterable):
-            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)[:60])
+            raise SchemaError(
+                "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+            )
         listed = list(islice(fields, MAX_FIELDS + 1))
         if not all(isinstance(field, Field) for field in listed):
-            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)[:60])
+            raise SchemaError(
+                "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+            )
         if len(listed) > MAX_FIELDS:
             raise SchemaError("declare a schema", "", f"at most {MAX_FIELDS} fields", "more")
         self._fields = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
             counts = Counter(field.name for field in listed)
             twice = sorted(name for name, count in counts.items() if count > 1)
-            raise SchemaError("declare a schema", "", "each name once", f"{', '.join(twice)} more than once")
+            raise SchemaError(
+                "declare a schema", "", "each name once", f"{', '.join(twice)} more than once"
+            )
 
     def __getitem__(self, name: str) -> Field:
         try:
             return self._fields[name]
         except KeyError:
-            raise MissingFieldError("find the field", repr(name), nearest(name, self._fields)) from None
+            raise MissingFieldError(
+                "find the field", repr(name), nearest(name, self._fields)
+            ) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._fields
@@ -174,7 +199,9 @@ class Schema(Mapping[str, Field]):
         return len(self._fields)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schema) and list(self._fields.values()) == list(other._fields.values())
+        return isinstance(other, Schema) and list(self._fields.values()) == list(
+            other._fields.values()
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(self._fields.values()))
@@ -184,7 +211,11 @@ class Schema(Mapping[str, Field]):
 
     def below(self, prefix: str) -> dict[str, Field]:
         """Fields called `prefix` or `prefix/...`, in order."""
-        return {name: f for name, f in self._fields.items() if name == prefix or name.startswith(prefix + "/")}
+        return {
+            name: f
+            for name, f in self._fields.items()
+            if name == prefix or name.startswith(prefix + "/")
+        }
 
     def difference(self, other: Schema) -> str:
         """Return a description of the first difference from `other`; "" for equal schemas."""
@@ -215,11 +246,13 @@ def _words(field: Field) -> str:
     return what + ("" if field.codec == "raw" else f" coded as {field.codec}")
 
 
-def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False, takes_flat: bool = False) -> dict[str, Any]:
+def flatten(
+    tree: Any, prefix: str = "", keeps_empty: bool = False, takes_flat: bool = False
+) -> dict[str, Any]:
     """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied.
 
-    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty one is a leaf. With
-    `takes_flat` a key may be a flat name itself, `{"a/b": x}`.
+    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty
+    one is a leaf. With `takes_flat` a key may be a flat name itself, `{"a/b": x}`.
     """
     if not hasattr(tree, "items"):
         raise SchemaError("read a record", "", "a nested mapping of tensors", type(tree).__name__)
@@ -227,14 +260,25 @@ def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False, takes_flat: 
     for key, value in tree.items():
         is_flat = takes_flat and isinstance(key, str) and all(key.split("/"))
         if not is_flat and (not isinstance(key, str) or not key or "/" in key):
-            raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
-        is_tree = not isinstance(value, torch.Tensor) and hasattr(value, "items") and hasattr(value, "keys")
+            raise SchemaError(
+                "name a leaf",
+                f"under {prefix or 'the top'!r}",
+                "a non-empty str without '/'",
+                repr(key),
+            )
+        is_tree = (
+            not isinstance(value, torch.Tensor)
+            and hasattr(value, "items")
+            and hasattr(value, "keys")
+        )
         if is_tree and not (keeps_empty and not value.keys()):
             below = flatten(value, f"{prefix}{key}/", keeps_empty, takes_flat)
         else:
             below = {prefix + key: value}
         if twice := below.keys() & flat.keys():
-            raise SchemaError("name a leaf", repr(sorted(twice)[0]), "each place used once", "two values")
+            raise SchemaError(
+                "name a leaf", repr(sorted(twice)[0]), "each place used once", "two values"
+            )
         flat.update(below)
     return flat
 
@@ -251,7 +295,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise SchemaError("nest the leaf", repr(name), "a mapping above it", f"a leaf at {parent!r}")
+                raise SchemaError(
+                    "nest the leaf", repr(name), "a mapping above it", f"a leaf at {parent!r}"
+                )
         if last in node:
             raise SchemaError("nest the leaf", repr(name), "each place used once", "two values")
         node[last] = value
@@ -269,7 +315,11 @@ def check_same_names(expected: Mapping[str, Any], got: Mapping[str, Any], action
     """Raise `MissingFieldError` naming the first field that only one of two flat mappings has."""
     for name in expected:
         if name not in got:
-            raise MissingFieldError(action, f"without the field {name!r}", ", ".join(expected), ", ".join(got))
+            raise MissingFieldError(
+                action, f"without the field {name!r}", ", ".join(expected), ", ".join(got)
+            )
     for name in got:
         if name not in expected:
-            raise MissingFieldError(action, f"with the field {name!r}", ", ".join(expected), ", ".join(got))
+            raise MissingFieldError(
+                action, f"with the field {name!r}", ", ".join(expected), ", ".join(got)
+            )

@@ -1,7 +1,7 @@
 """Copy nested values with tensors from a CUDA device to the host while the program goes on.
 
-The tensors are packed into one block on the device, which one asynchronous copy brings into a pinned buffer. The values
-are read once the copy has arrived.
+The tensors are packed into one block on the device, which one asynchronous copy brings into a
+pinned buffer. The values are read once the copy has arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from .memory import lasting
 
-#: Each tensor begins at a multiple of this many bytes in its block, so that it can be viewed as any dtype.
+#: Each tensor begins at a multiple of this many bytes in its block, so that it can be viewed as any
+#: dtype.
 _ALIGNMENT_BYTES = 16
 
 
@@ -40,7 +41,9 @@ class _Buffer:
             num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
         def parts(block: torch.Tensor) -> list[torch.Tensor]:
-            return [block[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in spans]
+            return [
+                block[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in spans
+            ]
 
         self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
         self.on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -65,7 +68,8 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.num_waits = 0
-        #: The copies under way: values with a `_Place` for each device tensor, what was sent about them, the buffer.
+        #: The copies under way: values with a `_Place` for each device tensor, what was sent about
+        #: them, the buffer.
         self._copies: deque[tuple[Any, Any, _Buffer]] = deque()
         self._free_buffers: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
@@ -84,8 +88,9 @@ class LateCopies:
         """Begin to copy values. The caller may change them afterwards.
 
         Args:
-            values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors of one CUDA device
-                are copied asynchronously, in the order of the current stream; the rest is copied at once.
+            values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors
+                of one CUDA device are copied asynchronously, in the order of the current stream;
+                the rest is copied at once.
             about: Returned with the values, as it is.
         """
         on_device: list[torch.Tensor] = []
@@ -105,8 +110,8 @@ class LateCopies:
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
         """Return the first values under way, with their tensors on the host, and what was sent about them.
 
-        They stay the first ones until `release`. After that, later calls of `send` write into the memory of these
-        tensors: copy what has to last.
+        They stay the first ones until `release`. After that, later calls of `send` write into the
+        memory of these tensors: copy what has to last.
 
         Args:
             wait: Wait for the copy. Otherwise return None if it has not arrived.

@@ -25,9 +25,10 @@ _forks_are_watched = False
 def only_writer_of(target: Path, action: str) -> Iterator[None]:
     """Lock a file or folder that may not exist yet, against other processes and threads.
 
-    The lock is that of a hidden file beside the target, which is removed at the end. A killed process leaves the file
-    and no lock. A forked child does not hold the lock. Where nothing can be made beside a target that is there, as for
-    a mounted folder, the lock is that of the target itself.
+    The lock is that of a hidden file beside the target, which is removed at the end. A killed
+    process leaves the file and no lock. A forked child does not hold the lock. Where nothing can be
+    made beside a target that is there, as for a mounted folder, the lock is that of the target
+    itself.
 
     Raises:
         UsageError: Somebody else holds the lock.
@@ -71,7 +72,9 @@ def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O
             os.close(descriptor)
             expected = "no other writer"
             got = "another process or thread that is writing it"
-            raise UsageError(action, repr(str(target)), expected, got, "Wait until it has ended") from None
+            raise UsageError(
+                action, repr(str(target)), expected, got, "Wait until it has ended"
+            ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:
                 return descriptor

@@ -107,14 +107,18 @@ class BufferPool:
             num_bytes = int(prod(shape) * dtype.itemsize)
         except (TypeError, AttributeError, ValueError) as cause:
             expected = "shape as integers and dtype as a torch.dtype"
-            raise UsageError("call BufferPool.empty", "", expected, f"{shape!r} and {dtype!r}") from cause
+            raise UsageError(
+                "call BufferPool.empty", "", expected, f"{shape!r} and {dtype!r}"
+            ) from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         # The array refers to a slice of its buffer; the storage has exactly the requested size.
         kind = _NUMPY_DTYPES.get(dtype)
         if kind is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
-        return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))  # in half the time
+        return torch.from_numpy(
+            np.ndarray(tuple(shape), kind, self._lend(num_bytes))
+        )  # in half the time
 
     def clear(self) -> None:
         """Remove all buffers from the pool; lent buffers stay valid for their tensors."""
@@ -179,7 +183,9 @@ def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
 
-def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def filled(
+    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return a new tensor filled with one value, for random access.
 
     Large tensors use huge pages, which takes a quarter less time. Zeros on the CPU take no memory
@@ -231,12 +237,14 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 class PackedCopy:
     """Copy host tensors of fixed shapes and dtypes to a CUDA device again and again, each time in one piece.
 
-    The tensors are packed into a pinned buffer, which travels asynchronously. A buffer is packed again only after its
-    last copy has completed. Up to `MAX_BUFFERS` buffers are allocated while earlier ones are busy; then the host waits.
+    The tensors are packed into a pinned buffer, which travels asynchronously. A buffer is packed
+    again only after its last copy has completed. Up to `MAX_BUFFERS` buffers are allocated while
+    earlier ones are busy; then the host waits.
 
     Args:
         shapes: Shape of each tensor.
-        dtypes: Dtype of each tensor on the device; tensors of other dtypes are converted on the host.
+        dtypes: Dtype of each tensor on the device; tensors of other dtypes are converted on the
+            host.
         device: CUDA device.
 
     Attributes:
@@ -246,7 +254,9 @@ class PackedCopy:
     MAX_BUFFERS = 3
 
     @lasting
-    def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    def __init__(
+        self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> None:
         self.num_waits = 0
         self._device = device
         self._parts = []
@@ -258,7 +268,8 @@ class PackedCopy:
             self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
         self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._block_parts = self._cut(self._block)
-        #: Pinned buffers, the least recently packed one first: memory, its parts, and the event of its copy.
+        #: Pinned buffers, the least recently packed one first: memory, its parts, and the event of
+        #: its copy.
         self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -285,13 +296,16 @@ class PackedCopy:
         return buffer, self._cut(buffer), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _cut(self, block: torch.Tensor) -> list[torch.Tensor]:
-        return [block[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._parts]
+        return [
+            block[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._parts
+        ]
 
 
 class LateNumber:
     """Read a number that a device computes, without waiting for it: its copy to the host is read once it has arrived.
 
-    One copy is under way at a time. Devices other than CUDA have no pinned memory; there it is read at once.
+    One copy is under way at a time. Devices other than CUDA have no pinned memory; there it is read
+    at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -347,8 +361,9 @@ class LateNumber:
 class StreamOrder:
     """Order the writes and reads of one object's memory among CUDA streams.
 
-    Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A reader waits for the
-    last write. A writer waits for the last write and for all reads since then. The host never waits.
+    Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
+    reader waits for the last write. A writer waits for the last write and for all reads since then.
+    The host never waits.
 
     Args:
         device: Device of the memory. On the CPU nothing is done.
@@ -364,7 +379,8 @@ class StreamOrder:
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)
-        #: Stream -> event of its last write or read. A stream does not wait for itself: its work runs in order.
+        #: Stream -> event of its last write or read. A stream does not wait for itself: its work
+        #: runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
 
@@ -455,7 +471,11 @@ def own_float64(tensor: torch.Tensor) -> Any:
 
 def float32_of(values: Any) -> torch.Tensor:
     """Copy an array or tensor to a float32 tensor."""
-    return values.float() if isinstance(values, torch.Tensor) else torch.from_numpy(values.astype(np.float32))
+    return (
+        values.float()
+        if isinstance(values, torch.Tensor)
+        else torch.from_numpy(values.astype(np.float32))
+    )
 
 
 def tensor_of(values: Any) -> torch.Tensor:
@@ -494,7 +514,8 @@ def last_copies(index: Any, values: Any, capacity: int) -> Any:
 def as_given(value: Any) -> torch.Tensor:
     """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU; Python's floats as float64.
 
-    `torch.as_tensor` alone moves even a tensor to the default device and rounds floats to the default dtype.
+    `torch.as_tensor` alone moves even a tensor to the default device and rounds floats to the
+    default dtype.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -506,13 +527,17 @@ def on_host(value: Any) -> npt.NDArray[Any]:
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
     value = value.detach()
-    array: npt.NDArray[Any] = (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    array: npt.NDArray[Any] = (
+        (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    )
     return array
 
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array that torch can view: a copy if it is backwards, unaligned, byte-swapped or read-only."""
-    is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)
+    is_odd = any(
+        stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides
+    )
     if not is_odd and array.dtype.isnative and array.flags.writeable and array.flags.aligned:
         return array
     return np.array(array, array.dtype.newbyteorder("="), order="C")

@@ -18,7 +18,10 @@ from ..errors import RolloutDataError
 from .fields import Schema
 
 #: Attributes that say how much fits, and what else is shown of properties.
-_CAPACITIES, _PROPERTIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size"), ("num_transitions_per_env",)
+_CAPACITIES, _PROPERTIES = (
+    ("capacity", "replay_buffer_size", "buffer_size", "max_size"),
+    ("num_transitions_per_env",),
+)
 _MAX_FIELDS = 16
 _MAX_FACTS = 10
 #: Depth of the search for fields in the attributes of an object.
@@ -34,14 +37,25 @@ class Shown:
 
 def described(thing: Any) -> str:
     """Return a description of a store, dataset or batch: its attributes, and one line per field."""
-    batch = dict(thing) if isinstance(thing, Mapping) else thing._asdict() if hasattr(thing, "_asdict") else None
+    batch = (
+        dict(thing)
+        if isinstance(thing, Mapping)
+        else thing._asdict()
+        if hasattr(thing, "_asdict")
+        else None
+    )
     batch = vars(thing) if is_dataclass(thing) else batch
     facts = [
-        f"{name}={value}" for name, value in (_facts(thing) if batch is None else batch.items()) if _is_fact(value)
+        f"{name}={value}"
+        for name, value in (_facts(thing) if batch is None else batch.items())
+        if _is_fact(value)
     ]
     lines = list(_tensors(batch or {}))
     if batch is None and (schema := _schema_of(thing, _DEPTH)) is not None:
-        lines = [f"{name}: {'texts' if one.is_text else _words(one.dtype, one.shape)}" for name, one in schema.items()]
+        lines = [
+            f"{name}: {'texts' if one.is_text else _words(one.dtype, one.shape)}"
+            for name, one in schema.items()
+        ]
     left_out = len(lines) - _MAX_FIELDS
     lines = [*lines[:_MAX_FIELDS], *([f"and {left_out} more"] if left_out > 0 else [])]
     return "\n  ".join([f"{type(thing).__name__}({', '.join(facts[:_MAX_FACTS])})", *lines])
@@ -53,14 +67,22 @@ def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
     with suppress(RolloutDataError, TypeError):  # of a thing that is closed, or has no length
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
     yield from ((name, getattr(thing, name)) for name in _PROPERTIES if name in dir(type(thing)))
-    yield from ((name, one) for name, one in vars(thing).items() if name[0] != "_" and name not in (most, *_PROPERTIES))
+    yield from (
+        (name, one)
+        for name, one in vars(thing).items()
+        if name[0] != "_" and name not in (most, *_PROPERTIES)
+    )
 
 
 def _is_fact(value: Any) -> bool:
     """Whether a value is worth a word: no flag that is not set."""
     if isinstance(value, (list, tuple)):
-        return 0 < len(value) <= 4 and all(isinstance(one, (int, str, os.PathLike)) for one in value)
-    is_plain = isinstance(value, (int, float, str, torch.device, os.PathLike)) or hasattr(value, "origin")
+        return 0 < len(value) <= 4 and all(
+            isinstance(one, (int, str, os.PathLike)) for one in value
+        )
+    is_plain = isinstance(value, (int, float, str, torch.device, os.PathLike)) or hasattr(
+        value, "origin"
+    )
     return is_plain and value is not False and value != ""
 
 
@@ -81,7 +103,11 @@ def _schema_of(thing: Any, depth: int) -> Schema | None:
     attributes = getattr(thing, "__dict__", {})
     if isinstance(found := attributes.get("schema"), Schema) and len(found):
         return found
-    parts = [one for value in attributes.values() for one in (value[:1] if isinstance(value, list) else [value])]
+    parts = [
+        one
+        for value in attributes.values()
+        for one in (value[:1] if isinstance(value, list) else [value])
+    ]
     inner = [one for one in parts if type(one).__module__.startswith(("storage.", "rollout_data."))]
     for value in inner if depth else ():
         if (deeper := _schema_of(value, depth - 1)) is not None:

@@ -55,7 +55,9 @@ class Group:
         found = {}
         for part in self.parts:
             dtype = part.field.torch_dtype
-            cells = rows.view(dtype)[..., part.start // dtype.itemsize : part.stop // dtype.itemsize]
+            cells = rows.view(dtype)[
+                ..., part.start // dtype.itemsize : part.stop // dtype.itemsize
+            ]
             found[part.field.name] = cells.reshape(*rows.shape[:-1], *part.field.shape)
         return found
 
@@ -75,7 +77,8 @@ def _pack(fields: list[Field]) -> Group:
     for field in ordered:
         parts.append(Part(field, start, start + field.row_bytes))
         start += field.row_bytes
-    # A row starts where its largest item may stand; rows of some size also move four bytes at a time.
+    # A row starts where its largest item may stand; rows of some size also move four bytes at a
+    # time.
     step = max(largest, 4 if start >= 32 else 1)
     num_bytes = max(-(-start // step), 1) * step
     unit = torch.float32 if num_bytes % 4 == 0 else torch.uint8
@@ -113,18 +116,19 @@ class Cut:
 
     Args:
         groups: What lies side by side; the rows of each come apart.
-        targets: What is wanted, in the order of the result; of two with one name the later one counts.
+        targets: What is wanted, in the order of the result; of two with one name the later one
+            counts.
         contiguous: Whether the fields are copied out of the rows instead.
         nested: Whether "a/b" is given as `{"a": {"b": ...}}`.
-        apart: Whether second rows are gathered on their own, and stand behind those of all groups, instead of side by
-            side with the first ones.
+        apart: Whether second rows are gathered on their own, and stand behind those of all groups,
+            instead of side by side with the first ones.
         device: Where the rows are. On the CPU numpy cuts them, in half the time of torch.
 
     Attributes:
         targets: What is wanted, each name once.
         wanted: For each group, whether first and whether second rows are wanted.
-        widths: For each group, how much is wanted from the start of a row on, in its units; without `apart` more than
-            a row where the next is wanted too, up to the last field of that.
+        widths: For each group, how much is wanted from the start of a row on, in its units; without
+            `apart` more than a row where the next is wanted too, up to the last field of that.
         reach: How many rows behind each other are wanted, 1 or 2.
     """
 
@@ -142,7 +146,11 @@ class Cut:
         self._apart = apart
         self._is_on_cpu = device.type == "cpu"
         self.targets = list({target.name: target for target in targets}.values())
-        self._parts = {part.field.name: (place, part) for place, group in enumerate(groups) for part in group.parts}
+        self._parts = {
+            part.field.name: (place, part)
+            for place, group in enumerate(groups)
+            for part in group.parts
+        }
         asked = {(self._parts[target.field][0], target.row) for target in self.targets}
         self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
         self.reach = 1 + any(following for _, following in self.wanted)
@@ -151,7 +159,9 @@ class Cut:
         self._views: list[tuple[int, Any]] = []
         self._leaves: list[_FieldPlace] = []
         if nested:
-            unflatten(dict.fromkeys((target.name for target in self.targets), 0))  # raises where names clash
+            unflatten(
+                dict.fromkeys((target.name for target in self.targets), 0)
+            )  # raises where names clash
         nodes: dict[tuple[str, ...], int] = {(): 0}
         for target in self.targets:
             *parents, key = target.name.split("/") if nested else [target.name]
@@ -175,7 +185,9 @@ class Cut:
                 nodes[node][key] = nodes[-1]
             else:
                 cells = views[view][items]
-                nodes[node][key] = make(cells if shape is None else cells.reshape((len(cells), *shape)))
+                nodes[node][key] = make(
+                    cells if shape is None else cells.reshape((len(cells), *shape))
+                )
         return nodes[0]
 
     def _width(self, place: int) -> int:
@@ -186,7 +198,9 @@ class Cut:
         parts = (self._parts[target.field] for target in self.targets if target.row)
         stop = max(part.stop for at, part in parts if at == place)
         # As each of the dtypes, rows have a whole number of items.
-        largest = max(group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts))
+        largest = max(
+            group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts)
+        )
         return group.width + -(-stop // largest) * largest // group.unit.itemsize
 
     def _leaf(self, target: Target, node: int, key: str) -> _FieldPlace:
@@ -206,7 +220,12 @@ class Cut:
         is_plain = self._is_on_cpu and not self._contiguous and not is_bfloat16
         make = torch.from_numpy if is_plain else partial(_tensor, is_bfloat16, self._contiguous)
         return _FieldPlace(
-            node, key, self._views.index(view), items, None if len(field.shape) == 1 else field.shape, make
+            node,
+            key,
+            self._views.index(view),
+            items,
+            None if len(field.shape) == 1 else field.shape,
+            make,
         )
 
 

@@ -18,8 +18,8 @@ import torch
 from ..errors import UsageError
 from . import arguments
 
-#: Up to this many rows 32 random bits are enough; this many more bits make torch draw 64 for more rows, any version:
-#: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
+#: Up to this many rows 32 random bits are enough; this many more bits make torch draw 64 for more
+#: rows, any version: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
 #: Random bits of a draw by `scaled`. Sums of whole weights stay below this power of two.
 RANDOM_BITS = 62
@@ -31,22 +31,27 @@ class _SeedSource:
     """Seeds for objects without a generator of their own.
 
     Args:
-        initial_seed: What seeds are made from, with a running number; None takes `torch.initial_seed()`.
+        initial_seed: What seeds are made from, with a running number; None takes
+            `torch.initial_seed()`.
     """
 
     def __init__(self, initial_seed: int | None = None) -> None:
         self._initial_seed = initial_seed
-        #: Initial seed -> numbers of the objects made since torch has had it; of the latest seed only.
+        #: Initial seed -> numbers of the objects made since torch has had it; of the latest seed
+        #: only.
         self._numbers: dict[int, count[int]] = {}
 
     def next_seed(self) -> int:
         """Return the seed of the next object. Reads torch's default generator, and draws nothing from it."""
         initial_seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
-        # One step for the interpreter: threads get different numbers without a lock, which forks would inherit.
+        # One step for the interpreter: threads get different numbers without a lock, which forks
+        # would inherit.
         number = next(self._numbers.setdefault(initial_seed, count()))
         for other in [seed for seed in self._numbers if seed != initial_seed]:
             self._numbers.pop(other, None)
-        return int(np.random.SeedSequence([initial_seed, number]).generate_state(1, np.uint64)[0] >> 1)
+        return int(
+            np.random.SeedSequence([initial_seed, number]).generate_state(1, np.uint64)[0] >> 1
+        )
 
 
 _seeds = _SeedSource()
@@ -65,7 +70,9 @@ def seeds_from(initial_seed: int) -> Iterator[None]:
 
 
 def generator_on(
-    generator: torch.Generator | int | None, device: torch.device | None = None, action: str = "create a generator"
+    generator: torch.Generator | int | None,
+    device: torch.device | None = None,
+    action: str = "create a generator",
 ) -> torch.Generator:
     """Return a given generator, or a new one.
 
@@ -137,23 +144,41 @@ def scaled(bits: Any, choices: Any) -> Any:
 
 def random_bits(num_draws: int, generator: torch.Generator) -> torch.Tensor:
     """Draw `[num_draws]` int64 in [0, 2**62)."""
-    return torch.randint(1 << RANDOM_BITS, (num_draws,), generator=generator, device=generator.device)
+    return torch.randint(
+        1 << RANDOM_BITS, (num_draws,), generator=generator, device=generator.device
+    )
 
 
-def uniform(num_rows: int, num_draws: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
+def uniform(
+    num_rows: int, num_draws: int, generator: torch.Generator, first: int = 0
+) -> torch.Tensor:
     """Draw indices of `num_rows` from `first` on, uniformly but for one part in 4096, with replacement: `[num_draws]`.
 
-    torch takes the remainder of 32 random bits for few numbers, so that the first ones would come oftener, by up to
-    `num_rows / 2 ** 32`. For more than 2 ** 20 rows it is asked for a number out of more, for which it takes 64 bits.
+    torch takes the remainder of 32 random bits for few numbers, so that the first ones would come
+    oftener, by up to `num_rows / 2 ** 32`. For more than 2 ** 20 rows it is asked for a number out
+    of more, for which it takes 64 bits.
     """
-    return fill_uniform(torch.empty(num_draws, dtype=torch.int64, device=generator.device), num_rows, generator, first)
+    return fill_uniform(
+        torch.empty(num_draws, dtype=torch.int64, device=generator.device),
+        num_rows,
+        generator,
+        first,
+    )
 
 
-def fill_uniform(out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
+def fill_uniform(
+    out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0
+) -> torch.Tensor:
     """Draw into `[num_draws]` int64 what `uniform` draws."""
     if num_rows <= _MAX_SHORT:
-        return out.random_(first, first + num_rows, generator=generator)  # in 2/3 of the time of `randint`
-    return out.random_(num_rows << _MORE_BITS, generator=generator).bitwise_right_shift_(_MORE_BITS).add_(first)
+        return out.random_(
+            first, first + num_rows, generator=generator
+        )  # in 2/3 of the time of `randint`
+    return (
+        out.random_(num_rows << _MORE_BITS, generator=generator)
+        .bitwise_right_shift_(_MORE_BITS)
+        .add_(first)
+    )
 
 
 def below(choices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -166,8 +191,8 @@ class Weighted:
     """Draw indices in proportion to weights, with replacement.
 
     Args:
-        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see `whole_weights`. Only those
-            on the CPU are checked.
+        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see
+            `whole_weights`. Only those on the CPU are checked.
 
     An index of weight 0 is never drawn.
     """
@@ -180,7 +205,9 @@ class Weighted:
             return
         values = weights.to(torch.float64).numpy()
         if not len(values) or not np.isfinite(values).all() or (values < 0).any():
-            raise UsageError("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
+            raise UsageError(
+                "draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60]
+            )
         if not values.any():
             raise UsageError("draw by weight", "", "a weight above 0", "none")
         ends = np.cumsum(whole_weights(values))
@@ -203,7 +230,8 @@ def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch
         return torch.randperm(num_rows, generator=generator, device=generator.device)[:num_draws]
     found = uniform(num_rows, num_draws, generator)
     while True:
-        # First copies in the order they came; what is left of equally likely draws is equally likely.
+        # First copies in the order they came; what is left of equally likely draws is equally
+        # likely.
         values, inverse = torch.unique(found, return_inverse=True)
         if len(values) == num_draws:
             return found

@@ -23,8 +23,8 @@ from .memory import as_given
 
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
-#: Which dtypes a field takes: its own; those that torch converts to it; of these the numbers that it can hold, rounded
-#: at most, of any dtype or of floating ones only; or, for flags, any real one.
+#: Which dtypes a field takes: its own; those that torch converts to it; of these the numbers that
+#: it can hold, rounded at most, of any dtype or of floating ones only; or, for flags, any real one.
 Cast = Literal["exact", "safe", "in range", "floating", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
@@ -38,7 +38,11 @@ _ACTION = "add rows"
 def flat_name(key: Key, argument: str = "a key") -> str:
     """Return the flat name of a key, `("next", "done")` -> `"next/done"`; `argument` is its name in errors."""
     parts = (key,) if isinstance(key, str) else key
-    if not isinstance(parts, (tuple, list)) or not parts or not all(isinstance(part, str) and part for part in parts):
+    if (
+        not isinstance(parts, (tuple, list))
+        or not parts
+        or not all(isinstance(part, str) and part for part in parts)
+    ):
         raise SchemaError("name a leaf", "", f"{argument} as a str or a tuple of them", repr(key))
     return "/".join(parts)
 
@@ -54,19 +58,26 @@ def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | lis
     """Return keys as flat names, for JSON: None, one name, or a list of names."""
     if keys is None:
         return None
-    return [flat_name(key, argument) for key in keys] if isinstance(keys, list) else flat_name(keys, argument)
+    return (
+        [flat_name(key, argument) for key in keys]
+        if isinstance(keys, list)
+        else flat_name(keys, argument)
+    )
 
 
 def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str) -> list[str]:
     """Return the names of the leaves of a key: the key itself, or all leaves below it.
 
     Raises:
-        MissingFieldError: There is none; the text has the argument that holds the key, and all fields.
+        MissingFieldError: There is none; the text has the argument that holds the key, and all
+            fields.
     """
     wanted = flat_name(key, argument)
     found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
     if not found:
-        raise MissingFieldError(action, "", f"{argument} one of {nearest(wanted, schema)}", repr(wanted))
+        raise MissingFieldError(
+            action, "", f"{argument} one of {nearest(wanted, schema)}", repr(wanted)
+        )
     return found
 
 
@@ -102,7 +113,9 @@ def numbers(action: str, name: str, value: Any) -> torch.Tensor:
     try:
         return as_given(value).detach()
     except (TypeError, ValueError, RuntimeError) as cause:
-        raise FieldTypeError(action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60]) from cause
+        raise FieldTypeError(
+            action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60]
+        ) from cause
 
 
 def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
@@ -116,12 +129,19 @@ def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
         return as_given(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as cause:
         got = f"{type(value).__name__}: {cause}"
-        raise FieldTypeError(action, where, "a tensor or an array of numbers", got, "Give one") from cause
+        raise FieldTypeError(
+            action, where, "a tensor or an array of numbers", got, "Give one"
+        ) from cause
 
 
 def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
     """Return a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
-    if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized or value.is_nested:
+    if (
+        value.layout is not torch.strided
+        or value.device.type == "meta"
+        or value.is_quantized
+        or value.is_nested
+    ):
         got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
         got = "a nested tensor" if value.is_nested else got
         raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
@@ -149,8 +169,8 @@ def fit(
         cast: Which dtypes are taken. The dtype changes only by "in range".
         num_lead: How many leading axes, of any size, come before the field's shape.
         shapes: What else the shape after the leading axes may be, instead of the field's own.
-        deferred: Takes the errors of numbers on CUDA that are out of range; such numbers become 0. Without it the
-            host waits for the device and raises at once.
+        deferred: Takes the errors of numbers on CUDA that are out of range; such numbers become 0.
+            Without it the host waits for the device and raises at once.
 
     Raises:
         SchemaError, FieldTypeError: Naming the field.
@@ -183,7 +203,9 @@ def always_fit(wanted: torch.dtype) -> frozenset[torch.dtype]:
     """List the dtypes all of whose numbers `wanted` can hold, rounded at most."""
     low, high = _limits(wanted)
     dtypes = [dtype for dtype, _ in DTYPES.values() if torch.can_cast(dtype, wanted)]
-    return frozenset(dtype for dtype in dtypes if low <= _limits(dtype)[0] and _limits(dtype)[1] <= high)
+    return frozenset(
+        dtype for dtype in dtypes if low <= _limits(dtype)[0] and _limits(dtype)[1] <= high
+    )
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -256,16 +278,19 @@ class RecordReader:
 
     Args:
         num_lanes: Second axis of the store; None until the first record shows it.
-        has_lane_axis: Whether leaves are `[n, lanes, *event]`; otherwise they are `[n * lanes, *event]`.
+        has_lane_axis: Whether leaves are `[n, lanes, *event]`; otherwise they are `[n * lanes,
+            *event]`.
         auto_unsqueeze: Whether a leaf without event axes becomes `[..., 1]` instead of an error.
         narrow: Whether float64 is kept as float32.
 
-    The one fast path: a record of the same form (names, kinds, dtypes and shapes of its leaves) as the last one, which
-    was checked completely, needs no further check. A row of four fields takes 4 to 8 us instead of 45 to 100. Small
-    records on the CPU come as arrays, others as tensors.
+    The one fast path: a record of the same form (names, kinds, dtypes and shapes of its leaves) as
+    the last one, which was checked completely, needs no further check. A row of four fields takes 4
+    to 8 us instead of 45 to 100. Small records on the CPU come as arrays, others as tensors.
     """
 
-    def __init__(self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool) -> None:
+    def __init__(
+        self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool
+    ) -> None:
         self.num_lanes = num_lanes
         self._first_num_lanes = num_lanes
         self.has_lane_axis = has_lane_axis
@@ -273,17 +298,20 @@ class RecordReader:
         self.auto_unsqueeze = auto_unsqueeze
         self.narrow = narrow
         self.schema: Schema | None = None
-        #: Form of the last record: nested mappings, the record itself first, as (parent, key, type, number of keys);
-        #: and the leaves in the order of the schema; none if the form does not say all.
+        #: Form of the last record: nested mappings, the record itself first, as (parent, key, type,
+        #: number of keys); and the leaves in the order of the schema; none if the form does not say
+        #: all.
         self._nodes: list[tuple[int, str, Any, int]] = []
         self._leaves: list[_Leaf] = []
         self._is_converted = False
-        #: The leaves as tensors, if they are tensors of one device: node, key, type, dtype, event shape, field's shape.
+        #: The leaves as tensors, if they are tensors of one device: node, key, type, dtype, event
+        #: shape, field's shape.
         self._tensor_leaves: list[
             tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
         ] = []
         self._tensor_device: torch.device | None = None
-        #: Shapes that its leaves have, and those that they are given, with the leading sizes of the last record.
+        #: Shapes that its leaves have, and those that they are given, with the leading sizes of the
+        #: last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def renewed(self, num_lanes: int | None = None) -> RecordReader:
@@ -301,7 +329,8 @@ class RecordReader:
     def read_again(self, record: Any) -> list[npt.NDArray[Any]] | None:
         """Return the leaves of a small record that has the form of the last one, in the fields' dtypes; else None.
 
-        They are `[n, *event]` with one lane, else `[n, lanes, *event]`, and share memory where nothing is converted.
+        They are `[n, *event]` with one lane, else `[n, lanes, *event]`, and share memory where
+        nothing is converted.
         """
         if not self._leaves:
             return None
@@ -310,14 +339,21 @@ class RecordReader:
         try:
             for parent, key, kind, num_keys in self._nodes:
                 if key:
-                    nodes.append(nodes[parent].get(key))  # not by [], which of a defaultdict adds a key
+                    nodes.append(
+                        nodes[parent].get(key)
+                    )  # not by [], which of a defaultdict adds a key
                 node = nodes[-1]
-                if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
+                if (
+                    type(node) is not kind
+                    or len(node if isinstance(node, dict) else node.keys()) != num_keys
+                ):
                     return None
             for number, leaf in enumerate(self._leaves):
                 place, key, dtype = leaf[:3]
                 value = nodes[place].get(key)
-                array = value if type(value) is np.ndarray else value.numpy()  # a masked array has no such method
+                array = (
+                    value if type(value) is np.ndarray else value.numpy()
+                )  # a masked array has no such method
                 shape, target = self._shapes[number]
                 if array.shape != shape:
                     if number or not self._takes_lead(array):
@@ -326,11 +362,19 @@ class RecordReader:
                 if array.dtype is not dtype:
                     return None
                 found.append(array if shape == target else array.reshape(target))
-        except (AttributeError, KeyError, RuntimeError, TypeError):  # for example a tensor with gradients
+        except (
+            AttributeError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+        ):  # for example a tensor with gradients
             return None
         if self._is_converted:
             with np.errstate(all="ignore"):  # torch converts without a warning too
-                found = [array.astype(leaf.target, copy=False) for array, leaf in zip(found, self._leaves, strict=True)]
+                found = [
+                    array.astype(leaf.target, copy=False)
+                    for array, leaf in zip(found, self._leaves, strict=True)
+                ]
         return found
 
     def rows_again(self, record: Any) -> Rows | None:
@@ -353,11 +397,18 @@ class RecordReader:
                 if key:
                     nodes.append(nodes[parent].get(key))
                 node = nodes[-1]
-                if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
+                if (
+                    type(node) is not kind
+                    or len(node if isinstance(node, dict) else node.keys()) != num_keys
+                ):
                     return None
             for place, key, tensor_type, dtype, event, shape in self._tensor_leaves:
                 value: Any = nodes[place].get(key)
-                if type(value) is not tensor_type or value.dtype is not dtype or value.device != self._tensor_device:
+                if (
+                    type(value) is not tensor_type
+                    or value.dtype is not dtype
+                    or value.device != self._tensor_device
+                ):
                     return None
                 if lead is None:
                     lead = tuple(value.shape[: self.num_lead])
@@ -365,7 +416,11 @@ class RecordReader:
                     if lead_rows is None:
                         return None
                     rows = lead_rows
-                if value.shape != lead + event or value.is_neg() or value.layout is not torch.strided:
+                if (
+                    value.shape != lead + event
+                    or value.is_neg()
+                    or value.layout is not torch.strided
+                ):
                     return None
                 value = value.detach() if value.requires_grad else value
                 found.append(value if lead + event == rows + shape else value.reshape(rows + shape))
@@ -391,7 +446,9 @@ class RecordReader:
             MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
         """
         if not hasattr(record, "items"):
-            raise SchemaError(_ACTION, "", "data as a nested mapping of tensors", type(record).__name__)
+            raise SchemaError(
+                _ACTION, "", "data as a nested mapping of tensors", type(record).__name__
+            )
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:
             return None
@@ -403,7 +460,9 @@ class RecordReader:
         shaped = {name: self._with_lead(name, value) for name, value in flat.items()}
         self._check_lead(shaped)
         if schema is None:
-            schema = Schema(make_field(name, value.shape[2:], value.dtype) for name, value in shaped.items())
+            schema = Schema(
+                make_field(name, value.shape[2:], value.dtype) for name, value in shaped.items()
+            )
         tensors = [fit(_ACTION, field, shaped[name], num_lead=2) for name, field in schema.items()]
         if self.schema is not None and names is None:
             self._note_form(record, self.schema)
@@ -423,13 +482,21 @@ class RecordReader:
             advice = "Add a trailing axis, x.unsqueeze(-1), or create the buffer with auto_unsqueeze=True"
             axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
             expected = f"{axes} with at least one event axis"
-            raise SchemaError(_ACTION, f"with {name!r}", expected, f"shape {list(value.shape)}", advice)
+            raise SchemaError(
+                _ACTION, f"with {name!r}", expected, f"shape {list(value.shape)}", advice
+            )
         if self.has_lane_axis:
             return value
         lanes = self.num_lanes or 1
         if len(value) % lanes:
-            raise SchemaError(_ACTION, f"with {name!r}", f"a multiple of {lanes} envs", f"{len(value)} rows")
-        return value.unsqueeze(1) if lanes == 1 else value.reshape(len(value) // lanes, lanes, *value.shape[1:])
+            raise SchemaError(
+                _ACTION, f"with {name!r}", f"a multiple of {lanes} envs", f"{len(value)} rows"
+            )
+        return (
+            value.unsqueeze(1)
+            if lanes == 1
+            else value.reshape(len(value) // lanes, lanes, *value.shape[1:])
+        )
 
     def _check_lead(self, shaped: Mapping[str, torch.Tensor]) -> None:
         (first, like), *others = shaped.items()
@@ -469,15 +536,30 @@ class RecordReader:
         self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
         self._shapes = [((-1,), (-1,))] * len(leaves)
 
-    def _note_tensors(self, nodes: list[tuple[int, str, Any, int]], named: list[tuple[int, str, Any, Field]]) -> None:
+    def _note_tensors(
+        self, nodes: list[tuple[int, str, Any, int]], named: list[tuple[int, str, Any, Field]]
+    ) -> None:
         """Remember leaves that are real tensors of one device, in the fields' dtypes."""
         devices = {value.device for _, _, value, _ in named if isinstance(value, torch.Tensor)}
         leaves = []
         for node, key, value, field in named:
-            is_plain = isinstance(value, torch.Tensor) and value.dtype is field.torch_dtype and not value.is_complex()
+            is_plain = (
+                isinstance(value, torch.Tensor)
+                and value.dtype is field.torch_dtype
+                and not value.is_complex()
+            )
             if not is_plain or len(devices) != 1:
                 return
-            leaves.append((node, key, type(value), value.dtype, tuple(value.shape[self.num_lead :]), field.shape))
+            leaves.append(
+                (
+                    node,
+                    key,
+                    type(value),
+                    value.dtype,
+                    tuple(value.shape[self.num_lead :]),
+                    field.shape,
+                )
+            )
         self._nodes, self._tensor_leaves, self._tensor_device = nodes, leaves, devices.pop()
 
     def _takes_lead(self, first: npt.NDArray[Any]) -> bool:

@@ -56,7 +56,9 @@ class Owner:
         if not self.is_own:
             expected = f"a call in the process {self._process} that made it"
             got = f"its child {os.getpid()}"
-            raise UsageError(f"use {self._what}", "", expected, got, "Make another one in this process")
+            raise UsageError(
+                f"use {self._what}", "", expected, got, "Make another one in this process"
+            )
 
 
 class OwnCondition(threading.Condition):
@@ -77,7 +79,10 @@ class Unique:
     _instead: ClassVar[str] = "Make another one"
 
     def __reduce__(self) -> NoReturn:
-        raise UsageError(f"pickle or copy a {type(self).__name__}, which owns files or threads", advice=self._instead)
+        raise UsageError(
+            f"pickle or copy a {type(self).__name__}, which owns files or threads",
+            advice=self._instead,
+        )
 
 
 class Owned(Unique):
@@ -131,7 +136,11 @@ class Worker:
         return len(self._pending())
 
     def submit(
-        self, job: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
+        self,
+        job: Callable[_Arguments, _Result],
+        /,
+        *arguments: _Arguments.args,
+        **options: _Arguments.kwargs,
     ) -> Future[_Result]:
         """Queue a job and return its future; wait for room, and raise the error of an earlier job.
 
@@ -182,14 +191,18 @@ class Worker:
         """
         if left := wait(self._pending(), timeout).not_done:
             got = f"{len(left)} not done yet"
-            raise WaitTimeoutError(f"wait for {self.name}", "", f"all of them within {timeout} s", got)
+            raise WaitTimeoutError(
+                f"wait for {self.name}", "", f"all of them within {timeout} s", got
+            )
         self.check()
 
     def close(self) -> None:
         """Run all accepted jobs, stop the thread, and raise the error of a failed job. Idempotent."""
         pending = self._pending()
         self._is_closed = True
-        wait(pending)  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
+        wait(
+            pending
+        )  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
         if self._pool is not None:
             self._pool.shutdown()
         self.check()
@@ -207,7 +220,11 @@ class Worker:
         return [future for future in tuple(self._accepted) if not future.done()]
 
     def _run(
-        self, job: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
+        self,
+        job: Callable[_Arguments, _Result],
+        /,
+        *arguments: _Arguments.args,
+        **options: _Arguments.kwargs,
     ) -> _Result:
         try:
             return job(*arguments, **options)
@@ -216,7 +233,9 @@ class Worker:
             raise
 
 
-def each(function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int) -> list[_Result]:
+def each(
+    function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int
+) -> list[_Result]:
     """Call a function with every item in up to `num_threads` threads; return the results in order.
 
     Raises:
@@ -239,7 +258,10 @@ def each(function: Callable[[_Item], _Result], items: Iterable[_Item], num_threa
 
 
 def each_part(
-    function: Callable[[int, int], object], num_pieces: int, num_bytes: int, num_threads: int | None = None
+    function: Callable[[int, int], object],
+    num_pieces: int,
+    num_bytes: int,
+    num_threads: int | None = None,
 ) -> int:
     """Call `function(start, stop)` for parts of `range(num_pieces)`; return the number of threads.
 
@@ -253,7 +275,11 @@ def each_part(
     Raises:
         The error of `function`, once no part is running. Parts that have not started are skipped.
     """
-    limit = torch.get_num_threads() if num_threads is None else whole("split work", "num_threads", num_threads, 1)
+    limit = (
+        torch.get_num_threads()
+        if num_threads is None
+        else whole("split work", "num_threads", num_threads, 1)
+    )
     num_threads = min(limit, num_processors(), num_pieces, num_bytes // MIN_BYTES)
     if num_threads < 2 or num_bytes < _MIN_PIECE_BYTES * num_pieces:
         function(0, num_pieces)

@@ -54,7 +54,10 @@ class Monitor(ABC):
 
     def text(self) -> str:
         """Return the snapshot as one line: `name=value` pairs, separated by spaces."""
-        return " ".join(f"{name}={x if isinstance(x, int) else f'{x:.4g}'}" for name, x in self.snapshot().items())
+        return " ".join(
+            f"{name}={x if isinstance(x, int) else f'{x:.4g}'}"
+            for name, x in self.snapshot().items()
+        )
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.text()})"
@@ -71,12 +74,20 @@ class NaturalMonitor(Monitor):
     """
 
     def __init__(
-        self, window_s: float = 10.0, num_slices: int = 100, *, clock: Callable[[], float] = time.monotonic
+        self,
+        window_s: float = 10.0,
+        num_slices: int = 100,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.window_s = real("make a monitor", "window_s", window_s, "> 0", lambda x: 0 < x < math.inf)
+        self.window_s = real(
+            "make a monitor", "window_s", window_s, "> 0", lambda x: 0 < x < math.inf
+        )
         self.num_slices = whole("make a monitor", "num_slices", num_slices, 1)
         if not callable(clock):
-            raise UsageError("make a monitor", "", "clock as a function that returns seconds", repr(clock))
+            raise UsageError(
+                "make a monitor", "", "clock as a function that returns seconds", repr(clock)
+            )
         self._clock = clock
         self._lock = threading.Lock()
         self.reset()
@@ -99,7 +110,9 @@ class NaturalMonitor(Monitor):
         with self._lock:
             newest = self._move()
             now = self._clock() - self._started
-            covered = min(now, now - (newest - self.num_slices + 1) * self.window_s / self.num_slices)
+            covered = min(
+                now, now - (newest - self.num_slices + 1) * self.window_s / self.num_slices
+            )
             return sum(self._slices) / covered if covered > 0 else 0.0
 
     def snapshot(self) -> dict[str, int | float]:
@@ -170,7 +183,10 @@ class TickMonitor(Monitor):
                 numbers, sums, highs, lows = ticks.T
                 if numbers.any():
                     found[f"{name}_mean"] = float(sums.sum() / numbers.sum())
-                    found[f"{name}_max"], found[f"{name}_min"] = float(highs.max()), float(lows.min())
+                    found[f"{name}_max"], found[f"{name}_min"] = (
+                        float(highs.max()),
+                        float(lows.min()),
+                    )
         return found
 
     def reset(self) -> None:
@@ -220,7 +236,11 @@ class BufferMonitor(Monitor):
 
     def snapshot(self) -> dict[str, int | float]:
         """Return the snapshots of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
-        return {f"{part}/{name}": x for part, one in self._parts.items() for name, x in one.snapshot().items()}
+        return {
+            f"{part}/{name}": x
+            for part, one in self._parts.items()
+            for name, x in one.snapshot().items()
+        }
 
     def text(self) -> str:
         """Return the text of all four monitors as one line."""
@@ -247,7 +267,9 @@ class PerformanceMonitor(Monitor):
     def record(self, key: str, duration: float) -> None:
         """Record a duration in seconds (finite, >= 0) under `key`, which may be a new name."""
         if not isinstance(key, str) or not key:
-            raise UsageError("call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key))
+            raise UsageError(
+                "call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key)
+            )
         action = "call PerformanceMonitor.record"
         expected = ">= 0, in finite seconds"
         value = real(action, "duration", duration, expected, lambda x: 0 <= x < math.inf)
@@ -291,19 +313,27 @@ class PerformanceMonitor(Monitor):
         """
         copies = {key: np.array(durations) for key, durations in self.timings.items()}
         return {
-            key: {"count": len(values), **{name: float(of(values)) for name, of in _STATISTICS.items()}}
+            key: {
+                "count": len(values),
+                **{name: float(of(values)) for name, of in _STATISTICS.items()},
+            }
             for key, values in copies.items()
         }
 
     def snapshot(self) -> dict[str, int | float]:
         """Return the summary as a flat dict: `<name>/<statistic>`."""
-        return {f"{key}/{name}": value for key, row in self.summary().items() for name, value in row.items()}
+        return {
+            f"{key}/{name}": value
+            for key, row in self.summary().items()
+            for name, value in row.items()
+        }
 
     def text(self) -> str:
         """Return mean, 95th percentile and count of each name as one line."""
         rows = self.summary().items()
         return "; ".join(
-            f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})" for key, row in rows
+            f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})"
+            for key, row in rows
         )
 
     def reset(self) -> None:
@@ -332,7 +362,9 @@ def plot_snapshots(
     """
     path = arguments.path("plot snapshots", "path", path)
     expected = "as a list of mappings"
-    for snapshot in arguments.instance("plot snapshots", "snapshots", snapshots, expected, Iterable):
+    for snapshot in arguments.instance(
+        "plot snapshots", "snapshots", snapshots, expected, Iterable
+    ):
         arguments.instance("plot snapshots", "snapshots", snapshot, expected, Mapping)
     known = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot))
     if names is None:
@@ -350,8 +382,16 @@ def plot_snapshots(
     figure = Figure(figsize=(7, 1.6 * len(names) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     along = [i if x is None else snapshot.get(x, math.nan) for i, snapshot in enumerate(snapshots)]
-    for axes, name in zip(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], names, strict=True):
-        axes.plot(along, [snapshot.get(name, math.nan) for snapshot in snapshots], ".-", linewidth=1, markersize=3)
+    for axes, name in zip(
+        figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], names, strict=True
+    ):
+        axes.plot(
+            along,
+            [snapshot.get(name, math.nan) for snapshot in snapshots],
+            ".-",
+            linewidth=1,
+            markersize=3,
+        )
         axes.set_ylabel(name, fontsize=8)
     axes.set_xlabel("snapshot" if x is None else x)
     figure.savefig(path, dpi=110)
@@ -366,12 +406,19 @@ def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.floa
             value = value.detach().to("cpu", torch.float64)
         values = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as cause:
-        raise UsageError("record a tick", f"of {name!r}", "numbers", type(value).__name__) from cause
+        raise UsageError(
+            "record a tick", f"of {name!r}", "numbers", type(value).__name__
+        ) from cause
     if not values.size:
         return _NOTHING
     found = np.array([values.size, values.sum(), values.max(), values.min()])
     if not np.isfinite(found).all():
-        raise UsageError("record a tick", f"of {name!r}", "finite numbers", repr(values.reshape(-1).tolist())[:60])
+        raise UsageError(
+            "record a tick",
+            f"of {name!r}",
+            "finite numbers",
+            repr(values.reshape(-1).tolist())[:60],
+        )
     return found
 
 
@@ -381,5 +428,8 @@ def _wait_for(device: torch.device | str | None) -> None:
 
 
 def _seconds(value: float) -> str:
-    scale, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= pair[0]), (1e-9, "ns"))
+    scale, unit = next(
+        (pair for pair in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")) if value >= pair[0]),
+        (1e-9, "ns"),
+    )
     return f"{value / scale:.3g} {unit}"

@@ -47,8 +47,14 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     if isinstance(item, (tuple, list)):
         return type(item)(to_device(value, device, pin) for value in item)
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        values = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.init}
-        return dataclasses.replace(item, **{name: to_device(value, device, pin) for name, value in values.items()})
+        values = {
+            field.name: getattr(item, field.name)
+            for field in dataclasses.fields(item)
+            if field.init
+        }
+        return dataclasses.replace(
+            item, **{name: to_device(value, device, pin) for name, value in values.items()}
+        )
     return item
 
 
@@ -62,7 +68,9 @@ def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, A
         made = make(item.default_factory, moved) if isinstance(item, defaultdict) else make(moved)
     except (TypeError, ValueError):
         return moved
-    is_alike = len(made) == len(moved) and all(key in made and made[key] is value for key, value in moved.items())
+    is_alike = len(made) == len(moved) and all(
+        key in made and made[key] is value for key, value in moved.items()
+    )
     return made if is_alike else moved
 
 
@@ -97,14 +105,18 @@ class PipelinedDataCollector(Unique, Generic[T]):
     ) -> None:
         action = "create PipelinedDataCollector"
         if not isinstance(base_collector, Iterable) and not hasattr(base_collector, "__getitem__"):
-            raise UsageError(action, "", "base_collector as an iterable", type(base_collector).__name__)
+            raise UsageError(
+                action, "", "base_collector as an iterable", type(base_collector).__name__
+            )
         self.base_collector = base_collector
         self.device = arguments.device(action, "device", device)
         self.prefetch_count = arguments.whole(action, "prefetch_count", prefetch_count, 1)
         self.pin = arguments.flag(action, "pin", pin)
         for name, function in (("transform", transform), ("stamp", stamp)):
             if function is not None and not callable(function):
-                raise UsageError(action, "", f"{name} as a function or None", type(function).__name__)
+                raise UsageError(
+                    action, "", f"{name} as a function or None", type(function).__name__
+                )
         self.transform = transform
         self.stamp = stamp
         #: Result of `stamp` for the last delivered item.
@@ -123,9 +135,12 @@ class PipelinedDataCollector(Unique, Generic[T]):
         with self._lock:
             if self._current is not None and not self._current.is_stopped:
                 self._current.worker.owner.check()
-                raise RuntimeError("cannot iterate twice at once: one iteration is going on. Close it first.")
+                raise RuntimeError(
+                    "cannot iterate twice at once: one iteration is going on. Close it first."
+                )
             if self._current is not None:
-                self._current.stop()  # returns when the thread has ended: a source is never iterated by two
+                # returns when the thread has ended: a source is never iterated by two
+                self._current.stop()
             self._current = _Producer(self)
             return PrefetchedItems(self, self._current)
 
@@ -160,7 +175,9 @@ class PrefetchedItems(Owned, Iterator[T]):
             self.close()
             # A StopIteration of a transform would end the loop of the consumer without an error.
             if isinstance(made.failure, StopIteration):
-                raise RuntimeError("cannot go on prefetching: the source raised StopIteration.") from made.failure
+                raise RuntimeError(
+                    "cannot go on prefetching: the source raised StopIteration."
+                ) from made.failure
             raise made.failure or StopIteration
         self._futures.popleft()
         self._num_got += 1

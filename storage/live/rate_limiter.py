@@ -52,7 +52,9 @@ class RateLimiter:
         timeout_s: float | None = None,
     ) -> None:
         action = "limit a rate"
-        self.samples_per_insert = real(action, "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf)
+        self.samples_per_insert = real(
+            action, "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf
+        )
         self.tolerance = real(action, "tolerance", tolerance, "> 0", lambda x: 0 < x < inf)
         self.min_inserts = whole(action, "min_inserts", min_inserts, 0)
         self.blocking = flag(action, "blocking", blocking)
@@ -157,9 +159,14 @@ class RateLimiter:
         waits = flag("pass the limit", "waits", waits)
         with self._changed:
             self._largest = self._largest_with(num_items, is_push)
-            if not self._may(num_items, is_push) and not (waits and self.wait(num_items, is_push, start_s)):
+            if not self._may(num_items, is_push) and not (
+                waits and self.wait(num_items, is_push, start_s)
+            ):
                 return False
-            self._set(self.num_inserted + num_items * is_push, self.num_sampled + num_items * (not is_push))
+            self._set(
+                self.num_inserted + num_items * is_push,
+                self.num_sampled + num_items * (not is_push),
+            )
             return True
 
     def _may(self, num_items: int, is_push: bool) -> bool:
@@ -167,7 +174,9 @@ class RateLimiter:
         # Draws are refused before `min_inserts`; an insertion that waits for a draw would never
         # end.
         if is_push:
-            return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
+            return (
+                is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
+            )
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
 
     def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
@@ -181,7 +190,9 @@ class RateLimiter:
         needed = (self.samples_per_insert * largest[True] + largest[False]) / 2
         if self.tolerance < needed:
             what = f"insertions of {largest[True]} and draws of {largest[False]} items"
-            raise UsageError(f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}")
+            raise UsageError(
+                f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}"
+            )
         return largest
 
 

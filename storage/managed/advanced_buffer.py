@@ -22,7 +22,17 @@ from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.prioritized_ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.priority_rules import Limits, PriorityRule
 from ..saving.saved_store import State
-from .item_store import UNIQUE_ID, Items, from_json, listed, plain_number, put_leaf, read_batch, read_items, to_json
+from .item_store import (
+    UNIQUE_ID,
+    Items,
+    from_json,
+    listed,
+    plain_number,
+    put_leaf,
+    read_batch,
+    read_items,
+    to_json,
+)
 from .managed_buffer import Act, ManagedBuffer, Request
 from .used_data import UsedData, UsedQueue, checked_data_id
 
@@ -38,22 +48,24 @@ class AdvancedReplayBuffer(ManagedBuffer):
         replay_buffer_size: Items that fit.
         replay_start_size: Items that must have been added before the first draw.
         max_use: Draws after which an item is removed; `inf` or None for no limit.
-        max_staleness: An item is removed when the learner is this many iterations past its `collect_iter`.
+        max_staleness: An item is removed when the learner is this many iterations past its
+            `collect_iter`.
         min_sample_ratio: A draw of n items needs at least n times this many items in the buffer.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         enable_track_used_data: Whether `used_data()` lists `data_id`s that are not needed any more.
-        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
-            `rate_limiter`.
+        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
+            `monitor`, `rate_limiter`.
 
     An item is a nested mapping, as for `NaiveReplayBuffer`. Three leaves have a meaning:
 
     - `priority`: finite and >= 0; the largest so far if it is missing or None.
-    - `collect_iter`: an int, or a list of ints whose minimum counts. An item without it is never stale.
+    - `collect_iter`: an int, or a list of ints whose minimum counts. An item without it is never
+      stale.
     - `data_id`: see `used_data`.
 
     Items go in and out as lists (`push`, `sample`, `update`) or as batches of tensors
-    (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take a hundredth of the time. The rows of a
-    batch are in the order of the slots; shuffle them before splitting the batch.
+    (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take a hundredth of the time.
+    The rows of a batch are in the order of the slots; shuffle them before splitting the batch.
     """
 
     def __init__(
@@ -119,7 +131,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
             `[min(n, size)]` int64, the ids of the stored items.
         """
         if not isinstance(batch, Mapping):
-            raise SchemaError("add a batch", expected="batch as a mapping", got=type(batch).__name__)
+            raise SchemaError(
+                "add a batch", expected="batch as a mapping", got=type(batch).__name__
+            )
         start_s = time.monotonic()
         leaf: Any = next(iter(flatten(batch).values()), 0)
 
@@ -174,7 +188,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if self._used is not None:
             pushed = [objects.get("data_id") for objects in items.objects or ()]
             slots = self._store.ring.slot(self._store.next_ids(items.num_rows))
-            self._used.replace([*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed)
+            self._used.replace(
+                [*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed
+            )
         ids = self._store.write(items)
         of_stored = None if priorities is None else (priorities[0][num_passed:], priorities[1])
         collected_of_stored = None if collected is None else collected[num_passed:]
@@ -190,10 +206,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
             return None
         iterations = sent(numbers("add a batch", "collect_iter", collect_iter), self.device)
         if iterations.is_floating_point() or iterations.dtype is torch.bool:
-            raise UsageError("add a batch", expected="collect_iter of integers", got=str(iterations.dtype))
+            raise UsageError(
+                "add a batch", expected="collect_iter of integers", got=str(iterations.dtype)
+            )
         if iterations.dim() > 1 or (iterations.dim() and len(iterations) != num_rows):
             expected = f"a collect_iter, or {num_rows} of them"
-            raise UsageError("add a batch", expected=expected, got=f"shape {list(iterations.shape)}")
+            raise UsageError(
+                "add a batch", expected=expected, got=f"shape {list(iterations.shape)}"
+            )
         return iterations.long().expand(num_rows)
 
     def _filled_in(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
@@ -217,7 +237,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     @torch.no_grad()
     def sample(
-        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = True
+        self,
+        size: int,
+        cur_learner_iter: int = 0,
+        sample_range: slice | None = None,
+        replace: bool = True,
     ) -> list[dict[str, Any]] | None:
         """Remove stale items, then draw by priority, one item from each of `size` intervals of equal mass.
 
@@ -226,9 +250,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
             replace: Has no effect here: an item may come more than once.
 
         Returns:
-            Copies of items. None if there are not enough items, or the rate limiter refuses. Each item has the
-            leaves `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (draws so far, including this draw and
-            the copies before it in the list), `staleness` (-1 if unknown) and `IS` (importance weight in (0, 1]).
+            Copies of items. None if there are not enough items, or the rate limiter refuses. Each
+            item has the leaves `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (draws so
+            far, including this draw and the copies before it in the list), `staleness` (-1 if
+            unknown) and `IS` (importance weight in (0, 1]).
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
@@ -238,12 +263,13 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Draw as `sample` does, as a batch.
 
         Returns:
-            (batch, weights, ids): a nested dict of `[batch_size, *event]`, views of new tensors (objects
-            that are numbers as tensors, others as lists); importance weights `[batch_size]` float32 in
-            (0, 1]; ids `[batch_size]` int64 for `update_priorities`.
+            (batch, weights, ids): a nested dict of `[batch_size, *event]`, views of new tensors
+            (objects that are numbers as tensors, others as lists); importance weights
+            `[batch_size]` float32 in (0, 1]; ids `[batch_size]` int64 for `update_priorities`.
 
         Raises:
-            BufferEmptyError: There are not enough items, or the rate limiter refuses (a `ValueError`).
+            BufferEmptyError: There are not enough items, or the rate limiter refuses (a
+                `ValueError`).
         """
         action = arguments.calling(self, "sample_tensors")
         batch_size = arguments.whole(action, "batch_size", batch_size, 1)
@@ -281,7 +307,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         start_s = time.monotonic()
         drawn = self._ring.draw(request.size, self.rng, among)
         assert drawn is not None
-        sample: Any = self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
+        sample: Any = (
+            self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
+        )
         if self.monitor is not None:
             facts = self._facts(drawn, request)
             facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
@@ -368,7 +396,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
             UsageError: The buffer was created without `enable_track_used_data`.
         """
         if self._used is None:
-            raise UsageError("track used data", f"of {self.name!r}", "enable_track_used_data=True", "False")
+            raise UsageError(
+                "track used data", f"of {self.name!r}", "enable_track_used_data=True", "False"
+            )
         return self._used.queue
 
     def check_valid(self) -> tuple[bool, str]:
@@ -399,7 +429,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _arguments(self) -> dict[str, Any]:
         # JSON has no infinity.
-        limits = {name: None if x is None or isinf(x) else x for name, x in vars(self._limits).items()}
+        limits = {
+            name: None if x is None or isinf(x) else x for name, x in vars(self._limits).items()
+        }
         return {
             **super()._arguments(),
             "replay_start_size": self.replay_start_size,
@@ -419,7 +451,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         text = numbers["used_data"]
         if (text is None) != (self._used is None):
-            raise SchemaError("load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}")
+            raise SchemaError(
+                "load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}"
+            )
         ring = self._make_ring()
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
         self._ring = ring
@@ -431,5 +465,7 @@ def _earliest(collect_iter: Any) -> int:
     """Return the least iteration of an int or a list of ints; `UNKNOWN` if there is none."""
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
-        raise UsageError("add an item", expected="a collect_iter of integers", got=repr(collect_iter)[:60])
+        raise UsageError(
+            "add an item", expected="a collect_iter of integers", got=repr(collect_iter)[:60]
+        )
     return min(iterations, default=UNKNOWN)

@@ -1,7 +1,7 @@
 """`BufferManager`: several buffers in one object: push by name, sample by ratio, update by id.
 
-A call changes all of its buffers or none. It checks its arguments in each buffer, under all locks, before it
-changes one.
+A call changes all of its buffers or none. It checks its arguments in each buffer, under all locks,
+before it changes one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from ..saving.saved_store import State, Store
 from .advanced_buffer import AdvancedReplayBuffer
 from .episode_replay_buffer import EpisodeReplayBuffer
 from .item_store import as_items, raise_unknown
-from .managed_buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
+from .managed_buffer import (
+    Act,
+    ManagedBuffer,
+    NaiveReplayBuffer,
+    Request,
+    attempt,
+    locked,
+    together,
+)
 from .sample_shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
@@ -50,11 +58,12 @@ class BufferManager(Store):
     Args:
         cfg: `buffer_name`: the names, a list of non-empty strings. Under each name the
             arguments of its buffer, and `type`: "advanced" (default), "naive" or "episode".
-            `sample_ratio`: name -> share of a sample, >= 0; shares sum to 1 and names may be left out. With one
-            buffer it may be missing.
+            `sample_ratio`: name -> share of a sample, >= 0; shares sum to 1 and names may be left
+            out. With one buffer it may be missing.
         device: Device of buffers whose arguments name none.
-        generator: Chooses among the buffers: a `torch.Generator` on the CPU or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed. Buffers have their own.
+        generator: Chooses among the buffers: a `torch.Generator` on the CPU or a seed. None: seeded
+            from `torch.initial_seed()` and the number of objects made since that changed. Buffers
+            have their own.
 
     Thread-safe: threads may push, sample and update while a limiter lets one of them wait.
     """
@@ -69,13 +78,16 @@ class BufferManager(Store):
         self.device = arguments.device(arguments.creating(self), "device", device)
         self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
         self._lock = threading.RLock()
-        #: Held while a call chooses buffers and asks their limiters; not while a limiter lets a thread wait.
+        #: Held while a call chooses buffers and asks their limiters; not while a limiter lets a
+        #: thread wait.
         self._choice_lock = threading.Lock()
         self._buffers = _make_buffers(cfg, self.device)
         ratio = cfg.get("sample_ratio")
         if ratio is None and len(self._buffers) == 1:
             ratio = dict.fromkeys(self._buffers, 1.0)
-        self._ratio = None if ratio is None else checked_ratio(ratio, self._buffers, arguments.creating(self))
+        self._ratio = (
+            None if ratio is None else checked_ratio(ratio, self._buffers, arguments.creating(self))
+        )
         self._is_closed = False
 
     @property
@@ -101,8 +113,8 @@ class BufferManager(Store):
 
         Args:
             data: As for `push` of the buffers.
-            buffer_name: A name, or a list of names. None: each item names its buffers under the key `buffer_name`
-                (a name or a list); without the key it goes to the only buffer.
+            buffer_name: A name, or a list of names. None: each item names its buffers under the key
+                `buffer_name` (a name or a list); without the key it goes to the only buffer.
 
         Raises:
             KeyError: No buffer has this name.
@@ -111,11 +123,17 @@ class BufferManager(Store):
         """
         self._check_open("call BufferManager.push_data")
         if buffer_name is not None:
-            arguments.instance("push items", "buffer_name", buffer_name, "as a name or a list of names", Iterable)
+            arguments.instance(
+                "push items", "buffer_name", buffer_name, "as a name or a list of names", Iterable
+            )
         start_s = time.monotonic()
         items = self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
-        together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])
+        together(
+            numbers,
+            True,
+            lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()],
+        )
 
     def push(self, data: Any, buffer_name: Names = None) -> None:
         """Add an item or a list of items; see `push_data`."""
@@ -127,12 +145,16 @@ class BufferManager(Store):
 
     def extend(self, data: Iterable[Any], buffer_name: Names = None) -> None:
         """Add several items."""
-        items = arguments.instance(arguments.calling(self, "extend"), "data", data, "as an iterable of items", Iterable)
+        items = arguments.instance(
+            arguments.calling(self, "extend"), "data", data, "as an iterable of items", Iterable
+        )
         self.push_data(list(items), buffer_name)
 
     # Drawing.
 
-    def sample_check(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> bool:
+    def sample_check(
+        self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
+    ) -> bool:
         """Return whether `sample` would return items now, without waiting; remove stale items."""
         Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
         with self._choice_lock:
@@ -140,22 +162,27 @@ class BufferManager(Store):
             _, sizes = self._shared_out(batch_size, sample_ratio)
             self.rng.set_state(before)  # the next sample has the same sizes
             with locked(self[name] for name in sizes):
-                are_ready = [self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
+                are_ready = [
+                    self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()
+                ]
         return all(are_ready) and not self._is_closed
 
-    def sample(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> Any:
+    def sample(
+        self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
+    ) -> Any:
         """Draw items from all requested buffers or from none.
 
         Args:
-            batch_size: Total number of items, or a number by name. A total is divided by ratio: the buffer of each
-                item is drawn, one from each of `batch_size` equal intervals. Each count is within two items of its
-                share.
+            batch_size: Total number of items, or a number by name. A total is divided by ratio: the
+                buffer of each item is drawn, one from each of `batch_size` equal intervals. Each
+                count is within two items of its share.
             cur_learner_iter: Current iteration of the learner.
             sample_ratio: Shares for this call instead of the configured ones.
 
         Returns:
-            A list of `batch_size` items in random order; a list of items by name if `batch_size` is by name. None if
-            a buffer has too few items or its limiter refuses; then only stale items were removed.
+            A list of `batch_size` items in random order; a list of items by name if `batch_size` is
+            by name. None if a buffer has too few items or its limiter refuses; then only stale
+            items were removed.
 
         Raises:
             KeyError: No buffer has this name.
@@ -173,8 +200,8 @@ class BufferManager(Store):
         """Draw as `sample` does, from prioritized buffers, as batches.
 
         Returns:
-            Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer with at least
-            one drawn row. `update_priorities` takes the ids. None as for `sample`.
+            Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer
+            with at least one drawn row. `update_priorities` takes the ids. None as for `sample`.
         """
         return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
@@ -183,16 +210,22 @@ class BufferManager(Store):
     def update(self, info: Mapping[str, Any]) -> int:
         """Update priorities of items of several buffers in one list; see `AdvancedReplayBuffer.update`.
 
-        The name of an item's buffer is the part of its id before the last "_". Every buffer receives all `used_id`s.
+        The name of an item's buffer is the part of its id before the last "_". Every buffer
+        receives all `used_id`s.
 
         Returns:
             Number of applied priorities.
 
         Raises:
             KeyError: No buffer has this name; nothing is changed in any buffer.
-            ValueError: A priority is negative or not finite, or there are more or fewer priorities than ids.
+            ValueError: A priority is negative or not finite, or there are more or fewer priorities
+                than ids.
         """
-        tracking = [name for name, buffer in self._buffers.items() if isinstance(buffer, AdvancedReplayBuffer)]
+        tracking = [
+            name
+            for name, buffer in self._buffers.items()
+            if isinstance(buffer, AdvancedReplayBuffer)
+        ]
         parts = share_out_update(info, self._buffers, tracking)
         with locked(self[name] for name in parts):
             acts = [self[name].prepare_update(part) for name, part in parts.items()]
@@ -209,7 +242,10 @@ class BufferManager(Store):
             raise UsageError(action, "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
-            acts = [buffer.prepare_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()]
+            acts = [
+                buffer.prepare_priorities(ids[name], priorities[name])
+                for name, buffer in buffers.items()
+            ]
             return sum(act() for act in acts)
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
@@ -260,8 +296,9 @@ class BufferManager(Store):
 
         Args:
             state: The state.
-            strict: Whether the state must have the same buffers and ratio. If False, only buffers that exist in
-                both are loaded. They must have equal arguments. The ratio and the generator of this manager stay.
+            strict: Whether the state must have the same buffers and ratio. If False, only buffers
+                that exist in both are loaded. They must have equal arguments. The ratio and the
+                generator of this manager stay.
         """
         if strict:
             super().load_state_dict(state)
@@ -269,9 +306,15 @@ class BufferManager(Store):
         self.check_form(state)
         saved_cfg = state["arguments"].get("cfg")
         if saved_cfg is None:
-            raise SchemaError("load a state", "", "one of a BufferManager", f"one of {state['class']!r}")
+            raise SchemaError(
+                "load a state", "", "one of a BufferManager", f"one of {state['class']!r}"
+            )
         with locked(self._buffers.values()):
-            places = {name: place for place, name in enumerate(saved_cfg["buffer_name"]) if name in self._buffers}
+            places = {
+                name: place
+                for place, name in enumerate(saved_cfg["buffer_name"])
+                if name in self._buffers
+            }
             for name in places:
                 arguments = {key: value for key, value in saved_cfg[name].items() if key != "type"}
                 self[name].check_equal(type(self[name]).__name__, {**arguments, "name": name})
@@ -284,18 +327,28 @@ class BufferManager(Store):
             tensors = {"rng": self.rng.get_state()}  # before a sample changes it
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer.copy_state()  # before the locks are released
-                kind = next(kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type)
-                cfg[name] = {"type": kind, **{key: x for key, x in state.arguments.items() if key != "name"}}
+                kind = next(
+                    kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type
+                )
+                cfg[name] = {
+                    "type": kind,
+                    **{key: x for key, x in state.arguments.items() if key != "name"},
+                }
                 numbers[name] = state.numbers
                 tensors.update({f"buffer/{place}/{key}": x for key, x in state.tensors.items()})
         return State({"cfg": cfg}, {"buffers": numbers}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with locked(self._buffers.values()):
-            self._load_buffers({name: place for place, name in enumerate(self._buffers)}, numbers, tensors)
+            self._load_buffers(
+                {name: place for place, name in enumerate(self._buffers)}, numbers, tensors
+            )
 
     def _load_buffers(
-        self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        self,
+        places: Mapping[str, int],
+        numbers: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Load some buffers, all or none; `places` are their positions in the state, by name."""
         with ExitStack() as stack:
@@ -303,7 +356,11 @@ class BufferManager(Store):
                 buffer = self._buffers[name]
                 prefix = f"buffer/{place}/"
                 stack.enter_context(buffer.unchanged_on_failure())
-                of_buffer = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+                of_buffer = {
+                    key.removeprefix(prefix): x
+                    for key, x in tensors.items()
+                    if key.startswith(prefix)
+                }
                 buffer.take_state(numbers["buffers"][name], of_buffer)
 
     # Inside.
@@ -322,7 +379,9 @@ class BufferManager(Store):
 
     def _check_open(self, action: str) -> None:
         if self._is_closed:
-            raise ClosedError(action, expected="an open manager", got="a closed one", advice="Make a new one")
+            raise ClosedError(
+                action, expected="an open manager", got="a closed one", advice="Make a new one"
+            )
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
         """Return the items of each buffer."""
@@ -334,12 +393,16 @@ class BufferManager(Store):
             return {self[name]: self[name].as_list(data) for name in _names(buffer_name)}
         routed: dict[ManagedBuffer, list[Any]] = {}
         for item, named in zip(items, names, strict=True):
-            targets = [self._only("call BufferManager.push_data")] if named is None else _names(named)
+            targets = (
+                [self._only("call BufferManager.push_data")] if named is None else _names(named)
+            )
             for name in targets:
                 routed.setdefault(self[name], []).append(item)
         return routed
 
-    def _shared_out(self, batch_size: Sizes, ratio: Shares | None) -> tuple[list[int] | None, dict[str, int]]:
+    def _shared_out(
+        self, batch_size: Sizes, ratio: Shares | None
+    ) -> tuple[list[int] | None, dict[str, int]]:
         """Return the order of all items, None for sizes by name; and the size by name."""
         action = "call BufferManager.sample"
         if isinstance(batch_size, Mapping):
@@ -360,9 +423,12 @@ class BufferManager(Store):
         """Draw from all buffers or from none; wait for their limiters.
 
         Returns:
-            The order of the items (None for sizes by name), and samples by name; (None, None) if nothing was drawn.
+            The order of the items (None for sizes by name), and samples by name; (None, None) if
+            nothing was drawn.
         """
-        request = Request.checked("call BufferManager.sample", 0, iteration)._replace(are_tensors=are_tensors)
+        request = Request.checked("call BufferManager.sample", 0, iteration)._replace(
+            are_tensors=are_tensors
+        )
         start_s = time.monotonic()
         while True:
             self._check_open("sample")
@@ -370,12 +436,16 @@ class BufferManager(Store):
                 before = self.rng.get_state()
                 order, sizes = self._shared_out(batch_size, ratio)
                 sizes = {name: size for name, size in sizes.items() if size or not are_tensors}
-                numbers = {self._prioritized(name) if are_tensors else self[name]: x for name, x in sizes.items()}
+                numbers = {
+                    self._prioritized(name) if are_tensors else self[name]: x
+                    for name, x in sizes.items()
+                }
                 samples, refusing = attempt(numbers, False, partial(_prepared, request, numbers))
                 if samples is not None:
                     return order, dict(zip(sizes, samples, strict=True))
                 self.rng.set_state(before)
-            # No lock is held and no item is counted while this thread waits, so that other threads can go ahead.
+            # No lock is held and no item is counted while this thread waits, so that other threads
+            # can go ahead.
             if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
                 return None, None
 
@@ -390,25 +460,35 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     action = "create a BufferManager"
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise UsageError(action, expected="cfg as a mapping with 'buffer_name', a list of names", got=repr(names))
+        raise UsageError(
+            action, expected="cfg as a mapping with 'buffer_name', a list of names", got=repr(names)
+        )
     buffers: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:
-            expected = f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
+            expected = (
+                f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
+            )
             raise UsageError(action, expected=expected, got=repr(name))
         options = cfg.get(name)
         if not isinstance(options, Mapping):
-            raise UsageError(action, expected=f"the arguments of {name!r} under its name", got=repr(options))
+            raise UsageError(
+                action, expected=f"the arguments of {name!r} under its name", got=repr(options)
+            )
         options = {"device": device, **options}
         kind = options.pop("type", "advanced")
         arguments.choice(action, f"type of {name!r}", kind, _KINDS)
         try:
             buffers[name] = _KINDS[kind](**options, name=name)
         except TypeError as cause:
-            raise UsageError(action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)) from cause
+            raise UsageError(
+                action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)
+            ) from cause
     unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:
-        raise UsageError(action, expected=nearest(unknown[0], [*buffers, *_RESERVED]), got=repr(unknown[0]))
+        raise UsageError(
+            action, expected=nearest(unknown[0], [*buffers, *_RESERVED]), got=repr(unknown[0])
+        )
     return buffers
 
 

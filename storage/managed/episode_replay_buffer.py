@@ -1,7 +1,7 @@
 """`EpisodeReplayBuffer`: the last whole episodes, sampled whole or in windows.
 
-The steps of an episode are consecutive rows. The number of steps is not limited: the memory doubles when live steps
-do not fit.
+The steps of an episode are consecutive rows. The number of steps is not limited: the memory doubles
+when live steps do not fit.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class EpisodeReplayBuffer(ManagedBuffer):
 
     Args:
         replay_buffer_size: Episodes that fit, of any length.
-        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
-            `rate_limiter` (which counts episodes).
+        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
+            `monitor`, `rate_limiter` (which counts episodes).
 
-    An episode is a list of steps, each an item as for `NaiveReplayBuffer`, or a stack: a nested mapping
-    of `[T, *event]` tensors and arrays. `sample` returns whole episodes in the form in which they were
-    pushed. The steps, or the stack, have the leaves `replay_unique_id` and `replay_buffer_idx` of the episode.
-    `push` takes one episode, or a list of episodes that are lists of steps.
+    An episode is a list of steps, each an item as for `NaiveReplayBuffer`, or a stack: a nested
+    mapping of `[T, *event]` tensors and arrays. `sample` returns whole episodes in the form in
+    which they were pushed. The steps, or the stack, have the leaves `replay_unique_id` and
+    `replay_buffer_idx` of the episode. `push` takes one episode, or a list of episodes that are
+    lists of steps.
     """
 
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
@@ -74,7 +75,11 @@ class EpisodeReplayBuffer(ManagedBuffer):
     def as_list(self, data: Any) -> list[Any]:
         """Return pushed data, one episode or several, as a list."""
         listed = super().as_list(data)
-        is_steps = not isinstance(data, Mapping) and listed and all(isinstance(step, Mapping) for step in listed)
+        is_steps = (
+            not isinstance(data, Mapping)
+            and listed
+            and all(isinstance(step, Mapping) for step in listed)
+        )
         return [listed] if is_steps else listed
 
     def sample_windows(self, num_windows: int, length: int) -> dict[str, Any]:
@@ -95,14 +100,21 @@ class EpisodeReplayBuffer(ManagedBuffer):
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
                 longest = f"a longest episode of {lengths.max(initial=0)}"
-                raise UsageError(action, f"from {self.name!r}", f"an episode of {length} steps", longest)
+                raise UsageError(
+                    action, f"from {self.name!r}", f"an episode of {length} steps", longest
+                )
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
             starts = np.array([live.first for live in self._episodes], np.int64)
             first = starts[episode] + number - np.concatenate([[0], ends])[episode]
             rows = torch.from_numpy(first[:, None] + np.arange(length)).to(self.device).flatten()
             columns = self._store.columns(self._store.ring.slot(rows), self.output_device)
-        return unflatten({name: leaf.view(num_windows, length, *leaf.shape[1:]) for name, leaf in columns.items()})
+        return unflatten(
+            {
+                name: leaf.view(num_windows, length, *leaf.shape[1:])
+                for name, leaf in columns.items()
+            }
+        )
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
         """Check episodes against the stored steps and against each other; return a function that adds them."""
@@ -112,14 +124,19 @@ class EpisodeReplayBuffer(ManagedBuffer):
             form = self._store.form or (read[0][0].form if read else None)
             is_stack = isinstance(episode, Mapping)
             if is_stack:
-                rows = read_batch({name: leaf for name, leaf in episode.items() if name not in SAMPLE_LEAVES}, form)
+                rows = read_batch(
+                    {name: leaf for name, leaf in episode.items() if name not in SAMPLE_LEAVES},
+                    form,
+                )
             elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
                 rows = read_items(list(episode), form)
             else:
                 expected = "data as episodes, each a list of steps, or a stack"
                 raise SchemaError(action, f"of {self.name!r}", expected, type(episode).__name__)
             if not rows.num_rows:
-                raise UsageError(action, f"of {self.name!r}", "an episode of at least one step", "none")
+                raise UsageError(
+                    action, f"of {self.name!r}", "an episode of at least one step", "none"
+                )
             read.append((rows, is_stack))
 
         def write() -> None:
@@ -139,7 +156,9 @@ class EpisodeReplayBuffer(ManagedBuffer):
             capacity *= 2
         if capacity > self._store.capacity:
             self._store = self._store.moved(first, capacity)
-            self._episodes = deque(live._replace(first=live.first - first) for live in self._episodes)
+            self._episodes = deque(
+                live._replace(first=live.first - first) for live in self._episodes
+            )
         self._episodes.append(_Episode(self._store.ring.total, rows.num_rows, is_stack))
         self._store.write(rows)
         self._total += 1
@@ -149,7 +168,9 @@ class EpisodeReplayBuffer(ManagedBuffer):
         return self._episodes[0].first if self._episodes else self._store.ring.total
 
     def prepare_sample(self, request: Request) -> Act | None:
-        return self._uniformly(request, self.count(), lambda ages: [self._episode(age) for age in ages.tolist()])
+        return self._uniformly(
+            request, self.count(), lambda ages: [self._episode(age) for age in ages.tolist()]
+        )
 
     def _episode(self, age: int) -> Any:
         """Copy the episode with an age, 0 for the oldest."""
@@ -187,8 +208,12 @@ class EpisodeReplayBuffer(ManagedBuffer):
         stops = list(accumulate(length for length, _ in listed))
         is_whole = (stops or [0])[-1] == total and all(length > 0 for length, _ in listed)
         if not is_whole or len(listed) != min(self._total, self.replay_buffer_size):
-            raise SchemaError("load a state", "with 'episodes'", f"episodes of {total} steps", str(listed)[:60])
+            raise SchemaError(
+                "load a state", "with 'episodes'", f"episodes of {total} steps", str(listed)[:60]
+            )
         places = zip(stops, listed, strict=True)
-        self._episodes = deque(_Episode(stop - length, length, bool(is_stack)) for stop, (length, is_stack) in places)
+        self._episodes = deque(
+            _Episode(stop - length, length, bool(is_stack)) for stop, (length, is_stack) in places
+        )
         self._store = ItemStore(max(_FIRST_STEPS, total), self.device)
         super()._set_state(numbers, tensors)

@@ -1,8 +1,8 @@
 """`ItemStore`, which stores items in memory; the checks of items; the ids of items.
 
-Each leaf of numbers has a column in a ring. All other leaves are objects, stored by slot. All items have the same
-columns, but not the same objects. Items are copied when they are added and when they are returned.
-An id is `<name>_<row>`. It is split at its last "_", since a name may contain "_".
+Each leaf of numbers has a column in a ring. All other leaves are objects, stored by slot. All items
+have the same columns, but not the same objects. Items are copied when they are added and when they
+are returned. An id is `<name>_<row>`. It is split at its last "_", since a name may contain "_".
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import torch
 from ..core.fields import Schema, check_same_names, flatten, map_leaves, unflatten
 from ..core.memory import StreamOrder, as_given
 from ..core.records import dense, fit, make_field
-from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
+from ..errors import (
+    CorruptFileError,
+    FieldTypeError,
+    MissingFieldError,
+    SchemaError,
+    UsageError,
+    nearest,
+)
 from ..ring.ring_store import RingStore
 from ..saving.saved_store import checked_count, checked_tensor
 
@@ -64,7 +71,9 @@ class UnknownNameError(MissingFieldError):
 def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
     """Raise `UnknownNameError`: no buffer has this name."""
     options = nearest(str(name), known)
-    raise UnknownNameError("find a buffer", expected=f"buffer_name one of {options}", got=repr(name))
+    raise UnknownNameError(
+        "find a buffer", expected=f"buffer_name one of {options}", got=repr(name)
+    )
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
@@ -109,7 +118,8 @@ def read_items(items: Sequence[Any], form: Form | None) -> Items:
     """Check items; `form` is the form of earlier items, None if there are none.
 
     Raises:
-        MissingFieldError, SchemaError, FieldTypeError: The text names the first leaf that does not fit.
+        MissingFieldError, SchemaError, FieldTypeError: The text names the first leaf that does not
+            fit.
     """
     parts = [_split_leaves(item, SAMPLE_LEAVES) for item in items]
     if not parts:
@@ -126,11 +136,15 @@ def read_batch(batch: Mapping[str, Any], form: Form | None) -> Items:
     leaves, objects = _split_leaves(batch)
     if objects or not leaves:
         got = f"{next(iter(objects))!r}" if objects else "no leaf"
-        raise FieldTypeError("add a batch", "", "leaves that are tensors or arrays", got, "Use push() for items")
+        raise FieldTypeError(
+            "add a batch", "", "leaves that are tensors or arrays", got, "Use push() for items"
+        )
     lead = next(iter(leaves.values())).shape[:1]
     for name, leaf in leaves.items():
         if not lead or leaf.shape[:1] != lead:
-            raise SchemaError("add a batch", f"with {name!r}", "leaves of equal length", f"{list(leaf.shape)}")
+            raise SchemaError(
+                "add a batch", f"with {name!r}", "leaves of equal length", f"{list(leaf.shape)}"
+            )
     form = form or _form_of(leaves, 1)
     return Items(lead[0], _fitted(leaves, form, 1), None, form)
 
@@ -149,7 +163,9 @@ class ItemStore:
         self.device = device
         self.form = form
         #: Computes ids and slots, and counts the items also while there are no columns.
-        self.ring = RingStore(capacity, 1, form.schema if form else Schema([]), device, num_guards=0)
+        self.ring = RingStore(
+            capacity, 1, form.schema if form else Schema([]), device, num_guards=0
+        )
         #: By slot, the objects of items that have any.
         self._objects: dict[int, dict[str, Any]] = {}
         self._order = StreamOrder(device)
@@ -186,7 +202,11 @@ class ItemStore:
         return ids
 
     def columns(
-        self, slots: torch.Tensor, device: torch.device | None = None, contiguous: bool = False, nested: bool = False
+        self,
+        slots: torch.Tensor,
+        device: torch.device | None = None,
+        contiguous: bool = False,
+        nested: bool = False,
     ) -> dict[str, Any]:
         """Copy the columns of `[n]` slots to a device: `[n, *event]` by flat name, or nested."""
         if not self.ring.names:
@@ -198,7 +218,9 @@ class ItemStore:
 
     def as_pushed(self, name: str, column: torch.Tensor) -> Any:
         """Return a copied column in the form in which it was pushed: a numpy array or a tensor."""
-        return column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
+        return (
+            column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
+        )
 
     def objects(self, slots: torch.Tensor) -> list[dict[str, Any]]:
         """Copy the objects of `[n]` slots; `[]` if no item has any."""
@@ -213,7 +235,10 @@ class ItemStore:
         return [self._objects.get(slot, {}).get(name) for slot in slots.tolist()]
 
     def items(
-        self, slots: torch.Tensor, extra: Mapping[str, Sequence[Any]], device: torch.device | None = None
+        self,
+        slots: torch.Tensor,
+        extra: Mapping[str, Sequence[Any]],
+        device: torch.device | None = None,
     ) -> list[dict[str, Any]]:
         """Copy the items in `[n]` slots to a device; add the leaves `extra`, n values each."""
         columns = self.columns(slots, device)
@@ -257,17 +282,23 @@ class ItemStore:
         written = None if schema is None else schema.to_json()
         return {"total": self.ring.total, "schema": written, "arrays": sorted(arrays)}, tensors
 
-    def restore(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str) -> ItemStore:
+    def restore(
+        self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str
+    ) -> ItemStore:
         """Load what `state` returned into this empty store and return it; raise if the state does not fit."""
         total = checked_count(numbers, "total", 0, 1 << 62)
         num_live = min(total, self.capacity)
         columns = {}
         if numbers["schema"] is not None:
             fields = numbers["schema"]
-            schema = Schema(make_field(field["name"], field["shape"], field["dtype"]) for field in fields)
+            schema = Schema(
+                make_field(field["name"], field["shape"], field["dtype"]) for field in fields
+            )
             for place, (name, field) in enumerate(schema.items()):
                 shape = [num_live, *field.shape]
-                columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape).unsqueeze(1)
+                columns[name] = checked_tensor(
+                    tensors, f"column/{place}", field.torch_dtype, shape
+                ).unsqueeze(1)
             self.form = Form(schema, frozenset(numbers["arrays"]))
             self.ring = RingStore(self.capacity, 1, schema, self.device, num_guards=0)
         self.ring.put_slots(0, columns)
@@ -276,7 +307,9 @@ class ItemStore:
             objects = from_json(tensors["objects"].cpu().numpy().tobytes(), where)
             is_list = isinstance(objects, list) and len(objects) == num_live
             if not is_list or not all(type(of_item) is dict for of_item in objects):
-                raise CorruptFileError("read objects", where, f"a list of {num_live} dicts", "something else")
+                raise CorruptFileError(
+                    "read objects", where, f"a list of {num_live} dicts", "something else"
+                )
             self._objects = {slot: of_item for slot, of_item in enumerate(objects) if of_item}
         return self
 
@@ -293,8 +326,8 @@ def to_json(value: Any, where: str) -> bytes:
     """Return JSON from which `from_json` builds an equal object; tuples stay tuples.
 
     Raises:
-        FieldTypeError: The object contains a type other than None, bool, int, float, str, list, tuple and dict with
-            keys that are str.
+        FieldTypeError: The object contains a type other than None, bool, int, float, str, list,
+            tuple and dict with keys that are str.
     """
     return json.dumps(_encoded(value, where), separators=(",", ":")).encode()
 
@@ -304,10 +337,14 @@ def from_json(data: bytes, where: str) -> Any:
     try:
         return _decoded(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
-        raise CorruptFileError("read objects", where, "JSON as it was written", str(cause)) from cause
+        raise CorruptFileError(
+            "read objects", where, "JSON as it was written", str(cause)
+        ) from cause
 
 
-def _split_leaves(item: Any, skipped: frozenset[str] = frozenset()) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_leaves(
+    item: Any, skipped: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dicts by flat name: an item's tensors and arrays of numbers, and its other leaves. Copies nothing."""
     columns: dict[str, Any] = {}
     objects: dict[str, Any] = {}
@@ -340,7 +377,9 @@ def _fitted(leaves: Mapping[str, Any], form: Form, num_lead: int) -> list[torch.
 
 
 def _copied(objects: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x if isinstance(x, _CONSTANTS) else copy.deepcopy(x) for name, x in objects.items()}
+    return {
+        name: x if isinstance(x, _CONSTANTS) else copy.deepcopy(x) for name, x in objects.items()
+    }
 
 
 def _rows(tree: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`ManagedBuffer`, the base class of buffers of items, and `NaiveReplayBuffer`, which draws them uniformly.
 
-A call changes nothing before all of its arguments are checked and the rate limiter admits it, under the buffer's
-lock. A manager does the same with several buffers at once, by `attempt`.
+A call changes nothing before all of its arguments are checked and the rate limiter admits it, under
+the buffer's lock. A manager does the same with several buffers at once, by `attempt`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from ..errors import ClosedError, UsageError
 from ..live.monitors import BufferMonitor
 from ..live.rate_limiter import RateLimitedError, RateLimiter
 from ..saving.saved_store import State, Store
-from .item_store import SLOT, UNIQUE_ID, ItemStore, UnknownNameError, as_items, read_items, several, split_unique_id
+from .item_store import (
+    SLOT,
+    UNIQUE_ID,
+    ItemStore,
+    UnknownNameError,
+    as_items,
+    read_items,
+    several,
+    split_unique_id,
+)
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
 #: Performs a checked call; cannot fail.
@@ -38,13 +47,17 @@ class Request(NamedTuple):
     are_tensors: bool = False
 
     @classmethod
-    def checked(cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:
+    def checked(
+        cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False
+    ) -> Request:
         """Check the arguments of a call; errors name the `action`. numpy numbers become Python numbers."""
         size = arguments.whole(action, "size", size, 0)
         if not arguments.is_whole(iteration):
             raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
         if sample_range is not None and not isinstance(sample_range, slice):
-            raise UsageError(action, expected="sample_range as a slice or None", got=repr(sample_range))
+            raise UsageError(
+                action, expected="sample_range as a slice or None", got=repr(sample_range)
+            )
         return cls(size, int(iteration), sample_range, arguments.flag(action, "replace", replace))
 
     def among(self, num_rows: int) -> range:
@@ -63,7 +76,8 @@ class ManagedBuffer(Store):
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
         monitor: Records pushes and samples; None for no monitor.
-        rate_limiter: Admits pushes and samples, delays them or refuses them; or the arguments of one.
+        rate_limiter: Admits pushes and samples, delays them or refuses them; or the arguments of
+            one.
     """
 
     def __init__(
@@ -78,7 +92,9 @@ class ManagedBuffer(Store):
         rate_limiter: RateLimiter | Mapping[str, Any] | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.replay_buffer_size = arguments.whole(action, "replay_buffer_size", replay_buffer_size, 1)
+        self.replay_buffer_size = arguments.whole(
+            action, "replay_buffer_size", replay_buffer_size, 1
+        )
         if not isinstance(name, str) or not name:
             raise UsageError(action, expected="a name that is a non-empty str", got=repr(name))
         self.name = name
@@ -89,8 +105,12 @@ class ManagedBuffer(Store):
         self.rng = generator_on(generator, self.device, action)
         self.monitor = monitor
         if monitor is not None:
-            arguments.instance(action, "monitor", monitor, "as a BufferMonitor or None", BufferMonitor)
-        self.rate_limiter = RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
+            arguments.instance(
+                action, "monitor", monitor, "as a BufferMonitor or None", BufferMonitor
+            )
+        self.rate_limiter = (
+            RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
+        )
         if rate_limiter is not None:
             expected = "as a RateLimiter, its arguments or None"
             arguments.instance(action, "rate_limiter", self.rate_limiter, expected, RateLimiter)
@@ -102,8 +122,8 @@ class ManagedBuffer(Store):
         """Add copies of an item, or of a list of items.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit earlier items. The text names the
-                first such leaf; nothing is added.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit earlier items. The
+                text names the first such leaf; nothing is added.
             RateLimitedError: The rate limiter refuses the push.
             ClosedError: After `close`.
         """
@@ -130,7 +150,11 @@ class ManagedBuffer(Store):
         return self._store.ring.total
 
     def sample_check(
-        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
+        self,
+        size: int,
+        cur_learner_iter: int = 0,
+        sample_range: slice | None = None,
+        replace: bool = False,
     ) -> bool:
         """Return whether `sample` with these arguments would return items now, without waiting; remove stale items."""
         action = arguments.calling(self, "sample_check")
@@ -140,31 +164,40 @@ class ManagedBuffer(Store):
             return self.prepare_sample(request) is not None and passes and not self._is_closed
 
     def sample(
-        self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
+        self,
+        size: int,
+        cur_learner_iter: int = 0,
+        sample_range: slice | None = None,
+        replace: bool = False,
     ) -> list[Any] | None:
         """Draw items, uniformly unless a subclass states another law.
 
         Args:
             size: Number of items; 0 returns [].
             cur_learner_iter: Current iteration of the learner, for buffers with staleness.
-            sample_range: Draw among these items only, by age: `slice(0, 5)` the five oldest, `slice(-5, None)` the
-                five newest; None for all.
+            sample_range: Draw among these items only, by age: `slice(0, 5)` the five oldest,
+                `slice(-5, None)` the five newest; None for all.
             replace: Whether an item may be drawn more than once.
 
         Returns:
-            A list of copies; None if there are fewer than `size` items (with `replace`, none), or if the rate limiter
-            refuses.
+            A list of copies; None if there are fewer than `size` items (with `replace`, none), or
+            if the rate limiter refuses.
         """
-        request = Request.checked(arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace)
-        items: list[Any] | None = self._alone(request.size, False, lambda: self.prepare_sample(request))
+        request = Request.checked(
+            arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace
+        )
+        items: list[Any] | None = self._alone(
+            request.size, False, lambda: self.prepare_sample(request)
+        )
         return items
 
     def update(self, info: Mapping[str, Any]) -> int:
         """Update the priorities of sampled items and release their data; changes prioritized buffers only.
 
         Args:
-            info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0); and
-                `used_id`, the `data_id`s of a sample that is not used any more. Both may be missing.
+            info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0);
+                and `used_id`, the `data_id`s of a sample that is not used any more. Both may be
+                missing.
 
         Returns:
             Number of applied priorities. Removed items are skipped and counted in
@@ -172,8 +205,8 @@ class ManagedBuffer(Store):
 
         Raises:
             KeyError: An id is of another buffer.
-            ValueError: A priority is negative or not finite, or there are more or fewer priorities than ids; nothing
-                is changed.
+            ValueError: A priority is negative or not finite, or there are more or fewer priorities
+                than ids; nothing is changed.
         """
         with self._lock:
             return self.prepare_update(info)()
@@ -204,7 +237,8 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # The steps of a call, for `together` and the manager. Callers of the `prepare_...` methods hold the lock.
+    # The steps of a call, for `together` and the manager. Callers of the `prepare_...` methods hold
+    # the lock.
 
     def as_list(self, data: Any) -> list[Any]:
         """Return pushed data, one item or several, as a list."""
@@ -249,7 +283,11 @@ class ManagedBuffer(Store):
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of an equal buffer, as JSON."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
-        return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
+        return {
+            "replay_buffer_size": self.replay_buffer_size,
+            "name": self.name,
+            "rate_limiter": limiter,
+        }
 
     def _get_state(self) -> State:
         limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
@@ -285,7 +323,9 @@ class ManagedBuffer(Store):
             act = prepare()
             return None if act is None else act()
 
-    def _uniformly(self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]) -> Act | None:
+    def _uniformly(
+        self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]
+    ) -> Act | None:
         """Prepare a uniform draw among `num_items` items; `items_at` copies items by age `[n]`, 0 for the oldest."""
         ages = request.among(num_items)
         if request.size == 0:
@@ -322,14 +362,18 @@ class ManagedBuffer(Store):
         for unique_id in [unique_ids] if isinstance(unique_ids, str) else unique_ids:
             name, row = split_unique_id(unique_id)
             if name != self.name:
-                raise UnknownNameError("update", "a buffer", f"ids of {self.name!r}", repr(unique_id))
+                raise UnknownNameError(
+                    "update", "a buffer", f"ids of {self.name!r}", repr(unique_id)
+                )
             rows.append(row)
         return rows
 
     def _check_open(self, is_push: bool) -> None:
         if self._is_closed:
             action = "push into" if is_push else "sample from"
-            raise ClosedError(action, repr(self.name), "an open buffer", "a closed one", "Make a new one")
+            raise ClosedError(
+                action, repr(self.name), "an open buffer", "a closed one", "Make a new one"
+            )
 
 
 class NaiveReplayBuffer(ManagedBuffer):
@@ -338,12 +382,13 @@ class NaiveReplayBuffer(ManagedBuffer):
     Args:
         replay_buffer_size: Items that fit.
         deepcopy: Has no effect: items are always copied in and out. Kept for callers that pass it.
-        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
-            `rate_limiter`.
+        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
+            `monitor`, `rate_limiter`.
 
-    An item is a nested mapping. Its tensors and arrays are stored in columns. The first item fixes the shapes and
-    dtypes of the columns. Other leaves are copied as objects. `sample` returns items, or None. Each item has the
-    leaves `replay_unique_id` (`<name>_<row>`) and `replay_buffer_idx` (the slot).
+    An item is a nested mapping. Its tensors and arrays are stored in columns. The first item fixes
+    the shapes and dtypes of the columns. Other leaves are copied as objects. `sample` returns
+    items, or None. Each item has the leaves `replay_unique_id` (`<name>_<row>`) and
+    `replay_buffer_idx` (the slot).
     """
 
     def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
@@ -386,8 +431,8 @@ def attempt(
     Args:
         numbers: Items of each buffer.
         is_push: Whether the items are pushed or sampled.
-        prepare: Checks all arguments, with the locks held. Returns a function for each buffer that performs the
-            call, or None for a buffer with too few items.
+        prepare: Checks all arguments, with the locks held. Returns a function for each buffer that
+            performs the call, or None for a buffer with too few items.
 
     Returns:
         The results, or None if nothing was done; and the buffer whose limiter refuses, or None.
@@ -435,5 +480,7 @@ def together(
         if is_push:
             got = f"{numbers[refusing]} more items"
             advice = "Sample first, or raise the tolerance"
-            raise RateLimitedError("push into", repr(refusing.name), "draws to keep up", got, advice)
+            raise RateLimitedError(
+                "push into", repr(refusing.name), "draws to keep up", got, advice
+            )
         return None

@@ -26,7 +26,9 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
         UsageError: A share is not in [0, 1], or they do not sum to 1.
     """
     if not isinstance(ratio, Mapping):
-        raise UsageError(action, expected="sample_ratio as shares by name", got=type(ratio).__name__)
+        raise UsageError(
+            action, expected="sample_ratio as shares by name", got=type(ratio).__name__
+        )
     shares = dict.fromkeys(names, 0.0)
     for name, share in ratio.items():
         if name not in shares:
@@ -34,7 +36,11 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
         shares[name] = arguments.real(action, f"share of {name!r}", share, "in [0, 1]", _is_share)
     total = math.fsum(shares.values())
     if abs(total - 1) > _SLACK:
-        raise UsageError(action, expected="sample_ratio with shares that sum to 1", got=f"{total} of {dict(ratio)}")
+        raise UsageError(
+            action,
+            expected="sample_ratio with shares that sum to 1",
+            got=f"{total} of {dict(ratio)}",
+        )
     return shares
 
 
@@ -42,14 +48,17 @@ def _is_share(number: float) -> bool:
     return 0 <= number <= 1 + _SLACK
 
 
-def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator) -> tuple[list[int], dict[str, int]]:
+def share_out_sample(
+    size: int, ratio: Mapping[str, float], rng: torch.Generator
+) -> tuple[list[int], dict[str, int]]:
     """Draw the buffer of each item, one from each of `size` equal intervals, and the order of all items.
 
     Shares are rounded to integers first: see `whole_weights`.
 
     Returns:
-        A uniform permutation of all items, counted one buffer after another, and the number of items by name. Every
-        position is of each buffer with the probability of its share. Names without a share are left out.
+        A uniform permutation of all items, counted one buffer after another, and the number of
+        items by name. Every position is of each buffer with the probability of its share. Names
+        without a share are left out.
     """
     shares = {name: share for name, share in ratio.items() if share > 0}
     # Few enough bits that positions in `size` intervals fit int64.
@@ -63,7 +72,9 @@ def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator
     return order, dict(zip(shares, counts, strict=True))
 
 
-def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str]) -> dict[str, dict[str, Any]]:
+def share_out_update(
+    info: Any, names: Collection[str], tracking: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Split an update of items of several buffers into one update per buffer, in order.
 
     Args:
@@ -76,12 +87,16 @@ def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str])
         UsageError: A value is not an id, or there are more or fewer priorities than ids.
     """
     if not isinstance(info, Mapping):
-        raise UsageError("call BufferManager.update", expected="info as a mapping", got=type(info).__name__)
+        raise UsageError(
+            "call BufferManager.update", expected="info as a mapping", got=type(info).__name__
+        )
     ids = listed(info.get(UNIQUE_ID))
     priorities = info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
-        raise UsageError("call BufferManager.update", expected=f"{len(ids)} priorities", got=str(len(values)))
+        raise UsageError(
+            "call BufferManager.update", expected=f"{len(ids)} priorities", got=str(len(values))
+        )
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):
         name, _ = split_unique_id(unique_id)

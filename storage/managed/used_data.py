@@ -1,7 +1,7 @@
 """`UsedData`: reference counts of data that items and samples use.
 
-The id of data is released once: when the last item with it was removed and the last sample with it was released.
-The caller then decides about the data, for example deletes its file.
+The id of data is released once: when the last item with it was removed and the last sample with it
+was released. The caller then decides about the data, for example deletes its file.
 """
 
 from __future__ import annotations
@@ -108,5 +108,7 @@ def checked_data_id(value: Any) -> Any:
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
     except TypeError:
-        raise UsageError("track data", expected="a data_id that is hashable", got=repr(value)[:60]) from None
+        raise UsageError(
+            "track data", expected="a data_id that is hashable", got=repr(value)[:60]
+        ) from None
     return data_id

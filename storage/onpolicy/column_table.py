@@ -3,9 +3,9 @@
 Operations loop over the columns and act on the time axis. No operation depends on the name of a
 column. All values of a step are checked before the first byte is written.
 
-Recurrent states are None, a tensor, or (named) tuples of these. Their leaves, `[layers, B, *H]`, are columns too. The
-first states fix the structure, which is saved as a layout in JSON: "tensor", None, or a list of layouts. A list that
-starts with `{"names": [...]}` is a named tuple.
+Recurrent states are None, a tensor, or (named) tuples of these. Their leaves, `[layers, B, *H]`,
+are columns too. The first states fix the structure, which is saved as a layout in JSON: "tensor",
+None, or a list of layouts. A list that starts with `{"names": [...]}` is a named tuple.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _version_of = attrgetter("_version")
 class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
-    Names of fields must not repeat, and no name may be a parent of another. A tensor in `earlier` is used instead of a
-    new one if it has the dtype and the number of rows of the field with its name.
+    Names of fields must not repeat, and no name may be a parent of another. A tensor in `earlier`
+    is used instead of a new one if it has the dtype and the number of rows of the field with its
+    name.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class ColumnTable:
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
         viewed = {column.view_of for column in columns}
         #: Names of fields with `num_rows + 1` steps. Other columns are views of these fields.
-        self._longer = {field.name for column in columns if column.name in viewed for field in column.fields}
+        self._longer = {
+            field.name for column in columns if column.name in viewed for field in column.fields
+        }
         #: Name of a field and number of axes of its value -> views of its rows, one per step.
         #: Filled when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
@@ -84,7 +87,11 @@ class ColumnTable:
                     continue
                 tensor = earlier.get(field.name) if earlier else None
                 rows = num_rows + (field.name in self._longer)
-                if tensor is not None and tensor.dtype is field.torch_dtype and tensor.shape[0] == rows:
+                if (
+                    tensor is not None
+                    and tensor.dtype is field.torch_dtype
+                    and tensor.shape[0] == rows
+                ):
                     self.tensors[field.name] = tensor
                 else:
                     self._allocate(field.name, (num_envs, *field.shape), field.torch_dtype)
@@ -112,12 +119,18 @@ class ColumnTable:
     def view(self, name: str, stop: int | None = None) -> Any:
         """Return a view of a column: a tensor, a nested dict of tensors, or None if absent."""
         fields = self.columns[name].fields if name in self.columns else ()
-        leaves = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
+        leaves = {
+            field.name: self.tensors[field.name][:stop]
+            for field in fields
+            if field.name in self.tensors
+        }
         return unflatten(leaves)[name] if leaves else None
 
     # -- one step --------------------------------------------------------------------------
 
-    def read(self, transition: Any, deferred: DeferredErrors | None = None) -> dict[str, torch.Tensor]:
+    def read(
+        self, transition: Any, deferred: DeferredErrors | None = None
+    ) -> dict[str, torch.Tensor]:
         """Check the values of `transition`; return field name -> tensor to copy into a row.
 
         `deferred` receives the errors of numbers on a device that are out of range. Without
@@ -126,7 +139,9 @@ class ColumnTable:
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
                 taken = ", ".join(sorted(self._sources))
-                raise MissingFieldError(_ACTION, f"with {name!r}", taken, "a field that this storage does not keep")
+                raise MissingFieldError(
+                    _ACTION, f"with {name!r}", taken, "a field that this storage does not keep"
+                )
         leaves: dict[str, torch.Tensor] = {}
         for column, inputs in self._inputs:
             value = getattr(transition, column.source, None)
@@ -138,10 +153,18 @@ class ColumnTable:
             for field, leaf in _leaves_of(value, column, inputs):
                 if not isinstance(leaf, torch.Tensor):
                     leaf = as_tensor(leaf, _ACTION, f"with {field.source.name!r}")
-                # Leaves that fit exactly pass here; the full check takes 2 microseconds more per field.
+                # Leaves that fit exactly pass here; the full check takes 2 microseconds more per
+                # field.
                 is_plain = leaf.layout is torch.strided and not leaf.is_meta
                 if not is_plain or leaf.shape not in field.shapes or leaf.dtype not in field.dtypes:
-                    leaf = fit(_ACTION, field.source, leaf, field.cast, shapes=field.shapes, deferred=deferred)
+                    leaf = fit(
+                        _ACTION,
+                        field.source,
+                        leaf,
+                        field.cast,
+                        shapes=field.shapes,
+                        deferred=deferred,
+                    )
                 leaves[field.name] = leaf
         return leaves
 
@@ -165,7 +188,9 @@ class ColumnTable:
             step.update(self._sent({name: x for name, x in step.items() if x.is_cpu}))
         # One call takes half the time of a loop. Fill values are copied as tensors too, since
         # `fill_` takes three times as long.
-        torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in step.items()], list(step.values()))
+        torch._foreach_copy_(
+            [self._rows[name, x.dim()][row] for name, x in step.items()], list(step.values())
+        )
         self.num_changes += 1
         self._versions = tuple(map(_version_of, self._results))
 
@@ -232,12 +257,20 @@ class ColumnTable:
         check_same_names({field.name: None for field in column.fields}, leaves, action)
         for key, x in leaves.items():
             target = self.tensors.get(key)
-            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or x.is_quantized:
+            if (
+                not isinstance(x, torch.Tensor)
+                or x.layout is not torch.strided
+                or x.is_meta
+                or x.is_quantized
+            ):
                 raise FieldTypeError(action, "", "a dense tensor", type(x).__name__)
             if target is None or x.shape != target.shape:
-                expected = "nothing, it is not stored yet" if target is None else str(list(target.shape))
+                expected = (
+                    "nothing, it is not stored yet" if target is None else str(list(target.shape))
+                )
                 raise SchemaError(action, "", f"shape {expected}", str(list(x.shape)))
-            # A copy of any dtype into bool is `!= 0`: flags stay 0 or 1, as all readers of flags expect.
+            # A copy of any dtype into bool is `!= 0`: flags stay 0 or 1, as all readers of flags
+            # expect.
             targets.append(target.view(torch.bool) if column.is_flag else target)
         self.num_changes += 1
         with torch.no_grad():
@@ -246,7 +279,12 @@ class ColumnTable:
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by name, except views of other columns."""
-        views = {field.name for column in self.columns.values() if column.view_of for field in column.fields}
+        views = {
+            field.name
+            for column in self.columns.values()
+            if column.view_of
+            for field in column.fields
+        }
         return {name: x for name, x in self.tensors.items() if name not in views}
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int, others: set[str]) -> None:
@@ -258,7 +296,10 @@ class ColumnTable:
             others: Names of the tensors that are no fields.
         """
         expected = {
-            field.name: ((num_rows + (field.name in self._longer), self.num_envs, *field.shape), field)
+            field.name: (
+                (num_rows + (field.name in self._longer), self.num_envs, *field.shape),
+                field,
+            )
             for column in self.columns.values()
             for field in column.fields
             if not column.view_of and (not column.is_lazy or field.name in tensors)
@@ -347,7 +388,9 @@ class _Input(NamedTuple):
             return cls(field.name, source, "in range", tuple(shapes), always_fit(field.torch_dtype))
         if not field.torch_dtype.is_floating_point:
             return cls(field.name, source, "exact", tuple(shapes), frozenset([field.torch_dtype]))
-        floating = frozenset(dtype for dtype in always_fit(field.torch_dtype) if dtype.is_floating_point)
+        floating = frozenset(
+            dtype for dtype in always_fit(field.torch_dtype) if dtype.is_floating_point
+        )
         return cls(field.name, source, "floating", tuple(shapes), floating)
 
     @property
@@ -355,7 +398,9 @@ class _Input(NamedTuple):
         return f"{self.source.dtype} of shape {list(self.shapes[0])}"
 
 
-def _leaves_of(value: Any, column: Column, inputs: Mapping[str, _Input]) -> Iterable[tuple[_Input, Any]]:
+def _leaves_of(
+    value: Any, column: Column, inputs: Mapping[str, _Input]
+) -> Iterable[tuple[_Input, Any]]:
     """Pair the leaves of a column's value with the column's inputs; raise `SchemaError` if their names differ."""
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
@@ -397,10 +442,17 @@ class SavedStates:
         layout = _layout(states)
         leaves = _leaves(states)
         if stored and layout != self.layout:
-            raise SchemaError(_ACTION, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(layout))
+            raise SchemaError(
+                _ACTION,
+                "with 'hidden_states'",
+                f"the structure {_words(self.layout)}",
+                _words(layout),
+            )
         for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
-            is_dense = leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
+            is_dense = (
+                leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
+            )
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
                 dtype = str(like.dtype) if like.dtype in REAL_DTYPES else "real numbers"
                 shape = str(list(like.shape)) if stored else f"[layers, {self._table.num_envs}, H]"
@@ -410,7 +462,9 @@ class SavedStates:
             self.layout = layout
         return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
 
-    def check_loaded(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> set[str]:
+    def check_loaded(
+        self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int
+    ) -> set[str]:
         """Return the names of the recurrent states in a loaded state.
 
         Raises:
@@ -444,7 +498,9 @@ def _layout(states: Any) -> Any:
     if isinstance(states, (tuple, list)):
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *map(_layout, states)]
-    raise SchemaError(_ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__)
+    raise SchemaError(
+        _ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__
+    )
 
 
 def _leaves(states: Any) -> list[torch.Tensor]:

@@ -115,7 +115,13 @@ class RowGather:
         """
         if self._is_live and self._count_changes() != self._num_changes:
             expected = "the rollout as it was when the first mini-batch was drawn"
-            raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
+            raise UsageError(
+                GENERATE,
+                "",
+                expected,
+                "one that was changed",
+                "Draw all of them before you add steps",
+            )
         gathered = {name: self._select(x, index) for name, x in self._wide.items()}
         if self._layout:
             parts = self._select(self.packed, index).split_with_sizes(self._widths, 1)
@@ -128,7 +134,8 @@ class RowGather:
         """Copy columns side by side in units of one size. Rows are aligned to the largest item.
 
         Returns:
-            The packed columns, and the width of each column and of the padding after them, in units.
+            The packed columns, and the width of each column and of the padding after them, in
+            units.
         """
         size = next(size for size in _UNITS if all(_row_bytes(x) % size == 0 for x in columns))
         parts = [_flat(x).view(_UNITS[size]) for x in columns]
@@ -161,7 +168,9 @@ def batch_bounds(
     arguments.whole(GENERATE, "num_epochs", num_epochs, 1)
     if num_mini_batches > num_items:
         expected = f"num_mini_batches <= {num_items}, one {item} each"
-        raise UsageError(GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
+        raise UsageError(
+            GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches"
+        )
     size, remainder = divmod(num_items, num_mini_batches)
     num_longer = 0 if drop_last else remainder
     sizes = [size + (i < num_longer) for i in range(num_mini_batches)]
@@ -276,7 +285,9 @@ def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         _check_steps("split trajectories", leaf, num_steps, segments.num_envs)
-        return gather_padded(leaf, segments.source, padding).view(*segments.masks.shape, *leaf.shape[2:])
+        return gather_padded(leaf, segments.source, padding).view(
+            *segments.masks.shape, *leaf.shape[2:]
+        )
 
     return map_leaves(pad, x), segments.masks
 
@@ -285,7 +296,8 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     """Undo `split_and_pad_trajectories`.
 
     Args:
-        padded: `[T, n, *event]`, or a nested dict of such, for example the output of a recurrent network.
+        padded: `[T, n, *event]`, or a nested dict of such, for example the output of a recurrent
+            network.
         masks: `[T, n]` bool from the split, or a range of its trajectories that covers whole envs.
 
     Returns:
@@ -322,9 +334,16 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
 
 def _check_steps(action: str, x: Any, num_steps: int, num_columns: int) -> None:
     if not isinstance(x, torch.Tensor):
-        raise SchemaError(action, "", f"x as a tensor of shape [{num_steps}, {num_columns}, ...]", type(x).__name__)
+        raise SchemaError(
+            action,
+            "",
+            f"x as a tensor of shape [{num_steps}, {num_columns}, ...]",
+            type(x).__name__,
+        )
     if tuple(x.shape[:2]) != (num_steps, num_columns):
-        raise SchemaError(action, "", f"a tensor of shape [{num_steps}, {num_columns}, ...]", str(list(x.shape)))
+        raise SchemaError(
+            action, "", f"a tensor of shape [{num_steps}, {num_columns}, ...]", str(list(x.shape))
+        )
 
 
 @lasting
@@ -349,7 +368,10 @@ def env_groups(
     segments = find_segments(dones)
     parts = [segments.of_envs(start, stop) for start, stop in bounds]
     source = torch.cat([part.source for part in parts])
-    sizes = {True: [x.masks.shape[1] for x in parts], False: [stop - start for start, stop in bounds]}
+    sizes = {
+        True: [x.masks.shape[1] for x in parts],
+        False: [stop - start for start, stop in bounds],
+    }
     num_padded = num_steps * (sum(sizes[True]) - sum(sizes[False]))
     padding = true_places(~torch.cat([part.masks.flatten() for part in parts]), num_padded)
     fields: list[dict[str, torch.Tensor]] = [{} for _ in bounds]
@@ -360,7 +382,9 @@ def env_groups(
         else:
             groups = delivery.empty((num_steps * sum(sizes[False]), *x.shape[2:]), x.dtype)
         split = groups.split_with_sizes([num_steps * size for size in sizes[is_padded]])
-        for field, part, size, (start, stop) in zip(fields, split, sizes[is_padded], bounds, strict=True):
+        for field, part, size, (start, stop) in zip(
+            fields, split, sizes[is_padded], bounds, strict=True
+        ):
             view = part.view(num_steps, size, *x.shape[2:])
             field[name] = delivery.deliver(view if is_padded else view.copy_(x[:, start:stop]))
     leaves = [[delivery.deliver(_first_states(x, part.starts)) for x in states] for part in parts]
@@ -374,4 +398,6 @@ def _first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     step = torch.div(starts, num_envs, rounding_mode="floor")
     layer = torch.arange(num_layers, device=x.device).unsqueeze(1)
     index = (step * num_layers + layer) * num_envs + starts - step * num_envs
-    return x.flatten(0, 2).index_select(0, index.flatten()).view(num_layers, len(step), *x.shape[3:])
+    return (
+        x.flatten(0, 2).index_select(0, index.flatten()).view(num_layers, len(step), *x.shape[3:])
+    )

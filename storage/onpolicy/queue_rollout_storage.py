@@ -17,7 +17,15 @@ from ..core.object_summary import described
 from ..errors import SchemaError
 from ..saving.saved_store import State
 from .rollout_storage import RolloutStorage
-from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
+from .transition_columns import (
+    Column,
+    MiniBatch,
+    ShapeLike,
+    Transition,
+    batch_type,
+    brought,
+    replaced,
+)
 
 
 class QueueRolloutStorage(RolloutStorage):
@@ -25,7 +33,8 @@ class QueueRolloutStorage(RolloutStorage):
 
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
-            device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
+            device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is
+            one rollout.
         buffer_dilation_ratio: Number of rollouts that fit, a number of at least 1 such as 2.5.
 
     The storage starts with memory for one rollout. When the memory is full, `clear()` adds memory
@@ -48,7 +57,9 @@ class QueueRolloutStorage(RolloutStorage):
     ) -> None:
         arguments.options(self, options)
         action = arguments.creating(self)
-        ratio = arguments.real(action, "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf)
+        ratio = arguments.real(
+            action, "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf
+        )
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.num_timesteps_each_rollout = self.num_transitions_per_env
@@ -110,7 +121,11 @@ class QueueRolloutStorage(RolloutStorage):
     def _arguments(self) -> dict[str, Any]:
         steps = self.num_timesteps_each_rollout
         ratio = self.buffer_dilation_ratio
-        return {**super()._arguments(), "num_transitions_per_env": steps, "buffer_dilation_ratio": ratio}
+        return {
+            **super()._arguments(),
+            "num_transitions_per_env": steps,
+            "buffer_dilation_ratio": ratio,
+        }
 
     def _get_state(self) -> State:
         state = super()._get_state()
@@ -120,7 +135,9 @@ class QueueRolloutStorage(RolloutStorage):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             if not isinstance(numbers["buffer_full"], bool):
-                raise SchemaError("load a state", "with 'buffer_full'", "a bool", repr(numbers["buffer_full"]))
+                raise SchemaError(
+                    "load a state", "with 'buffer_full'", "a bool", repr(numbers["buffer_full"])
+                )
             super()._set_state(numbers, tensors)
             self.buffer_full = numbers["buffer_full"]
 
@@ -128,7 +145,11 @@ class QueueRolloutStorage(RolloutStorage):
         return self.num_timesteps_each_rollout, self.num_target_steps
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
-        return self.num_transitions_per_env if self.buffer_full else super()._num_rows_for(action, allow_partial=True)
+        return (
+            self.num_transitions_per_env
+            if self.buffer_full
+            else super()._num_rows_for(action, allow_partial=True)
+        )
 
 
 if TYPE_CHECKING:

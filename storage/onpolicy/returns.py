@@ -30,7 +30,9 @@ TRUNCATION_RULES = ("cut", "value", "final")
 #: Name of a normalization -> axes over which advantages are normalized.
 NORMALIZATIONS = {"global": (0, 1, 2), "per_reward": (0, 1)}
 _NUMPY_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
-_NUMPY_DTYPES = frozenset((torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, *_NUMPY_FLOATS))
+_NUMPY_DTYPES = frozenset(
+    (torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, *_NUMPY_FLOATS)
+)
 #: Numbers per piece on the CPU. 256 KiB of float32 stay in the L2 cache between several passes.
 _PIECE_SIZE = 1 << 16
 #: Numbers per piece on CUDA. Pieces are larger, since starting a call takes longer.
@@ -89,10 +91,14 @@ def rollout_advantage(
     tensor without shared memory, or to a new tensor. Advantages plus values are written to
     `returns`, unless it is None. Errors are raised before any tensor is written.
     """
-    _check_rollout(rewards, dones=dones, values=values, last_values=last_values, out=out, returns=returns)
+    _check_rollout(
+        rewards, dones=dones, values=values, last_values=last_values, out=out, returns=returns
+    )
     advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
-        raise SchemaError(_ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}")
+        raise SchemaError(
+            _ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}"
+        )
     gamma = checked_factor("gamma", gamma, rewards.shape[-1])
     lam = checked_factor("lam", lam, rewards.shape[-1])
     return _write_sums(advantages, _Terms(rewards, dones, values, last_values), gamma, lam, returns)
@@ -106,7 +112,9 @@ def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -
     Arguments and result are as for `generalized_advantage`.
     """
     _check_rollout(rewards, dones=dones)
-    return _write_sums(_like(rewards), _Terms(rewards, dones), checked_factor("gamma", gamma, rewards.shape[-1]))
+    return _write_sums(
+        _like(rewards), _Terms(rewards, dones), checked_factor("gamma", gamma, rewards.shape[-1])
+    )
 
 
 @torch.no_grad()
@@ -186,7 +194,10 @@ def write_returns(
     cut = x.cut if truncation != "cut" else None
     if cut is not None and truncation == "final" and deferred is not None:
         is_absent = _without_bootstrap(x, cut)
-        deferred.note(is_absent.sum(), lambda count: _missing_bootstrap(f"none for {count} of an earlier call"))
+        deferred.note(
+            is_absent.sum(),
+            lambda count: _missing_bootstrap(f"none for {count} of an earlier call"),
+        )
         cut = cut ^ is_absent
     if cut is not None and bootstrap is not None:
         # Only on the CPU: on a device, this check would wait. Adding zeros costs three launches.
@@ -194,7 +205,9 @@ def write_returns(
         if may_be_cut:
             # A multiplication by 0 would keep NaN of masked rows.
             rewards = torch.where(cut, rewards + bootstrap * _as(gamma, rewards), rewards)
-    _write_sums(x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns)
+    _write_sums(
+        x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns
+    )
     if normalize is not None:
         _normalize(x.advantages, NORMALIZATIONS[normalize])
 
@@ -205,7 +218,9 @@ def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
 
 
 def _missing_bootstrap(got: str) -> UsageError:
-    expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+    expected = (
+        "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+    )
     advice = "Add them with each transition, or use truncation 'value'"
     return UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
 
@@ -228,7 +243,9 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
     return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
 
 
-def checked_factor(name: str, factor: Scalar, num_rewards: int, deferred: DeferredErrors | None = None) -> Scalar:
+def checked_factor(
+    name: str, factor: Scalar, num_rewards: int, deferred: DeferredErrors | None = None
+) -> Scalar:
     """Return a checked discount or trace decay: a number, or `[R]`, in [0, 1].
 
     `deferred` receives the error of a factor on CUDA. Without `deferred`, the host waits.
@@ -239,7 +256,9 @@ def checked_factor(name: str, factor: Scalar, num_rewards: int, deferred: Deferr
     is_inside = (checked >= 0) & (checked <= 1)
     if deferred is not None and checked.is_cuda:
         got = "other numbers in an earlier call"
-        deferred.note((~is_inside).sum(), lambda count: UsageError(_ACTION, "", f"{name} in [0, 1]", got))
+        deferred.note(
+            (~is_inside).sum(), lambda count: UsageError(_ACTION, "", f"{name} in [0, 1]", got)
+        )
     elif not bool(is_inside.all()):
         raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(factor))
     return checked
@@ -254,7 +273,9 @@ class CheckedFactors:
         deferred: Receives the errors of factors on CUDA; None for a storage on the CPU.
     """
 
-    def __init__(self, num_rewards: int, device: torch.device, deferred: DeferredErrors | None) -> None:
+    def __init__(
+        self, num_rewards: int, device: torch.device, deferred: DeferredErrors | None
+    ) -> None:
         self._num_rewards = num_rewards
         self._device = device
         self._deferred = deferred
@@ -299,7 +320,11 @@ class _Terms(NamedTuple):
 
 @torch.no_grad()
 def _write_sums(
-    out: torch.Tensor, terms: _Terms, discount: Scalar, trace: Scalar = 1.0, returns: torch.Tensor | None = None
+    out: torch.Tensor,
+    terms: _Terms,
+    discount: Scalar,
+    trace: Scalar = 1.0,
+    returns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write sums discounted by `discount * trace` to `out`, and sums plus values to `returns`.
 
@@ -344,7 +369,9 @@ def _write_sums(
     return out
 
 
-def _write_step_by_step(out: torch.Tensor, terms: _Terms, discount: torch.Tensor, trace: torch.Tensor) -> None:
+def _write_step_by_step(
+    out: torch.Tensor, terms: _Terms, discount: torch.Tensor, trace: torch.Tensor
+) -> None:
     """Compute the sums of `_write_sums` step by step, so that a NaN does not pass a done."""
     ended = terms.dones != 0
     ahead = terms.ahead
@@ -463,14 +490,20 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
     """Check that rewards are `[T, N, R]` or `[T, N]`, and that the other shapes match."""
     is_dense = isinstance(rewards, torch.Tensor) and rewards.layout is torch.strided
     if not is_dense or not rewards.is_floating_point() or rewards.dim() not in (2, 3):
-        raise SchemaError(_ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
+        raise SchemaError(
+            _ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards)
+        )
     whole_shape = tuple(rewards.shape)
     flags = (*whole_shape[:-1], 1) if len(whole_shape) == 3 else whole_shape
     shapes = {"last_values": whole_shape[1:], "dones": flags}
     for name, x in others.items():
         if x is None and name in ("out", "returns"):
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in REAL_DTYPES or x.layout is not torch.strided:
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.dtype not in REAL_DTYPES
+            or x.layout is not torch.strided
+        ):
             raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
         shape = shapes.get(name, whole_shape)
         if x.shape != shape:
@@ -482,4 +515,8 @@ def _like(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def _words(x: Any) -> str:
-    return f"{x.layout} {x.dtype} of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+    return (
+        f"{x.layout} {x.dtype} of shape {list(x.shape)}"
+        if isinstance(x, torch.Tensor)
+        else type(x).__name__
+    )

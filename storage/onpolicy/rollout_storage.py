@@ -1,7 +1,8 @@
 """`RolloutStorage`: the steps of on-policy learning between two updates.
 
-Columns are declared in `transition_columns.py`, stored in a `ColumnTable` and divided into mini-batches in
-`mini_batches.py`. This file checks calls and orders them among threads and CUDA streams.
+Columns are declared in `transition_columns.py`, stored in a `ColumnTable` and divided into
+mini-batches in `mini_batches.py`. This file checks calls and orders them among threads and CUDA
+streams.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.saved_store import State, Store, checked_count
 from .column_table import ColumnTable, SavedStates
 from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
-from .returns import CheckedFactors, Scalar, Signals, check_rules, checked_last_values, write_returns
+from .returns import (
+    CheckedFactors,
+    Scalar,
+    Signals,
+    check_rules,
+    checked_last_values,
+    write_returns,
+)
 from .transition_columns import (
     Column,
     MiniBatch,
@@ -53,9 +61,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         num_envs: Number of envs, B.
         num_transitions_per_env: Number of steps that fit, T.
         obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
-            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without dtype takes
-            integer and bool dtypes from the first transition, and later ones must have the same; floating
-            numbers become float32.
+            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without
+            dtype takes integer and bool dtypes from the first transition, and later ones must have
+            the same; floating numbers become float32.
         critic_obs_shape: Shape of one observation of the critic, as `obs_shape`. None, (None,) or
             [None] if the critic has the observations of the policy.
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
@@ -65,15 +73,17 @@ class RolloutStorage(Store, is_saved_whole=True):
             generator on `device`. None seeds a new generator from `torch.initial_seed()` and the
             number of objects created since that seed changed. A GPU and the CPU draw different
             numbers from one seed. Permutations of a generator on the CPU are copied to `device`.
-        policy_outputs: Shapes of the outputs of a policy that is not Gaussian, which replace `action_mean` and
-            `action_sigma`: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for no outputs.
-        output_device: Device of mini-batches; None for `device`. Mini-batches from the CPU to a GPU are copied from
-            pinned memory on a separate stream.
+        policy_outputs: Shapes of the outputs of a policy that is not Gaussian, which replace
+            `action_mean` and `action_sigma`: `{"logits": (7,), "option": ((), torch.int64)}`, or {}
+            for no outputs.
+        output_device: Device of mini-batches; None for `device`. Mini-batches from the CPU to a GPU
+            are copied from pinned memory on a separate stream.
 
-    Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
-    (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
-    `time_outs` (bool), `saved_hidden_states`. These attributes share memory with the storage.
-    Writing both `returns` and `advantages`, by assignment or in place, replaces `compute_returns`.
+    Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`,
+    `rewards`, `dones` (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a
+    dict), `returns`, `advantages`, `time_outs` (bool), `saved_hidden_states`. These attributes
+    share memory with the storage. Writing both `returns` and `advantages`, by assignment or in
+    place, replaces `compute_returns`.
 
     A subclass extends `declare_columns`. The attributes `Transition` and `MiniBatch` of a storage
     are record types with a field for each source and batch field of the declared columns.
@@ -133,7 +143,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
         return generator_on(generator, self.device if is_new else None, arguments.creating(self))
 
-    def _make_table(self, num_steps: int, earlier: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _make_table(
+        self, num_steps: int, earlier: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         columns = self.declare_columns()
         self.Transition = transition_type(columns, self.Transition)
         self.MiniBatch = batch_type(columns, self.MiniBatch)
@@ -198,8 +210,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         Raises:
             RolloutOverflowError: The storage is full.
             MissingFieldError: A required field is None, or the storage has no column for a field.
-            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose precision. If values on
-                a GPU of another dtype are out of range, they are stored as 0 and a later call raises.
+            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose
+                precision. If values on a GPU of another dtype are out of range, they are stored as
+                0 and a later call raises.
         """
         with self._lock:
             self._raise_deferred()
@@ -260,7 +273,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Write `returns` and `advantages` by generalized advantage estimation.
 
         Args:
-            last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the last step.
+            last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the
+                last step.
             gamma: Discount per step, in [0, 1]; a number or `[R]`.
             lam: Trace decay, in [0, 1]; a number or `[R]`.
             normalize: Scaling of advantages to mean 0 and deviation 1: "global" over all numbers,
@@ -274,16 +288,18 @@ class RolloutStorage(Store, is_saved_whole=True):
         call: a tensor on the GPU is checked again only if it has changed.
 
         Raises:
-            UsageError: The rollout is not full, or an argument is not as above; nothing is changed. On a GPU a later
-                call raises if factors there are out of range, or if bootstrap values were missing. Steps without
-                bootstrap values bootstrap nothing.
+            UsageError: The rollout is not full, or an argument is not as above; nothing is changed.
+                On a GPU a later call raises if factors there are out of range, or if bootstrap
+                values were missing. Steps without bootstrap values bootstrap nothing.
         """
         with self._lock:
             allow_partial = arguments.flag("compute returns", "allow_partial", allow_partial)
             rows = self._num_rows_for("compute returns", allow_partial)
             self._order.wait(is_write=True)
             self._raise_deferred()
-            last_values = sent(checked_last_values(last_values, self.num_envs, self.num_rewards), self.device)
+            last_values = sent(
+                checked_last_values(last_values, self.num_envs, self.num_rewards), self.device
+            )
             gamma = self._factors.on_device("gamma", gamma)
             lam = self._factors.on_device("lam", lam)
             signals = self._signals(rows)
@@ -299,8 +315,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Return statistics of the steps so far.
 
         Returns:
-            Mean length of the segments between dones, and mean reward; float32 scalars. The open end of an env counts
-            as a segment.
+            Mean length of the segments between dones, and mean reward; float32 scalars. The open
+            end of an env counts as a segment.
         """
         with self._lock:
             rows = self._num_rows_for("measure statistics", allow_partial=True)
@@ -316,7 +332,12 @@ class RolloutStorage(Store, is_saved_whole=True):
     # -- reading ---------------------------------------------------------------------------
 
     def mini_batch_generator(
-        self, num_mini_batches: int, num_epochs: int = 8, *, reshuffle: str = "epoch", drop_last: bool = True
+        self,
+        num_mini_batches: int,
+        num_epochs: int = 8,
+        *,
+        reshuffle: str = "epoch",
+        drop_last: bool = True,
     ) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
 
@@ -345,7 +366,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
-    def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
+    def recurrent_mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8
+    ) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of whole envs for recurrent networks.
 
         Every env is cut at its dones into trajectories, which are padded with zeros to T steps.
@@ -362,11 +385,15 @@ class RolloutStorage(Store, is_saved_whole=True):
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
         return self._env_batches(rows, bounds, num_epochs)
 
-    def reccurent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
+    def reccurent_mini_batch_generator(
+        self, num_mini_batches: int, num_epochs: int = 8
+    ) -> Iterator[_MiniBatch]:
         """Call `recurrent_mini_batch_generator`. This misspelled name is established."""
         return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
-    def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
+    def _plan_batches(
+        self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
+    ) -> tuple[int, Any]:
         """Return the number of steps, and the bounds of mini-batches in rows or envs.
 
         Raises an error if an argument is invalid.
@@ -382,7 +409,9 @@ class RolloutStorage(Store, is_saved_whole=True):
                 raise UsageError(GENERATE, "", expected, "none", advice)
         return rows, bounds
 
-    def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
+    def _mini_batches(
+        self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool
+    ) -> Iterator[Any]:
         table = self._table
         num_used = bounds[-1][1]
         # Several mini-batches read these tensors, possibly on different streams.
@@ -391,8 +420,14 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._order.wait(is_write=False)
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
-            gather = RowGather(columns, self._delivery, 1 if once else num_epochs, lambda: table.num_changes)
-            shuffled = lasting(gather.gather)(self._permutation(rows * self.num_envs, num_used)) if once else {}
+            gather = RowGather(
+                columns, self._delivery, 1 if once else num_epochs, lambda: table.num_changes
+            )
+            shuffled = (
+                lasting(gather.gather)(self._permutation(rows * self.num_envs, num_used))
+                if once
+                else {}
+            )
             shared.record(is_write=True)
             self._order.record(is_write=False)
         for _ in range(num_epochs):
@@ -420,7 +455,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         order = torch.randperm(num_rows, generator=self.rng, device=self.rng.device, dtype=dtype)
         return sent(order, self.device)
 
-    def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
+    def _env_batches(
+        self, rows: int, bounds: list[tuple[int, int]], num_epochs: int
+    ) -> Iterator[Any]:
         shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
@@ -434,7 +471,9 @@ class RolloutStorage(Store, is_saved_whole=True):
             for batch, leaves, masks in groups:
                 shared.wait(is_write=False)
                 shared.keep([*batch.values(), *leaves, masks])
-                yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
+                yield self._to_mini_batch(
+                    batch, hidden_states=self._states.build(leaves), masks=masks
+                )
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
         return self._table.batch_columns(rows)
@@ -454,13 +493,19 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _arguments(self) -> dict[str, Any]:
         """Return keywords that create an equal, empty storage, as JSON."""
         sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
-        return {**sizes, **shapes_to_json(self._table.columns.values()), "num_rewards": self.num_rewards}
+        return {
+            **sizes,
+            **shapes_to_json(self._table.columns.values()),
+            "num_rewards": self.num_rewards,
+        }
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         # Of all arguments, only shapes are lists. The caller sets the saved random state, so any
         # seed will do.
-        keywords = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
+        keywords = {
+            name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()
+        }
         return cls(**keywords, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
@@ -473,11 +518,16 @@ class RolloutStorage(Store, is_saved_whole=True):
         """
         if self._taken is None:
             arguments = dict(arguments)
-            for argument, column in (("obs_shape", "observations"), ("critic_obs_shape", "critic_observations")):
+            for argument, column in (
+                ("obs_shape", "observations"),
+                ("critic_obs_shape", "critic_observations"),
+            ):
                 written = arguments.get(argument)
                 shape = self._observation_shapes[column]
                 if isinstance(written, list) and shape is not None:
-                    arguments[argument] = without_dtypes(column, written, undeclared_fields(column, shape))
+                    arguments[argument] = without_dtypes(
+                        column, written, undeclared_fields(column, shape)
+                    )
         super().check_equal(name, arguments)
 
     def _get_state(self) -> State:
@@ -486,7 +536,8 @@ class RolloutStorage(Store, is_saved_whole=True):
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
-                "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
+                "num_partial_rows": self._num_partial_rows
+                or self._table.num_rows * self._table.has_results,
                 "states": self._states.layout,
                 "taken_dtypes": self._taken,
             }
@@ -535,12 +586,19 @@ class RolloutStorage(Store, is_saved_whole=True):
 
         Raises:
             BufferEmptyError: There is no step.
-            UsageError: The rollout is partial, and neither `allow_partial` nor the last `compute_returns` allows it.
+            UsageError: The rollout is partial, and neither `allow_partial` nor the last
+                `compute_returns` allows it.
         """
         if self.step == 0:
             raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
-        if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:
+        if (
+            self.step < self._table.num_rows
+            and not allow_partial
+            and self._num_partial_rows != self.step
+        ):
             num_steps = self._table.num_rows
             advice = "Add the rest, or call compute_returns(..., allow_partial=True)"
-            raise UsageError(action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice)
+            raise UsageError(
+                action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice
+            )
         return self.step

@@ -1,8 +1,8 @@
 """`SarsaRolloutStorage`: a rollout storage whose mini-batches have the next observations too.
 
-Every observation is stored once: `next_observations` is a view of the memory of `observations`, one step later. The
-true final observation of a trajectory is not the observation of a later step. It is stored
-separately and written into mini-batches.
+Every observation is stored once: `next_observations` is a view of the memory of `observations`, one
+step later. The true final observation of a trajectory is not the observation of a later step. It is
+stored separately and written into mini-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.saved_store import State, checked_tensor
 from .mini_batches import GENERATE, true_places
 from .rollout_storage import RolloutStorage
-from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
+from .transition_columns import (
+    Column,
+    MiniBatch,
+    ShapeLike,
+    Transition,
+    batch_type,
+    replaced,
+    rollout_columns,
+)
 
 #: Column -> mini-batch field that has the values of the column one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
@@ -42,7 +50,9 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
             )
             name = f"next_{column.name}"
             fallback = column.fallback and _SHIFTED["observations"]
-            later = Column(name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True)
+            later = Column(
+                name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True
+            )
             whole = Column(f"all_{column.name}", all_fields)
             taken = frozenset(f"next_{field}" for field in column.taken)
             later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1, taken=taken)
@@ -156,8 +166,8 @@ class SarsaRolloutStorage(RolloutStorage):
     In other steps, they matter at dones, where the simulator's next observation already belongs to
     the next trajectory.
 
-    On a GPU no call waits for the number of ended trajectories. The next observations of all envs of a step are stored
-    until a later step finds that the number has arrived on the host.
+    On a GPU no call waits for the number of ended trajectories. The next observations of all envs
+    of a step are stored until a later step finds that the number has arrived on the host.
 
     `all_observations`, `next_observations` and the same names for the critic are attributes like
     the columns. Writing to these attributes does not change the true final observations, which are
@@ -224,7 +234,9 @@ class SarsaRolloutStorage(RolloutStorage):
             if has_next:
                 self._has_next.add(step)
                 has_ended = self._signals(step + 1).dones[step].flatten() != 0
-                self._finals[step] = Finals(has_ended, {name: x[step + 1] for name, x in self._whole.items()})
+                self._finals[step] = Finals(
+                    has_ended, {name: x[step + 1] for name, x in self._whole.items()}
+                )
             self._order.record(is_write=True)  # the next reader waits for the finals too
 
     def _check_next(self, transition: Transition) -> bool:
@@ -237,7 +249,11 @@ class SarsaRolloutStorage(RolloutStorage):
         absent = [name for name in needed if getattr(transition, name, None) is None]
         is_last = self.step == self.num_transitions_per_env - 1
         if absent and (is_last or len(absent) < len(needed)):
-            reason = "the last step of a rollout needs it" if is_last else "it comes together with the others"
+            reason = (
+                "the last step of a rollout needs it"
+                if is_last
+                else "it comes together with the others"
+            )
             raise MissingFieldError(_ACTION, f"without {absent[0]!r}", "", "", f"Add it: {reason}")
         if self.validate and self.step - 1 in self._has_next:
             self._check_continuity(self._table.read(transition))
@@ -259,7 +275,9 @@ class SarsaRolloutStorage(RolloutStorage):
                 column = name.split("/")[0]
                 env = int(differs.nonzero()[0])
                 expected = f"next_{column} of step {self.step - 1}"
-                raise SchemaError(_ACTION, f"at step {self.step}, env {env}", expected, f"other {column}")
+                raise SchemaError(
+                    _ACTION, f"at step {self.step}, env {env}", expected, f"other {column}"
+                )
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         rows = super()._num_rows_for(action, allow_partial)
@@ -292,25 +310,35 @@ class SarsaRolloutStorage(RolloutStorage):
         return columns
 
     def _arguments(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in ("strict_next", "emit_next_valid", "validate")}
+        options = {
+            name: getattr(self, name) for name in ("strict_next", "emit_next_valid", "validate")
+        }
         return {**super()._arguments(), **options}
 
     def _get_state(self) -> State:
         with self._lock:
             state = super()._get_state()
-            has_next = [step in self._has_next for step in range(max(self._has_next, default=-1) + 1)]
+            has_next = [
+                step in self._has_next for step in range(max(self._has_next, default=-1) + 1)
+            ]
             state.numbers.update(has_next=has_next, finals=sorted(self._finals))
             for step, finals in self._finals.items():
                 ended, values = finals.listed()
                 state.tensors[f"{_FINALS}{step}/envs"] = ended
-                state.tensors.update((f"{_FINALS}{step}/of/{name}", x) for name, x in values.items())
+                state.tensors.update(
+                    (f"{_FINALS}{step}/of/{name}", x) for name, x in values.items()
+                )
             return state
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             of_finals = {name: x for name, x in tensors.items() if name.startswith(_FINALS)}
             # Earlier saves have the prefix "whole/" instead of "all_".
-            others = {re.sub("^whole/", "all_", name): x for name, x in tensors.items() if name not in of_finals}
+            others = {
+                re.sub("^whole/", "all_", name): x
+                for name, x in tensors.items()
+                if name not in of_finals
+            }
             super()._set_state(numbers, others)
             self._check_finals(numbers["has_next"], numbers["finals"], of_finals)
             self._has_next = {step for step, has_next in enumerate(numbers["has_next"]) if has_next}
@@ -320,20 +348,39 @@ class SarsaRolloutStorage(RolloutStorage):
                 values = {name: of_finals[f"{_FINALS}{step}/of/{name}"] for name in self._whole}
                 self._finals[step] = Finals.of_envs(envs, values)
 
-    def _check_finals(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_finals(
+        self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Raise `SchemaError` if `has_next`, the steps `finals` or their tensors do not fit this storage."""
         num_steps = self.num_transitions_per_env
-        if not isinstance(has_next, list) or len(has_next) > num_steps or {*map(type, has_next)} - {bool}:
-            raise SchemaError(_LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next))
-        if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
-            raise SchemaError(_LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
+        if (
+            not isinstance(has_next, list)
+            or len(has_next) > num_steps
+            or {*map(type, has_next)} - {bool}
+        ):
+            raise SchemaError(
+                _LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next)
+            )
+        if not isinstance(finals, list) or not all(
+            type(x) is int and 0 <= x < num_steps for x in finals
+        ):
+            raise SchemaError(
+                _LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals)
+            )
         expected = dict[str, tuple[tuple[int, ...], Field]]()
         indices = {}
         for step in finals:
-            envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(f"{_FINALS}{step}/envs", torch.empty(0))
+            envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(
+                f"{_FINALS}{step}/envs", torch.empty(0)
+            )
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
-                raise SchemaError(_LOAD, f"with '{_FINALS}{step}/envs'", f"int64 [n] below {self.num_envs}", str(envs))
+                raise SchemaError(
+                    _LOAD,
+                    f"with '{_FINALS}{step}/envs'",
+                    f"int64 [n] below {self.num_envs}",
+                    str(envs),
+                )
             fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
         check_same_names({**expected, **indices}, tensors, _LOAD)

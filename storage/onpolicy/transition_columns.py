@@ -1,8 +1,9 @@
 """The columns of rollout storages, and their records `Transition` and `MiniBatch`.
 
-Each value of on-policy learning is declared once, as a `Column`. Memory, growing, rolling, mini-batches, recording and
-saved states are loops over the columns. `rollout_columns` declares the columns of every storage.
-The method `declare_columns` of a storage class adds columns of that class.
+Each value of on-policy learning is declared once, as a `Column`. Memory, growing, rolling,
+mini-batches, recording and saved states are loops over the columns. `rollout_columns` declares the
+columns of every storage. The method `declare_columns` of a storage class adds columns of that
+class.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def rollout_columns(
 ) -> list[Column]:
     """Return the columns of on-policy learning, in the order of transitions and mini-batches.
 
-    `RolloutStorage` does not store columns without a shape: a subclass declares the shape, or `SavedStates` stores
-    them.
+    `RolloutStorage` does not store columns without a shape: a subclass declares the shape, or
+    `SavedStates` stores them.
     """
     if not isinstance(policy_outputs, Mapping | None):
         expected = "policy_outputs as a mapping of names to shapes"
@@ -99,7 +100,12 @@ def rollout_columns(
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
     gaussian = actions_shape if policy_outputs is None else _ABSENT
     network_input: dict[str, Any] = {"is_padded": True, "is_recorded": True}
-    privileged = {"argument": "critic_obs_shape", "fallback": "obs", "is_ignorable": True, **network_input}
+    privileged = {
+        "argument": "critic_obs_shape",
+        "fallback": "obs",
+        "is_ignorable": True,
+        **network_input,
+    }
     outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
     # Steps without a value are filled with NaN, so that a missing value is not used by mistake.
     bootstrap = Field("bootstrap_values", heads, fill=nan)
@@ -115,11 +121,19 @@ def rollout_columns(
         brought("actions_log_prob", scalar, "old_actions_log_prob"),
         brought("mu", gaussian, "old_mu", source="action_mean"),
         brought("sigma", gaussian, "old_sigma", source="action_sigma"),
-        brought("saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True),
+        brought(
+            "saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True
+        ),
         brought("masks", batch="masks", source=""),
         brought("time_outs", (scalar, "bool"), is_required=False, is_flag=True, is_recorded=True),
         brought("bootstrap_values", bootstrap, is_required=False, is_lazy=True),
-        brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs, is_recorded=True),
+        brought(
+            "policy_outputs",
+            policy_outputs or _ABSENT,
+            "policy_outputs",
+            **outputs,
+            is_recorded=True,
+        ),
         brought("next_observations", is_ignorable=True),
         brought("next_critic_observations", is_ignorable=True),
         brought("action_labels"),
@@ -197,7 +211,9 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     sizes = (sizes,) if is_whole(sizes) else sizes
     are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
-        raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
+        raise SchemaError(
+            "declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape)
+        )
     if not isinstance(dtype, str):
         dtype = dtype_name(dtype, repr(name))
     return (Field(name, tuple(sizes), dtype),)
@@ -211,14 +227,19 @@ def _is_pair(shape: Any) -> bool:
 def undeclared_fields(name: str, shape: Any) -> set[str]:
     """Return the names of the fields of a column that have a shape but no declared dtype."""
     if isinstance(shape, Mapping):
-        return {field for key, below in shape.items() for field in undeclared_fields(f"{name}/{key}", below)}
+        return {
+            field
+            for key, below in shape.items()
+            for field in undeclared_fields(f"{name}/{key}", below)
+        }
     return set() if isinstance(shape, Field) or _is_pair(shape) else {name}
 
 
 def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
     """Return the dtypes of fields without a declared dtype, from the first value of a column.
 
-    Integers and bool keep their dtype, floating numbers become float32. Values that do not fit the shape are left out.
+    Integers and bool keep their dtype, floating numbers become float32. Values that do not fit the
+    shape are left out.
     """
     dtypes = {}
     leaves = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
@@ -229,7 +250,9 @@ def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
         if not isinstance(leaf, torch.Tensor):
             leaf = as_tensor(leaf, "add a transition", f"with {field_name!r}")
         is_whole_number = not leaf.is_floating_point() and not leaf.is_complex()
-        dtypes[field_name] = dtype_name(leaf.dtype, repr(field_name)) if is_whole_number else "float32"
+        dtypes[field_name] = (
+            dtype_name(leaf.dtype, repr(field_name)) if is_whole_number else "float32"
+        )
     return dtypes
 
 
@@ -248,8 +271,11 @@ def shapes_to_json(columns: Iterable[Column]) -> dict[str, Any]:
     written = {}
     for column in columns:
         if column.argument:
-            leaves = [[x.name[len(column.name) + 1 :], list(x.shape), x.dtype] for x in column.fields]
-            # Absent critic observations are None, as in earlier saves. Absent policy outputs are an empty list.
+            leaves = [
+                [x.name[len(column.name) + 1 :], list(x.shape), x.dtype] for x in column.fields
+            ]
+            # Absent critic observations are None, as in earlier saves. Absent policy outputs are an
+            # empty list.
             written[column.argument] = None if column.is_ignorable and not leaves else leaves
     return written
 
@@ -258,7 +284,10 @@ def shape_from_json(written: Any) -> Any:
     """Return the argument of a storage from the result of `shapes_to_json` for one column."""
     if written is None:
         return None
-    shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
+    shapes = {
+        path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype)
+        for path, shape, dtype in written
+    }
     return shapes[""] if "" in shapes else unflatten(shapes)
 
 
@@ -276,7 +305,9 @@ def checked_dtypes(written: Any) -> dict[str, str] | None:
     if written is None:
         return None
     if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
-        raise SchemaError("load a state", "with 'taken_dtypes'", "None or dtypes by field", repr(written))
+        raise SchemaError(
+            "load a state", "with 'taken_dtypes'", "None or dtypes by field", repr(written)
+        )
     return dict(written)
 
 
@@ -297,9 +328,11 @@ class Transition:
         values: `[B, R]`, or `[B]` with one reward: value of the observation.
         actions_log_prob: `[B]` or `[B, 1]`: log-probability.
         action_mean, action_sigma: `[B, *A]`: mean and standard deviation of a Gaussian policy.
-        hidden_states: Recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them.
+        hidden_states: Recurrent states before the step: None, a `[layers, B, H]` tensor, or (named)
+            tuples of them.
         time_outs: `[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself.
-        bootstrap_values: `[B, R]`: value of the true final observation; read only where a time-out cut the trajectory.
+        bootstrap_values: `[B, R]`: value of the true final observation; read only where a time-out
+            cut the trajectory.
         policy_outputs: Outputs of a policy that is not Gaussian, a dict of `[B, ...]`, as declared
             with the storage.
         next_observations: True next observations before any reset, as `observations`.

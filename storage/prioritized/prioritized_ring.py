@@ -93,14 +93,19 @@ class PrioritizedRing:
         priorities: `[num_slots * num_lanes]` float64, before the exponent.
         num_draws: Number of draws so far, which determines `beta`.
 
-    On a CUDA device the host does not wait for checks of priorities. A priority on the device that is
-    negative, not finite or too large is skipped; a later draw or update raises the error. If a draw
-    found no row with a weight above 0, a later draw raises the error.
+    On a CUDA device the host does not wait for checks of priorities. A priority on the device that
+    is negative, not finite or too large is skipped; a later draw or update raises the error. If a
+    draw found no row with a weight above 0, a later draw raises the error.
     """
 
     @lasting
     def __init__(
-        self, num_slots: int, num_lanes: int, rule: PriorityRule, device: torch.device, limits: Limits | None = None
+        self,
+        num_slots: int,
+        num_lanes: int,
+        rule: PriorityRule,
+        device: torch.device,
+        limits: Limits | None = None,
     ) -> None:
         self._num_slots = num_slots
         self._num_lanes = num_lanes
@@ -113,8 +118,12 @@ class PrioritizedRing:
         self.num_draws = 0
         #: Largest priority so far, and number of updates of removed rows: numbers on the CPU, else
         #: tensors.
-        self._largest: Any = 1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
-        self._num_dead: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
+        self._largest: Any = (
+            1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
+        )
+        self._num_dead: Any = (
+            0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
+        )
         #: Rows per lane that were ever written, and number of valid rows; None if only the device
         #: has it.
         self._total = 0
@@ -216,7 +225,10 @@ class PrioritizedRing:
         places = self.places(ids)
         if self._is_on_cpu:
             if given is None:
-                given = own(torch.full(ids.shape, self._largest, dtype=torch.float64, device="cpu")), 0.0
+                given = (
+                    own(torch.full(ids.shape, self._largest, dtype=torch.float64, device="cpu")),
+                    0.0,
+                )
             self._set(own(places), *given)
             assert self._num_valid is not None
             self._num_valid += len(ids) - int(self._counts[places].sum())
@@ -233,7 +245,9 @@ class PrioritizedRing:
             whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
             self._oldest.write(places, whens.double())
 
-    def _register_on_device(self, places: torch.Tensor, given: tuple[Any, float | None] | None) -> None:
+    def _register_on_device(
+        self, places: torch.Tensor, given: tuple[Any, float | None] | None
+    ) -> None:
         if given is None:
             self._set(places, self._largest.expand(len(places)), None)
         else:
@@ -245,7 +259,9 @@ class PrioritizedRing:
             self._num_valid = min(self._total, self._num_slots) * self._num_lanes
 
     @writes_in_order
-    def renew(self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int) -> None:
+    def renew(
+        self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int
+    ) -> None:
         """Add some of `[n]` new rows to the draws; remove the other new rows and some older rows.
 
         Args:
@@ -330,7 +346,9 @@ class PrioritizedRing:
         return self._has_mass
 
     @writes_in_order
-    def draw(self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None) -> Draw | None:
+    def draw(
+        self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None
+    ) -> Draw | None:
         """Draw rows, one from each of `num_draws` intervals of equal mass; None if no row has a weight.
 
         The importance weight of a row with probability P is (P / P_min) ** -beta.
@@ -431,12 +449,16 @@ class PrioritizedRing:
             if not isinstance(given, torch.Tensor):
                 given = torch.as_tensor(given, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
-            raise UsageError(action, "", "priorities as numbers", type(priorities).__name__) from cause
+            raise UsageError(
+                action, "", "priorities as numbers", type(priorities).__name__
+            ) from cause
         if given.is_complex() or given.layout is not torch.strided:
             raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
         if not given.is_cpu and given.device != self.device:
             given = given.to(self.device)
-        found = own_float64(given) if self._is_on_cpu or not given.is_cpu else given.detach().double()
+        found = (
+            own_float64(given) if self._is_on_cpu or not given.is_cpu else given.detach().double()
+        )
         if found.ndim and found.shape != (num_rows,):
             if prod(found.shape) != num_rows:
                 raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
@@ -467,8 +489,12 @@ class PrioritizedRing:
             UsageError: The ids or the priorities are invalid.
         """
         found = ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids)
-        if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
-            raise UsageError("update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}")
+        if found.dim() != 1 or (
+            len(found) and (found.is_floating_point() or found.dtype is torch.bool)
+        ):
+            raise UsageError(
+                "update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}"
+            )
         found = found if found.dtype is torch.int64 else found.long()
         if found.device != self.device:
             found = sent(found, self.device)
@@ -497,7 +523,9 @@ class PrioritizedRing:
             self._set(places, priorities + self.rule.eps, largest)
         return num_live
 
-    def _update_on_device(self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool) -> torch.Tensor:
+    def _update_on_device(
+        self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool
+    ) -> torch.Tensor:
         self._read_numbers()
         places = self.places(ids)
         stop = self._total * self._num_lanes
@@ -533,14 +561,18 @@ class PrioritizedRing:
             num_wrong = received[0] - self._num_wrong_raised
             self._num_wrong_raised = received[0]
             got = f"{num_wrong} others at earlier calls, which were left out"
-            raise UsageError("take priorities", "", "finite numbers >= 0 whose weights can be summed", got)
+            raise UsageError(
+                "take priorities", "", "finite numbers >= 0 whose weights can be summed", got
+            )
         received = self._late_mass.receive()
         if received is not None and not received[0]:
             self._has_mass = False
             got = "none at an earlier call, whose batch must not be used"
             raise UsageError("draw by priority", "", "a row with a weight above 0", got)
 
-    def _set(self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None) -> None:
+    def _set(
+        self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None
+    ) -> None:
         """Set the priorities and weights of `[n]` rows. Of a repeated row the last priority stays.
 
         Args:
@@ -575,15 +607,25 @@ class PrioritizedRing:
         The tensors may share memory with the ring.
         """
         first = slice(num_places)
-        tensors = {"weights": self._weights.leaves_view()[first].clone(), "priorities": self.priorities[first]}
+        tensors = {
+            "weights": self._weights.leaves_view()[first].clone(),
+            "priorities": self.priorities[first],
+        }
         tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
         if self._has_limits:
-            tensors |= {"uses": self.uses[first], "collected": self._flipped_collected[first] ^ UNKNOWN}
-        numbers = {name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")}
+            tensors |= {
+                "uses": self.uses[first],
+                "collected": self._flipped_collected[first] ^ UNKNOWN,
+            }
+        numbers = {
+            name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")
+        }
         return numbers, {name: tensors[name] for name in self._columns}
 
     @writes_in_order
-    def restore(self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(
+        self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Load the result of `state` into a new ring.
 
         Args:
@@ -598,15 +640,21 @@ class PrioritizedRing:
             checked_tensor(tensors, name, dtype, [num_places])
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
-                raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name]))
+                raise SchemaError(
+                    "load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name])
+                )
         self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
         weights = tensors["weights"]
         row_ids = tensors["row_ids"]
         counts = row_ids != _NO_ROW
         if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
-            raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of rows", "others")
+            raise SchemaError(
+                "load a state", "with 'weights'", "finite weights >= 0 of rows", "others"
+            )
         if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
-            raise SchemaError("load a state", "with 'row_ids'", "the ids of the rows in their places", "others")
+            raise SchemaError(
+                "load a state", "with 'row_ids'", "the ids of the rows in their places", "others"
+            )
         self._weights.rebuild(weights)
         self._least.note_first(num_places)
         self.priorities[:num_places] = tensors["priorities"]
@@ -614,13 +662,18 @@ class PrioritizedRing:
         self.num_draws = int(numbers["num_draws"])
         self._counts[:num_places] = counts
         self._num_valid = int(counts.sum())
-        if not self._is_on_cpu and self._num_valid < min(self._total, self._num_slots) * self._num_lanes:
+        if (
+            not self._is_on_cpu
+            and self._num_valid < min(self._total, self._num_slots) * self._num_lanes
+        ):
             self._num_valid = None
         if "uses" in self._columns:
             self._uses[:num_places] = tensors["uses"]
             self._flipped_collected[:num_places] = tensors["collected"] ^ UNKNOWN
             if self._oldest is not None:
-                self._oldest.rebuild(torch.where(counts, _since_first(tensors["collected"]), 0).double())
+                self._oldest.rebuild(
+                    torch.where(counts, _since_first(tensors["collected"]), 0).double()
+                )
 
     def _set_numbers(self, largest: float, num_dead: int) -> None:
         if self._is_on_cpu:

@@ -1,8 +1,8 @@
 """`PrioritizedWindows`: windows of consecutive steps, drawn by priority.
 
-Each window is identified by its last row. That row has a weight above 0 while the window is inside one trajectory and
-all of its rows are live. (Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement
-learning".)
+Each window is identified by its last row. That row has a weight above 0 while the window is inside
+one trajectory and all of its rows are live. (Kapturowski et al. 2019, "Recurrent experience replay
+in distributed reinforcement learning".)
 """
 
 from __future__ import annotations
@@ -67,13 +67,19 @@ class PrioritizedWindows(RowFront, Store):
         self.seq_length = arguments.whole(action, "seq_length", seq_length, 1)
         self.stride = arguments.whole(action, "stride", stride, 1)
         if seq_length > capacity:
-            raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
+            raise UsageError(
+                action, "", f"a capacity of at least {seq_length}, one window", str(capacity)
+            )
         self.end_key = normal(end_key, "end_key")
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = arguments.device(action, "device", device)
-        options = RowOptions(self.capacity, partial(end_places, end_key=self.end_key), self.seq_length)
+        options = RowOptions(
+            self.capacity, partial(end_places, end_key=self.end_key), self.seq_length
+        )
         reader = RecordReader(None, True, False, False)
-        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device, action)))
+        self._use(
+            RowStore(options, reader, self.device, generator_on(generator, self.device, action))
+        )
         # A ring of one lane, until the first `extend` fixes the number of lanes.
         self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
 
@@ -110,7 +116,9 @@ class PrioritizedWindows(RowFront, Store):
             if rows.ring is None or rows.ring.total == total:
                 return
             if is_new:
-                self._windows = self._new_windows(rows.ring.num_lanes, self._windows.num_dead_updates)
+                self._windows = self._new_windows(
+                    rows.ring.num_lanes, self._windows.num_dead_updates
+                )
             self._note_windows(rows.ring, max(total, rows.ring.total - self.capacity))
 
     @torch.no_grad()
@@ -118,8 +126,9 @@ class PrioritizedWindows(RowFront, Store):
         """Draw windows by priority, one from each of `num_windows` intervals of equal mass.
 
         Returns:
-            (batch, weights, ids): nested dict of `[num_windows, seq_length, *event]`, new tensors; importance
-            weights `[num_windows]` float32 in (0, 1]; ids `[num_windows]` int64 for `update_priorities`.
+            (batch, weights, ids): nested dict of `[num_windows, seq_length, *event]`, new tensors;
+            importance weights `[num_windows]` float32 in (0, 1]; ids `[num_windows]` int64 for
+            `update_priorities`.
 
         Raises:
             BufferEmptyError: The buffer has no complete window.
@@ -129,7 +138,9 @@ class PrioritizedWindows(RowFront, Store):
             ring = self._rows.ring
             drawn = self._windows.draw(num_windows, self._rows.generator)
             if ring is None or drawn is None:
-                raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
+                raise BufferEmptyError(
+                    "sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer"
+                )
             lane, last = ring.named(drawn.ids)
             places = ring.place(lane, last - (self.seq_length - 1))
             batch = ring.windows(places, self.seq_length, ring.cut_of(ring.names, ()))
@@ -183,7 +194,9 @@ class PrioritizedWindows(RowFront, Store):
         past = boundaries.age(lane, row).long() - back
         is_window = (past >= 0) & (row - back >= ring.oldest)
         is_window &= (past % self.stride == 0) | boundaries.ended(lane, row)
-        self._windows.renew(ring.key(lane, row), is_window, ring.key(lanes, broken).flatten(), ring.total)
+        self._windows.renew(
+            ring.key(lane, row), is_window, ring.key(lanes, broken).flatten(), ring.total
+        )
 
     def _boundaries(self) -> Boundaries:
         boundaries = self._rows.boundaries
@@ -191,14 +204,22 @@ class PrioritizedWindows(RowFront, Store):
         return boundaries
 
     def _get_state(self) -> State:
-        arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
+        arguments: dict[str, Any] = {
+            "capacity": self.capacity,
+            "seq_length": self.seq_length,
+            "stride": self.stride,
+        }
         arguments |= {"end_key": self.end_key, **vars(self.rule)}
         rows = self._rows.state()
         ring = self._rows.ring
         if rows is None or ring is None:
             return State(arguments, {"schema": None, "num_dead_updates": self.num_dead_updates}, {})
         numbers, tensors = self._windows.state(self.capacity * rows.num_lanes)
-        numbers |= {"schema": ring.schema.to_json(), "num_lanes": rows.num_lanes, "total": rows.total}
+        numbers |= {
+            "schema": ring.schema.to_json(),
+            "num_lanes": rows.num_lanes,
+            "total": rows.total,
+        }
         numbers["oldest_ages"] = rows.oldest_ages
         columns = {f"column/{place}": column for place, column in enumerate(rows.columns.values())}
         return State(arguments, numbers, tensors | columns)
@@ -229,7 +250,9 @@ class PrioritizedWindows(RowFront, Store):
         self._use(rows)
 
 
-def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:
+def sequence_priorities(
+    errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the priority of each window from its errors (Kapturowski et al. 2019, section 2.3).
 
     Args:

@@ -30,9 +30,17 @@ class SegmentTree:
         device: Device of the numbers.
     """
 
-    def __init__(self, capacity: int, operation: Any = "sum", device: torch.device | str = "cpu") -> None:
-        name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
-        self._tree = _KINDS[arguments.choice("create a segment tree", "operation", name, _KINDS)](capacity, device)
+    def __init__(
+        self, capacity: int, operation: Any = "sum", device: torch.device | str = "cpu"
+    ) -> None:
+        name = (
+            operation
+            if isinstance(operation, str)
+            else getattr(operation, "__name__", repr(operation))
+        )
+        self._tree = _KINDS[arguments.choice("create a segment tree", "operation", name, _KINDS)](
+            capacity, device
+        )
         #: Whether a number below 0 was ever set; then `find_prefixsum_idx` checks all numbers.
         self._may_be_negative = False
 
@@ -79,7 +87,9 @@ class SegmentTree:
         wrong = ~torch.isfinite(values) if is_sum else torch.isnan(values)
         if bool(wrong.any()):
             expected = "finite numbers" if is_sum else "numbers"
-            raise UsageError("write to a segment tree", "", expected, str(float(values[wrong].flatten()[0])))
+            raise UsageError(
+                "write to a segment tree", "", expected, str(float(values[wrong].flatten()[0]))
+            )
         self._may_be_negative |= bool((values < 0).any())
         self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
 
@@ -92,7 +102,10 @@ class SegmentTree:
             IndexError: The range is out of bounds, or its end is before its start.
         """
         stop = self.capacity if end is None else end
-        if not all(arguments.is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
+        if (
+            not all(arguments.is_whole(x) for x in (start, stop))
+            or not 0 <= start <= stop <= self.capacity
+        ):
             expected = f"0 <= start <= end <= {self.capacity}"
             raise OutOfRangeError("reduce a segment tree", "", expected, f"[{start}, {stop})")
         return self._tree.reduce(int(start), int(stop))
@@ -122,7 +135,9 @@ class SegmentTree:
             raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
         total = tree.reduce()
         if total <= 0:
-            raise UsageError(action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first")
+            raise UsageError(
+                action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first"
+            )
         # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces
         # it.
         is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
@@ -148,7 +163,9 @@ class SegmentTree:
         outside = (wanted < -self.capacity) | (wanted >= self.capacity)
         if bool(outside.any()):
             got = str(int(wanted[outside].flatten()[0]))
-            raise OutOfRangeError(f"{action} a segment tree", "", f"indices below {self.capacity}", got)
+            raise OutOfRangeError(
+                f"{action} a segment tree", "", f"indices below {self.capacity}", got
+            )
         return torch.where(wanted < 0, wanted + self.capacity, wanted)
 
 

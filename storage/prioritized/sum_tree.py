@@ -120,7 +120,9 @@ class WideTree:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: Size of each level, from the leaves to the top, rounded up to a multiple of `BLOCK`.
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
-        self._levels = [filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places]
+        self._levels = [
+            filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places
+        ]
         self._own_levels = [own(level) for level in self._levels]
         self._library = library(self.device)
         self._is_on_cpu = self.device.type == "cpu"
@@ -267,7 +269,11 @@ class SumTree(WideTree):
         """
         total = float(self._add_up())
         masses = own(masses.clamp(max=nextafter(total, 0)))
-        return tensor_of(self._descend(self._search(masses), masses, is_careful=True)) if total > 0 else None
+        return (
+            tensor_of(self._descend(self._search(masses), masses, is_careful=True))
+            if total > 0
+            else None
+        )
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
@@ -372,7 +378,9 @@ class SumTree(WideTree):
             elif is_careful:
                 is_behind = memory.last_sums <= 0
                 has_weight = tensor_of(blocks[node[is_behind]]) > 0
-                place[is_behind] = own((has_weight * torch.arange(WIDTH, device=self.device)).amax(1))
+                place[is_behind] = own(
+                    (has_weight * torch.arange(WIDTH, device=self.device)).amax(1)
+                )
             node <<= _SHIFT
             node += place
             if level is not self._own_levels[0]:
@@ -453,8 +461,11 @@ class LeastWeight:
             return  # The common case.
         if bool(((old > 0) & (old <= self._value)).any()):
             self._value = None
-        else:  # `new` may contain weights that a later copy of the same row overwrote: read the leaves.
-            self._value = min(self._value, float(least_positive(tensor_of(self._own_weights[places]))))
+        # `new` may contain weights that a later copy of the same row overwrote: read the leaves.
+        else:
+            self._value = min(
+                self._value, float(least_positive(tensor_of(self._own_weights[places])))
+            )
 
     def note_first(self, num_places: int) -> None:
         """Record a write of the first `num_places` weights."""

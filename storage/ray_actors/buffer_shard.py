@@ -49,19 +49,36 @@ _ONE_EACH = "Shards have unequal shares of its buffers: make a RemoteBuffer of e
 class RemoteOptions:
     """Options of `RemoteBuffer`."""
 
-    prefetch: int = 2  # replies that are requested ahead of the consumer; 0 draws when it is asked for
+    prefetch: int = (
+        2  # replies that are requested ahead of the consumer; 0 draws when it is asked for
+    )
     batches_per_reply: int = 1  # batches that one reply brings
-    copy: bool = False  # whether samples are the caller's own; otherwise large ones are shared memory, for reading only
-    max_pending: int = 1  # pushes, and updates, to a shard that may be unanswered; more take turns from draws
-    checkpoint_dir: str | None = None  # on a file system that all machines see; what is there is taken up
-    max_unsaved_bytes: int = 256 << 20  # pushes to a shard that no checkpoint holds; beyond it asks for one and waits
-    rate_limiter: Mapping[str, Any] | None = None  # arguments of a `RateLimiter` of each shard, which counts rows
-    max_staleness: int | None = None  # rows are drawn only if their policy version is at most so much behind ours
-    version_key: str = "policy_version"  # the field with the policy version of a row, integers, in every sample
+    # whether samples are the caller's own; otherwise large ones are shared memory, for reading only
+    copy: bool = False
+    max_pending: int = (
+        1  # pushes, and updates, to a shard that may be unanswered; more take turns from draws
+    )
+    checkpoint_dir: str | None = (
+        None  # on a file system that all machines see; what is there is taken up
+    )
+    max_unsaved_bytes: int = (
+        256 << 20
+    )  # pushes to a shard that no checkpoint holds; beyond it asks for one and waits
+    rate_limiter: Mapping[str, Any] | None = (
+        None  # arguments of a `RateLimiter` of each shard, which counts rows
+    )
+    max_staleness: int | None = (
+        None  # rows are drawn only if their policy version is at most so much behind ours
+    )
+    version_key: str = (
+        "policy_version"  # the field with the policy version of a row, integers, in every sample
+    )
     whole_trajectories: bool = False  # whether each push ends with the end of its trajectories
     timeout_s: float = 60.0  # how long one answer may take
     seed: int = 0  # of the shards' draws
-    actor_options: Mapping[str, Any] = field(default_factory=dict)  # of Ray: num_cpus, resources, ...
+    actor_options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of Ray: num_cpus, resources, ...
 
     def __post_init__(self) -> None:
         action = "make a RemoteBuffer"
@@ -92,17 +109,26 @@ class Shard:
     """One buffer: what `make` makes, in shard `place[0]` of `place[1]`, with checkpoints in `folder` if it is given."""
 
     def __init__(
-        self, make: Callable[[], Any], place: tuple[int, int], folder: str | None, options: RemoteOptions
+        self,
+        make: Callable[[], Any],
+        place: tuple[int, int],
+        folder: str | None,
+        options: RemoteOptions,
     ) -> None:
         torch.set_num_threads(1)
         self._place = place
         self._folder = folder
         self._options = options
         self._life = secrets.token_hex(8)
-        self._limiter = None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
+        self._limiter = (
+            None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
+        )
         #: Pool for the batches of a reply; newly allocated memory takes 4 times as long.
-        self._pool = BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
-        #: Collector -> number of its push that is due; as it is, and as of the last checkpoint; who pushed last.
+        self._pool = (
+            BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
+        )
+        #: Collector -> number of its push that is due; as it is, and as of the last checkpoint; who
+        #: pushed last.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
@@ -114,8 +140,13 @@ class Shard:
         try:
             with seeds_from(options.seed * place[1] + place[0]):
                 self._made = self._checked(make())
-            unit, self._has_ids = _has(self._made, "sample", "seq_length"), _has(self._made, "update_priorities", "ids")
-            has_steps = getattr(self._made, "end_key", None) is not None or hasattr(self._made, "seq_length")
+            unit, self._has_ids = (
+                _has(self._made, "sample", "seq_length"),
+                _has(self._made, "update_priorities", "ids"),
+            )
+            has_steps = getattr(self._made, "end_key", None) is not None or hasattr(
+                self._made, "seq_length"
+            )
             self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
@@ -132,9 +163,24 @@ class Shard:
         """Raise if draws are not supported; give items names that are unique among shards."""
         kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
         for is_wrong, expected, got, advice in (
-            (not hasattr(made, "sample"), "one with a method sample", f"a {kind}", "Keep it beside its learner"),
-            (made not in parts and num_shards > 1, f"one shard of a {kind}", str(num_shards), _ONE_EACH),
-            (any(getattr(x, "rate_limiter", None) for x in parts), "none with a rate_limiter", "one", _LIMIT_HERE),
+            (
+                not hasattr(made, "sample"),
+                "one with a method sample",
+                f"a {kind}",
+                "Keep it beside its learner",
+            ),
+            (
+                made not in parts and num_shards > 1,
+                f"one shard of a {kind}",
+                str(num_shards),
+                _ONE_EACH,
+            ),
+            (
+                any(getattr(x, "rate_limiter", None) for x in parts),
+                "none with a rate_limiter",
+                "one",
+                _LIMIT_HERE,
+            ),
         ):
             if is_wrong:
                 raise UsageError("keep a buffer in an actor", "", expected, got, advice)
@@ -145,10 +191,13 @@ class Shard:
 
     # Drawing.
 
-    def draw(self, asked: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]) -> Any:
+    def draw(
+        self, asked: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
+    ) -> Any:
         """Call a method of the buffer for each size above 0, its first argument; give the fields of `Ack`, and results.
 
-        What is asked (method, sizes, other arguments, options, policy version) is one argument: each takes 60 us.
+        What is asked (method, sizes, other arguments, options, policy version) is one argument:
+        each takes 60 us.
         """
         name, sizes, args, options, version = asked
         method = getattr(self._buffer, name)
@@ -159,7 +208,9 @@ class Shard:
             num_rows = sum(size.values()) if isinstance(size, Mapping) else size
             one = None
             if limiter is not None and not limiter.sample(num_rows):
-                raise RateLimitedError(f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot()))
+                raise RateLimitedError(
+                    f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot())
+                )
             try:
                 one = self._fresh(partial(method, size, *args, **options), unit, version)
             finally:
@@ -184,20 +235,32 @@ class Shard:
             fields = flatten(batch) if isinstance(batch, dict) else {}
             if key not in fields:
                 raise UsageError(
-                    "bound staleness", "", f"samples with the field {key!r}", ", ".join(fields) or "others"
+                    "bound staleness",
+                    "",
+                    f"samples with the field {key!r}",
+                    ", ".join(fields) or "others",
                 )
             size = len(fields[key])
-            fresh = (fields[key] >= version - limit).reshape(size // unit, -1).all(1).repeat_interleave(unit)
+            fresh = (
+                (fields[key] >= version - limit)
+                .reshape(size // unit, -1)
+                .all(1)
+                .repeat_interleave(unit)
+            )
             parts.append(_rows_of(found, fresh))
             num_kept += int(fresh.sum())
             if num_kept >= size:
                 return _rows_of(join(parts), slice(size))
         expected = f"{size} rows of policy version {version - limit} or later"
-        raise BufferEmptyError("draw", "", expected, f"{num_kept} in {_MAX_DRAWS} draws", "Push newer rows")
+        raise BufferEmptyError(
+            "draw", "", expected, f"{num_kept} in {_MAX_DRAWS} draws", "Push newer rows"
+        )
 
     # Pushing.
 
-    def push(self, collector: str, number: int, given: tuple[str, Packed | None]) -> tuple[Ack, Exception | None]:
+    def push(
+        self, collector: str, number: int, given: tuple[str, Packed | None]
+    ) -> tuple[Ack, Exception | None]:
         """Apply the push if it is due; without arguments only count it. Returns its error."""
         due, error, (name, packed) = self._due.get(collector, 0), None, given
         if number != due:
@@ -206,7 +269,9 @@ class Shard:
         num_rows = 0 if name in ("", *UPDATES) else _num_rows(self._buffer, name, args)
         limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
-            raise RateLimitedError(f"insert {num_rows} rows", "", "more draws", str(limiter.snapshot()))
+            raise RateLimitedError(
+                f"insert {num_rows} rows", "", "more draws", str(limiter.snapshot())
+            )
         with self._applying:
             try:
                 if name in UPDATES:
@@ -221,7 +286,9 @@ class Shard:
             self._due[collector] = due + 1
         return self.hello(collector), error
 
-    def tell(self, collector: str, number: int, given: tuple[str, Packed | None]) -> tuple[Ack, Exception | None]:
+    def tell(
+        self, collector: str, number: int, given: tuple[str, Packed | None]
+    ) -> tuple[Ack, Exception | None]:
         """Like `push`, in the thread of draws, so that updates do not wait for limited pushes."""
         return self.push(collector, number, given)
 
@@ -230,7 +297,9 @@ class Shard:
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
         if is_between and self._traits.has_steps and not self._options.whole_trajectories:
             advice = "Make more shards, or push whole trajectories and give whole_trajectories=True"
-            raise UsageError("push steps", "", "one collector for each shard", "two in turns", advice)
+            raise UsageError(
+                "push steps", "", "one collector for each shard", "two in turns", advice
+            )
         self._last = collector
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -255,9 +324,15 @@ class Shard:
         Items of no shard go to the first shard, whose buffer raises an error for them.
         """
         names = [str(one).rpartition("_")[0] for one in info.get(_ID) or ()]
-        mine = [(self._names.index(name) if name in self._names else 0) == self._place[0] for name in names]
+        mine = [
+            (self._names.index(name) if name in self._names else 0) == self._place[0]
+            for name in names
+        ]
         lists = {key: info[key] for key in (_ID, "priority") if info.get(key) is not None}
-        cut = {key: [x for x, is_mine in zip(given, mine, strict=True) if is_mine] for key, given in lists.items()}
+        cut = {
+            key: [x for x, is_mine in zip(given, mine, strict=True) if is_mine]
+            for key, given in lists.items()
+        }
         return {**info, **cut}
 
     # All else.
@@ -298,7 +373,9 @@ class Shard:
         The file of numbers is replaced last; it names the valid folder of rows.
         """
         if self._folder is None:
-            raise UsageError("save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without")
+            raise UsageError(
+                "save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without"
+            )
         place = Path(self._folder)
         rows = secrets.randbelow(1 << 48)
         self._buffer.save(place / f"{_ROWS}{rows}")

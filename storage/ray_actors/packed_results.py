@@ -29,7 +29,8 @@ _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 #: Place of a tensor: buffer, first byte, dtype, shape, strides in bytes, whether it was an array.
 #: Ray pickles plain tuples in half the time of named ones.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
-#: Buffers of uint8, the places of tensors in them, and a tree with `...` instead of tensors, in the same order.
+#: Buffers of uint8, the places of tensors in them, and a tree with `...` instead of tensors, in the
+#: same order.
 Packed = tuple[list[npt.NDArray[np.uint8]], list[Place], Any]
 
 
@@ -38,21 +39,34 @@ class _Memory:
 
     def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
         self.owner = owner
-        self.__array_interface__ = {"data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def is_numbers(leaf: Any) -> bool:
     """Return whether a leaf is a tensor, or an array of numbers."""
-    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
+    return isinstance(leaf, torch.Tensor) or (
+        isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+    )
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_numbers) -> Any:
+def map_tree(
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_numbers
+) -> Any:
     """Apply `function` to some leaves of nested mappings, lists and tuples; mappings become dicts, others stay."""
     if is_leaf(tree):
         return function(tree)
     if hasattr(tree, "items") and hasattr(tree, "keys"):  # a TensorDict is no Mapping
         return {key: map_tree(function, value, is_leaf) for key, value in tree.items()}
-    return type(tree)(map_tree(function, x, is_leaf) for x in tree) if type(tree) in (list, tuple) else tree
+    return (
+        type(tree)(map_tree(function, x, is_leaf) for x in tree)
+        if type(tree) in (list, tuple)
+        else tree
+    )
 
 
 def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
@@ -79,7 +93,11 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
             strides = tuple(stride * size for stride in x.stride())
             places[one] = len(buffers), first, _NAMES[x.dtype], tuple(x.shape), strides, is_array
         owner = [tensors[one] for one in group]
-        buffer = np.asarray(_Memory(start, stop - start, owner)) if stop > start else np.empty(0, np.uint8)
+        buffer = (
+            np.asarray(_Memory(start, stop - start, owner))
+            if stop > start
+            else np.empty(0, np.uint8)
+        )
         if pool is not None:
             buffers.append(pool.take(len(buffer)).numpy())
             buffers[-1][:] = buffer
@@ -99,12 +117,16 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 def unpack(packed: Packed, copy: bool = False) -> Any:
     """Unpack a tree: tensors are views of the buffers, or with `copy` of new memory."""
     buffers, places, tree = packed
-    memories = [x.copy() if copy else np.asarray(_Memory(x.ctypes.data, x.nbytes, x)) for x in buffers]
+    memories = [
+        x.copy() if copy else np.asarray(_Memory(x.ctypes.data, x.nbytes, x)) for x in buffers
+    ]
     in_order = iter(places)
 
     def cut(_: Any) -> Any:
         buffer, start, name, shape, strides, is_array = next(in_order)
-        array: npt.NDArray[Any] = np.ndarray(shape, _DTYPES[name][1], memories[buffer], start, strides)
+        array: npt.NDArray[Any] = np.ndarray(
+            shape, _DTYPES[name][1], memories[buffer], start, strides
+        )
         if is_array:
             return array
         tensor = torch.from_numpy(array)
@@ -134,7 +156,11 @@ def join(trees: Sequence[Any]) -> Any:
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor: (start, stop); equal if it is empty."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    reach = (
+        1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        if x.numel()
+        else 0
+    )
     return x.data_ptr(), x.data_ptr() + reach * x.element_size()
 
 

@@ -33,7 +33,8 @@ class Link:
         self._options = options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
-        #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first; and the bytes of all.
+        #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first;
+        #: and the bytes of all.
         self._kept: dict[int, tuple[str, Any, int]] = {}
         self._kept_bytes = 0
         #: Numbers of the next push to create and to send; below 0, the shard is asked for it.
@@ -54,15 +55,21 @@ class Link:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as cause:
             within = f"an answer within {timeout_s} s"
-            raise WaitTimeoutError("ask", self.where, within, "none", "See what its actor does") from cause
+            raise WaitTimeoutError(
+                "ask", self.where, within, "none", "See what its actor does"
+            ) from cause
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.ActorUnavailableError as cause:
             self._sent = -1
-            raise LostActorError("ask", self.where, "a living actor", "one that is restarted") from cause
+            raise LostActorError(
+                "ask", self.where, "a living actor", "one that is restarted"
+            ) from cause
         except ray.exceptions.RayActorError as cause:
             advice = "" if self._is_kept else "Give checkpoint_dir, so that it is restarted"
-            raise BackgroundError("ask", self.where, "a living actor", str(cause).strip(), advice) from cause
+            raise BackgroundError(
+                "ask", self.where, "a living actor", str(cause).strip(), advice
+            ) from cause
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call the actor and wait for the answer. Retry if it restarted."""
@@ -129,7 +136,9 @@ class Link:
                 self._note(self.answer(self.start("hello", self._collector)), is_back=True)
             elif self._sent < self._next and len(self._pending) < self._options.max_pending:
                 method, given, _ = self._kept[self._sent]
-                self._pending.append((self._sent, self.start(method, self._collector, self._sent, given)))
+                self._pending.append(
+                    (self._sent, self.start(method, self._collector, self._sent, given))
+                )
                 self._sent += 1
             else:
                 self._end_push()
@@ -156,6 +165,10 @@ class Link:
             self._pending.clear()
             if ack.due < self._next and ack.due not in self._kept:
                 got = f"push {ack.due} is due, which is not kept any more"
-                raise BackgroundError("send again", f"to {self.where}", "a checkpoint that holds what it did", got)
-        while self._kept and (oldest := next(iter(self._kept))) < (ack.unsaved if self._is_kept else ack.due):
+                raise BackgroundError(
+                    "send again", f"to {self.where}", "a checkpoint that holds what it did", got
+                )
+        while self._kept and (oldest := next(iter(self._kept))) < (
+            ack.unsaved if self._is_kept else ack.due
+        ):
             self._kept_bytes -= self._kept.pop(oldest)[2]

@@ -37,8 +37,8 @@ class DictBuffer(RowBuffer):
             names, or a list of those. None: rows are independent.
         auto_unsqueeze: Whether a leaf `[n]` becomes `[n, 1]` instead of an error.
         narrow: Whether float64 is stored as float32.
-        contiguous: Whether leaves of samples are contiguous. Otherwise they are strided views of one
-            new tensor per sample, which takes a third less time.
+        contiguous: Whether leaves of samples are contiguous. Otherwise they are strided views of
+            one new tensor per sample, which takes a third less time.
         output_device: Device of samples; None for `device`.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
@@ -82,7 +82,9 @@ class DictBuffer(RowBuffer):
         arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
         self.capacity = arguments.whole(action, "capacity", capacity, 1)
         if self.capacity % self.num_envs:
-            raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
+            raise UsageError(
+                action, "", f"a capacity that num_envs={num_envs} divides", str(capacity)
+            )
         super().__init__(self._row_options(), self._reader(), device, generator)
         self.nested_key_separator = nested_key_separator
 
@@ -90,8 +92,9 @@ class DictBuffer(RowBuffer):
     def storage(self) -> dict[str, Any] | None:
         """All slots of every field, `[capacity, *event]`, as a nested dict; None before the first `extend`.
 
-        They share memory with the buffer, except with several environments, where they are a copy. Do not write to
-        them: rows that are stored twice, and the ends of trajectories, would not follow.
+        They share memory with the buffer, except with several environments, where they are a copy.
+        Do not write to them: rows that are stored twice, and the ends of trajectories, would not
+        follow.
         """
         with self._lock:
             ring = self._rows.ring
@@ -122,7 +125,9 @@ class DictBuffer(RowBuffer):
             UsageError: `batch_size` is below 1.
             BufferEmptyError: Nothing was added yet.
         """
-        batch_size = arguments.whole(f"sample from a {type(self).__name__}", "batch_size", batch_size, 1)
+        batch_size = arguments.whole(
+            f"sample from a {type(self).__name__}", "batch_size", batch_size, 1
+        )
         with self._lock:
             ring = self._filled("sample")
             with self._order.reads:
@@ -142,18 +147,24 @@ class DictBuffer(RowBuffer):
                 `num_steps`, `num_frames`, `at_end`, ... (see `TransitionRequest`).
 
         Returns:
-            Every field `[batch_size, *event]` of the first row, `next` with the fields of `next_keys`
-            after the last step, and the further entries of the request.
+            Every field `[batch_size, *event]` of the first row, `next` with the fields of
+            `next_keys` after the last step, and the further entries of the request.
 
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
-        batch_size = arguments.whole(arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1)
+        batch_size = arguments.whole(
+            arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1
+        )
         if request is None:
             request = TransitionRequest.of(options) if options else _PLAIN
         elif options:
-            raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
-        arguments.instance("sample transitions", "request", request, "as a TransitionRequest", TransitionRequest)
+            raise UsageError(
+                "sample transitions", "", "a request or options", f"both, {', '.join(options)}"
+            )
+        arguments.instance(
+            "sample transitions", "request", request, "as a TransitionRequest", TransitionRequest
+        )
         with self._lock:
             self._filled("sample transitions")
             sampler = self._last_sampler
@@ -203,7 +214,9 @@ class DictBuffer(RowBuffer):
         boundaries = self._rows.boundaries
         if boundaries is None:
             advice = "Create the buffer with end_key"
-            raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
+            raise UsageError(
+                "sample transitions", "", "fields that end trajectories", "no end_key", advice
+            )
         with self._order.writes:  # Other streams wait for the factors of the sampler.
             return TransitionSampler(boundaries, self._rows.end_names, request)
 
@@ -246,16 +259,22 @@ class ZBuffer(RowBuffer):
         self.dim = arguments.whole("create a ZBuffer", "dim", dim, 1)
         self.dtype = dtype
         self.capacity = arguments.whole("create a ZBuffer", "capacity", capacity, 1)
-        super().__init__(RowOptions(self.capacity), RecordReader(1, False, False, False), device, generator)
+        super().__init__(
+            RowOptions(self.capacity), RecordReader(1, False, False, False), device, generator
+        )
         self._vectors = self._rows.create(Schema([Field(_NAME, (dim,), dtype_name(dtype))]), 1)
 
     @torch.no_grad()
     def add(self, z: Any) -> None:
         """Append `[n, dim]` of any n; of more than fit the newest are kept."""
-        values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")).detach()
+        values = (
+            z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")
+        ).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
             expected = f"z of shape [n, {self.dim}]"
-            raise SchemaError("call ZBuffer.add", "", expected, f"{values.dtype} {list(values.shape)}")
+            raise SchemaError(
+                "call ZBuffer.add", "", expected, f"{values.dtype} {list(values.shape)}"
+            )
         with self._lock, self._order.writes:
             self._vectors.write([values.unsqueeze(1)])
 
@@ -276,7 +295,9 @@ class ZBuffer(RowBuffer):
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        return cls(**{**arguments, "dtype": DTYPES[arguments["dtype"]][0]}, device=device, generator=0)
+        return cls(
+            **{**arguments, "dtype": DTYPES[arguments["dtype"]][0]}, device=device, generator=0
+        )
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         schema = self._vectors.schema

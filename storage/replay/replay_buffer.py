@@ -29,7 +29,8 @@ class ReplayBuffer(RowFront, Store):
             `torch.initial_seed()` and the number of objects made since that changed.
 
     Attributes:
-        states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples` are valid.
+        states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples`
+            are valid.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class ReplayBuffer(RowFront, Store):
         is_given = isinstance(generator, torch.Generator)  # It may be on the CPU.
         generator = generator_on(generator, None if is_given else self.device, action)
         reader = RecordReader(1, False, False, False)
-        self._use(RowStore(RowOptions(self.buffer_size, num_guards=0), reader, self.device, generator))
+        self._use(
+            RowStore(RowOptions(self.buffer_size, num_guards=0), reader, self.device, generator)
+        )
         self._ring = self._rows.create(Schema(Field(name, self.obs_dim) for name in _NAMES), 1)
         self.states = self._ring.slots_view("states")[:, 0]
         self.next_states = self._ring.slots_view("next_states")[:, 0]
@@ -71,7 +74,8 @@ class ReplayBuffer(RowFront, Store):
         """Append pairs `[n, *obs_dim]`; of more than fit the last `buffer_size` are kept.
 
         Raises:
-            SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing is written.
+            SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing
+                is written.
         """
         schema = self._ring.schema
         action = "call ReplayBuffer.insert"

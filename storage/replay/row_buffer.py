@@ -46,7 +46,9 @@ class RowBuffer(RowFront, BufferStore):
     ) -> None:
         action = arguments.creating(self)
         self.device = arguments.device(action, "device", device)
-        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device, action)))
+        self._use(
+            RowStore(options, reader, self.device, generator_on(generator, self.device, action))
+        )
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -114,7 +116,9 @@ class RowBuffer(RowFront, BufferStore):
         known = {name: config[name] for name in cls._ARGUMENTS if name in config}
         is_earlier_system = "format" not in config and "generator" not in config
         if is_earlier_system and isinstance(known.get("end_key"), list):
-            known["end_key"] = tuple(known["end_key"])  # Earlier systems have one key, perhaps nested.
+            known["end_key"] = tuple(
+                known["end_key"]
+            )  # Earlier systems have one key, perhaps nested.
         return known
 
     def _get_state(self) -> State:
@@ -123,7 +127,11 @@ class RowBuffer(RowFront, BufferStore):
         numbers |= {"accepted_share": 1.0, "num_lanes": None, "has_finals": False}
         if rows is None:
             return State(self._arguments(), numbers, {})
-        numbers |= {"total": rows.total, "accepted_share": rows.accepted_share, "num_lanes": rows.num_lanes}
+        numbers |= {
+            "total": rows.total,
+            "accepted_share": rows.accepted_share,
+            "num_lanes": rows.num_lanes,
+        }
         if rows.oldest_ages is not None:
             numbers["oldest_ages"] = rows.oldest_ages
         tensors = {}
@@ -132,7 +140,12 @@ class RowBuffer(RowFront, BufferStore):
         if rows.final_keys is not None:
             numbers["has_finals"] = True
             if ROW_KEY in rows.final_columns:
-                raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
+                raise SchemaError(
+                    "save final rows",
+                    "",
+                    f"fields of other names than {ROW_KEY!r}",
+                    "one of that name",
+                )
             tensors[f"{FINALS}/{ROW_KEY}"] = rows.final_keys.unsqueeze(1)
             tensors |= {f"{FINALS}/{name}": column for name, column in rows.final_columns.items()}
         return State(self._arguments(), numbers, tensors)
@@ -152,12 +165,17 @@ class RowBuffer(RowFront, BufferStore):
         num_lanes = next(iter(table.shapes.values()))[1] if num_lead == 2 else 1
         if table.num_rows > num_slots:
             got = f"{table.num_rows} rows"
-            raise SchemaError("load rows", expected=f"at most {num_slots} rows, the capacity", got=got)
+            raise SchemaError(
+                "load rows", expected=f"at most {num_slots} rows, the capacity", got=got
+            )
         total = rows_written(numbers, table.num_rows, num_slots, self.num_envs)
         rows.load(table.schema(num_lead), num_lanes, total, lane_parts(table, num_lead), numbers)
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
+        columns = {
+            name: x if self._has_lanes_in_file else x.squeeze(1)
+            for name, x in state.get("columns", {}).items()
+        }
         return super()._of_earlier({**state, "columns": columns})
 
 
@@ -171,6 +189,10 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
     """Copy a nested dict of tensors to a device; None returns it as it is."""
     if device is None:
         return tree
-    is_to_host = device.type == "cpu"  # A reader on the host does not wait for an asynchronous copy.
-    moved: dict[str, Any] = map_leaves(lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree)
+    is_to_host = (
+        device.type == "cpu"
+    )  # A reader on the host does not wait for an asynchronous copy.
+    moved: dict[str, Any] = map_leaves(
+        lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree
+    )
     return moved

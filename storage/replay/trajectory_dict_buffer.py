@@ -1,7 +1,7 @@
 """`TrajectoryDictBuffer`: a fixed set of episodes, drawn by priority; `PrefixSum`: the episode of a frame.
 
-Only the priorities change after the construction. Frames are stored episode after episode. The lengths of the episodes
-decide where they end, never the flags.
+Only the priorities change after the construction. Frames are stored episode after episode. The
+lengths of the episodes decide where they end, never the flags.
 """
 
 from __future__ import annotations
@@ -52,22 +52,24 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     """Expert episodes, sampled as windows of consecutive frames.
 
     Args:
-        episodes: Nested mappings whose leaves are `[T, *event]`, T of each its own. A `motion_id_key`
-            may also be one value, and `file_name` a str.
+        episodes: Nested mappings whose leaves are `[T, *event]`, T of each its own. A
+            `motion_id_key` may also be one value, and `file_name` a str.
         device: Device of the episodes.
         seq_length: Rows of a window; `sample` may use another number.
         output_key_t: Fields of every row of a window.
         output_key_tp1: Fields of the row after each row, below `next`; [] for none.
-        end_key: Field that is True on the last frame of every episode and nowhere else; made if absent.
+        end_key: Field that is True on the last frame of every episode and nowhere else; made if
+            absent.
         motion_id_key: Name of the leaf with the motion id of an episode.
         file_names: Path of the source file of each episode.
-        split_on_end: Whether an episode is cut behind a frame whose `end_key` is True; otherwise such
-            a frame before the last one is an error.
+        split_on_end: Whether an episode is cut behind a frame whose `end_key` is True; otherwise
+            such a frame before the last one is an error.
         contiguous, output_device, generator: As for `DictBuffer`.
         nested_key_separator: Joins the levels of a key in saved files.
 
     Attributes:
-        lengths, start_idx, stop_idx: `[E]` int64, of the episodes; frames `start_idx` to `stop_idx`.
+        lengths, start_idx, stop_idx: `[E]` int64, of the episodes; frames `start_idx` to
+            `stop_idx`.
         motion_ids, file_names: Lists of E entries, None where unknown.
         priorities: `[E]` float32 of sum 1, equal at first.
         capacity: Number of frames.
@@ -122,7 +124,15 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         output_device = arguments.optional_device(action, "output_device", output_device)
         self._set_devices(device, output_device, generator_on(generator, device, action))
         lengths = [len(leaves[0]) for leaves, _, _ in pieces]
-        options = (seq_length, output_key_t, output_key_tp1, end_name, motion_name, contiguous, nested_key_separator)
+        options = (
+            seq_length,
+            output_key_t,
+            output_key_tp1,
+            end_name,
+            motion_name,
+            contiguous,
+            nested_key_separator,
+        )
         self._set_up(lengths, dict(zip(_OPTIONS, options, strict=True)))
         starts = self.start_idx.tolist()
         columns = [dict(zip(schema, leaves, strict=True)) for leaves, _, _ in pieces]
@@ -151,8 +161,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
         """Draw windows: an episode by priority, then a start, uniformly over all that it has.
 
-        Only episodes that are long enough take part. If none of those has a priority above 0, all are
-        equally likely, with a warning.
+        Only episodes that are long enough take part. If none of those has a priority above 0, all
+        are equally likely, with a warning.
 
         Args:
             batch_size: Rows in all: a multiple of the window's length.
@@ -166,20 +176,25 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
             ring = self._ring
-            cut = ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
+            cut = ring.cut_of(
+                tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True
+            )
             # Other streams wait for new weights.
             access = self._order.reads if needed in self._drawn_by else self._order.writes
             with access:
                 episode = self._weights(needed).draw(num_windows, self._rows.generator)
                 starts = below(self.lengths[episode] - needed + 1, self._rows.generator)
-                windows = ring.windows(self.start_idx[episode] + starts, length, cut, never_wraps=True)
+                windows = ring.windows(
+                    self.start_idx[episode] + starts, length, cut, never_wraps=True
+                )
         return on_device(windows, self.output_device)
 
     @lasting
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
         """Set the priorities of some episodes, then scale all to a sum of 1.
 
-        Priorities and indices on a GPU are not waited for: wrong ones are left out, and a later call raises.
+        Priorities and indices on a GPU are not waited for: wrong ones are left out, and a later
+        call raises.
 
         Args:
             priorities: `[num]`, finite and >= 0.
@@ -194,9 +209,13 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         elif places is None:
             places = torch.arange(self.num_episodes, device=self.device)
         if len(values) != len(places):
-            raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
+            raise UsageError(
+                action, "", f"{len(places)} priorities, one per index", str(len(values))
+            )
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
+            raise UsageError(
+                action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()"
+            )
         with self._lock, self._order.writes:
             if is_on_cpu:
                 self._set_priorities(values, places)
@@ -204,18 +223,28 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
                 self._set_priorities_on_device(sent(values, self.device), sent(places, self.device))
             self._drawn_by.clear()
 
-    def _checked(self, values: torch.Tensor, places: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _checked(
+        self, values: torch.Tensor, places: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Check priorities and indices on the CPU."""
         values = values.to(torch.float64)
         places = torch.arange(self.num_episodes, device="cpu") if places is None else places
         action = "update priorities"
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
+            raise UsageError(
+                action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()"
+            )
         if len(values) != len(places):
-            raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
+            raise UsageError(
+                action, "", f"{len(places)} priorities, one per index", str(len(values))
+            )
         for wrong, expected, shown in (
             (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
-            ((places < 0) | (places >= self.num_episodes), f"idxs of episodes below {self.num_episodes}", places),
+            (
+                (places < 0) | (places >= self.num_episodes),
+                f"idxs of episodes below {self.num_episodes}",
+                places,
+            ),
         ):
             if bool(wrong.any()):
                 place = int(wrong.nonzero()[0])
@@ -261,7 +290,9 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             self._warn_of_no_priority(received[1])
 
     def _warn_of_no_priority(self, needed: int) -> None:
-        text = f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
+        text = (
+            f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
+        )
         warnings.warn(text, RolloutDataWarning, stacklevel=4)
 
     @torch.no_grad()
@@ -269,7 +300,9 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
         with self._lock, self._order.reads:
             columns = self._columns()
-            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in columns.items()}
+            copies = {
+                name: x.clone(memory_format=torch.contiguous_format) for name, x in columns.items()
+            }
         return unflatten(copies)
 
     @classmethod
@@ -289,19 +322,27 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         numbers |= {name: getattr(self, name) for name in _OPTIONS}
         numbers |= {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
         numbers |= {"lengths": self.lengths.tolist(), "priorities": self.priorities.tolist()}
-        return State({}, numbers, {f"{ROWS}/{name}": column for name, column in self._columns().items()})
+        return State(
+            {}, numbers, {f"{ROWS}/{name}": column for name, column in self._columns().items()}
+        )
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         table = tables[ROWS]
         lengths = numbers["lengths"]
         if table.num_rows != sum(lengths):
-            raise SchemaError("load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows))
+            raise SchemaError(
+                "load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows)
+            )
         self._set_up(lengths, numbers)
         self._load_rows(table.schema(1), lane_parts(table, 1))
         self.motion_ids = list(numbers["motion_ids"])
         self.file_names = list(numbers["file_names"])
-        priorities = torch.as_tensor(numbers["priorities"], dtype=torch.float32, device=self.device).clone()
-        if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
+        priorities = torch.as_tensor(
+            numbers["priorities"], dtype=torch.float32, device=self.device
+        ).clone()
+        if priorities.shape != self.lengths.shape or not bool(
+            (priorities >= 0).all() & priorities.isfinite().all()
+        ):
             expected = f"{self.num_episodes} finite priorities >= 0"
             raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
         self.priorities = priorities
@@ -314,7 +355,9 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
         self._use(RowStore(RowOptions(1, num_guards=0), reader, device, generator))
 
-    def _load_rows(self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]) -> None:
+    def _load_rows(
+        self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
+    ) -> None:
         """Store all frames: first frame and `[n, 1, *event]` per field."""
         rows = self._rows.emptied(self.capacity)
         self._ring = rows.load(schema, 1, self.capacity, parts, {})
@@ -384,7 +427,9 @@ def _read(
     """
     names = [None] * len(episodes) if file_names is None else list(file_names)
     if not episodes or len(names) != len(episodes):
-        expected = f"{len(episodes)} file names, one per episode" if episodes else "at least one episode"
+        expected = (
+            f"{len(episodes)} file names, one per episode" if episodes else "at least one episode"
+        )
         raise UsageError(_MAKE, "", expected, str(len(names)) if episodes else "none")
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
     # A motion id that only some episodes have is known of them, but no column.
@@ -415,7 +460,9 @@ def _read(
     return reader.schema, found
 
 
-def _take_apart(columns: dict[str, Any], motion_name: str) -> tuple[dict[str, Any], Any, str | None]:
+def _take_apart(
+    columns: dict[str, Any], motion_name: str
+) -> tuple[dict[str, Any], Any, str | None]:
     """Split an episode into columns, motion id and file name."""
     file_name = columns.pop("file_name", None)
     value: Any = columns.get(motion_name)
@@ -426,7 +473,9 @@ def _take_apart(columns: dict[str, Any], motion_name: str) -> tuple[dict[str, An
     return columns, (first[0] if len(first) == 1 else first or None), file_name
 
 
-def _split(rows: list[torch.Tensor], place: int, split_on_end: bool, where: str) -> Iterator[list[torch.Tensor]]:
+def _split(
+    rows: list[torch.Tensor], place: int, split_on_end: bool, where: str
+) -> Iterator[list[torch.Tensor]]:
     """Cut an episode where a flag inside it says so; set the flags of all pieces anew."""
     inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
     if inside and not split_on_end:
@@ -458,8 +507,11 @@ class PrefixSum:
         if expected is not None:
             whole("create PrefixSum", "max_len", expected, 0)
         if not isinstance(lengths, Iterable):
-            raise UsageError("create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60])
-        #: Ends of the episodes in frames since creation; [_first] is the start of the oldest kept one.
+            raise UsageError(
+                "create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60]
+            )
+        #: Ends of the episodes in frames since creation; [_first] is the start of the oldest kept
+        #: one.
         self._ends: Integers = np.zeros(_FIRST_ROOM, np.int64)
         self._first = 0
         self._last = 0
@@ -514,7 +566,9 @@ class PrefixSum:
             raise UsageError("add episodes", "", "lengths >= 0", repr(values.tolist())[:60])
         self._make_room(len(values))
         stop = self._last + len(values)
-        self._ends[self._last + 1 : stop + 1] = self._ends[self._last] + np.cumsum(values, dtype=np.int64)
+        self._ends[self._last + 1 : stop + 1] = self._ends[self._last] + np.cumsum(
+            values, dtype=np.int64
+        )
         self._last = stop
 
     def pop_oldest(self, num_episodes: int = 1) -> int:
@@ -524,7 +578,9 @@ class PrefixSum:
             IndexError: There are fewer than `num_episodes` episodes.
         """
         if not is_whole(num_episodes) or not 0 <= num_episodes <= len(self):
-            raise OutOfRangeError("drop episodes", "", f"num_episodes in 0 to {len(self)}", repr(num_episodes))
+            raise OutOfRangeError(
+                "drop episodes", "", f"num_episodes in 0 to {len(self)}", repr(num_episodes)
+            )
         before = self.total
         self._first += int(num_episodes)
         return before - self.total

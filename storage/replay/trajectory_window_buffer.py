@@ -43,7 +43,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         at_end: Windows whose next row is not known, because their trajectory ended with them and no
             final observation was given. "exclude" never draws them. "mark" draws them with the last
             row in the place of the next, and adds `next_valid`, `[rows, 1]` bool.
-        nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for `DictBuffer`.
+        nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for
+        `DictBuffer`.
     """
 
     _ARGUMENTS = (
@@ -85,10 +86,14 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         arguments.choice(action, "start_mode", start_mode, ("uniform", "trajectory"))
         arguments.choice(action, "at_end", at_end, ("exclude", "mark"))
         if arguments.whole(action, "num_envs", num_envs, 1) != 1:
-            raise UsageError(action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}")
+            raise UsageError(
+                action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}"
+            )
         check_length(seq_length, action)
         if seq_length > arguments.whole(action, "capacity", capacity, 1):
-            raise UsageError(action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
+            raise UsageError(
+                action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length)
+            )
         self.n_dim = n_dim
         self.seq_length = int(seq_length)
         self.output_key_t = as_list(output_key_t, "output_key_t")
@@ -134,7 +139,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             boundaries = self._rows.boundaries
             assert boundaries is not None
             with self._order.reads:
-                windows = draw_windows(boundaries, num_windows, self._request(length), self._rows.generator)
+                windows = draw_windows(
+                    boundaries, num_windows, self._request(length), self._rows.generator
+                )
             self._last_drawn = windows.places, length
             return on_device(windows.fields, self.output_device)
 
@@ -142,8 +149,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
         """Return every row that is followed by another of its trajectory, and that one, as `sample` returns windows.
 
-        Rows come lane by lane, oldest first, whatever the order asked for. (`DictBuffer.get_full_buffer(buffer)`
-        gives all slots.)
+        Rows come lane by lane, oldest first, whatever the order asked for.
+        (`DictBuffer.get_full_buffer(buffer)` gives all slots.)
 
         Raises:
             UsageError: Another order than "ring" and "time", or `copy=False`, which cannot be.
@@ -198,7 +205,9 @@ def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
     names = [name for name in DEFAULT_END_KEYS if name in schema]
     if not names:
         expected = "one of " + ", ".join(DEFAULT_END_KEYS)
-        raise SchemaError("find what ends a trajectory", "", expected, ", ".join(schema), "Give end_key")
+        raise SchemaError(
+            "find what ends a trajectory", "", expected, ", ".join(schema), "Give end_key"
+        )
     return end_places(schema, names)
 
 
@@ -218,7 +227,9 @@ def count_windows(batch_size: int, length: int) -> int:
     """Return how many windows of `length` rows make `batch_size` rows."""
     length = check_length(length)
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
-        raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))
+        raise UsageError(
+            _ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size)
+        )
     return int(batch_size) // length
 
 
@@ -236,7 +247,11 @@ _MODES: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def motion_priorities(
-    scores: Any, mode: str | None = "exp", min_value: float = 0.5, max_value: float = 2.0, scale: float = 2.0
+    scores: Any,
+    mode: str | None = "exp",
+    min_value: float = 0.5,
+    max_value: float = 2.0,
+    scale: float = 2.0,
 ) -> torch.Tensor:
     """Compute priorities for `TrajectoryDictBuffer.update_priorities` from tracking errors.
 
@@ -248,8 +263,8 @@ def motion_priorities(
         scale: Factor after clamping.
 
     Returns:
-        `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new tensor, not
-        normalized.
+        `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new
+        tensor, not normalized.
     """
     action = "turn scores into priorities"
     arguments.choice(action, "mode", mode, _MODES)
@@ -259,7 +274,9 @@ def motion_priorities(
         raise UsageError(action, "", "min_value <= max_value", f"{min_value} and {max_value}")
     values = numbers(action, "scores", scores)
     if values.dim() != 1:
-        raise UsageError(action, "", "scores of shape [E], one per trajectory", str(list(values.shape)))
+        raise UsageError(
+            action, "", "scores of shape [E], one per trajectory", str(list(values.shape))
+        )
     if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
         values = values.to(torch.float32)
     wrong = (~torch.isfinite(values)).nonzero()

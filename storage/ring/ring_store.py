@@ -1,12 +1,12 @@
 """`RingStore`: fields of rows in fixed memory; the newest rows overwrite the oldest.
 
-Only this file wraps indices. The id of a row is its number since the creation or the last `clear`. A lane and an id
-identify a row. Its slot is `id % num_slots`. It is live while `id >= total - num_slots`. All lanes are written in
-lock-step, so that one `total` counts for all.
+Only this file wraps indices. The id of a row is its number since the creation or the last `clear`.
+A lane and an id identify a row. Its slot is `id % num_slots`. It is live while `id >= total -
+num_slots`. All lanes are written in lock-step, so that one `total` counts for all.
 
-In memory the rows of a lane are consecutive, `[lanes, slots, row]`, so that a window is one piece. Results are time
-first. Copies of the first `num_guards` slots follow the last slot, so that windows of up to `num_guards + 1` rows are
-one piece across the end of the memory.
+In memory the rows of a lane are consecutive, `[lanes, slots, row]`, so that a window is one piece.
+Results are time first. Copies of the first `num_guards` slots follow the last slot, so that windows
+of up to `num_guards + 1` rows are one piece across the end of the memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ class RingStore:
 
     @lasting
     def __init__(
-        self, num_slots: int, num_lanes: int, schema: Schema, device: torch.device | str = "cpu", num_guards: int = 1
+        self,
+        num_slots: int,
+        num_lanes: int,
+        schema: Schema,
+        device: torch.device | str = "cpu",
+        num_guards: int = 1,
     ) -> None:
         self.num_slots = arguments.whole("create a ring", "num_slots", num_slots, 1)
         self.num_lanes = arguments.whole("create a ring", "num_lanes", num_lanes, 1)
@@ -53,7 +58,9 @@ class RingStore:
         self.names = tuple(schema)
         self.device = arguments.device("create a ring", "device", device)
         self.is_on_cpu = self.device.type == "cpu"
-        self.num_guards = min(arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots)
+        self.num_guards = min(
+            arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots
+        )
         #: Rows per lane that were ever written.
         self.total = 0
         self.groups: list[Group] = lay_out(schema)
@@ -61,10 +68,13 @@ class RingStore:
         self.stride = self.num_slots + self.num_guards
         self._pool = BufferPool(max(8, 2 * len(self.groups)))
         self._bases = [
-            filled((self.num_lanes, self.stride, group.width), 0, group.unit, self.device) for group in self.groups
+            filled((self.num_lanes, self.stride, group.width), 0, group.unit, self.device)
+            for group in self.groups
         ]
         self._units = [np.dtype(str(group.unit).removeprefix("torch.")) for group in self.groups]
-        self._sources: dict[tuple[int, int, int], tuple[torch.Tensor, Callable[..., Any] | None]] = {}
+        self._sources: dict[
+            tuple[int, int, int], tuple[torch.Tensor, Callable[..., Any] | None]
+        ] = {}
         self._cuts: dict[Any, Cut] = {}
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
@@ -76,7 +86,8 @@ class RingStore:
         #: Whether arrays can be written: the memory is on the CPU, and numpy knows every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
         self._row_arrays = [
-            array[:, 0] if array is not None and self.num_lanes == 1 else array for array in self._arrays
+            array[:, 0] if array is not None and self.num_lanes == 1 else array
+            for array in self._arrays
         ]
 
     @property
@@ -106,14 +117,16 @@ class RingStore:
     def write(self, leaves: Sequence[Any]) -> None:
         """Write checked leaves, `[n, lanes, *event]` in the order of the schema.
 
-        Of more than `num_slots` rows the last are kept. Leaves are tensors, or arrays if `takes_arrays`. Arrays for a
-        ring of one lane are `[n, *event]`.
+        Of more than `num_slots` rows the last are kept. Leaves are tensors, or arrays if
+        `takes_arrays`. Arrays for a ring of one lane are `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
         if not self.is_on_cpu:
             leaves = sent_together(leaves, self.device)
         for slots, rows in self.spans(num_rows):
-            parts = leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
+            parts = (
+                leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
+            )
             if isinstance(parts[0], torch.Tensor):
                 for column, array, part in zip(self._slots, self._arrays, parts, strict=True):
                     _write(column, array, slots, part)
@@ -149,7 +162,9 @@ class RingStore:
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
-    def gather(self, places: torch.Tensor, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
+    def gather(
+        self, places: torch.Tensor, contiguous: bool = False, nested: bool = False
+    ) -> dict[str, Any]:
         """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
         return self.rows(places, self.cut_of(self.names, (), contiguous, nested))
 
@@ -170,29 +185,43 @@ class RingStore:
         if found is None:
             targets = [
                 Target(row, name, f"next/{name}" if row else name)
-                for row, (argument, wanted) in enumerate((("output_key_t", keys), ("output_key_tp1", next_keys)))
+                for row, (argument, wanted) in enumerate(
+                    (("output_key_t", keys), ("output_key_tp1", next_keys))
+                )
                 for key in wanted
                 for name in names_below(self.schema, key, "sample windows", argument)
             ]
             if next_keys and not apart and not self.num_guards:
-                raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")
+                raise UsageError(
+                    "cut rows", "and those that follow", "a ring with guards", "one without"
+                )
             if len(self._cuts) >= _MAX_CUTS:
                 self._cuts.clear()
-            found = self._cuts[asked] = Cut(self.groups, targets, contiguous, nested, apart, self.device)
+            found = self._cuts[asked] = Cut(
+                self.groups, targets, contiguous, nested, apart, self.device
+            )
         return found
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
         """Copy the fields of rows at places, and of the rows that follow them; places are a result of `own`."""
-        return cut([self._take(place, width, 0, places) if width else None for place, width in enumerate(cut.widths)])
+        return cut(
+            [
+                self._take(place, width, 0, places) if width else None
+                for place, width in enumerate(cut.widths)
+            ]
+        )
 
-    def windows(self, places: Any, length: int, cut: Cut, never_wraps: bool = False) -> dict[str, Any]:
+    def windows(
+        self, places: Any, length: int, cut: Cut, never_wraps: bool = False
+    ) -> dict[str, Any]:
         """Copy the fields of windows, and of the same windows one row later, `[len(places) * length, *event]`.
 
         Args:
             places: Places of the first rows: a tensor, or a result of `own`.
             length: Rows of a window.
             cut: Fields to copy, made with `apart`.
-            never_wraps: Whether the caller knows that no window reaches across the end of the memory.
+            never_wraps: Whether the caller knows that no window reaches across the end of the
+                memory.
         """
         reach = length + cut.reach - 1
         starts = [places, places]
@@ -252,10 +281,12 @@ class RingStore:
     def _take(self, place: int, units: int, skipped: int, index: Any) -> Any:
         """Copy pieces of `units` units of a group that start `skipped` rows after the rows at `index`: `[n, units]`.
 
-        On the CPU the result is an array: numpy needs less time to start. It copies pieces, which may overlap, as
-        single items. Large results are in pooled memory.
+        On the CPU the result is an array: numpy needs less time to start. It copies pieces, which
+        may overlap, as single items. Large results are in pooled memory.
         """
-        source, items = self._sources.get((place, units, skipped)) or self._source(place, units, skipped)
+        source, items = self._sources.get((place, units, skipped)) or self._source(
+            place, units, skipped
+        )
         num_rows = index.shape[0]
         if items is None:
             return source.index_select(0, index)
@@ -265,7 +296,9 @@ class RingStore:
         out = self._pool.empty((num_rows, units), source.dtype)
         return torch.index_select(source, 0, tensor_of(index), out=out).numpy()
 
-    def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+    def _source(
+        self, place: int, units: int, skipped: int
+    ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
         """Return overlapping pieces of a group, `[num, units]`, and on the CPU the function that copies some."""
         group = self.groups[place]
         base = self._bases[place]
@@ -303,7 +336,11 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
     """Return the cells of rows with these keys, among `num_lanes * num_slots` lane by lane: a tensor or an array."""
-    return keys % num_slots if num_lanes == 1 else keys % num_lanes * num_slots + keys // num_lanes % num_slots
+    return (
+        keys % num_slots
+        if num_lanes == 1
+        else keys % num_lanes * num_slots + keys // num_lanes % num_slots
+    )
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
@@ -318,9 +355,13 @@ def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:
     return None if slots.device.type != "cpu" or slots.dtype is torch.bfloat16 else slots.numpy()
 
 
-def _write(column: torch.Tensor, array: npt.NDArray[Any] | None, slots: slice, leaf: torch.Tensor) -> None:
+def _write(
+    column: torch.Tensor, array: npt.NDArray[Any] | None, slots: slice, leaf: torch.Tensor
+) -> None:
     """Write `[n, lanes, *event]` into slots of a column that is seen time first."""
-    is_small = leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
+    is_small = (
+        leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
+    )
     if array is not None and is_small:
         array[slots] = leaf.numpy()
     else:

@@ -1,7 +1,8 @@
 """`RowStore`: rows of one schema that threads and CUDA streams share, and `RowFront`, the base of classes on one.
 
-Samplers are beside it: `draw_uniformly` here, windows in `window_sampler.py`, transitions in `transition_sampler.py`
-and priorities in the room `prioritized`. Public buffers check their arguments and name the results.
+Samplers are beside it: `draw_uniformly` here, windows in `window_sampler.py`, transitions in
+`transition_sampler.py` and priorities in the room `prioritized`. Public buffers check their
+arguments and name the results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class RowOptions:
 
     Attributes:
         num_slots: Rows per lane.
-        find_ends: Returns the fields of a schema that end trajectories; None if rows are independent.
+        find_ends: Returns the fields of a schema that end trajectories; None if rows are
+            independent.
         num_guards: Rows that are stored twice; see `RingStore`.
         keeps_segments: Whether ended trajectories are listed; see `Boundaries`.
     """
@@ -53,7 +55,8 @@ class RowState:
         columns: `[num_live, num_lanes, *event]` per field, in the order of the slots; views.
         oldest_ages: Age of each lane's oldest row; None if rows are independent.
         accepted_share: Share of candidates that recent draws accepted.
-        final_keys: `[num]` int64, keys of the rows with a final observation; None if there are none.
+        final_keys: `[num]` int64, keys of the rows with a final observation; None if there are
+            none.
         final_columns: `[num, *event]` per field.
     """
 
@@ -107,7 +110,9 @@ class RowStore:
         """Return a store without rows and schema that shares the lock, the generator and the order of streams."""
         options = self.options
         if num_slots is not None:
-            options = RowOptions(num_slots, options.find_ends, options.num_guards, options.keeps_segments)
+            options = RowOptions(
+                num_slots, options.find_ends, options.num_guards, options.keeps_segments
+            )
         store = RowStore(options, self.reader.renewed(), self.device, self.generator)
         store.lock = self.lock
         store.order = self.order
@@ -126,14 +131,18 @@ class RowStore:
     @property
     def end_names(self) -> list[str]:
         """Names of the fields that end trajectories."""
-        return [] if self.ring is None else [self.ring.names[place] for place, _ in self._end_places]
+        return (
+            [] if self.ring is None else [self.ring.names[place] for place, _ in self._end_places]
+        )
 
     def extend(self, data: Any, final: Any = None) -> None:
         """Check records and append them; of more than fit the newest are kept.
 
         Args:
-            data: Nested mapping of leaves as the reader expects them. The first one fixes the schema.
-            final: Observations after the last rows of trajectories, as long as `data`; only rows that end count.
+            data: Nested mapping of leaves as the reader expects them. The first one fixes the
+                schema.
+            final: Observations after the last rows of trajectories, as long as `data`; only rows
+                that end count.
 
         Raises:
             MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit; nothing is written.
@@ -193,14 +202,17 @@ class RowStore:
         if boundaries is None:
             return RowState(ring.total, ring.num_lanes, columns, None, 1.0, None, {})
         lanes = torch.arange(ring.num_lanes, device=ring.device)
-        # The first rows of the oldest trajectory may be gone, so that its age does not follow from the rows.
+        # The first rows of the oldest trajectory may be gone, so that its age does not follow from
+        # the rows.
         ages = boundaries.age(lanes, torch.full_like(lanes, ring.oldest))
         final_keys = None
         final_columns: dict[str, torch.Tensor] = {}
         if boundaries.finals is not None:
             final_keys, final_columns = boundaries.finals.live()
         share = boundaries.share
-        return RowState(ring.total, ring.num_lanes, columns, ages.tolist(), share, final_keys, final_columns)
+        return RowState(
+            ring.total, ring.num_lanes, columns, ages.tolist(), share, final_keys, final_columns
+        )
 
     @lasting
     def load(
@@ -218,7 +230,8 @@ class RowStore:
             num_lanes: Lanes.
             total: Rows per lane that were ever written.
             parts: First slot and `[n, num_lanes, *event]` per field.
-            numbers: `oldest_ages` and `accepted_share` of `RowState`. Without, the oldest rows begin trajectories.
+            numbers: `oldest_ages` and `accepted_share` of `RowState`. Without, the oldest rows
+                begin trajectories.
 
         Raises:
             SchemaError: A number does not fit.
@@ -234,7 +247,9 @@ class RowStore:
                 boundaries.share = _accepted_share(numbers)
                 oldest_ages = _oldest_ages(numbers, num_lanes, ring.oldest)
                 num_live = ring.num_live
-                ends = find_ends([ring.slots_view(name)[:num_live] for name in ring.schema], self._end_places)
+                ends = find_ends(
+                    [ring.slots_view(name)[:num_live] for name in ring.schema], self._end_places
+                )
                 if num_live == num_slots:
                     ends = ends.roll(-(total % num_slots), 0)
                 ring.total = ring.oldest
@@ -253,11 +268,15 @@ class RowStore:
         ring = self.ring
         boundaries = self.boundaries
         if ring is None or boundaries is None:
-            raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
+            raise SchemaError(
+                "load final rows", "", "a buffer with end_key, and rows", "one without"
+            )
         lane, row_id = ring.named(keys.long().to(ring.device))
         is_live = (row_id >= ring.oldest) & (row_id < ring.total)
         if not bool((is_live & boundaries.ended(lane, row_id)).all()):
-            raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")
+            raise SchemaError(
+                "load final rows", "", "keys of rows that ended a trajectory", "others"
+            )
         with self.order.writes:
             boundaries.restore_finals(Schema(ring.schema[name] for name in columns), keys, columns)
 
@@ -282,7 +301,9 @@ class RowStore:
             read = reader.rows_again(final) or reader.read(final)
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
-            raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)
+            raise SchemaError(
+                "add final rows", "", f"{rows.num_rows} rows, as many as data has", got
+            )
         return read
 
     def _write(self, ring: RingStore, rows: Rows, last_rows: Rows | None) -> None:
@@ -355,7 +376,11 @@ def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch
     """Return the ages of each lane's oldest row; in saves without them it begins its trajectory."""
     listed: Sequence[int] = numbers.get("oldest_ages", [0] * num_lanes)
     ages = torch.tensor(listed, device="cpu")
-    if ages.dtype is not torch.int64 or ages.shape != (num_lanes,) or not bool(((ages >= 0) & (ages <= most)).all()):
+    if (
+        ages.dtype is not torch.int64
+        or ages.shape != (num_lanes,)
+        or not bool(((ages >= 0) & (ages <= most)).all())
+    ):
         expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
         raise SchemaError("load a state", "", expected, repr(listed)[:100])
     return ages

@@ -1,6 +1,7 @@
 """Ends of trajectories: the rows that end one, and fields that are stored for those rows.
 
-A row ends a trajectory if any value of a field of `end_key` is not 0. `window_bounds.py` uses the ends.
+A row ends a trajectory if any value of a field of `end_key` is not 0. `window_bounds.py` uses the
+ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ _FIRST_ROOM = 64
 _ROWS_PER_END = 64
 _BOOL = np.dtype(np.bool_)
 #: Names of flags of ends by themselves, and of flags of time limits; of a nested key the last part.
-_TERMINATIONS = {"terminated", "terminateds", "termination", "terminations", "terminal", "terminals", "is_terminal"}
+_TERMINATIONS = {
+    "terminated",
+    "terminateds",
+    "termination",
+    "terminations",
+    "terminal",
+    "terminals",
+    "is_terminal",
+}
 _TIME_OUTS = {"truncated", "truncateds", "truncation", "truncations", "is_truncated"}
 _TIME_OUTS |= {"timeout", "timeouts", "time_out", "time_outs", "TimeLimit.truncated"}
 #: Names of flags of ends of any kind.
@@ -38,7 +47,9 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
     """Return the fields that end trajectories; raise `MissingFieldError` for a key without fields."""
     names = list(schema)
     action = "find what ends a trajectory"
-    found = [name for key in listed(end_key) for name in names_below(schema, key, action, "end_key")]
+    found = [
+        name for key in listed(end_key) for name in names_below(schema, key, action, "end_key")
+    ]
     return [(names.index(name), schema[name].num_elements) for name in found]
 
 
@@ -164,13 +175,17 @@ class EndedRows:
             expected = max(self._num_rows // _ROWS_PER_END, 2 * ring.num_lanes)
             self.num_places = max(_FIRST_ROOM, min(self._num_rows, expected))
         #: Rows that were ever kept; a tensor on other devices than the CPU.
-        self._count: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
+        self._count: Any = (
+            0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
+        )
         #: On the CPU: number of the oldest live row.
         self._first = 0
         #: Places count from 1. Place 0 takes the rows that did not end, and stands for "no place".
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=ring.device)
         self._columns = {
-            name: torch.zeros((self.num_places + 1, *field.shape), dtype=field.torch_dtype, device=ring.device)
+            name: torch.zeros(
+                (self.num_places + 1, *field.shape), dtype=field.torch_dtype, device=ring.device
+            )
             for name, field in schema.items()
         }
         self._late_number = LateNumber(ring.device)
@@ -188,7 +203,8 @@ class EndedRows:
             ended: `[n, lanes]` bool.
 
         Returns:
-            The keys by their new places from 0 on, -1 for a place without a row; None if no place has changed.
+            The keys by their new places from 0 on, -1 for a place without a row; None if no place
+            has changed.
         """
         if self._is_on_cpu or ended.numel() > self.num_places:
             num_more = int(ended.sum())
@@ -197,7 +213,11 @@ class EndedRows:
         else:
             num_more = 0
             received = self._late_number.receive()
-            if received is None or 2 * received[0] <= self.num_places or self.num_places >= self._num_rows:
+            if (
+                received is None
+                or 2 * received[0] <= self.num_places
+                or self.num_places >= self._num_rows
+            ):
                 return None
         num_more = max(num_more, self.num_places)
         num_live = self.num_live()
@@ -222,8 +242,9 @@ class EndedRows:
             leaves: `[n, lanes, *event]` per field.
 
         Returns:
-            Numbers among the `n * lanes` rows, of those that ended on the CPU and of all elsewhere; their places;
-            and, not on the CPU, the keys of live rows that were overwritten, -1 for others.
+            Numbers among the `n * lanes` rows, of those that ended on the CPU and of all elsewhere;
+            their places; and, not on the CPU, the keys of live rows that were overwritten, -1 for
+            others.
         """
         flags = ended.flatten()
         first_key = self._ring.total * self._ring.num_lanes
@@ -302,13 +323,17 @@ class EndedRows:
         """
         action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
-            raise SchemaError(action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}")
+            raise SchemaError(
+                action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}"
+            )
         for name, leaf in leaves.items():
             field = self.schema[name]
             shape = [len(keys), *self.schema[name].shape]
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
                 expected = f"{field.torch_dtype} {shape}"
-                raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
+                raise SchemaError(
+                    action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}"
+                )
         if not bool((keys[1:] > keys[:-1]).all()):
             raise SchemaError(action, "", "ascending keys", "others")
         device = self._ring.device

@@ -1,7 +1,7 @@
 """Transitions of one or several steps. The next observation is the following row, which is stored once.
 
-A transition never crosses the end of a trajectory. The last step of a trajectory is followed by its final observation,
-if there is one. Otherwise such rows are left out or marked.
+A transition never crosses the end of a trajectory. The last step of a trajectory is followed by its
+final observation, if there is one. Otherwise such rows are left out or marked.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ class TransitionRequest:
         next_keys: Fields (or mappings of fields) that are given for the time after the last step,
             below `next`.
         num_steps: n of n-step transitions: rewards are summed with discounts up to the end of the
-            trajectory, and flags that end trajectories, or name time-outs, are those of the last step
-            taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0 where the
-            trajectory terminated, `gamma ** k` after k steps where it was cut or goes on. An end flag
-            that is neither a termination nor a time-out by its name, such as `done`, is a termination
-            unless a time-out of the same step is set; beside a flag of terminations `done` says nothing more.
-            Multiplying by `1 - terminated` changes nothing.
-        gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one step.
+            trajectory, and flags that end trajectories, or name time-outs, are those of the last
+            step taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0
+            where the trajectory terminated, `gamma ** k` after k steps where it was cut or goes on.
+            An end flag that is neither a termination nor a time-out by its name, such as `done`, is
+            a termination unless a time-out of the same step is set; beside a flag of terminations
+            `done` says nothing more. Multiplying by `1 - terminated` changes nothing.
+        gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one
+            step.
         reward_key: Field of the rewards that are summed if `num_steps > 1`.
         num_frames: Number of frames in a stack of the fields of `next_keys`, oldest first:
             `[B, frames, *event]`. The first row of a trajectory replaces frames before it.
-        at_end: Rows whose next observation is not known, because their trajectory ended and no final
-            observation was given: "exclude" never draws them; "mark" does, with their own observation
-            in the place of the next, and gives `next_valid`, `[B, 1]` bool.
+        at_end: Rows whose next observation is not known, because their trajectory ended and no
+            final observation was given: "exclude" never draws them; "mark" does, with their own
+            observation in the place of the next, and gives `next_valid`, `[B, 1]` bool.
     """
 
     next_keys: tuple[Key, ...] = ("observation",)
@@ -78,7 +79,9 @@ class TransitionRequest:
         """
         for name in options:
             if name not in cls.__dataclass_fields__:
-                raise UsageError(_ACTION, "", f"options {nearest(name, cls.__dataclass_fields__)}", repr(name))
+                raise UsageError(
+                    _ACTION, "", f"options {nearest(name, cls.__dataclass_fields__)}", repr(name)
+                )
         if isinstance(options.get("gamma"), torch.Tensor):  # It may change in place.
             return cls(**options)
         try:
@@ -100,14 +103,20 @@ class TransitionSampler:
         request: Contents of a transition.
     """
 
-    def __init__(self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest) -> None:
+    def __init__(
+        self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest
+    ) -> None:
         self._boundaries = boundaries
         self._ring = boundaries.ring
         self._request = request
         schema = self._ring.schema
         self._end_kinds = EndKinds.of(schema, end_names)
         self._flag_names = tuple(dict.fromkeys((*end_names, *self._end_kinds.names)))
-        names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION, "next_keys"))
+        names = (
+            name
+            for key in request.next_keys
+            for name in names_below(schema, key, _ACTION, "next_keys")
+        )
         self._next_names = tuple(dict.fromkeys(names))
         added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
         self._has_discount = request.num_steps > 1 or request.gamma is not None
@@ -116,7 +125,9 @@ class TransitionSampler:
             if name in schema:
                 expected = "a name that no transition adds"
                 got = "that of something that is computed"
-                raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
+                raise SchemaError(
+                    _ACTION, f"with the field {name!r}", expected, got, "Add it under another name"
+                )
         self._finals_given = boundaries.finals
         self._extent = Extent(
             num_frames=request.num_frames,
@@ -130,17 +141,25 @@ class TransitionSampler:
         self._is_plain = is_short and self._extent.ends == "never"
         self._set_factors(_GAMMA if request.gamma is None else request.gamma)
         if request.num_steps > 1:
-            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[:1]
+            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[
+                :1
+            ]
             if not schema[self._reward_name].torch_dtype.is_floating_point:
                 got = schema[self._reward_name].dtype
-                raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
+                raise FieldTypeError(
+                    "sum rewards", f"of {self._reward_name!r}", "a floating dtype", got
+                )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
         """Return whether this sampler draws these transitions."""
         is_same = request is self._request or request == self._request
-        return is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
+        return (
+            is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
+        )
 
-    def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
+    def sample(
+        self, num_draws: int, generator: torch.Generator, contiguous: bool
+    ) -> dict[str, Any]:
         """Draw transitions uniformly: a nested dict."""
         names = self._ring.names
         boundaries = self._boundaries
@@ -152,7 +171,9 @@ class TransitionSampler:
                 raise _no_transition()
             found = ring.rows(places, ring.cut_of(names, self._next_names, contiguous))
             if self._has_discount:
-                found["discount"] = self._discount(lambda name: _leaf_at(found, name), self._factors[-1:])
+                found["discount"] = self._discount(
+                    lambda name: _leaf_at(found, name), self._factors[-1:]
+                )
             return found
         self._raise_unnamed_ends()
         drawn = boundaries.draw(num_draws, self._extent, generator)
@@ -160,10 +181,16 @@ class TransitionSampler:
             raise _no_transition()
         if self._unnamed_ends:
             self._check_ends_are_named(drawn)
-        factors = self._factors[-1:] if drawn.ended is None else self._factors.index_select(0, drawn.num_ahead)
+        factors = (
+            self._factors[-1:]
+            if drawn.ended is None
+            else self._factors.index_select(0, drawn.num_ahead)
+        )
         if request.num_steps == 1:
             places = ring.place(drawn.lane, drawn.row)
-            found = ring.rows(places, ring.cut_of(names, self._next_names, contiguous, nested=False))
+            found = ring.rows(
+                places, ring.cut_of(names, self._next_names, contiguous, nested=False)
+            )
             following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
             # A trajectory that ends sooner stays at its last row.
@@ -198,7 +225,9 @@ class TransitionSampler:
         #: `[num_steps + 1, 1]`: 0, 1, ...
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
 
-    def _sum_rewards(self, found: dict[str, torch.Tensor], places: torch.Tensor, factors: torch.Tensor) -> None:
+    def _sum_rewards(
+        self, found: dict[str, torch.Tensor], places: torch.Tensor, factors: torch.Tensor
+    ) -> None:
         """Replace the first row's reward by the discounted sum, and its end flags by those of the last step.
 
         Args:
@@ -245,9 +274,13 @@ class TransitionSampler:
             named = " or ".join(map(repr, self._unnamed_ends))
             expected = f"an end_key that names {named} too"
             got = "rows where it is set and no trajectory ends"
-            raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
+            raise UsageError(
+                _ACTION, "", expected, got, "What follows such a row is of another trajectory"
+            )
 
-    def _stack(self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn) -> None:
+    def _stack(
+        self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn
+    ) -> None:
         """Stack the frames up to the first row, and the frames up to the row after the last step."""
         first = drawn.row.unsqueeze(1)
         num_taken: Any = self._request.num_steps
@@ -271,7 +304,9 @@ class TransitionSampler:
         return rows.view(*places.shape, *rows.shape[1:])
 
 
-def _rows_of(fields: Mapping[str, torch.Tensor]) -> Callable[[str, torch.Tensor | None], torch.Tensor]:
+def _rows_of(
+    fields: Mapping[str, torch.Tensor],
+) -> Callable[[str, torch.Tensor | None], torch.Tensor]:
     def rows_of(name: str, rows: torch.Tensor | None) -> torch.Tensor:
         return fields[name] if rows is None else signed(fields[name])[rows]
 

@@ -69,8 +69,8 @@ class Extent:
         num_before: Number of live rows of the same trajectory before the drawn row.
         num_frames: Number of frames up to the drawn row. Those within its trajectory must be live.
         num_after: Number of rows after the drawn row.
-        ends: Whether the trajectory may end before all rows after it were written: "never"; if its final observation
-            is "known"; or "always".
+        ends: Whether the trajectory may end before all rows after it were written: "never"; if its
+            final observation is "known"; or "always".
     """
 
     num_before: int = 0
@@ -143,13 +143,15 @@ class Boundaries:
         keeps_segments: Whether ended trajectories are listed, for draws by trajectory.
 
     Attributes:
-        ages: `[num_slots + 1, num_lanes]` int32; time first, so that a step of many lanes is written in one piece. Row
-            i is at `i % (num_slots + 1)`, so that the age of the row that comes next is there as well. The first row
-            of a trajectory has age 0, or minus the place of the final observation of the trajectory before it.
-        share: How many candidates were accepted lately, to propose about enough next time. Saved with the random
-            state, as both say which numbers come next.
+        ages: `[num_slots + 1, num_lanes]` int32; time first, so that a step of many lanes is
+            written in one piece. Row i is at `i % (num_slots + 1)`, so that the age of the row that
+            comes next is there as well. The first row of a trajectory has age 0, or minus the place
+            of the final observation of the trajectory before it.
+        share: How many candidates were accepted lately, to propose about enough next time. Saved
+            with the random state, as both say which numbers come next.
         finals: What was observed after the last rows of trajectories, if that was ever given.
-        num_lost_finals: Final observations that were overwritten before their rows; on the CPU none ever is.
+        num_lost_finals: Final observations that were overwritten before their rows; on the CPU none
+            ever is.
         num_short_draws: Draws on a device that found too few valid rows and repeated some.
     """
 
@@ -158,7 +160,9 @@ class Boundaries:
         self.ring = ring
         self._num_slots = ring.num_slots + 1
         #: The last one takes what is written nowhere.
-        self._all_ages = filled((self._num_slots * ring.num_lanes + 1,), 0, torch.int32, ring.device)
+        self._all_ages = filled(
+            (self._num_slots * ring.num_lanes + 1,), 0, torch.int32, ring.device
+        )
         self.ages = self._all_ages[:-1].view(self._num_slots, ring.num_lanes)
         self.share = 0.9
         self.finals: EndedRows | None = None
@@ -244,7 +248,11 @@ class Boundaries:
 
     def finals_of(self, names: Iterable[str]) -> EndedRows | None:
         """Return the final observations if they have all fields in `names`, else None."""
-        return self.finals if self.finals is not None and all(name in self.finals.schema for name in names) else None
+        return (
+            self.finals
+            if self.finals is not None and all(name in self.finals.schema for name in names)
+            else None
+        )
 
     def ends_for(self, names: Iterable[str], is_marked: bool) -> str:
         """Return `Extent.ends` for draws with the fields `names` of the following row.
@@ -255,7 +263,9 @@ class Boundaries:
             return "always"
         return "never" if self.finals_of(names) is None else "known"
 
-    def restore_finals(self, schema: Schema, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+    def restore_finals(
+        self, schema: Schema, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]
+    ) -> None:
         """Restore the final observations of live rows from the result of `EndedRows.live`.
 
         Raises:
@@ -315,7 +325,9 @@ class Boundaries:
         """
         length = extent.num_before + 1
         candidates = self._candidates(length)
-        drawn, codes = self._reject(num_draws, candidates, self._judge(extent, candidates), generator, extent)
+        drawn, codes = self._reject(
+            num_draws, candidates, self._judge(extent, candidates), generator, extent
+        )
         if drawn is None:
             return None
         lane, row = self._decode(tensor_of(drawn), length)
@@ -329,7 +341,11 @@ class Boundaries:
         Every window is inside one trajectory. Returns None if no window is valid.
         """
         drawn, _ = self._reject(
-            num_draws, self._candidates(length), self._judge_inside(length), generator, ("windows", length)
+            num_draws,
+            self._candidates(length),
+            self._judge_inside(length),
+            generator,
+            ("windows", length),
         )
         if drawn is None:
             return None
@@ -360,7 +376,9 @@ class Boundaries:
             lane, last = segments.named(place)
             lane = torch.where(is_open, candidate - num_ended, lane)
             last = torch.where(is_open, ring.total - 1, last)
-            num_rows = torch.where(is_open, self.age(lane, last + 1).long(), segments.take("num_rows", place))
+            num_rows = torch.where(
+                is_open, self.age(lane, last + 1).long(), segments.take("num_rows", place)
+            )
             num_rows = torch.minimum(num_rows, last - ring.oldest + 1)
             if ends == "never":
                 return lane, last, num_rows
@@ -372,11 +390,13 @@ class Boundaries:
         def judge(candidate: Any) -> tuple[Any, Any]:
             return own(decode(tensor_of(candidate))[2] >= length), None
 
-        if self._is_on_cpu:
-            candidates: Any = (0, num_ended + ring.num_lanes)
-        else:
-            candidates = lambda num, generator: random_bits(num, generator) % (num_ended + ring.num_lanes)  # noqa: E731
-        drawn, _ = self._reject(num_draws, candidates, judge, generator, ("trajectories", length, ends))
+        def on_device(num: int, generator: Any) -> Any:
+            return random_bits(num, generator) % (num_ended + ring.num_lanes)
+
+        candidates: Any = (0, num_ended + ring.num_lanes) if self._is_on_cpu else on_device
+        drawn, _ = self._reject(
+            num_draws, candidates, judge, generator, ("trajectories", length, ends)
+        )
         if drawn is None:
             return None
         lane, last, num_rows = decode(tensor_of(drawn))
@@ -427,10 +447,15 @@ class Boundaries:
         moved = self.finals.make_room(ended)
         if moved is not None:
             self._write_places(moved)
-        leaves = {name: leaf.to(ended.device) for name, leaf in zip(final.schema, final.tensors, strict=True)}
+        leaves = {
+            name: leaf.to(ended.device)
+            for name, leaf in zip(final.schema, final.tensors, strict=True)
+        }
         rows, places, lost = self.finals.append(ended, leaves)
         if lost is not None:
-            index = torch.where(lost >= 0, (lost + self.ring.num_lanes) % self.ages.numel(), self.ages.numel())
+            index = torch.where(
+                lost >= 0, (lost + self.ring.num_lanes) % self.ages.numel(), self.ages.numel()
+            )
             self._all_ages.index_fill_(0, index, 0)
             self.num_lost_finals = self.num_lost_finals + (lost >= 0).sum()
             return (-places).to(torch.int32).view(ended.shape)
@@ -446,7 +471,9 @@ class Boundaries:
         ring = self.ring
         is_live = keys >= ring.oldest * ring.num_lanes
         index = torch.where(is_live, (keys + ring.num_lanes) % self.ages.numel(), self.ages.numel())
-        self._all_ages[index] = torch.arange(0, -len(keys), -1, dtype=torch.int32, device=keys.device)
+        self._all_ages[index] = torch.arange(
+            0, -len(keys), -1, dtype=torch.int32, device=keys.device
+        )
 
     # Drawing.
 
@@ -523,7 +550,9 @@ class Boundaries:
         goes_on = (num_after << _PLACE_BITS) + 1
         if num_after == 1:
             marks = ages.take((candidate + lanes) % len(ages))
-            return lib.where(marks > 0, goes_on, -marks.astype(np.int64) if lib is np else -marks.long())
+            return lib.where(
+                marks > 0, goes_on, -marks.astype(np.int64) if lib is np else -marks.long()
+            )
         if num_after not in self._steps:
             self._steps[num_after] = self._new_steps(num_after)
         steps, numbers = self._steps[num_after]
@@ -539,7 +568,9 @@ class Boundaries:
         lanes = self.ring.num_lanes
         device = self.ring.device
         steps = torch.arange(lanes, num_after * lanes + 1, lanes, device=device)
-        return own(steps), own(torch.arange(0, num_after << _PLACE_BITS, 1 << _PLACE_BITS, device=device))
+        return own(steps), own(
+            torch.arange(0, num_after << _PLACE_BITS, 1 << _PLACE_BITS, device=device)
+        )
 
     def _reject(
         self,
@@ -569,7 +600,9 @@ class Boundaries:
             self._read_number(kind)
             size = kind.num_candidates(num_draws)
             if 0 < size <= max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-                return self._reject_without_waiting(kind, num_draws, size, candidates, judge, generator)
+                return self._reject_without_waiting(
+                    kind, num_draws, size, candidates, judge, generator
+                )
             if kind.numbers is None:
                 kind.numbers = torch.arange(num_draws, device=self.ring.device)
         num_proposed = 0
@@ -604,7 +637,9 @@ class Boundaries:
         found.append((listed[chosen], None if codes is None else codes[chosen]))
         return _joined(found)
 
-    def _propose(self, size: int, candidates: tuple[int, int] | _Propose, generator: torch.Generator) -> Any:
+    def _propose(
+        self, size: int, candidates: tuple[int, int] | _Propose, generator: torch.Generator
+    ) -> Any:
         """Return `size` random candidates: an array on the CPU, else a tensor."""
         if not isinstance(candidates, tuple):
             return candidates(size, generator)
@@ -664,7 +699,9 @@ class Boundaries:
         if numbers is None or len(numbers) != num_draws:
             numbers = torch.arange(num_draws, device=rank.device)
         chosen = torch.searchsorted(rank, numbers % num_accepted.clamp(min=1), right=True)
-        return proposed.index_select(0, chosen), None if codes is None else codes.index_select(0, chosen)
+        return proposed.index_select(0, chosen), None if codes is None else codes.index_select(
+            0, chosen
+        )
 
     @lasting
     def _memory_for(self, size: int) -> torch.Tensor:
@@ -675,7 +712,9 @@ class Boundaries:
         return found
 
 
-def _replace(leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor) -> None:
+def _replace(
+    leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor
+) -> None:
     """Replace the rows of a leaf `[n, *event]` where `[n]` flags are set.
 
     Args:
@@ -691,7 +730,9 @@ def _replace(leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None,
         signed(leaf)[rows] = signed(values)
 
 
-def _with_codes(lane: torch.Tensor, row: torch.Tensor, codes: torch.Tensor, num_after: int) -> Drawn:
+def _with_codes(
+    lane: torch.Tensor, row: torch.Tensor, codes: torch.Tensor, num_after: int
+) -> Drawn:
     num_ahead = codes >> _PLACE_BITS
     return Drawn(lane, row, num_ahead, num_ahead < num_after, codes & _PLACE)
 

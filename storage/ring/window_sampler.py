@@ -109,7 +109,11 @@ def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
 
 
 def _copied(
-    boundaries: Boundaries, lane: torch.Tensor, last: torch.Tensor, request: WindowRequest, ends: str
+    boundaries: Boundaries,
+    lane: torch.Tensor,
+    last: torch.Tensor,
+    request: WindowRequest,
+    ends: str,
 ) -> dict[str, Any]:
     """Copy windows that end at the rows `last`, and the rows one step later: a nested dict."""
     ring = boundaries.ring

@@ -1,7 +1,8 @@
 """`BufferStore`: a `Store` whose folders contain `config.json` and `buffer.hdf5`, like those of earlier systems.
 
-The config is flat; the last part of `__target__` is the name of the class. Rows are written in the order of the
-slots, one dataset per field. Numbers that are missing in configs of earlier systems are computed from the rows.
+The config is flat; the last part of `__target__` is the name of the class. Rows are written in the
+order of the slots, one dataset per field. Numbers that are missing in configs of earlier systems
+are computed from the rows.
 """
 
 from __future__ import annotations
@@ -71,9 +72,12 @@ class BufferStore(Store):
         Raises:
             SchemaError: A key cannot be written.
             DataFileError: The path is a file, or a folder with other content.
-            WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
+            WriteError: The folder cannot be written, as on a full disk; the earlier save stays.
+                Also an `OSError`.
         """
-        separator = self.nested_key_separator if nested_key_separator is None else nested_key_separator
+        separator = (
+            self.nested_key_separator if nested_key_separator is None else nested_key_separator
+        )
         if not isinstance(separator, str) or not separator or "/" in separator:
             expected = "nested_key_separator as a str that is not empty and has no '/'"
             raise SchemaError("save columns", "", expected, repr(separator))
@@ -99,7 +103,8 @@ class BufferStore(Store):
         """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
 
         Raises:
-            SchemaError: The state is of another class or version, or of a buffer made with other arguments.
+            SchemaError: The state is of another class or version, or of a buffer made with other
+                arguments.
         """
         is_earlier = isinstance(state, Mapping) and "tensors" not in state
         super().load_state_dict(self._of_earlier(state) if is_earlier else state)
@@ -114,17 +119,24 @@ class BufferStore(Store):
         """Load a state with equal arguments; raise if it does not fit. Implementations replace attributes only."""
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._set_tables(numbers, {name: Table(columns) for name, columns in _tables(tensors).items()})
+        self._set_tables(
+            numbers, {name: Table(columns) for name, columns in _tables(tensors).items()}
+        )
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # its rows are copied once, into the memory of the buffer
 
     @classmethod
     def _of_save(
-        cls: type[_Self], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+        cls: type[_Self],
+        folder: str | os.PathLike[str],
+        config: dict[str, Any],
+        device: torch.device | str | None,
     ) -> _Self:
         check_version(folder, {"format": FORMAT, "version": VERSION, **config}, FORMAT, VERSION)
-        made: _Self = cls._from_arguments(cls._of_flat(config), device_for(config.get("device"), device))
+        made: _Self = cls._from_arguments(
+            cls._of_flat(config), device_for(config.get("device"), device)
+        )
         separator = made.nested_key_separator = config.get("nested_key_separator", "-")
         paths = {table: existing_folder(folder) / f"{table}.hdf5" for table in (ROWS, FINALS)}
         # Only a buffer that never held a row is saved without rows.
@@ -139,7 +151,9 @@ class BufferStore(Store):
                 names = partial(_column_name, separator=separator, table=table)
                 tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
             made._set_tables(config, tables)
-        drawn = torch.tensor(list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu")
+        drawn = torch.tensor(
+            list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu"
+        )
         drawn = random_state_for(made.rng, drawn)
         if drawn.shape == made.rng.get_state().shape:  # earlier systems save none
             made.rng.set_state(drawn)
@@ -153,23 +167,34 @@ class BufferStore(Store):
             tensors |= {f"{table}/{name}": rows for name, rows in state.get(key, {}).items()}
         if "final_keys" in state:
             tensors[f"{FINALS}/{ROW_KEY}"] = state["final_keys"].unsqueeze(1)
-        return {"class": type(self).__name__, "arguments": self._of_flat(flat), "numbers": flat, "tensors": tensors}
+        return {
+            "class": type(self).__name__,
+            "arguments": self._of_flat(flat),
+            "numbers": flat,
+            "tensors": tensors,
+        }
 
 
-def rows_written(numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int) -> int:
+def rows_written(
+    numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int
+) -> int:
     """Return the number of slots written so far, also for saves of earlier systems.
 
     Their configs have the slot of the next row instead, or neither of both.
     """
     cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
-    total = int(numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0)))
+    total = int(
+        numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0))
+    )
     if cursor is None and "total" not in numbers:
         slot = total % num_slots
         text = f"the config does not say where the next row goes; slot {slot} follows from its number of rows"
         warnings.warn(text, RolloutDataWarning, stacklevel=5)
     if total < 0 or min(total, num_slots) != num_live or cursor not in (None, total % num_slots):
         expected = f"counts that fit {num_live} rows in {num_slots} slots"
-        raise SchemaError("load rows", expected=expected, got=f"total {total} and _idx {numbers.get('_idx')}")
+        raise SchemaError(
+            "load rows", expected=expected, got=f"total {total} and _idx {numbers.get('_idx')}"
+        )
     return total
 
 
@@ -196,11 +221,18 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
             key = name
         elif any(separator in part for part in name.split("/")):
             expected = f"keys without the separator {separator!r}"
-            raise SchemaError("save the field", repr(name), expected, repr(name), "Give another separator")
-        # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode lone surrogates.
+            raise SchemaError(
+                "save the field", repr(name), expected, repr(name), "Give another separator"
+            )
+        # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode
+        # lone surrogates.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
-            raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
+            raise SchemaError(
+                "save the field", repr(name), "a key that is text, not '.', without null", repr(key)
+            )
         if key in keys:
-            raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
+            raise SchemaError(
+                "save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name"
+            )
         keys.append(key)
     return keys

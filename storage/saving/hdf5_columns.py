@@ -1,7 +1,7 @@
 """Columns of numbers in an HDF5 file, written and read in chunks, with a checksum for each column.
 
-The memory for chunks does not depend on the number of rows. HDF5 itself writes into memory only. Sizes in a file are
-checked against its length before anything is allocated.
+The memory for chunks does not depend on the number of rows. HDF5 itself writes into memory only.
+Sizes in a file are checked against its length before anything is allocated.
 """
 
 from __future__ import annotations
@@ -24,11 +24,21 @@ from ..core.fields import DTYPES, Schema, dtype_name
 from ..core.records import COMPLEX_DTYPES, make_field
 from ..core.threads import Worker
 from ..errors import CorruptFileError, SchemaError
-from .hdf5_files import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
+from .hdf5_files import (
+    Allowance,
+    SparseFile,
+    attribute,
+    begin_file,
+    member,
+    open_hdf5,
+    reserve,
+    write_at,
+)
 
 #: Bytes per chunk of rows. There are two chunks: one is filled while the other is written or used.
 CHUNK_BYTES = 8 << 20
-#: Threads that prefetch, for any number of columns; several, since checksums take as long as reading.
+#: Threads that prefetch, for any number of columns; several, since checksums take as long as
+#: reading.
 _NUM_READERS = 4
 #: Bytes between flushes in the background; a single flush at the end takes a third longer.
 _FLUSH_BYTES = 128 << 20
@@ -68,8 +78,13 @@ class Table:
     def schema(self, num_lead: int) -> Schema:
         """Return the fields of the columns; `num_lead` axes come before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
-            raise SchemaError("load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes))
-        return Schema(make_field(name, shape[num_lead:], self.dtypes[name]) for name, shape in self.shapes.items())
+            raise SchemaError(
+                "load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes)
+            )
+        return Schema(
+            make_field(name, shape[num_lead:], self.dtypes[name])
+            for name, shape in self.shapes.items()
+        )
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yield (first row, rows of every column) in order. The next chunk overwrites the tensors of a chunk."""
@@ -101,13 +116,18 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
         stack.callback(writer.close)
         stack.callback(flusher.close)
         file = stack.enter_context(begin_file(header, _ALIGNMENT, keeps_order=True))
-        places = {name: reserve(file, name, _DTYPES[name_of(x)][1], tuple(x.shape)) for name, x in columns.items()}
+        places = {
+            name: reserve(file, name, _DTYPES[name_of(x)][1], tuple(x.shape))
+            for name, x in columns.items()
+        }
         file.attrs[SAVE_ID] = save_id
         for name, column in columns.items():
             place = places[name]
             crc = 0
             for data in _chunks_of(column):
-                writer.submit(write_at, handle, data, place)  # waits until the previous chunk is written
+                writer.submit(
+                    write_at, handle, data, place
+                )  # waits until the previous chunk is written
                 place += len(data)
                 crc = crc32(data, crc)
                 num_unflushed += len(data)
@@ -125,31 +145,38 @@ def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of the rows of a column, chunk by chunk. The next chunk but one overwrites the bytes."""
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
     # New memory for each chunk would cost as much as writing it.
-    buffers = torch.empty((2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu")
+    buffers = torch.empty(
+        (2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu"
+    )
     for number, part in enumerate(torch.split(column, step)):
         chunk = buffers[number % 2][: len(part)].copy_(part)
         yield _bytes(_as_array(chunk))
 
 
 @contextmanager
-def open_columns(path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]) -> Iterator[StoredTable]:
+def open_columns(
+    path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]
+) -> Iterator[StoredTable]:
     """Open a file of `write_columns` or of an earlier system.
 
     Args:
         path: The file.
         save_id: Expected id of the save, or None. A file without an id is accepted.
-        names: Names of the datasets to read; or a function from a key of the file to the name of a column.
+        names: Names of the datasets to read; or a function from a key of the file to the name of a
+            column.
 
     Raises:
-        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors that the block raises
-            because of the file are converted to these, too.
+        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors that
+            the block raises because of the file are converted to these, too.
     """
     try:
         with open_hdf5(path) as (file, handle):
             id_of_file = attribute(file, SAVE_ID)
             if save_id is not None and id_of_file is not None and str(id_of_file) != save_id:
                 got = f"one of {str(id_of_file)!r}"
-                raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", got)
+                raise CorruptFileError(
+                    "load", repr(str(path)), f"a file of the save {save_id!r}", got
+                )
             if callable(names):
                 keys = {names(key): key for key in file}
             else:
@@ -157,7 +184,9 @@ def open_columns(path: Path, save_id: object, names: Iterable[str] | Callable[[s
             datasets = {name: member(file, key, path) for name, key in keys.items()}
             yield StoredTable(path, handle.fileno(), datasets)
     except FileNotFoundError as cause:
-        raise CorruptFileError("load", repr(str(path.parent)), f"the file {path.name}", "none") from cause
+        raise CorruptFileError(
+            "load", repr(str(path.parent)), f"the file {path.name}", "none"
+        ) from cause
 
 
 class StoredTable(Table):
@@ -172,7 +201,8 @@ class StoredTable(Table):
         sums: Expected checksums of columns by name; None if unknown.
 
     Raises:
-        CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than the file.
+        CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than
+            the file.
     """
 
     def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
@@ -199,7 +229,9 @@ class StoredTable(Table):
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         num_rows = self.num_rows
         step = _chunk_rows(sum(map(_row_bytes, self._datasets.values())))
-        buffers = [{name: self._empty(name, min(step, num_rows)) for name in self.shapes} for _ in range(2)]
+        buffers = [
+            {name: self._empty(name, min(step, num_rows)) for name in self.shapes} for _ in range(2)
+        ]
         with ThreadPoolExecutor(_NUM_READERS) as pool:
 
             def prefetch(first: int) -> dict[str, Future[torch.Tensor]]:
@@ -207,7 +239,10 @@ class StoredTable(Table):
                 if num_left <= 0:
                     return {}
                 outs = buffers[first // step % 2]
-                return {name: pool.submit(self._fill, name, first, out[:num_left]) for name, out in outs.items()}
+                return {
+                    name: pool.submit(self._fill, name, first, out[:num_left])
+                    for name, out in outs.items()
+                }
 
             following = prefetch(0)
             for first in range(0, num_rows, step):
@@ -224,7 +259,9 @@ class StoredTable(Table):
         return rows
 
     def _empty(self, name: str, num_rows: int) -> torch.Tensor:
-        return torch.empty((num_rows, *self.shapes[name][1:]), dtype=_DTYPES[self.dtypes[name]][0], device="cpu")
+        return torch.empty(
+            (num_rows, *self.shapes[name][1:]), dtype=_DTYPES[self.dtypes[name]][0], device="cpu"
+        )
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
         """Read rows from `first` on into `out`, and return it; check the checksum after the last row.
@@ -254,7 +291,9 @@ class StoredTable(Table):
         while data:
             count = os.preadv(self._handle, [data], place)
             if not count:
-                raise CorruptFileError("read", repr(str(self._path)), f"all rows of {name!r}", "fewer")
+                raise CorruptFileError(
+                    "read", repr(str(self._path)), f"all rows of {name!r}", "fewer"
+                )
             data = data[count:]
             place += count
 

@@ -2,10 +2,12 @@
 
 Three defects of the library are avoided:
 
-- If the disk fills up while a file is closed, the library crashes at the end of the process. So it writes into memory.
-- It follows the sizes of objects in a global heap, which contains the texts of attributes, without checking that
-  they are positive. A damaged heap makes it loop. So the guard checks every heap.
-- It allocates the length that the text of an attribute claims, before it reads the text. So lengths are checked first.
+- If the disk fills up while a file is closed, the library crashes at the end of the process. So it
+  writes into memory.
+- It follows the sizes of objects in a global heap, which contains the texts of attributes, without
+  checking that they are positive. A damaged heap makes it loop. So the guard checks every heap.
+- It allocates the length that the text of an attribute claims, before it reads the text. So lengths
+  are checked first.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from ..core.durable_files import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
 _MAGIC = b"GCOL"
-#: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4), size (8).
+#: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4),
+#: size (8).
 _HEAD_BYTES = 16
-#: Largest heap that is read. A block has one heap, for texts of 128 KiB at most; checking more objects takes time.
+#: Largest heap that is read. A block has one heap, for texts of 128 KiB at most; checking more
+#: objects takes time.
 MAX_HEAP_BYTES = 1 << 20
 #: Largest number of bytes that DEFLATE unpacks from one byte.
 _MAX_EXPANSION = 1100
@@ -48,18 +52,27 @@ _CONTINUATION = 16
 _ATTRIBUTE_INFO = 21
 #: Parts of a header, and blocks of a heap, that are read at most.
 _MAX_PARTS = 256
-#: Byte ranges in the header of a fractal heap: table width, size of the first blocks, bits per offset, offset of the
-#: first block or table, rows of the table.
+#: Byte ranges in the header of a fractal heap: table width, size of the first blocks, bits per
+#: offset, offset of the first block or table, rows of the table.
 _HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
 #: Errors that h5py raises for damaged files.
-_DAMAGE = (OSError, LookupError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError)
+_DAMAGE = (
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 class Guarded(io.RawIOBase):
     """A file for the file-object driver of HDF5; raises `OSError` at a damaged heap.
 
-    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from its beginning: its
-    metadata accumulator, which joins neighbouring reads, is empty in files that are only read.
+    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from its
+    beginning: its metadata accumulator, which joins neighbouring reads, is empty in files that are
+    only read.
     """
 
     @property
@@ -88,7 +101,9 @@ class Guarded(io.RawIOBase):
             if not count:
                 break
             done += count
-        view[done:] = bytes(len(view) - done)  # HDF5 uses the whole buffer, even if fewer bytes were read
+        view[done:] = bytes(
+            len(view) - done
+        )  # HDF5 uses the whole buffer, even if fewer bytes were read
         if view[:4] == _MAGIC:
             self._check_heap(start)
         return len(view)
@@ -150,14 +165,18 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
     """Open a file for reading; `opened` is its content if it is not on this machine.
 
     Raises:
-        CorruptFileError: The file is damaged. Errors that the block raises because of damage are converted, too.
+        CorruptFileError: The file is damaged. Errors that the block raises because of damage are
+            converted, too.
     """
     with (
         reported(repr(str(path))),
         opened or GuardedFile(path) as guarded,
         h5py.File(guarded, "r", locking=False) as file,
     ):
-        if file.id.get_create_plist().get_sizes() != (8, 8):  # the only sizes that the guard can read
+        if file.id.get_create_plist().get_sizes() != (
+            8,
+            8,
+        ):  # the only sizes that the guard can read
             raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -169,7 +188,8 @@ def reported(where: str) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as cause:
-        # EINVAL comes from a negative offset. Other errors of the system, such as a missing file, are not damage.
+        # EINVAL comes from a negative offset. Other errors of the system, such as a missing file,
+        # are not damage.
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise
@@ -189,12 +209,16 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
     for part in name.split("/"):
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
-            raise CorruptFileError("read", where, f"{part!r} in {node.name!r}", "nothing of that name")
+            raise CorruptFileError(
+                "read", where, f"{part!r} in {node.name!r}", "nothing of that name"
+            )
         if not isinstance(link, h5py.HardLink):
             raise UnsafeFileError("read", where, "data in the file itself", type(link).__name__)
         node = node[part]
     if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
-        raise UnsafeFileError("read", where, "data in the file itself", "a reference to other files")
+        raise UnsafeFileError(
+            "read", where, "data in the file itself", "a reference to other files"
+        )
     return node
 
 
@@ -244,7 +268,8 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
     """Yield the messages of attributes of a group or dataset; offsets in the file count from `start`.
 
-    If the attributes are in a heap, which has no list of them, yield all bytes that may be the attribute `name`.
+    If the attributes are in a heap, which has no list of them, yield all bytes that may be the
+    attribute `name`.
     """
     head = file.read_at(64, place)
     is_new = head[:4] == b"OHDR"
@@ -283,8 +308,15 @@ def _named(block: bytes, name: bytes) -> Iterator[bytes]:
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
     """Yield the blocks of a fractal heap of small objects, which is neither compressed nor nested."""
-    head = file.read_at(142, place) if place < 1 << 62 else b""  # a larger offset means that there is no heap
-    if head[:4] != b"FRHP" or head[7:9] != b"\0\0" or _number(head[10:14]) < 512 or _number(head[86:94]):
+    head = (
+        file.read_at(142, place) if place < 1 << 62 else b""
+    )  # a larger offset means that there is no heap
+    if (
+        head[:4] != b"FRHP"
+        or head[7:9] != b"\0\0"
+        or _number(head[10:14]) < 512
+        or _number(head[86:94])
+    ):
         return
     width, size, bits, root, num_rows = (_number(head[a:b]) for a, b in _HEAP_FIELDS)
     if not num_rows:
@@ -294,7 +326,9 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
     for number in range(min(len(entries) // 8, _MAX_PARTS)):
         child = _number(entries[8 * number : 8 * number + 8])
         if child < 1 << 63:
-            yield file.read_at(min(size << max(0, number // width - 1), MAX_HEAP_BYTES), start + child)
+            yield file.read_at(
+                min(size << max(0, number // width - 1), MAX_HEAP_BYTES), start + child
+            )
 
 
 class Allowance:
@@ -319,7 +353,10 @@ class Allowance:
         if dataset.chunks is not None:
             self._most_bytes = max(self._most_bytes, self._file_bytes * _MAX_EXPANSION)
             chunk_bytes = int(np.prod(dataset.chunks, dtype=object)) * dataset.dtype.itemsize
-        elif dataset.id.get_offset() is not None and dataset.id.get_offset() + dataset.nbytes > self._file_bytes:
+        elif (
+            dataset.id.get_offset() is not None
+            and dataset.id.get_offset() + dataset.nbytes > self._file_bytes
+        ):
             self._taken_bytes = self._most_bytes
         self._taken_bytes += max(dataset.nbytes, chunk_bytes)
         if self._taken_bytes > self._most_bytes:
@@ -364,7 +401,9 @@ class SparseFile(io.RawIOBase):
             low = max(offset, self._position)
             high = min(offset + len(data), self._position + count)
             if low < high:
-                view[low - self._position : high - self._position] = data[low - offset : high - offset]
+                view[low - self._position : high - self._position] = data[
+                    low - offset : high - offset
+                ]
         self._position += count
         return count
 
@@ -391,7 +430,9 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
     creation.set_obj_track_times(False)
     if keeps_order:
         creation.set_link_creation_order(h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED)
-    return h5py.File(h5py.h5f.create(repr(header).encode(), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
+    return h5py.File(
+        h5py.h5f.create(repr(header).encode(), h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access)
+    )
 
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
@@ -405,7 +446,9 @@ def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, 
     links.set_create_intermediate_group(True)
     space = h5py.h5s.create_simple(shape)
     kind = kind_of(dtype)
-    return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
+    return (
+        h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
+    )
 
 
 @lru_cache(maxsize=64)

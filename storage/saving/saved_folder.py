@@ -1,7 +1,7 @@
 """The folder of one save: `config.json` and one HDF5 file per table, replaced and read as a whole.
 
-All files of a folder have the id of one save. If another process replaces the folder during a read, the read is
-repeated. Errors in its content name the folder.
+All files of a folder have the id of one save. If another process replaces the folder during a read,
+the read is repeated. Errors in its content name the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import torch
 
 from ..core import arguments
 from ..core.durable_files import existing_folder, read_json, replace_folder, write_json
-from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, RolloutDataWarning
+from ..errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+)
 from .hdf5_columns import SAVE_ID, write_columns
 
 CONFIG_NAME = "config.json"
@@ -30,7 +36,15 @@ ROWS = "buffer"
 FINALS = "finals"
 _OWN_NAMES = frozenset({CONFIG_NAME, *(f"{table}.hdf5" for table in (COLUMNS, ROWS, FINALS))})
 #: Errors that Python and torch raise for values of wrong types.
-NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+NONSENSE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 #: Reads of a folder that is saved again during each read. A read takes about as long as a save.
 _MAX_READS = 1000
 #: Attempts to open a config while its folder is replaced.
@@ -43,7 +57,9 @@ class MissingFolderError(DataFileError, FileNotFoundError):
 
 
 def write_folder(
-    folder: str | os.PathLike[str], tables: Mapping[str, Mapping[str, torch.Tensor]], config: Mapping[str, Any]
+    folder: str | os.PathLike[str],
+    tables: Mapping[str, Mapping[str, torch.Tensor]],
+    config: Mapping[str, Any],
 ) -> None:
     """Write a folder atomically; replace an earlier save.
 
@@ -70,14 +86,20 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             return read_json(existing_folder(folder) / CONFIG_NAME)
         except FileNotFoundError as error:  # perhaps the folder was being replaced: try again
             cause = error
-    raise MissingFolderError("load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none") from cause
+    raise MissingFolderError(
+        "load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none"
+    ) from cause
 
 
-def check_version(folder: str | os.PathLike[str], config: Mapping[str, Any], name: str, version: int) -> None:
+def check_version(
+    folder: str | os.PathLike[str], config: Mapping[str, Any], name: str, version: int
+) -> None:
     """Raise `ForeignFileError` if a config has another format than `name`, or another version."""
     if config.get("format") != name or config.get("version") != version:
         got = f"{config.get('format')} {config.get('version')}"
-        raise ForeignFileError("load", repr(str(folder)), f"{name} {version}", got, "Update this package")
+        raise ForeignFileError(
+            "load", repr(str(folder)), f"{name} {version}", got, "Update this package"
+        )
 
 
 def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
@@ -96,7 +118,9 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
-            has_same_place = existing_folder(path) == place  # not between the two renames of a saver
+            has_same_place = (
+                existing_folder(path) == place
+            )  # not between the two renames of a saver
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
             if is_same_save or num_reads == _MAX_READS:
                 raise
@@ -127,6 +151,10 @@ def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
         return arguments.device("load", "device", wanted)
     device = torch.device(saved if isinstance(saved, str) else "cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        warnings.warn(f"{saved!r} is not here; the buffer is loaded onto the CPU", RolloutDataWarning, stacklevel=3)
+        warnings.warn(
+            f"{saved!r} is not here; the buffer is loaded onto the CPU",
+            RolloutDataWarning,
+            stacklevel=3,
+        )
         return torch.device("cpu")
     return device

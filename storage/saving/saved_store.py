@@ -1,7 +1,7 @@
 """`Store`: state, folders, pickles and copies of objects that hold rows; and the registry of their classes.
 
-A subclass implements `_get_state` and `_set_state`. `BufferStore` is a `Store` whose folders have the layout of
-earlier systems.
+A subclass implements `_get_state` and `_set_state`. `BufferStore` is a `Store` whose folders have
+the layout of earlier systems.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class State:
     Attributes:
         arguments: Keywords that create an equal, empty store; as in JSON.
         numbers: Counters and flags; as in JSON.
-        tensors: Tensors by name, levels joined by "/". `Store` adds `rng`, the random state, if it is missing.
+        tensors: Tensors by name, levels joined by "/". `Store` adds `rng`, the random state, if it
+            is missing.
     """
 
     arguments: dict[str, Any]
@@ -79,15 +80,17 @@ class State:
 class Store(Shown, ABC):
     """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
-    A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is held during both.
-    If its constructor does not take `State.arguments`, `device` and `generator`, it overrides `_from_arguments` too.
-    Copies are made from the state, so that attributes that a subclass adds are copied only if its state has them.
+    A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is
+    held during both. If its constructor does not take `State.arguments`, `device` and `generator`,
+    it overrides `_from_arguments` too. Copies are made from the state, so that attributes that a
+    subclass adds are copied only if its state has them.
 
     Attributes:
         device: Where the rows are.
         rng: Draws the samples.
         _lock: Held by every method that reads or writes rows.
-        _order: Orders reads and writes of rows among streams; absent if parts of the store have orders of their own.
+        _order: Orders reads and writes of rows among streams; absent if parts of the store have
+            orders of their own.
     """
 
     #: Whether all of its memory is in its state, also rows that were not yet written.
@@ -110,9 +113,9 @@ class Store(Shown, ABC):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a state with equal arguments, without the random state.
 
-        The tensors are on this device and belong to the store. Raise if the state does not fit. The caller then
-        restores replaced attributes; so an implementation either replaces attributes only, or checks the whole state
-        before it writes to memory.
+        The tensors are on this device and belong to the store. Raise if the state does not fit. The
+        caller then restores replaced attributes; so an implementation either replaces attributes
+        only, or checks the whole state before it writes to memory.
         """
 
     @classmethod
@@ -123,7 +126,11 @@ class Store(Shown, ABC):
 
     def _options(self) -> dict[str, Any]:
         """Return attributes by name that are not in the state, but in copies in memory."""
-        return {name: vars(self)[name] for name in ("output_device", "nested_key_separator") if name in vars(self)}
+        return {
+            name: vars(self)[name]
+            for name in ("output_device", "nested_key_separator")
+            if name in vars(self)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, including the random state; tensors stay on this device."""
@@ -133,7 +140,8 @@ class Store(Shown, ABC):
         """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
 
         Raises:
-            SchemaError: The state is of another class or version, or of a store made with other arguments.
+            SchemaError: The state is of another class or version, or of a store made with other
+                arguments.
         """
         self.check_form(state)
         self.check_equal(state["class"], state["arguments"])
@@ -158,22 +166,34 @@ class Store(Shown, ABC):
 
         Raises:
             DataFileError: The path is a file, or a folder with other content.
-            WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
+            WriteError: The folder cannot be written, as on a full disk; the earlier save stays.
+                Also an `OSError`.
         """
         with self._lock:
             state = self._whole_state()
-            columns = [{"name": name, "dtype": name_of(x), "shape": list(x.shape)} for name, x in state.tensors.items()]
-            about = {"format": FORMAT, "version": VERSION, "class": type(self).__name__, "device": str(self.device)}
+            columns = [
+                {"name": name, "dtype": name_of(x), "shape": list(x.shape)}
+                for name, x in state.tensors.items()
+            ]
+            about = {
+                "format": FORMAT,
+                "version": VERSION,
+                "class": type(self).__name__,
+                "device": str(self.device),
+            }
             about |= {"arguments": state.arguments, "numbers": state.numbers, "columns": columns}
             write_folder(folder, {COLUMNS: state.tensors}, about)
 
     @classmethod
-    def load(cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None) -> _Store:
+    def load(
+        cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None
+    ) -> _Store:
         """Return a store with the state of a folder of `save`.
 
         Args:
             folder: The folder.
-            device: Device of the store; None for the saved device, or the CPU if that does not exist.
+            device: Device of the store; None for the saved device, or the CPU if that does not
+                exist.
 
         Raises:
             DataFileError: The folder is missing, damaged, of another format or of another class.
@@ -198,7 +218,9 @@ class Store(Shown, ABC):
         for key in (*own, *arguments):
             if own.get(key) != arguments.get(key):
                 got = repr(arguments.get(key))
-                raise SchemaError(_LOAD, "", f"one with {key}={own.get(key)!r}", got, "Make an equal store")
+                raise SchemaError(
+                    _LOAD, "", f"one with {key}={own.get(key)!r}", got, "Make an equal store"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
@@ -210,7 +232,10 @@ class Store(Shown, ABC):
 
     @classmethod
     def _of_save(
-        cls: type[_Store], folder: str | os.PathLike[str], config: dict[str, Any], device: torch.device | str | None
+        cls: type[_Store],
+        folder: str | os.PathLike[str],
+        config: dict[str, Any],
+        device: torch.device | str | None,
     ) -> _Store:
         where = repr(str(folder))
         check_version(folder, config, FORMAT, VERSION)
@@ -218,24 +243,34 @@ class Store(Shown, ABC):
         for key, expected in _CONFIG.items():
             if not isinstance(config.get(key), expected):
                 got = type(config[key]).__name__ if key in config else "none"
-                raise CorruptFileError("read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {expected.__name__}", got)
+                raise CorruptFileError(
+                    "read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {expected.__name__}", got
+                )
         saved_class = STORES.get(config["class"])
         if saved_class is None or not issubclass(saved_class, cls):
-            loadable = [name for name, store_class in STORES.items() if issubclass(store_class, cls)]
+            loadable = [
+                name for name, store_class in STORES.items() if issubclass(store_class, cls)
+            ]
             options = nearest(config["class"], loadable)
             raise ForeignFileError("load a store from", where, options, repr(config["class"]))
         try:
             tensors = _read_tensors(folder, config)
             if saved_class._is_saved_whole:
                 saved_class._check_sizes(config["arguments"], tensors)
-            store: Any = saved_class._from_arguments(config["arguments"], device_for(config["device"], device))
+            store: Any = saved_class._from_arguments(
+                config["arguments"], device_for(config["device"], device)
+            )
             store.take_state(config["numbers"], tensors)
         except SchemaError as cause:
-            raise CorruptFileError("load a store from", where, "a whole state", str(cause)) from cause
+            raise CorruptFileError(
+                "load a store from", where, "a whole state", str(cause)
+            ) from cause
         return store  # type: ignore[no-any-return]
 
     @classmethod
-    def _check_sizes(cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_sizes(
+        cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Raise `SchemaError` before an empty store is allocated that is larger than the saved tensors."""
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
         empty_bytes = sum(x.nbytes for x in empty.values())
@@ -251,10 +286,14 @@ class Store(Shown, ABC):
             try:
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
-                        raise SchemaError(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
+                        raise SchemaError(
+                            _LOAD, f"with {name!r}", "a tensor", type(tensor).__name__
+                        )
                 rng = self._random_state(tensors["rng"].cpu())
                 torch.Generator(self.rng.device).set_state(rng)
-                self._set_state(numbers, {name: self._own(x) for name, x in tensors.items() if name != "rng"})
+                self._set_state(
+                    numbers, {name: self._own(x) for name, x in tensors.items() if name != "rng"}
+                )
                 self.rng.set_state(rng)
             except RolloutDataError:
                 raise
@@ -262,7 +301,9 @@ class Store(Shown, ABC):
                 raise MissingFieldError(_LOAD, f"without {cause}") from cause
             except NONSENSE as cause:
                 got = f"{type(cause).__name__}: {cause}"
-                raise SchemaError(_LOAD, "", "what state_dict() of an equal store gave", got) from cause
+                raise SchemaError(
+                    _LOAD, "", "what state_dict() of an equal store gave", got
+                ) from cause
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
@@ -302,7 +343,11 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
     target = config.get("class", config.get("__target__"))
     name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
     if name not in STORES:
-        got = f"the class {target!r}" if target else "no '__target__' and no 'class' in its config.json"
+        got = (
+            f"the class {target!r}"
+            if target
+            else "no '__target__' and no 'class' in its config.json"
+        )
         loadable = [name for name, store_class in STORES.items() if not isabstract(store_class)]
         raise UnknownBufferError("load a store from", repr(str(path)), nearest(name, loadable), got)
     return STORES[name].load(path, device)
@@ -316,8 +361,8 @@ def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
     """Return a saved random state, or a state seeded from it if it is of a generator on another type of device.
 
-    A seeded state depends on the saved state only, so that all loads of a save draw the same numbers. They differ
-    from the numbers that the saved store would draw; a warning says so.
+    A seeded state depends on the saved state only, so that all loads of a save draw the same
+    numbers. They differ from the numbers that the saved store would draw; a warning says so.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
@@ -327,7 +372,11 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
         "reseeded and draws other numbers"
     )
     warnings.warn(text, RolloutDataWarning, stacklevel=4)
-    return torch.Generator(generator.device).manual_seed(int.from_bytes(digest, "little") >> 1).get_state()
+    return (
+        torch.Generator(generator.device)
+        .manual_seed(int.from_bytes(digest, "little") >> 1)
+        .get_state()
+    )
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
@@ -346,13 +395,18 @@ def checked_tensor(
     if tensor.dtype != dtype or list(tensor.shape) != list(shape):
         expected = f"{dtype} {list(shape)}"
         got = f"{tensor.dtype} {list(tensor.shape)}"
-        raise SchemaError(_LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch."))
+        raise SchemaError(
+            _LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch.")
+        )
     return tensor
 
 
 # Pickles refer to this function by its name.
 def _remade(
-    store_class: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]
+    store_class: type[Store],
+    device: torch.device,
+    options: Mapping[str, Any],
+    state: Mapping[str, Any],
 ) -> Any:
     """Return the store of a pickle."""
     store = store_class._from_arguments(state["arguments"], device)
@@ -361,7 +415,9 @@ def _remade(
     return store
 
 
-def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _read_tensors(
+    folder: str | os.PathLike[str], config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """Read all tensors of a folder onto the CPU; check their sizes before anything is allocated."""
     path = existing_folder(folder) / f"{COLUMNS}.hdf5"
     tensors = {}
@@ -375,8 +431,12 @@ def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> 
             if not has_dtype or list(file.shapes[name]) != column["shape"]:
                 where = f"{name!r} of {str(path)!r}"
                 got = f"{dtype} of shape {list(file.shapes[name])}"
-                raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
-            file.sums[name] = column.get("crc32", file.sums[name])  # earlier saves have checksums in the config
+                raise CorruptFileError(
+                    "read", where, f"{column['dtype']} of shape {column['shape']}", got
+                )
+            file.sums[name] = column.get(
+                "crc32", file.sums[name]
+            )  # earlier saves have checksums in the config
             tensors[name] = file.read(name)
             if is_untagged:
                 tensors[name] = tensors[name].view(torch.bfloat16)

@@ -81,7 +81,9 @@ def test_the_report_shows_figures_skips_and_failures(tmp_path: Path) -> None:
     assert report.draw("x", timings, tmp_path).stat().st_size > 5000
 
 
-def test_an_unknown_workload_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_workload_is_named_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         command.main(["nosuch"])
     assert "no workload nosuch; there are playback" in capsys.readouterr().err

@@ -22,7 +22,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "queue": lambda: rollout(QueueRolloutStorage, 3),
     "labels": lambda: rollout(ActionLabelRollout, 3),
     "replay": lambda: ReplayBuffer(3, 4, generator=0),
-    "expert": lambda: TrajectoryDictBuffer([{"observation": torch.zeros(4, 1)}] * 2, "cpu", 2, generator=0),
+    "expert": lambda: TrajectoryDictBuffer(
+        [{"observation": torch.zeros(4, 1)}] * 2, "cpu", 2, generator=0
+    ),
 }
 
 

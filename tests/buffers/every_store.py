@@ -44,7 +44,10 @@ def rollout(kind: Any = RolloutStorage, num_envs: int = 2) -> Any:
     if kind is ActionLabelRollout:
         one.action_labels = torch.zeros(num_envs, 2)
     if kind is SarsaRolloutStorage:
-        one.next_observations, one.next_critic_observations = one.observations + 1, one.critic_observations + 1
+        one.next_observations, one.next_critic_observations = (
+            one.observations + 1,
+            one.critic_observations + 1,
+        )
     storage.add_transitions(one)
     return storage
 
@@ -60,7 +63,9 @@ def ring(value: float = 1.0, num_rows: int = 3) -> DictBuffer:
 
 def laned() -> TrajectoryDictBufferMultiDim:
     buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1, generator=0)
-    buffer.extend({"observation": torch.ones(2, 2, 1), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
+    buffer.extend(
+        {"observation": torch.ones(2, 2, 1), "done": torch.zeros(2, 2, 1, dtype=torch.bool)}
+    )
     return buffer
 
 
@@ -94,7 +99,9 @@ def windows() -> PrioritizedWindows:
 
 
 def manager() -> BufferManager:
-    made = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "generator": 0}}, generator=0)
+    made = BufferManager(
+        {"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "generator": 0}}, generator=0
+    )
     made.push([{"x": torch.ones(2)}])
     return made
 
@@ -125,7 +132,9 @@ def load(folder: Path) -> Any:
 
 
 def columns_of(folder: Path) -> Path:
-    return next(folder / name for name in ("buffer.hdf5", "columns.hdf5") if (folder / name).exists())
+    return next(
+        folder / name for name in ("buffer.hdf5", "columns.hdf5") if (folder / name).exists()
+    )
 
 
 def plain(tree: Any) -> Any:
@@ -142,11 +151,15 @@ def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
     modules = ("storage.errors", *(f"tests.buffers.{name}" for name in CHILD_MODULES))
     script = "\n".join(["import sys", *(f"from {module} import *" for module in modules), code])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "h5py", "pytest", "storage", "rollout_data"])  # which takes seconds
+    context.set_forkserver_preload(
+        ["torch", "h5py", "pytest", "storage", "rollout_data"]
+    )  # which takes seconds
     with tempfile.NamedTemporaryFile("r") as out:
         # Under this name the child finds it; pytest gives this file another one.
         target = importlib.import_module("tests.buffers.every_store").run_script
-        child = context.Process(target=target, args=(script, [str(one) for one in arguments], out.name))
+        child = context.Process(
+            target=target, args=(script, [str(one) for one in arguments], out.name)
+        )
         child.start()
         child.join(timeout_s)
         is_late = child.is_alive()

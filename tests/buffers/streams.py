@@ -99,4 +99,6 @@ def chi_square_bound(num_kinds: int) -> float:
 
 def chi_square(counts: Counter, law: dict[tuple[int, int], float]) -> float:
     num_draws = sum(counts.values())
-    return sum((counts[key] - num_draws * share) ** 2 / (num_draws * share) for key, share in law.items())
+    return sum(
+        (counts[key] - num_draws * share) ** 2 / (num_draws * share) for key, share in law.items()
+    )

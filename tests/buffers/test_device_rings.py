@@ -29,7 +29,9 @@ class Steps:
     def add_to(self, buffer: DictBuffer, ends: torch.Tensor, has_final: bool) -> None:
         """Add `[n, lanes]` rows."""
         first = len(self.ends)
-        number = torch.arange(self.num_lanes) * 1000 + torch.arange(first, first + len(ends)).unsqueeze(1)
+        number = torch.arange(self.num_lanes) * 1000 + torch.arange(
+            first, first + len(ends)
+        ).unsqueeze(1)
         number = number.float().view(-1, 1).cuda()
         terminated = ends.view(-1, 1).cuda()
         record = {"observation": number, "reward": number, "terminated": terminated}
@@ -57,13 +59,23 @@ class Steps:
     def check(self, batch: dict[str, Any], num_steps: int, is_marked: bool) -> Counter:
         """Check every value of a batch; return how often each (lane, first row) came."""
         counts: Counter = Counter()
-        leaves = [batch["observation"], batch["reward"], batch["next"]["observation"], batch["discount"]]
-        flags = [batch["terminated"], batch["next_valid"] if is_marked else torch.ones_like(batch["terminated"])]
+        leaves = [
+            batch["observation"],
+            batch["reward"],
+            batch["next"]["observation"],
+            batch["discount"],
+        ]
+        flags = [
+            batch["terminated"],
+            batch["next_valid"] if is_marked else torch.ones_like(batch["terminated"]),
+        ]
         for values in zip(*(leaf.cpu().flatten().tolist() for leaf in leaves + flags), strict=True):
             observation, reward, following, discount, terminated, is_valid = values
             lane, first = divmod(int(observation), 1000)
             last, is_end, is_known = self.transition(lane, first, num_steps)
-            assert reward == pytest.approx(sum(GAMMA**k * (observation + k) for k in range(last - first + 1)))
+            assert reward == pytest.approx(
+                sum(GAMMA**k * (observation + k) for k in range(last - first + 1))
+            )
             number = lane * 1000 + last
             after = number + 0.25 if is_known else number
             assert following == (after if is_end else number + 1)
@@ -74,10 +86,14 @@ class Steps:
         return counts
 
 
-def filled(capacity: int, num_lanes: int, finals: str, end_share: float = 0.2) -> tuple[DictBuffer, Steps]:
+def filled(
+    capacity: int, num_lanes: int, finals: str, end_share: float = 0.2
+) -> tuple[DictBuffer, Steps]:
     """Fill a ring; final observations are given "never", "always", or for every second write."""
     generator = torch.Generator().manual_seed(0)
-    buffer = DictBuffer(capacity * num_lanes, "cuda", num_envs=num_lanes, end_key="terminated", generator=0)
+    buffer = DictBuffer(
+        capacity * num_lanes, "cuda", num_envs=num_lanes, end_key="terminated", generator=0
+    )
     steps = Steps(num_lanes)
     for write, size in enumerate((3, 1, 1, capacity + 2, 5, 1, 1, 4, 1)):
         ends = torch.rand(size, num_lanes, generator=generator) < end_share
@@ -125,12 +141,21 @@ def test_frames_of_transitions_stay_in_their_trajectory_on_a_device() -> None:
 @pytest.mark.parametrize("has_finals", [False, True])
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
 @pytest.mark.usefixtures("any_device")
-def test_windows_end_where_their_trajectory_does_on_a_device(start_mode: str, has_finals: bool, at_end: str) -> None:
+def test_windows_end_where_their_trajectory_does_on_a_device(
+    start_mode: str, has_finals: bool, at_end: str
+) -> None:
     """The same windows come as from a ring on the CPU, and what follows them is the same."""
     batches = []
     for device in ("cpu", "cuda"):
         buffer = TrajectoryDictBufferMultiDim(
-            14, device, n_dim=2, end_key="done", start_mode=start_mode, at_end=at_end, generator=0, seq_length=3
+            14,
+            device,
+            n_dim=2,
+            end_key="done",
+            start_mode=start_mode,
+            at_end=at_end,
+            generator=0,
+            seq_length=3,
         )
         generator = torch.Generator().manual_seed(1)
         total = 0
@@ -145,16 +170,26 @@ def test_windows_end_where_their_trajectory_does_on_a_device(start_mode: str, ha
             parts = [batch["observation"], batch["next"]["observation"]]
             if at_end == "mark":
                 parts.append(batch["next_valid"])
-            windows = torch.cat([part.cpu().float().flatten(1) for part in parts], 1).reshape(1500, -1)
+            windows = torch.cat([part.cpu().float().flatten(1) for part in parts], 1).reshape(
+                1500, -1
+            )
             found |= set(map(tuple, windows.tolist()))
         batches.append(found)
     assert batches[0] == batches[1]
 
 
 @pytest.mark.usefixtures("any_device")
-def test_windows_by_trajectory_follow_their_law_on_a_device_with_more_trajectories_than_places() -> None:
+def test_windows_by_trajectory_follow_their_law_on_a_device_with_more_trajectories_than_places() -> (
+    None
+):
     buffer = TrajectoryDictBufferMultiDim(
-        100, n_dim=2, device="cuda", output_device="cpu", end_key="done", start_mode="trajectory", generator=0
+        100,
+        n_dim=2,
+        device="cuda",
+        output_device="cpu",
+        end_key="done",
+        start_mode="trajectory",
+        generator=0,
     )
     naive = Naive(100, 3)
     generator = torch.Generator().manual_seed(0)
@@ -164,14 +199,19 @@ def test_windows_by_trajectory_follow_their_law_on_a_device_with_more_trajectori
         naive.add(ends)
     law = naive.law_by_trajectory(3)
     counts = drawn_windows(buffer, 100, 2)
-    counts += drawn_windows(buffer, 20_000, 2)  # many more than the share of valid candidates was counted of
+    counts += drawn_windows(
+        buffer, 20_000, 2
+    )  # many more than the share of valid candidates was counted of
     assert set(counts) <= set(law)
     assert chi_square(counts, law) < chi_square_bound(len(law))
 
 
 def test_a_draw_that_finds_too_few_valid_rows_repeats_valid_ones_and_is_counted() -> None:
     buffer = DictBuffer(600, "cuda", end_key="done", generator=0)
-    record = {"observation": torch.zeros(600, 1).cuda(), "done": torch.zeros(600, 1, dtype=torch.bool).cuda()}
+    record = {
+        "observation": torch.zeros(600, 1).cuda(),
+        "done": torch.zeros(600, 1, dtype=torch.bool).cuda(),
+    }
     buffer.extend(record)
     for _ in range(3):
         buffer.sample_transitions(64)
@@ -238,7 +278,9 @@ def test_an_end_that_end_key_does_not_name_raises_at_a_later_call() -> None:
 
 @pytest.mark.parametrize("has_finals", [False, True])
 @pytest.mark.usefixtures("any_device")
-def test_rings_with_final_observations_save_and_load_on_a_device(tmp_path: Any, has_finals: bool) -> None:
+def test_rings_with_final_observations_save_and_load_on_a_device(
+    tmp_path: Any, has_finals: bool
+) -> None:
     buffer, steps = filled(17, 3, "always" if has_finals else "never")
     buffer.save(tmp_path / "ring")
     loaded = DictBuffer.load(tmp_path / "ring")
@@ -273,7 +315,9 @@ def test_a_write_waits_for_a_draw_on_another_stream() -> None:
     buffer = DictBuffer(64, "cuda", end_key="done", generator=0)
     side = torch.cuda.Stream()
     done = torch.zeros(64, 1).cuda()
-    records = [{"x": torch.full((64, 512), float(number)).cuda(), "done": done} for number in range(20)]
+    records = [
+        {"x": torch.full((64, 512), float(number)).cuda(), "done": done} for number in range(20)
+    ]
     buffer.extend(records[0])
     buffer.sample_transitions(64, next_keys="x")
     torch.cuda.synchronize()

@@ -60,7 +60,13 @@ def test_ind_indexes_the_rows_of_the_last_sample_in_storage(num_envs: int, num_r
 def test_ind_indexes_the_rows_of_windows(n_dim: int, start_mode: str, has_finals: bool) -> None:
     keys = [("obs", "x")]
     buffer = TrajectoryDictBufferMultiDim(
-        14, n_dim=n_dim, start_mode=start_mode, output_key_t=keys, output_key_tp1=keys, end_key="done", generator=0
+        14,
+        n_dim=n_dim,
+        start_mode=start_mode,
+        output_key_t=keys,
+        output_key_tp1=keys,
+        end_key="done",
+        generator=0,
     )
     for start in range(0, 40, 10):
         data = rows(start, start + 10)
@@ -85,14 +91,26 @@ def test_the_storage_of_episodes_holds_all_frames_one_after_another() -> None:
 
 #: A call, and the text that its error must have.
 WRONG_CALLS = {
-    "an option of DictBuffer": (lambda: DictBuffer(4, nope=1), TypeError, r"^DictBuffer\.__init__\(\) got .* 'nope'"),
-    "a missing capacity": (lambda: DictBuffer(), TypeError, r"^DictBuffer\.__init__\(\) missing .* 'capacity'"),
+    "an option of DictBuffer": (
+        lambda: DictBuffer(4, nope=1),
+        TypeError,
+        r"^DictBuffer\.__init__\(\) got .* 'nope'",
+    ),
+    "a missing capacity": (
+        lambda: DictBuffer(),
+        TypeError,
+        r"^DictBuffer\.__init__\(\) missing .* 'capacity'",
+    ),
     "an option of windows": (
         lambda: TrajectoryDictBufferMultiDim(4, nope=1),
         TypeError,
         r"^TrajectoryDictBufferMultiDim\.__init__\(\) got .* 'nope'",
     ),
-    "a capacity": (lambda: DictBuffer(0), UsageError, "^cannot create a DictBuffer: expected capacity >= 1, got 0"),
+    "a capacity": (
+        lambda: DictBuffer(0),
+        UsageError,
+        "^cannot create a DictBuffer: expected capacity >= 1, got 0",
+    ),
     "a device": (
         lambda: TrajectoryDictBufferMultiDim(4, "gpu0"),
         UsageError,
@@ -103,7 +121,11 @@ WRONG_CALLS = {
         UsageError,
         "^cannot create a DictBuffer: expected output_device a torch device",
     ),
-    "envs": (lambda: DictBuffer(5, num_envs=2), UsageError, "DictBuffer: expected a capacity that num_envs=2 divides"),
+    "envs": (
+        lambda: DictBuffer(5, num_envs=2),
+        UsageError,
+        "DictBuffer: expected a capacity that num_envs=2 divides",
+    ),
     "an option of a storage": (
         lambda: storage.ActionLabelRollout(2, 3, (4,), None, (1,), devise="cpu"),
         TypeError,
@@ -137,7 +159,10 @@ def test_errors_name_the_class_and_the_argument_that_the_user_wrote(case: str) -
 def test_errors_of_transitions_name_the_argument() -> None:
     buffer = DictBuffer(10, end_key="done", generator=0)
     buffer.extend(rows(0, 10))
-    with pytest.raises(MissingFieldError, match=r"sample transitions: expected next_keys one of .*'obs/x'.* got 'obse"):
+    with pytest.raises(
+        MissingFieldError,
+        match=r"sample transitions: expected next_keys one of .*'obs/x'.* got 'obse",
+    ):
         buffer.sample_transitions(4)
     with pytest.raises(MissingFieldError, match=r"expected reward_key one of .* got 'reward'"):
         buffer.sample_transitions(4, next_keys=["obs"], num_steps=2)
@@ -147,7 +172,12 @@ def test_errors_of_transitions_name_the_argument() -> None:
         DictBuffer(10, end_key="dones").extend(rows(0, 10))
     windows = TrajectoryDictBufferMultiDim(10, output_key_t=["obs"], end_key="done")
     windows.extend(rows(0, 10))
-    with pytest.raises(MissingFieldError, match=r"sample windows: expected output_key_tp1 one of .* got 'observation'"):
+    with pytest.raises(
+        MissingFieldError,
+        match=r"sample windows: expected output_key_tp1 one of .* got 'observation'",
+    ):
         windows.sample(4)
-    with pytest.raises(UsageError, match="cannot sample from a DictBuffer: expected batch_size >= 1, got 0"):
+    with pytest.raises(
+        UsageError, match="cannot sample from a DictBuffer: expected batch_size >= 1, got 0"
+    ):
         buffer.sample(0)

@@ -30,7 +30,10 @@ WAYS: list[Callable[[torch.Tensor], Any]] = [
 
 def rows(num_rows: int) -> dict[str, Any]:
     return {
-        "observation": {"state": torch.randn(num_rows, WIDTH), "image": torch.randint(255, (num_rows, 4, 3)).byte()},
+        "observation": {
+            "state": torch.randn(num_rows, WIDTH),
+            "image": torch.randint(255, (num_rows, 4, 3)).byte(),
+        },
         "wide": torch.randn(num_rows, 1100),
         "half": torch.randn(num_rows, 3).bfloat16(),
         "reward": torch.randn(num_rows, 1),
@@ -76,7 +79,8 @@ def makers() -> dict[str, Callable[[bool], Callable[[int], dict[str, Any]]]]:
 def unflat(tree: dict[str, Any]) -> dict[str, Any]:
     """See `[100 * 4, ...]` leaves as `[100, 4, ...]`."""
     return {
-        name: unflat(leaf) if isinstance(leaf, dict) else leaf.unflatten(0, (100, 4)) for name, leaf in tree.items()
+        name: unflat(leaf) if isinstance(leaf, dict) else leaf.unflatten(0, (100, 4))
+        for name, leaf in tree.items()
     }
 
 
@@ -105,7 +109,9 @@ def test_buffers_of_equal_fields_are_sampled_by_threads_of_their_own() -> None:
     def work(value: float) -> None:
         buffer = TrajectoryReplayBuffer()
         for _ in range(3):
-            buffer.add({"rewards": torch.full((100, 4, WIDTH), value), "dones": torch.zeros(100, 4, 1)})
+            buffer.add(
+                {"rewards": torch.full((100, 4, WIDTH), value), "dones": torch.zeros(100, 4, 1)}
+            )
         while not stop.is_set() and not mixed:
             if not bool((buffer.sample(4 * NUM_ROWS)["rewards"] == value).all()):
                 mixed.append(value)
@@ -149,7 +155,9 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
-def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[weakref.ref[Any]]) -> None:
+def test_memory_is_used_again_whatever_the_number_of_wide_fields(
+    mapped: list[weakref.ref[Any]],
+) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({str(number): torch.randn(100, 1100) for number in range(20)})
     for _ in range(3):
@@ -160,7 +168,9 @@ def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[we
     assert not mapped
 
 
-def test_large_samples_of_many_sizes_leave_little_memory_behind(mapped: list[weakref.ref[Any]]) -> None:
+def test_large_samples_of_many_sizes_leave_little_memory_behind(
+    mapped: list[weakref.ref[Any]],
+) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({"wide": torch.randn(100, 1100)})
     mapped.clear()

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim, ZBuffer, load_buffer
+from storage import (
+    DictBuffer,
+    TrajectoryDictBuffer,
+    TrajectoryDictBufferMultiDim,
+    ZBuffer,
+    load_buffer,
+)
 
 from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
 
@@ -15,7 +21,10 @@ pytestmark = pytest.mark.gpu
 def test_uniform_sampling_and_adding_never_wait_for_the_device() -> None:
     buffer = DictBuffer(capacity=1000, device="cuda", generator=0)
     z = ZBuffer(100, 8, "cuda", generator=0)
-    row = {"a": {"b": torch.rand(64, 3, device="cuda")}, "c": torch.ones(64, 1, dtype=torch.bool, device="cuda")}
+    row = {
+        "a": {"b": torch.rand(64, 3, device="cuda")},
+        "c": torch.ones(64, 1, dtype=torch.bool, device="cuda"),
+    }
     latent = torch.rand(5, 8, device="cuda")
     buffer.extend(row)
     z.add(latent)
@@ -27,13 +36,21 @@ def test_uniform_sampling_and_adding_never_wait_for_the_device() -> None:
             batch, found = buffer.sample(256), z.sample(7)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert batch["a"]["b"].device.type == "cuda" and bool(batch["c"].all()) and found.shape == (7, 8)
+    assert (
+        batch["a"]["b"].device.type == "cuda" and bool(batch["c"].all()) and found.shape == (7, 8)
+    )
 
 
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
 def test_windows_on_the_device_follow_their_law(start_mode: str) -> None:
     buffer = TrajectoryDictBufferMultiDim(
-        capacity=14, n_dim=2, device="cuda", output_device="cpu", end_key="done", start_mode=start_mode, generator=0
+        capacity=14,
+        n_dim=2,
+        device="cuda",
+        output_device="cpu",
+        end_key="done",
+        start_mode=start_mode,
+        generator=0,
     )
     naive = Naive(14, 3)
     for size in (3, 1, 1, 20, 5):
@@ -53,12 +70,17 @@ def test_transitions_and_experts_on_the_device() -> None:
         observation = torch.full((2, 1), float(step), device="cuda")
         done = torch.full((2, 1), step % 6 == 5, device="cuda")
         buffer.extend(
-            {"observation": observation, "reward": observation, "done": done}, final={"observation": observation + 0.5}
+            {"observation": observation, "reward": observation, "done": done},
+            final={"observation": observation + 0.5},
         )
     batch = buffer.sample_transitions(500)
     step, following = batch["observation"], batch["next"]["observation"]
     assert torch.equal(following, torch.where(step % 6 == 5, step + 0.5, step + 1))
-    assert buffer.sample_transitions(50, num_steps=3, num_frames=2)["observation"].shape == (50, 2, 1)
+    assert buffer.sample_transitions(50, num_steps=3, num_frames=2)["observation"].shape == (
+        50,
+        2,
+        1,
+    )
     expert = TrajectoryDictBuffer([{"observation": torch.zeros(9, 2)}], "cuda", 3, generator=0)
     expert.update_priorities([2.0], [0])
     assert expert.sample(6)["observation"].device.type == "cuda"
@@ -80,4 +102,10 @@ def test_a_saved_buffer_moves_between_devices(tmp_path) -> None:
     buffer.extend({"x": torch.arange(5.0).unsqueeze(1)})
     buffer.save(tmp_path / "b")
     assert load_buffer(tmp_path / "b").device.type == "cuda"
-    assert load_buffer(tmp_path / "b", device="cpu").storage["x"][:5].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert load_buffer(tmp_path / "b", device="cpu").storage["x"][:5].flatten().tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]

@@ -61,7 +61,9 @@ def test_the_age_of_a_row_takes_four_bytes() -> None:
 def test_as_many_rows_as_a_window_has_are_kept_twice_in_each_lane() -> None:
     sizes = []
     for seq_length in (2, 12):
-        buffer = TrajectoryDictBufferMultiDim(capacity=100, n_dim=2, seq_length=seq_length, end_key="done")
+        buffer = TrajectoryDictBufferMultiDim(
+            capacity=100, n_dim=2, seq_length=seq_length, end_key="done"
+        )
         buffer.extend({"observation": torch.zeros(1, 3, 100), "done": torch.zeros(1, 3, 1)})
         sizes.append(buffer.num_bytes)
     num_bytes_of_a_row = 4 * 101
@@ -72,7 +74,9 @@ class Labelled(DictBuffer):
     label = "none"
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))]
+)
 def test_attributes_of_a_subclass_are_not_copied(way: Any) -> None:
     buffer = Labelled(4, generator=0)
     buffer.extend({"x": torch.ones(2, 1)})
@@ -98,7 +102,9 @@ def test_rows_on_the_host_travel_in_one_pinned_copy(cuda_device: PretendCuda | N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("capacity", "num_envs", "num_places"), [(6400, 1, 100), (640, 1, 64), (640, 80, 160)])
+@pytest.mark.parametrize(
+    ("capacity", "num_envs", "num_places"), [(6400, 1, 100), (640, 1, 64), (640, 80, 160)]
+)
 def test_extend_waits_for_more_final_observations_than_there_are_places(
     capacity: int, num_envs: int, num_places: int, cuda_device: PretendCuda | None
 ) -> None:

@@ -25,7 +25,9 @@ def test_pairs_are_those_of_a_list_however_rows_are_written(
     num_slots: int, num_envs: int, sizes: list[int], first_draw: int, is_bfloat16: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    buffer = DictBuffer(capacity=num_slots * num_envs, num_envs=num_envs, end_key="done", generator=seed)
+    buffer = DictBuffer(
+        capacity=num_slots * num_envs, num_envs=num_envs, end_key="done", generator=seed
+    )
     rows: list[list[tuple[int, bool]]] = [[] for _ in range(num_envs)]
     for step, size in enumerate(sizes):
         done = torch.rand(size, num_envs, generator=generator) < 0.3
@@ -33,7 +35,9 @@ def test_pairs_are_those_of_a_list_however_rows_are_written(
         if step >= first_draw and len(buffer):
             assert _drawn(buffer) == _listed(rows, num_slots)
     if len(buffer):
-        copy = DictBuffer(capacity=num_slots * num_envs, num_envs=num_envs, end_key="done", generator=seed)
+        copy = DictBuffer(
+            capacity=num_slots * num_envs, num_envs=num_envs, end_key="done", generator=seed
+        )
         copy.load_state_dict(buffer.state_dict())
         assert _drawn(copy) == _listed(rows, num_slots)
         _extend(copy, rows, torch.zeros(1, num_envs, dtype=torch.bool), buffer.storage["x"].dtype)
@@ -73,12 +77,20 @@ def test_drawing_at_first_or_late_gives_the_same_rows() -> None:
     assert torch.equal(first, second)
 
 
-def _extend(buffer: DictBuffer, rows: list[list[tuple[int, bool]]], done: torch.Tensor, dtype: torch.dtype) -> None:
+def _extend(
+    buffer: DictBuffer, rows: list[list[tuple[int, bool]]], done: torch.Tensor, dtype: torch.dtype
+) -> None:
     """Add steps whose value counts the steps of all envs; below 256, so that bfloat16 holds it."""
     first = len(rows[0])
     counted = torch.arange(first, first + len(done)).unsqueeze(1).expand(done.shape)
     envs = torch.arange(done.shape[1]).expand(done.shape)
-    buffer.extend({"x": counted.reshape(-1, 1).to(dtype), "env": envs.reshape(-1, 1), "done": done.reshape(-1, 1)})
+    buffer.extend(
+        {
+            "x": counted.reshape(-1, 1).to(dtype),
+            "env": envs.reshape(-1, 1),
+            "done": done.reshape(-1, 1),
+        }
+    )
     for env, column in enumerate(rows):
         column += [(first + step, bool(done[step, env])) for step in range(len(done))]
 
@@ -88,7 +100,9 @@ def _listed(rows: list[list[tuple[int, bool]]], num_slots: int) -> set[tuple[int
     return {
         (env, first, second)
         for env, column in enumerate(rows)
-        for (first, is_end), (second, _) in zip(column[-num_slots:], column[-num_slots:][1:], strict=False)
+        for (first, is_end), (second, _) in zip(
+            column[-num_slots:], column[-num_slots:][1:], strict=False
+        )
         if not is_end
     }
 

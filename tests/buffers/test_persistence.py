@@ -41,14 +41,20 @@ def dict_buffer(num_rows: int = 13) -> DictBuffer:
 
 
 def laned(start_mode: str = "trajectory") -> TrajectoryDictBufferMultiDim:
-    buffer = TrajectoryDictBufferMultiDim(capacity=9, n_dim=2, seq_length=2, start_mode=start_mode, generator=2)
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=9, n_dim=2, seq_length=2, start_mode=start_mode, generator=2
+    )
     for first in range(0, 24, 4):
-        buffer.extend(rows(first, torch.rand(4, 3, generator=torch.Generator().manual_seed(first)) < 0.2))
+        buffer.extend(
+            rows(first, torch.rand(4, 3, generator=torch.Generator().manual_seed(first)) < 0.2)
+        )
     return buffer
 
 
 def expert() -> TrajectoryDictBuffer:
-    episodes = [{"observation": torch.arange(4.0 + i).unsqueeze(1), "motion_id": 7 * i} for i in range(3)]
+    episodes = [
+        {"observation": torch.arange(4.0 + i).unsqueeze(1), "motion_id": 7 * i} for i in range(3)
+    ]
     buffer = TrajectoryDictBuffer(episodes, "cpu", 2, generator=3, file_names=["a", "b", "c"])
     buffer.update_priorities([1.0, 5.0], [0, 2])
     return buffer
@@ -141,7 +147,10 @@ def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
         buffer = DictBuffer(capacity=4 * num_envs, num_envs=num_envs, end_key="done", generator=0)
         ends = torch.zeros(num_rows, num_envs, 1)
         ends[1::4, 0] = 1  # one lane is cut elsewhere than the other
-        data = {"o": torch.arange(float(num_rows * num_envs)).view(num_rows, num_envs, 1), "done": ends}
+        data = {
+            "o": torch.arange(float(num_rows * num_envs)).view(num_rows, num_envs, 1),
+            "done": ends,
+        }
         buffer.extend({name: leaf.flatten(0, 1) for name, leaf in data.items()})
         return buffer
 
@@ -159,7 +168,15 @@ def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
         assert stacks(other) == expected
     path = tmp_path / "b" / "config.json"
     config = config_of(path)
-    for wrong in (None, 1, [-1] * num_envs, [num_rows] * num_envs, [0] * (num_envs + 1), [0.5] * num_envs, "0"):
+    for wrong in (
+        None,
+        1,
+        [-1] * num_envs,
+        [num_rows] * num_envs,
+        [0] * (num_envs + 1),
+        [0.5] * num_envs,
+        "0",
+    ):
         path.write_text(json.dumps({**config, "oldest_ages": wrong}))
         with pytest.raises(RolloutDataError):
             load_buffer(tmp_path / "b")
@@ -173,24 +190,38 @@ def test_saving_twice_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     dict_buffer(9).save(tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     assert len(load_buffer(tmp_path / "b")) == 9
-    (tmp_path / "b").rename(tmp_path / ".b.previous")  # as a crash between the two renames leaves it
+    (tmp_path / "b").rename(
+        tmp_path / ".b.previous"
+    )  # as a crash between the two renames leaves it
     assert len(load_buffer(tmp_path / "b")) == 9
 
 
 @pytest.mark.parametrize("num_rows", [6, 10, 14])
 def test_a_folder_of_an_earlier_system_loads(tmp_path: Path, num_rows: int) -> None:
-    slots = [max(row for row in range(num_rows) if row % 10 == slot) for slot in range(min(num_rows, 10))]
+    slots = [
+        max(row for row in range(num_rows) if row % 10 == slot) for slot in range(min(num_rows, 10))
+    ]
     values = np.array(slots, np.float32)[:, None]
     with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
         file["observation-state"], file["observation-deep-x"] = values, values.repeat(2, 1)
         file["reward"] = values
-    config = {"capacity": 10, "device": "cpu", "nested_key_separator": "-", "__target__": "some.old.buffers.DictBuffer"}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "_idx": num_rows % 10, "_is_full": num_rows >= 10}))
+    config = {
+        "capacity": 10,
+        "device": "cpu",
+        "nested_key_separator": "-",
+        "__target__": "some.old.buffers.DictBuffer",
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "_idx": num_rows % 10, "_is_full": num_rows >= 10})
+    )
     buffer = load_buffer(tmp_path)
     expected = [float(row) for row in range(num_rows)][-10:]
     assert buffer.get_full_buffer("time")["observation"]["deep"]["x"][:, 1].tolist() == expected
     buffer.extend(
-        {"observation": {"state": torch.ones(1, 1), "deep": {"x": torch.ones(1, 2)}}, "reward": torch.ones(1, 1)}
+        {
+            "observation": {"state": torch.ones(1, 1), "deep": {"x": torch.ones(1, 2)}},
+            "reward": torch.ones(1, 1),
+        }
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.warns(UserWarning, match="where the next row goes"):
@@ -276,11 +307,23 @@ def test_a_buffer_of_many_fields_loads_with_few_files(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_a_field_of_as_many_axes_as_there_may_be_is_saved_and_one_of_more_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_field_of_as_many_axes_as_there_may_be_is_saved_and_one_of_more_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
     buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1)
     with pytest.raises(RolloutDataError, match="'x': expected at most 30 dimensions, got 31"):
-        buffer.extend({"x": torch.arange(4.0).view(2, 2, *[1] * 31), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
-    buffer.extend({"x": torch.arange(4.0).view(2, 2, *[1] * 30), "done": torch.zeros(2, 2, 1, dtype=torch.bool)})
+        buffer.extend(
+            {
+                "x": torch.arange(4.0).view(2, 2, *[1] * 31),
+                "done": torch.zeros(2, 2, 1, dtype=torch.bool),
+            }
+        )
+    buffer.extend(
+        {
+            "x": torch.arange(4.0).view(2, 2, *[1] * 30),
+            "done": torch.zeros(2, 2, 1, dtype=torch.bool),
+        }
+    )
     buffer.save(tmp_path / "b")
     assert torch.equal(load_buffer(tmp_path / "b").storage["x"], buffer.storage["x"])
 
@@ -308,7 +351,9 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_compressed_and_big_endian_columns_of_other_writers_load(tmp_path: Path) -> None:
-    values = np.arange(10 << 17).reshape(10, 1 << 17).astype(np.float32) % 1000  # more than one chunk of memory
+    values = (
+        np.arange(10 << 17).reshape(10, 1 << 17).astype(np.float32) % 1000
+    )  # more than one chunk of memory
     with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
         file["plain"], file["big"] = values, values.astype(">f4")
         file.create_dataset("packed", data=values, compression="gzip", chunks=(3, 1 << 17))
@@ -323,7 +368,9 @@ def test_compressed_and_big_endian_columns_of_other_writers_load(tmp_path: Path)
 
 
 @pytest.mark.parametrize("key", ["a\0b", ".", "\udc80"])
-def test_a_key_that_a_file_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path, key: str) -> None:
+def test_a_key_that_a_file_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, key: str
+) -> None:
     buffer = DictBuffer(capacity=4)
     buffer.extend({key: torch.ones(2, 3), "y": torch.ones(2, 3)})
     with pytest.raises(ValueError, match="cannot save the field"):

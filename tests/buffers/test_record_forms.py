@@ -41,24 +41,42 @@ MAPPINGS: list[Callable[[dict[str, Any]], Any]] = [
 DTYPES = {"float32": np.float32, "float64": np.float64, "int64": np.int64}
 
 
-def record(start: int, num: int, mapping: Callable[[dict[str, Any]], Any], dtype: str, tensors: bool) -> Any:
+def record(
+    start: int, num: int, mapping: Callable[[dict[str, Any]], Any], dtype: str, tensors: bool
+) -> Any:
     """Rows that say what they are: `start`, `start` + 1, ..."""
     values = np.arange(start, start + num)[:, None]
-    leaves: dict[str, Any] = {"x": np.repeat(values, 3, 1).astype(DTYPES[dtype]), "done": values % 5 == 4}
+    leaves: dict[str, Any] = {
+        "x": np.repeat(values, 3, 1).astype(DTYPES[dtype]),
+        "done": values % 5 == 4,
+    }
     if tensors:
         leaves = {name: torch.from_numpy(leaf) for name, leaf in leaves.items()}
     return mapping({"x": leaves["x"], "next": mapping({"done": leaves["done"]})})
 
 
 FORMS = st.tuples(
-    st.integers(0, 4), st.sampled_from(MAPPINGS), st.sampled_from(sorted(DTYPES)), st.booleans(), st.integers(1, 3)
+    st.integers(0, 4),
+    st.sampled_from(MAPPINGS),
+    st.sampled_from(sorted(DTYPES)),
+    st.booleans(),
+    st.integers(1, 3),
 )
 
 
 @settings(max_examples=60)
-@given(forms=st.lists(FORMS, min_size=1, max_size=6), lanes=st.sampled_from([1, 2]), narrow=st.booleans())
-def test_rows_are_the_same_whatever_form_they_come_in(forms: list[Any], lanes: int, narrow: bool) -> None:
-    buffer, num_rows = DictBuffer(capacity=64, num_envs=lanes, end_key=("next", "done"), narrow=narrow), 0
+@given(
+    forms=st.lists(FORMS, min_size=1, max_size=6),
+    lanes=st.sampled_from([1, 2]),
+    narrow=st.booleans(),
+)
+def test_rows_are_the_same_whatever_form_they_come_in(
+    forms: list[Any], lanes: int, narrow: bool
+) -> None:
+    buffer, num_rows = (
+        DictBuffer(capacity=64, num_envs=lanes, end_key=("next", "done"), narrow=narrow),
+        0,
+    )
     buffer.extend(record(0, 2 * lanes, dict, "float64" if narrow else "float32", False))
     num_rows += 2 * lanes
     for num, mapping, dtype, tensors, times in forms:
@@ -66,10 +84,18 @@ def test_rows_are_the_same_whatever_form_they_come_in(forms: list[Any], lanes: i
             buffer.extend(record(num_rows, num * lanes, mapping, dtype, tensors))
             num_rows += num * lanes
     kept = buffer.storage
-    assert len(buffer) == min(64, num_rows) and buffer.total == num_rows and kept["x"].dtype is torch.float32
+    assert (
+        len(buffer) == min(64, num_rows)
+        and buffer.total == num_rows
+        and kept["x"].dtype is torch.float32
+    )
     expected = np.arange(num_rows)[-64:] if num_rows > 64 else np.arange(num_rows)
-    assert sorted(kept["x"].reshape(-1, 3)[:, 0].tolist()[: len(buffer)]) == sorted(expected.tolist())
-    assert bool((kept["next"]["done"].reshape(-1) == (kept["x"].reshape(-1, 3)[:, 0] % 5 == 4)).all())
+    assert sorted(kept["x"].reshape(-1, 3)[:, 0].tolist()[: len(buffer)]) == sorted(
+        expected.tolist()
+    )
+    assert bool(
+        (kept["next"]["done"].reshape(-1) == (kept["x"].reshape(-1, 3)[:, 0] % 5 == 4)).all()
+    )
 
 
 WRONG: list[tuple[str, Callable[[], Any], type[Exception]]] = [

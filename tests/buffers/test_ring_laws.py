@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from storage import DictBuffer, Field, RingStore, Schema, SchemaError
 
 FIELDS = Schema(
-    [Field("a", (3,)), Field("flag", (1,), "bool"), Field("deep/b", (2, 2), "int64"), Field("c", (1,), "uint8")]
+    [
+        Field("a", (3,)),
+        Field("flag", (1,), "bool"),
+        Field("deep/b", (2, 2), "int64"),
+        Field("c", (1,), "uint8"),
+    ]
 )
 
 
@@ -31,7 +36,9 @@ def windows_of(
     ring: RingStore, places: torch.Tensor, length: int, next_names: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Give all fields of windows, and below `next` some of them one row later, by flat name."""
-    return ring.windows(places, length, ring.cut_of(ring.names, tuple(next_names), nested=False, apart=True))
+    return ring.windows(
+        places, length, ring.cut_of(ring.names, tuple(next_names), nested=False, apart=True)
+    )
 
 
 @given(
@@ -40,7 +47,9 @@ def windows_of(
     guards=st.integers(0, 4),
     data=st.data(),
 )
-def test_the_ring_equals_a_list_of_rows(capacity: int, lanes: int, guards: int, data: st.DataObject) -> None:
+def test_the_ring_equals_a_list_of_rows(
+    capacity: int, lanes: int, guards: int, data: st.DataObject
+) -> None:
     ring = RingStore(capacity, lanes, FIELDS, num_guards=guards)
     model: list[dict[str, torch.Tensor]] = []
     for _ in range(data.draw(st.integers(1, 6))):
@@ -48,17 +57,26 @@ def test_the_ring_equals_a_list_of_rows(capacity: int, lanes: int, guards: int, 
         parts = leaves(len(model), num_rows, lanes)
         arrays = [part.numpy()[:, 0] if lanes == 1 else part.numpy() for part in parts]
         ring.write(arrays if data.draw(st.booleans()) else parts)
-        model += [{name: part[i] for name, part in zip(FIELDS, parts, strict=True)} for i in range(num_rows)]
+        model += [
+            {name: part[i] for name, part in zip(FIELDS, parts, strict=True)}
+            for i in range(num_rows)
+        ]
         assert ring.check_valid() == (True, "")
         live = model[max(0, len(model) - capacity) :]
-        assert (ring.total, ring.num_live, ring.oldest) == (len(model), len(live), len(model) - len(live))
+        assert (ring.total, ring.num_live, ring.oldest) == (
+            len(model),
+            len(live),
+            len(model) - len(live),
+        )
         for row_id in range(ring.oldest, ring.total):
             for name in FIELDS:
                 assert torch.equal(ring.slots_view(name)[row_id % capacity], model[row_id][name])
         check_windows(ring, model, data)
 
 
-def check_windows(ring: RingStore, model: list[dict[str, torch.Tensor]], data: st.DataObject) -> None:
+def check_windows(
+    ring: RingStore, model: list[dict[str, torch.Tensor]], data: st.DataObject
+) -> None:
     if not ring.num_live:
         return
     length = data.draw(st.integers(1, ring.num_live))
@@ -106,7 +124,10 @@ WRONG = {
     "a missing leaf": {"x": torch.zeros(2, 1)},
     "a new leaf": {"x": torch.zeros(2, 1), "y": torch.zeros(2, 3), "z": torch.zeros(2, 1)},
     "another event shape": {"x": torch.zeros(2, 2), "y": torch.zeros(2, 3)},
-    "a dtype that would lose": {"x": torch.zeros(2, 1, dtype=torch.complex64), "y": torch.zeros(2, 3)},
+    "a dtype that would lose": {
+        "x": torch.zeros(2, 1, dtype=torch.complex64),
+        "y": torch.zeros(2, 3),
+    },
     "leaves of different lengths": {"x": torch.zeros(2, 1), "y": torch.zeros(3, 3)},
     "no event axis": {"x": torch.zeros(2), "y": torch.zeros(2, 3)},
     "a leaf in the place of a mapping": {"x": torch.zeros(2, 1), "y": {"z": torch.zeros(2, 3)}},
@@ -124,7 +145,10 @@ def test_a_failed_write_leaves_the_buffer_bit_identical(name: str) -> None:
         buffer.extend(WRONG[name])
     after = buffer.state_dict()
     assert before["numbers"] == after["numbers"]
-    assert all(torch.equal(before["tensors"][key], after["tensors"][key]) for key in ("rng", "buffer/x", "buffer/y"))
+    assert all(
+        torch.equal(before["tensors"][key], after["tensors"][key])
+        for key in ("rng", "buffer/x", "buffer/y")
+    )
     assert torch.equal(view, buffer.storage["y"])
 
 

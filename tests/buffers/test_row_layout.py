@@ -17,13 +17,28 @@ from storage.ring.ring_store import RingStore
 from storage.ring.trajectory_ends import find_ends
 from storage.ring.window_bounds import Boundaries
 
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "uint16", "bool", "complex64"]
+DTYPES = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int64",
+    "uint8",
+    "uint16",
+    "bool",
+    "complex64",
+]
 SHAPES = [(1,), (3,), (2, 2), (0,), (1, 0, 2), (1100,)]
 
-field_lists = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)), min_size=1, max_size=5)
+field_lists = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)), min_size=1, max_size=5
+)
 
 
-def random_bits(num_rows: int, lanes: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def random_bits(
+    num_rows: int, lanes: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int
+) -> torch.Tensor:
     found = torch.empty((num_rows, lanes, *shape), dtype=dtype)
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2 if dtype is torch.bool else 256, found.nbytes, np.uint8)
@@ -33,7 +48,11 @@ def random_bits(num_rows: int, lanes: int, dtype: torch.dtype, shape: tuple[int,
 def bits_of(leaf: torch.Tensor) -> bytes:
     if not leaf.numel():
         return b""
-    return (leaf.contiguous().view(torch.int16) if leaf.dtype is torch.bfloat16 else leaf).numpy().tobytes()
+    return (
+        (leaf.contiguous().view(torch.int16) if leaf.dtype is torch.bfloat16 else leaf)
+        .numpy()
+        .tobytes()
+    )
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -74,11 +93,18 @@ def test_every_way_out_of_a_ring_keeps_every_bit(
         assert same_bits(windows[name], torch.cat([leaf[[0, 1], lanes - 1], leaf[[2, 3], 0]]))
         assert not contiguous or windows[name].is_contiguous()
     for name in names:
-        assert same_bits(windows[f"next/{name}"], torch.cat([rows[name][[1, 2], lanes - 1], rows[name][[3, 4], 0]]))
+        assert same_bits(
+            windows[f"next/{name}"],
+            torch.cat([rows[name][[1, 2], lanes - 1], rows[name][[3, 4], 0]]),
+        )
 
 
 def buffers() -> dict:
-    rows = {"observation": torch.ones(6, 3), "action": torch.ones(6, 2), "done": torch.zeros(6, 1, dtype=torch.bool)}
+    rows = {
+        "observation": torch.ones(6, 3),
+        "action": torch.ones(6, 2),
+        "done": torch.zeros(6, 1, dtype=torch.bool),
+    }
     plain = DictBuffer(capacity=6, end_key="done")
     plain.extend(rows)
     windows = TrajectoryDictBufferMultiDim(capacity=6, seq_length=2)
@@ -123,9 +149,13 @@ def test_ages_count_the_rows_since_a_trajectory_began(
         model = torch.cat([model, ends])
         for lane in range(lanes):
             begun = [0, *(row + 1 for row in range(len(model)) if model[row, lane])]
-            expected = [row - max(first for first in begun if first <= row) for row in range(len(model) + 1)]
+            expected = [
+                row - max(first for first in begun if first <= row) for row in range(len(model) + 1)
+            ]
             ids = torch.arange(ring.oldest, ring.total + 1)
-            assert boundaries.age(torch.full_like(ids, lane), ids).tolist() == expected[ring.oldest :]
+            assert (
+                boundaries.age(torch.full_like(ids, lane), ids).tolist() == expected[ring.oldest :]
+            )
 
 
 @pytest.mark.parametrize("width", [0, 1, 2])
@@ -134,22 +164,37 @@ def test_any_flag_that_is_not_zero_ends_a_trajectory(width: int, dtype: torch.dt
     generator = torch.Generator().manual_seed(1)
     flags = [(torch.rand(50, 2, width, generator=generator) < 0.2).to(dtype) for _ in range(2)]
     leaves, places = [torch.zeros(50, 2, 3), *flags], [(1, width), (2, width)]
-    expected = [[any(bool(x.any()) for x in (flags[0][i, j], flags[1][i, j])) for j in range(2)] for i in range(50)]
+    expected = [
+        [any(bool(x.any()) for x in (flags[0][i, j], flags[1][i, j])) for j in range(2)]
+        for i in range(50)
+    ]
     assert find_ends(leaves, places).tolist() == expected
     assert find_ends([leaf.numpy() for leaf in leaves], places).tolist() == expected
-    assert not find_ends(leaves, []).any() and not find_ends([leaf.numpy() for leaf in leaves], []).any()
+    assert (
+        not find_ends(leaves, []).any()
+        and not find_ends([leaf.numpy() for leaf in leaves], []).any()
+    )
 
 
 def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
-    ring = RingStore(4, 1, Schema([make_field("a/b", (2,), "float32"), make_field("c", (), "int64")]))
+    ring = RingStore(
+        4, 1, Schema([make_field("a/b", (2,), "float32"), make_field("c", (), "int64")])
+    )
     ring.write([torch.arange(8.0).view(4, 1, 2), torch.arange(4).view(4, 1)])
     places = torch.tensor([2, 0])
-    asked = [Target(1, "c", "x/later"), Target(0, "c", "y"), Target(0, "a/b", "x/now"), Target(1, "c", "y")]
+    asked = [
+        Target(1, "c", "x/later"),
+        Target(0, "c", "y"),
+        Target(0, "a/b", "x/now"),
+        Target(1, "c", "y"),
+    ]
     found = ring.rows(places, Cut(ring.groups, asked))
     assert list(found) == ["x", "y"] and list(found["x"]) == ["later", "now"]
     assert found["x"]["later"].tolist() == found["y"].tolist() == [3, 1]
     assert found["x"]["now"].tolist() == [[4, 5], [0, 1]]
-    assert list(ring.rows(places, Cut(ring.groups, [Target(0, "a/b", "a/b")], nested=False))) == ["a/b"]
+    assert list(ring.rows(places, Cut(ring.groups, [Target(0, "a/b", "a/b")], nested=False))) == [
+        "a/b"
+    ]
     with pytest.raises(SchemaError, match="a mapping above it"):
         Cut(ring.groups, [Target(0, "c", "x"), Target(0, "a/b", "x/now")])
 

@@ -23,14 +23,18 @@ from tests.saved import config_of
 from .every_store import in_child, plain
 
 
-def motions(folder: Path, change: Callable[[Any], Any] = lambda file: None, name: str = "a.h5") -> Path:
+def motions(
+    folder: Path, change: Callable[[Any], Any] = lambda file: None, name: str = "a.h5"
+) -> Path:
     """Write a motion file and a list of it."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "a.h5", "w") as file:
         file.attrs["num_episodes"] = 1
         file["ep_0/observation"] = np.arange(8.0).reshape(4, 2)
         file["ep_0/file_name"] = "walk"
-        file["ep_0"].create_dataset("packed", data=np.arange(12.0).reshape(4, 3), chunks=(2, 3), compression="gzip")
+        file["ep_0"].create_dataset(
+            "packed", data=np.arange(12.0).reshape(4, 3), chunks=(2, 3), compression="gzip"
+        )
         change(file)
     (folder / "list.txt").write_text(name + "\n")
     return folder
@@ -60,17 +64,24 @@ def test_only_floating_observations_are_narrowed(tmp_path: Path) -> None:
 def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
     def write(file: Any) -> None:
         del file["ep_0/observation"]
-        file["ep_0/observation/a"], file["ep_0/observation/b"] = np.ones((4, 2)), np.zeros((4, 1), np.int64)
+        file["ep_0/observation/a"], file["ep_0/observation/b"] = (
+            np.ones((4, 2)),
+            np.zeros((4, 1), np.int64),
+        )
 
     def swap(observation: Any) -> dict[str, Any]:
         assert observation["a"].dtype is torch.float32
         return {"both": torch.cat([observation["b"], observation["a"]], 1)}
 
-    found = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()["observation"]
+    found = load_motions(motions(tmp_path / "m", write), obs_dict_mapper=swap).get_full_buffer()[
+        "observation"
+    ]
     assert found["both"].tolist() == [[0, 1, 1]] * 4
 
 
-@pytest.mark.parametrize("way", ["..", "absolute", "inside and out", "link", "folder link", "spaces", "absolute link"])
+@pytest.mark.parametrize(
+    "way", ["..", "absolute", "inside and out", "link", "folder link", "spaces", "absolute link"]
+)
 def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> None:
     motions(tmp_path / "out")
     (tmp_path / "root" / "sub").mkdir(parents=True)
@@ -93,7 +104,10 @@ def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> Non
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
     (tmp_path / "list.txt").write_text("b.h5\nwithin.h5\n")
     (tmp_path / "linked").symlink_to(tmp_path / "root")
-    assert load_expert_trajectories(tmp_path / "list.txt", tmp_path / "linked", 2, "cpu").num_episodes == 2
+    assert (
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path / "linked", 2, "cpu").num_episodes
+        == 2
+    )
 
 
 def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
@@ -128,7 +142,14 @@ def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) 
     found = load_motions(root)
     starts = [int(start) for start in found.start_idx]
     assert found.get_full_buffer()["number"].flatten()[starts].tolist() == list(lines.values())
-    assert found.file_names == ["with space.h5", "withspace.h5", "only.h5", " around.h5", "only.h5", "inner .h5"]
+    assert found.file_names == [
+        "with space.h5",
+        "withspace.h5",
+        "only.h5",
+        " around.h5",
+        "only.h5",
+        "inner .h5",
+    ]
     (root / "list.txt").write_text("no such .h5\n")
     with pytest.raises(FileNotFoundError, match=r"'no such \.h5', line 1 of"):
         load_motions(root)
@@ -136,10 +157,14 @@ def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) 
 
 @pytest.mark.parametrize("place", ["list.txt", "a.h5"])
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_a_motion_or_list_that_is_no_file_is_refused_at_once(tmp_path: Path, place: str, what: str) -> None:
+def test_a_motion_or_list_that_is_no_file_is_refused_at_once(
+    tmp_path: Path, place: str, what: str
+) -> None:
     path = motions(tmp_path / "m") / place
     path.unlink()
-    os.mkfifo(path) if what == "pipe" else path.symlink_to("/dev/zero") if what == "device" else path.mkdir()
+    os.mkfifo(path) if what == "pipe" else path.symlink_to(
+        "/dev/zero"
+    ) if what == "device" else path.mkdir()
     code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept DataFileError as error:\n    print(error)\n"
     text = in_child(code, tmp_path / "m", timeout_s=60)
     assert place in text and text.startswith("cannot ")
@@ -187,7 +212,11 @@ def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path
 
 def motion(number: int, length: int) -> dict[str, Any]:
     rows = np.full((length, 2), float(number))
-    return {"observation": {"state": rows, "id": np.full(length, number)}, "action": rows, "motion_id": number}
+    return {
+        "observation": {"state": rows, "id": np.full(length, number)},
+        "action": rows,
+        "motion_id": number,
+    }
 
 
 class Library:
@@ -202,14 +231,20 @@ def test_motions_of_a_program_are_loaded_with_their_ids(kind: str) -> None:
     listed = list(Library())
     given: Any = {"list": listed, "iterator": iter(listed), "object": Library()}.get(kind)
     if kind == "columns of ids":
-        given = [{**one, "motion_id": np.full(len(one["action"]), one["motion_id"])} for one in listed]
+        given = [
+            {**one, "motion_id": np.full(len(one["action"]), one["motion_id"])} for one in listed
+        ]
     if kind == "tensors":
-        given = [{**one, "observation": torch.from_numpy(one["observation"]["state"])} for one in listed]
+        given = [
+            {**one, "observation": torch.from_numpy(one["observation"]["state"])} for one in listed
+        ]
     found = load_expert_trajectories_from_motion_lib(given, seq_length=2, device="cpu")
     assert found.motion_ids == [7, 3] and found.lengths.tolist() == [4, 5]
     rows = found.get_full_buffer()
     observation = rows["observation"] if kind == "tensors" else rows["observation"]["state"]
-    assert observation.dtype is torch.float32 and observation[:, 0].tolist() == [7.0] * 4 + [3.0] * 5
+    assert (
+        observation.dtype is torch.float32 and observation[:, 0].tolist() == [7.0] * 4 + [3.0] * 5
+    )
     assert rows["action"].dtype is torch.float64
     if kind != "tensors":
         assert rows["observation"]["id"].flatten().tolist() == [7] * 4 + [3] * 5
@@ -247,7 +282,8 @@ def test_a_mapper_is_given_the_observations_of_a_program(tmp_path: Path) -> None
 )
 def test_what_is_no_motion_is_named(given: Any, text: str) -> None:
     with pytest.raises(
-        UsageError, match=f"call load_expert_trajectories_from_motion_lib: expected motion_lib.*{text}|{text}"
+        UsageError,
+        match=f"call load_expert_trajectories_from_motion_lib: expected motion_lib.*{text}|{text}",
     ):
         load_expert_trajectories_from_motion_lib(given)
 

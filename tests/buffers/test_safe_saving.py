@@ -28,7 +28,18 @@ from storage import (
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 from tests.saved import config_of
 
-from .every_store import BUFFERS, MAKERS, ROOT, columns_of, in_child, items, load, plain, ring, rollout
+from .every_store import (
+    BUFFERS,
+    MAKERS,
+    ROOT,
+    columns_of,
+    in_child,
+    items,
+    load,
+    plain,
+    ring,
+    rollout,
+)
 
 
 def flip_and_load(
@@ -41,7 +52,10 @@ def flip_and_load(
     whole = plain(load_it(folder))
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
-        for place in (*range(min(num_first, len(content))), *range(len(content) % stride, len(content), stride)):
+        for place in (
+            *range(min(num_first, len(content))),
+            *range(len(content) % stride, len(content), stride),
+        ):
             for bits in (0x01, 0xFF):
                 damaged = bytearray(content)
                 damaged[place] ^= bits
@@ -51,12 +65,16 @@ def flip_and_load(
                 except RolloutDataError as error:
                     assert str(folder) in str(error), f"{path.name} {place}: {error}"
                     continue
-                assert found == whole or not has_sums, f"byte {place} of {path.name} gave other data"
+                assert found == whole or not has_sums, (
+                    f"byte {place} of {path.name} gave other data"
+                )
         path.write_bytes(content)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_flipped_byte_is_one_clear_error_or_stands_where_no_data_does(tmp_path: Path, name: str) -> None:
+def test_a_flipped_byte_is_one_clear_error_or_stands_where_no_data_does(
+    tmp_path: Path, name: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).state_dict(), 401, True)"
     in_child(code, tmp_path / "b")
@@ -98,12 +116,20 @@ def legacy(folder: Path, **extra: Any) -> Path:
     with h5py.File(folder / "buffer.hdf5", "w") as file:
         file["observation-state"], file["reward"] = values, values
         file.create_dataset("packed", data=values.repeat(8, 1), compression="gzip", chunks=(3, 4))
-    config = {"capacity": 10, "_idx": 0, "_is_full": True, "nested_key_separator": "-", "__target__": "old.DictBuffer"}
+    config = {
+        "capacity": 10,
+        "_idx": 0,
+        "_is_full": True,
+        "nested_key_separator": "-",
+        "__target__": "old.DictBuffer",
+    }
     (folder / "config.json").write_text(json.dumps({**config, **extra}))
     return folder
 
 
-def test_a_flipped_byte_of_a_folder_of_an_earlier_system_is_never_a_raw_error(tmp_path: Path) -> None:
+def test_a_flipped_byte_of_a_folder_of_an_earlier_system_is_never_a_raw_error(
+    tmp_path: Path,
+) -> None:
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).get_full_buffer(), 61, False)"
     in_child(code, legacy(tmp_path / "old"))
 
@@ -118,11 +144,15 @@ def save_onto_a_full_disk(folder: Path, name: str, most_bytes: int) -> None:
     try:
         store.save(folder)
     except OSError as error:
-        assert isinstance(error, RolloutDataError) and error.errno and str(folder) in str(error), error
+        assert isinstance(error, RolloutDataError) and error.errno and str(folder) in str(error), (
+            error
+        )
     else:
         raise AssertionError("saved")
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert plain(load(folder).state_dict()) == before and [x.name for x in folder.parent.iterdir()] == [folder.name]
+    assert plain(load(folder).state_dict()) == before and [
+        x.name for x in folder.parent.iterdir()
+    ] == [folder.name]
     store.save(folder)
 
 
@@ -135,7 +165,10 @@ def test_a_full_disk_is_an_os_error_that_names_the_folder_and_keeps_the_save(
     if max(path.stat().st_size for path in (tmp_path / "b").iterdir()) <= most_bytes:
         pytest.skip("the save is smaller")
     in_child(
-        "save_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))", tmp_path / "b", name, most_bytes
+        "save_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))",
+        tmp_path / "b",
+        name,
+        most_bytes,
     )
 
 
@@ -156,7 +189,9 @@ def save_until_the_disk_is_full(folder: Path) -> None:
 
 
 def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("only root may mount a small disk")
     try:
@@ -166,9 +201,13 @@ def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) 
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("kind", ["external", "soft", "virtual", "outside", "chunks", "group", "text"])
+@pytest.mark.parametrize(
+    "kind", ["external", "soft", "virtual", "outside", "chunks", "group", "text"]
+)
 @pytest.mark.parametrize("name", MAKERS)
-def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+def test_data_that_is_not_plainly_in_the_file_is_refused(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     path = columns_of(tmp_path / "b")
     shutil.copy(path, tmp_path / "other.h5")
@@ -193,7 +232,9 @@ def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: s
         elif kind == "outside":
             file.create_dataset(key, rows.shape, rows.dtype, external=str(tmp_path / "other.h5"))
         elif kind == "chunks":
-            file.create_dataset(key, (1 << 40, *rows.shape[1:]), rows.dtype, chunks=(1, *rows.shape[1:]))
+            file.create_dataset(
+                key, (1 << 40, *rows.shape[1:]), rows.dtype, chunks=(1, *rows.shape[1:])
+            )
         elif kind == "group":
             file.create_group(key)
         elif kind == "text":
@@ -202,7 +243,9 @@ def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: s
             file[key].attrs.update(attributes) if kind in ("chunks", "group", "text") else None
     with pytest.raises(DataFileError, match=str(path)) as caught:
         load(tmp_path / "b")
-    assert isinstance(caught.value, UnsafeFileError) == (kind in ("external", "soft", "virtual", "outside"))
+    assert isinstance(caught.value, UnsafeFileError) == (
+        kind in ("external", "soft", "virtual", "outside")
+    )
 
 
 @pytest.mark.each_value
@@ -260,7 +303,9 @@ def load_with_little_memory(folder: Path, keeps_checksum: bool) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("keeps_checksum", [True, False])
 @pytest.mark.parametrize("name", FORGED)
-def test_a_config_that_declares_much_takes_no_memory(tmp_path: Path, name: str, keeps_checksum: bool) -> None:
+def test_a_config_that_declares_much_takes_no_memory(
+    tmp_path: Path, name: str, keeps_checksum: bool
+) -> None:
     for folder in ("small", "b"):
         MAKERS[name]().save(tmp_path / folder)
     path = tmp_path / "b" / "config.json"
@@ -272,12 +317,22 @@ def test_a_config_that_declares_much_takes_no_memory(tmp_path: Path, name: str, 
     assert last in level
     level[last] = value
     path.write_text(json.dumps(config))
-    in_child("load_with_little_memory(Path(sys.argv[1]), bool(int(sys.argv[2])))", tmp_path / "b", int(keeps_checksum))
+    in_child(
+        "load_with_little_memory(Path(sys.argv[1]), bool(int(sys.argv[2])))",
+        tmp_path / "b",
+        int(keeps_checksum),
+    )
 
 
 def numbers_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """List the paths of all ints of a config."""
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    parts = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, part in parts:
         yield from numbers_of(part, (*path, key))
     if type(tree) is int and path != ("version",):
@@ -311,7 +366,9 @@ def test_no_number_of_a_config_takes_memory(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rollout", "dict"])
-def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(tmp_path: Path, name: str) -> None:
+def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(
+    tmp_path: Path, name: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
     text = path.read_text()
@@ -322,7 +379,9 @@ def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(tmp_path: Path
     changed = json.loads(text)
     changed["device"] = "cuda"
     path.write_text(json.dumps(changed))
-    with pytest.raises(CorruptFileError, match=rf"^cannot read '{path}': expected checksum [0-9a-f]{{8}}, got"):
+    with pytest.raises(
+        CorruptFileError, match=rf"^cannot read '{path}': expected checksum [0-9a-f]{{8}}, got"
+    ):
         load(tmp_path / "b")
     path.write_text(json.dumps(config_of(path) | {"device": "cpu"}))  # as earlier saves are
     load(tmp_path / "b")
@@ -333,10 +392,14 @@ def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(tmp_path: Path
 
 
 @pytest.mark.parametrize("config", [{}, {"_idx": 0, "_is_full": False}, {"device": "cpu"}])
-def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     folder = legacy(tmp_path / "old")
     (folder / "buffer.hdf5").unlink()
-    (folder / "config.json").write_text(json.dumps({"capacity": 10, "__target__": "old.DictBuffer", **config}))
+    (folder / "config.json").write_text(
+        json.dumps({"capacity": 10, "__target__": "old.DictBuffer", **config})
+    )
     with pytest.raises(CorruptFileError, match=r"expected the file buffer\.hdf5, got none"):
         load_buffer(folder)
     DictBuffer(capacity=3).save(tmp_path / "new")  # one that never held a row has none
@@ -419,4 +482,8 @@ def save_trajectories_onto_a_full_disk(folder: Path, file_format: str) -> None:
 
 @pytest.mark.parametrize("file_format", ["h5", "pt", "pkl"])
 def test_trajectories_on_a_full_disk_are_an_os_error(tmp_path: Path, file_format: str) -> None:
-    in_child("save_trajectories_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2])", tmp_path / "b", file_format)
+    in_child(
+        "save_trajectories_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2])",
+        tmp_path / "b",
+        file_format,
+    )

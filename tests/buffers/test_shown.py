@@ -18,16 +18,28 @@ def folder(tmp_path_factory) -> Path:
     with rd.RolloutWriter(path, 2, durable=False) as writer:
         for t in range(20):
             observation = {"pose": np.zeros((2, 3), np.float32)}
-            writer.add(observation=observation, action=np.zeros((2, 1)), done=[t % 5 == 4] * 2, mode="slow")
+            writer.add(
+                observation=observation, action=np.zeros((2, 1)), done=[t % 5 == 4] * 2, mode="slow"
+            )
     return path
 
 
 def filled_rollout() -> storage.RolloutStorage:
-    rollout = storage.RolloutStorage(4, 6, obs_shape=(3,), critic_obs_shape=None, actions_shape=(2,), generator=0)
+    rollout = storage.RolloutStorage(
+        4, 6, obs_shape=(3,), critic_obs_shape=None, actions_shape=(2,), generator=0
+    )
     for _ in range(6):
         step = rollout.Transition()
-        step.observations, step.actions, step.rewards = torch.randn(4, 3), torch.randn(4, 2), torch.randn(4)
-        step.dones, step.values, step.actions_log_prob = torch.zeros(4).bool(), torch.randn(4, 1), torch.randn(4)
+        step.observations, step.actions, step.rewards = (
+            torch.randn(4, 3),
+            torch.randn(4, 2),
+            torch.randn(4),
+        )
+        step.dones, step.values, step.actions_log_prob = (
+            torch.zeros(4).bool(),
+            torch.randn(4, 1),
+            torch.randn(4),
+        )
         step.action_mean, step.action_sigma = torch.zeros(4, 2), torch.ones(4, 2)
         rollout.add_transitions(step)
     rollout.compute_returns(last_values=torch.randn(4, 1), gamma=0.9, lam=0.9)
@@ -47,9 +59,18 @@ def prioritized() -> storage.AdvancedReplayBuffer:
 
 
 BUFFERS = {
-    "DictBuffer(len=5 of 1,000, num_envs=1, device=cpu": (transitions, ["obs: float32[3]", "act/arm: float32[2]"]),
-    "AdvancedReplayBuffer(len=50 of 100, name=buffer, device=cpu": (prioritized, ["obs: float32[8]"]),
-    "RolloutStorage(num_transitions_per_env=6, num_envs=4": (filled_rollout, ["observations: float32[3]"]),
+    "DictBuffer(len=5 of 1,000, num_envs=1, device=cpu": (
+        transitions,
+        ["obs: float32[3]", "act/arm: float32[2]"],
+    ),
+    "AdvancedReplayBuffer(len=50 of 100, name=buffer, device=cpu": (
+        prioritized,
+        ["obs: float32[8]"],
+    ),
+    "RolloutStorage(num_transitions_per_env=6, num_envs=4": (
+        filled_rollout,
+        ["observations: float32[3]"],
+    ),
     "ZBuffer(len=0 of 10, dim=3": (lambda: storage.ZBuffer(10, 3), ["z: float32[3]"]),
     "TrajectoryCache(len=0 of 3": (lambda: rd.TrajectoryCache(3), []),
     "PrioritizedWindows(len=0 of 100": (lambda: storage.PrioritizedWindows(100, 4), []),
@@ -82,10 +103,14 @@ def test_datasets_say_where_and_what(folder):
     for thing, head in shown.items():
         assert repr(thing).startswith(head) and repr(thing).splitlines()[1:] == fields
     dataset = rd.RolloutDataset(folder, 2, device="cpu")
-    assert repr(dataset).startswith(f"RolloutDataset(data_dir={folder}, num_envs=2") and "\n" not in repr(dataset)
+    assert repr(dataset).startswith(
+        f"RolloutDataset(data_dir={folder}, num_envs=2"
+    ) and "\n" not in repr(dataset)
     dataset.get_batch(2)
     assert repr(dataset).splitlines()[1:] == fields
-    assert repr(rd.RolloutDataset("there is none", 2)).startswith("RolloutDataset(data_dir=there is none")
+    assert repr(rd.RolloutDataset("there is none", 2)).startswith(
+        "RolloutDataset(data_dir=there is none"
+    )
 
 
 def test_batches_say_their_fields_and_no_numbers(folder):
@@ -95,9 +120,13 @@ def test_batches_say_their_fields_and_no_numbers(folder):
         next(iter(filled_rollout().mini_batch_generator(2, 1))),
         storage.Transition(observations=torch.zeros(2, 3)),
     ]
-    for batch, field in zip(batches, ("observation: ", "observation/pose: ", "obs: ", "observations: "), strict=True):
+    for batch, field in zip(
+        batches, ("observation: ", "observation/pose: ", "obs: ", "observations: "), strict=True
+    ):
         first, second, *_ = repr(batch).splitlines()
-        assert first.startswith(type(batch).__name__) and second.strip().startswith(field + "float32[")
+        assert first.startswith(type(batch).__name__) and second.strip().startswith(
+            field + "float32["
+        )
         assert "tensor(" not in repr(batch) and len(repr(batch).splitlines()) <= 18
 
 

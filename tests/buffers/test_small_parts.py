@@ -46,9 +46,14 @@ def test_prefix_sum_equals_a_list(steps: list) -> None:
         else:
             sums.add(step)
             model.append(step)
-        frames = [(episode, offset) for episode, length in enumerate(model) for offset in range(length)]
+        frames = [
+            (episode, offset) for episode, length in enumerate(model) for offset in range(length)
+        ]
         assert (sums.total, len(sums)) == (len(frames), len(model))
-        assert sums.lengths.tolist() == model and sums.starts.tolist() == np.cumsum([0, *model])[:-1].tolist()
+        assert (
+            sums.lengths.tolist() == model
+            and sums.starts.tolist() == np.cumsum([0, *model])[:-1].tolist()
+        )
         if frames:
             episode, offset = sums.locate(np.arange(len(frames)))
             assert list(zip(episode.tolist(), offset.tolist(), strict=True)) == frames
@@ -75,9 +80,13 @@ def test_motion_priorities_follow_their_modes() -> None:
     scores = torch.tensor([0.1, 0.6, 0.7, 1.2, 5.0])
     before = scores.clone()
     assert torch.allclose(motion_priorities(scores), 2.0 ** torch.tensor([1.0, 1.2, 1.4, 2.4, 4.0]))
-    assert torch.allclose(motion_priorities(scores, "bin"), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0]))
+    assert torch.allclose(
+        motion_priorities(scores, "bin"), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
+    )
     assert torch.allclose(motion_priorities(scores, None), torch.tensor([1.0, 1.2, 1.4, 2.4, 4.0]))
-    assert torch.allclose(motion_priorities(scores, None, 0, 1, 3), torch.tensor([0.3, 1.8, 2.1, 3.0, 3.0]))
+    assert torch.allclose(
+        motion_priorities(scores, None, 0, 1, 3), torch.tensor([0.3, 1.8, 2.1, 3.0, 3.0])
+    )
     assert torch.equal(scores, before)
     assert motion_priorities(np.array([1, 2])).dtype is torch.float32
     with pytest.raises(ValueError, match="index 1"):
@@ -87,17 +96,23 @@ def test_motion_priorities_follow_their_modes() -> None:
             motion_priorities(scores, **wrong)
 
 
-@pytest.mark.parametrize("num_rows", [3 << 26, 5 << 25, 3 << 25, 3 << 22, (1 << 20) - 1, (1 << 20) + 1, 3 << 40])
+@pytest.mark.parametrize(
+    "num_rows", [3 << 26, 5 << 25, 3 << 25, 3 << 22, (1 << 20) - 1, (1 << 20) + 1, 3 << 40]
+)
 def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int) -> None:
     generator, num_draws = torch.Generator().manual_seed(0), 1_000_000
-    # The rows that the remainder of 32 bits would favour, or some of them: more than some, whatever the size is.
+    # The rows that the remainder of 32 bits would favour, or some of them: more than some, whatever
+    # the size is.
     num_first = (1 << 32) % num_rows if num_rows < 1 << 32 else num_rows // 3
     drawn = uniform(num_rows, num_draws, generator)
     moved = uniform(num_rows, num_draws, generator, first=7)
     for found in (drawn, moved - 7):
         assert int(found.min()) >= 0 and int(found.max()) < num_rows
         share = num_first / num_rows
-        assert abs(int((found < num_first).sum()) - num_draws * share) <= 4 * (num_draws * share * (1 - share)) ** 0.5
+        assert (
+            abs(int((found < num_first).sum()) - num_draws * share)
+            <= 4 * (num_draws * share * (1 - share)) ** 0.5
+        )
 
 
 def test_samplers_draw_what_they_say() -> None:
@@ -116,9 +131,12 @@ def test_recorded_motions_load() -> None:
     assert buffer.file_names[:2] == (MOTIONS / "motions.txt").read_text().split()[:2]
     batch = buffer.sample(8)
     assert (
-        batch["observation"].dtype is torch.float32 and batch["observation"].shape == batch["next"]["observation"].shape
+        batch["observation"].dtype is torch.float32
+        and batch["observation"].shape == batch["next"]["observation"].shape
     )
-    assert buffer.get_full_buffer()["motion_id"].dtype is torch.int64 and None not in buffer.motion_ids
+    assert (
+        buffer.get_full_buffer()["motion_id"].dtype is torch.int64 and None not in buffer.motion_ids
+    )
 
 
 def test_an_observation_mapper_makes_nested_observations() -> None:
@@ -167,14 +185,18 @@ def test_pytree_and_compiled_consumers_take_samples() -> None:
     batch = buffer.sample(4)
     total = _pytree.tree_map(lambda leaf: leaf.sum(), batch)
     assert total["a"]["b"] == batch["a"]["b"].sum()
-    compiled = torch.compile(lambda tree: tree["a"]["b"].sum(-1, keepdim=True) + tree["c"], backend="eager")
+    compiled = torch.compile(
+        lambda tree: tree["a"]["b"].sum(-1, keepdim=True) + tree["c"], backend="eager"
+    )
     assert torch.allclose(compiled(batch), batch["a"]["b"].sum(-1, keepdim=True) + batch["c"])
 
 
 def test_tensordicts_come_in_and_samples_become_them() -> None:
     tensordict = pytest.importorskip("tensordict")
     buffer = DictBuffer(capacity=8, generator=0)
-    buffer.extend(tensordict.TensorDict({"a": {"b": torch.arange(5.0).unsqueeze(1)}}, batch_size=[5]))
+    buffer.extend(
+        tensordict.TensorDict({"a": {"b": torch.arange(5.0).unsqueeze(1)}}, batch_size=[5])
+    )
     batch = tensordict.TensorDict.from_dict(buffer.sample(4), batch_size=[4])
     assert batch["a", "b"].shape == (4, 1)
 
@@ -183,9 +205,12 @@ def test_tensordicts_of_every_kind_come_in() -> None:
     tensordict = pytest.importorskip("tensordict")
     flags = torch.zeros(5, 3, 1, dtype=torch.bool)
     steps = tensordict.TensorDict(
-        {"observation": torch.arange(30.0).view(5, 3, 2), "next": {"done": flags}}, batch_size=[5, 3]
+        {"observation": torch.arange(30.0).view(5, 3, 2), "next": {"done": flags}},
+        batch_size=[5, 3],
     )
-    ring = TrajectoryDictBufferMultiDim(capacity=20, n_dim=2, seq_length=2, end_key=("next", "done"), generator=0)
+    ring = TrajectoryDictBufferMultiDim(
+        capacity=20, n_dim=2, seq_length=2, end_key=("next", "done"), generator=0
+    )
     ring.extend(steps)
     assert ring.sample(6)["observation"].shape == (6, 2)
     rows = steps[:, 0]
@@ -193,7 +218,20 @@ def test_tensordicts_of_every_kind_come_in() -> None:
     buffer.extend(rows)
     buffer.extend(tensordict.LazyStackedTensorDict.lazy_stack([rows[0], rows[1]]))
     buffer.extend({"observation": rows["observation"], "next": rows["next"]})
-    assert buffer.get_full_buffer()["observation"][:, 0].tolist() == [0, 6, 12, 18, 24, 0, 6, 0, 6, 12, 18, 24]
+    assert buffer.get_full_buffer()["observation"][:, 0].tolist() == [
+        0,
+        6,
+        12,
+        18,
+        24,
+        0,
+        6,
+        0,
+        6,
+        12,
+        18,
+        24,
+    ]
     as_tensordict = tensordict.TensorDict.from_dict(buffer.sample_transitions(4), batch_size=[4])
     assert as_tensordict["next", "observation"].shape == (4, 2)
     expert = TrajectoryDictBuffer([rows.exclude("next"), rows[:3].exclude("next")], "cpu", 2)
@@ -233,7 +271,9 @@ class MappingLike:
 def test_records_need_not_be_dicts_nor_leaves_tensors() -> None:
     buffer = DictBuffer(capacity=8)
     buffer.extend(MappingLike(a=MappingLike(b=np.arange(4.0)[:, None]), c=[[1], [2], [3], [4]]))
-    assert buffer.storage["a"]["b"].dtype is torch.float64 and buffer.storage["c"][:4].flatten().tolist() == [
+    assert buffer.storage["a"]["b"].dtype is torch.float64 and buffer.storage["c"][
+        :4
+    ].flatten().tolist() == [
         1,
         2,
         3,
@@ -250,8 +290,17 @@ def test_records_need_not_be_dicts_nor_leaves_tensors() -> None:
 def test_contiguous_samples_and_another_output_device() -> None:
     for contiguous in (False, True):
         buffer = DictBuffer(capacity=8, contiguous=contiguous, output_device="cpu", end_key="done")
-        buffer.extend({"a": torch.rand(8, 3), "done": torch.zeros(8, 1), "u": torch.zeros(8, 1, dtype=torch.uint8)})
-        leaves = [*buffer.sample(4).values(), *buffer.sample_transitions(4, next_keys=["a"])["next"].values()]
+        buffer.extend(
+            {
+                "a": torch.rand(8, 3),
+                "done": torch.zeros(8, 1),
+                "u": torch.zeros(8, 1, dtype=torch.uint8),
+            }
+        )
+        leaves = [
+            *buffer.sample(4).values(),
+            *buffer.sample_transitions(4, next_keys=["a"])["next"].values(),
+        ]
         assert all(leaf.is_contiguous() for leaf in leaves) or not contiguous
 
 
@@ -264,8 +313,14 @@ def test_the_global_random_state_is_left_alone() -> None:
     expert = TrajectoryDictBuffer([{"observation": torch.zeros(4, 1)}], "cpu", generator=1)
     for call in (lambda: buffer.sample(4), lambda: z.sample(3), lambda: expert.sample(3)):
         call()
-    assert torch.equal(torch.get_rng_state(), state) and (np.random.get_state()[1] == numpy_state).all()
-    same = [TrajectoryDictBuffer([{"observation": torch.rand(9, 1)}], "cpu", generator=5) for _ in range(2)]
+    assert (
+        torch.equal(torch.get_rng_state(), state)
+        and (np.random.get_state()[1] == numpy_state).all()
+    )
+    same = [
+        TrajectoryDictBuffer([{"observation": torch.rand(9, 1)}], "cpu", generator=5)
+        for _ in range(2)
+    ]
     assert torch.equal(*(torch.stack([each.start_idx]) for each in same))
 
 
@@ -296,7 +351,11 @@ def read_only() -> np.ndarray:
 def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path: Path) -> None:
     array = make()
     assert as_given(array).data_ptr() % 4 == 0
-    buffer, vectors, items = DictBuffer(capacity=10), ZBuffer(10, 3), NaiveReplayBuffer(10, generator=0)
+    buffer, vectors, items = (
+        DictBuffer(capacity=10),
+        ZBuffer(10, 3),
+        NaiveReplayBuffer(10, generator=0),
+    )
     buffer.extend({"image": array})
     vectors.add(array)
     items.push([{"x": array}])
@@ -322,7 +381,9 @@ def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path:
     }
 
 
-@pytest.mark.parametrize("add", [lambda x: DictBuffer(capacity=9).extend({"x": x}), lambda x: ZBuffer(9, 3).add(x)])
+@pytest.mark.parametrize(
+    "add", [lambda x: DictBuffer(capacity=9).extend({"x": x}), lambda x: ZBuffer(9, 3).add(x)]
+)
 def test_an_array_that_holds_no_numbers_is_refused_with_the_reason(add: Any) -> None:
     with pytest.raises(FieldTypeError, match="an array of numbers, got ndarray: can't convert"):
         add(np.array([[None, 1, 2]], dtype=object))
@@ -330,5 +391,8 @@ def test_an_array_that_holds_no_numbers_is_refused_with_the_reason(add: Any) -> 
 
 def test_indices_that_are_no_integers_are_refused_as_that() -> None:
     episodes = [{"observation": torch.zeros(3, 1)}] * 2
-    with pytest.raises(UsageError, match=r"expected integers as indices, idxs, got torch\.bool\. A mask has nonzero"):
+    with pytest.raises(
+        UsageError,
+        match=r"expected integers as indices, idxs, got torch\.bool\. A mask has nonzero",
+    ):
         TrajectoryDictBuffer(episodes).update_priorities([1.0, 2.0], [True, False])

@@ -62,7 +62,9 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str, wrong: str) -> Non
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("value", [None, "nonsense", -1, [], {"a": 1}, float("inf"), float("nan"), 1 << 44, 1 << 60])
+@pytest.mark.parametrize(
+    "value", [None, "nonsense", -1, [], {"a": 1}, float("inf"), float("nan"), 1 << 44, 1 << 60]
+)
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(
     tmp_path: Path, name: str, value: object
@@ -94,7 +96,9 @@ def test_a_state_on_its_way_through_torch_save_stays_itself(tmp_path: Path) -> N
         assert equal(buffer.state_dict(), other.state_dict()), name
 
 
-def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_loads(tmp_path: Path) -> None:
+def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_loads(
+    tmp_path: Path,
+) -> None:
     MAKERS["z"]().save(tmp_path / "z")
     path = tmp_path / "z" / "buffer.hdf5"
     with h5py.File(path, "r+") as file:
@@ -105,7 +109,9 @@ def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_load
     config = config_of(tmp_path / "z" / "config.json")
     (tmp_path / "z" / "config.json").write_text(json.dumps({**config, "dim": 1 << 18}))
     with h5py.File(path, "w") as file:  # a thousandth of its size
-        file.create_dataset("z", data=np.zeros((5, 1 << 18)), chunks=(1, 1 << 18), compression="gzip")
+        file.create_dataset(
+            "z", data=np.zeros((5, 1 << 18)), chunks=(1, 1 << 18), compression="gzip"
+        )
         assert path.stat().st_size < (5 << 21) // 500
     assert not load_buffer(tmp_path / "z").sample(3).any()
 
@@ -146,7 +152,12 @@ def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, sha
     with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
         load_buffer(tmp_path / "b")
     path.write_text(json.dumps({**config, "accepted_share": 5e-324}))
-    assert len(load_buffer(tmp_path / "b").sample_transitions(64, next_keys=("observation",))["reward"]) == 64
+    assert (
+        len(
+            load_buffer(tmp_path / "b").sample_transitions(64, next_keys=("observation",))["reward"]
+        )
+        == 64
+    )
 
 
 def test_a_config_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
@@ -155,7 +166,9 @@ def test_a_config_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
         load_buffer(tmp_path)
 
 
-WRONG_FINALS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+WRONG_FINALS: dict[
+    str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+] = {
     "negative": lambda keys, rows: (keys - 100, rows),
     "not yet written": lambda keys, rows: (keys + 100, rows),
     "of rows that did not end": lambda keys, rows: (keys + 1, rows),
@@ -172,7 +185,10 @@ WRONG_FINALS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tenso
 def test_final_rows_that_are_not_of_these_rows_are_refused(tmp_path: Path, wrong: str) -> None:
     buffer = MAKERS["DictBuffer"]()
     state = buffer.state_dict()
-    keys, rows = state["tensors"]["finals/row_key"].squeeze(1), state["tensors"]["finals/observation/a"]
+    keys, rows = (
+        state["tensors"]["finals/row_key"].squeeze(1),
+        state["tensors"]["finals/observation/a"],
+    )
     assert len(keys) > 1
     keys, rows = WRONG_FINALS[wrong](keys, rows)
     with pytest.raises(SchemaError):
@@ -196,7 +212,9 @@ def of_one_value(value: float, ends: list[int]) -> DictBuffer:
 
 
 @pytest.mark.parametrize("name", ["buffer.hdf5", "finals.hdf5"])
-def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(
+    tmp_path: Path, name: str
+) -> None:
     mine, other = of_one_value(1.0, [0, 1, 0, 0]), of_one_value(2.0, [0, 1, 0, 0])
     mine.save(tmp_path / "b")
     other.save(tmp_path / "other")
@@ -229,7 +247,9 @@ def test_a_buffer_that_was_cleared_is_loaded_empty_and_goes_on(tmp_path: Path) -
 
 def motions(number: int) -> TrajectoryDictBuffer:
     """Make episodes whose every value, id and priority says which save they are of."""
-    episodes = [{"observation": torch.full((4, 3), float(number)), "motion_id": torch.full((4, 1), number)}] * 3
+    episodes = [
+        {"observation": torch.full((4, 3), float(number)), "motion_id": torch.full((4, 1), number)}
+    ] * 3
     made = TrajectoryDictBuffer(episodes, generator=0)
     made.update_priorities([1.0, 1.0, 1.0 + number])
     return made
@@ -243,7 +263,10 @@ def vectors(number: int) -> ZBuffer:
 
 def finals(number: int) -> DictBuffer:
     made = DictBuffer(capacity=10 + number, end_key="done", generator=0)
-    rows = {"observation": torch.full((4, 3), float(number)), "done": torch.ones(4, 1, dtype=torch.bool)}
+    rows = {
+        "observation": torch.full((4, 3), float(number)),
+        "done": torch.ones(4, 1, dtype=torch.bool),
+    }
     made.extend(rows, final={"observation": rows["observation"]})
     return made
 
@@ -252,16 +275,25 @@ def number_of(loaded: Any) -> set[float]:
     """Collect the numbers of the saves that a loaded buffer is of."""
     if isinstance(loaded, TrajectoryDictBuffer):
         rows = loaded.get_full_buffer()["observation"].flatten().tolist()
-        return {*rows, *map(float, loaded.motion_ids), round(float(loaded.priorities[2] / loaded.priorities[0]) - 1, 3)}
+        return {
+            *rows,
+            *map(float, loaded.motion_ids),
+            round(float(loaded.priorities[2] / loaded.priorities[0]) - 1, 3),
+        }
     if isinstance(loaded, ZBuffer):
         return {*loaded.sample(50).flatten().tolist(), float(loaded.capacity - 10)}
     batch = loaded.sample_transitions(50)
-    rows = [*batch["observation"].flatten().tolist(), *batch["next"]["observation"].flatten().tolist()]
+    rows = [
+        *batch["observation"].flatten().tolist(),
+        *batch["next"]["observation"].flatten().tolist(),
+    ]
     return {*rows, float(loaded.capacity - 10)}
 
 
 @pytest.mark.parametrize("make", [motions, vectors, finals])
-def test_what_is_loaded_while_another_saves_is_of_one_save(tmp_path: Path, make: Callable[[int], Any]) -> None:
+def test_what_is_loaded_while_another_saves_is_of_one_save(
+    tmp_path: Path, make: Callable[[int], Any]
+) -> None:
     folder, stop = tmp_path / "saved", threading.Event()
     savers = [make(number) for number in (1, 2)]
     savers[0].save(folder)

@@ -12,7 +12,9 @@ from storage import TrajectoryDictBufferMultiDim, ZBuffer
 LANES, WIDTH, DURATION_WRITES = 8, 64, 400
 
 
-def run(writer: Callable[[threading.Event], None], sampler: Callable[[], None], num_samplers: int = 3) -> None:
+def run(
+    writer: Callable[[threading.Event], None], sampler: Callable[[], None], num_samplers: int = 3
+) -> None:
     """Sample in threads until the writer is through; raise what any of them raised."""
     is_over, errors = threading.Event(), []
 
@@ -24,7 +26,9 @@ def run(writer: Callable[[threading.Event], None], sampler: Callable[[], None], 
             is_over.set()
 
     def sample_on() -> None:
-        while not is_over.wait(0.0005):  # locks are not fair: samplers that never rest may keep the writer out
+        while not is_over.wait(
+            0.0005
+        ):  # locks are not fair: samplers that never rest may keep the writer out
             sampler()
 
     threads = [threading.Thread(target=guarded, args=(sample_on,)) for _ in range(num_samplers)]
@@ -48,7 +52,9 @@ def test_samples_hold_no_torn_row() -> None:
         code = row.unsqueeze(1) * LANES + lanes
         ends = (row.unsqueeze(1) + lanes) % 7 == 0
         observation = code.unsqueeze(-1).expand(-1, -1, WIDTH).float()
-        buffer.extend({"observation": observation, "c": code.unsqueeze(-1), "done": ends.unsqueeze(-1)})
+        buffer.extend(
+            {"observation": observation, "c": code.unsqueeze(-1), "done": ends.unsqueeze(-1)}
+        )
         return step + num_rows
 
     step = add(0, 20)
@@ -66,7 +72,9 @@ def test_samples_hold_no_torn_row() -> None:
         assert (batch["observation"] == batch["c"]).all(), "a torn row"
         assert (code.diff(dim=1) == LANES).all(), "a window that is not consecutive"
         row, lane = code // LANES, code % LANES
-        assert not ((row + lane) % 7 == 0)[:, :].any() or ((row + lane) % 7 != 0)[:, :3].all(), "an end inside"
+        assert not ((row + lane) % 7 == 0)[:, :].any() or ((row + lane) % 7 != 0)[:, :3].all(), (
+            "an end inside"
+        )
         assert (batch["next"]["observation"].view(32, 4, -1)[..., 0].long() == code + LANES).all()
 
     run(write, sample)

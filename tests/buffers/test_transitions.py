@@ -31,7 +31,9 @@ class Model:
         oldest = max(0, self.total - self.slots)
         for lane in range(self.lanes):
             for first in range(oldest, self.total):
-                taken = next((k + 1 for k in range(num_steps) if self.ended(lane, first + k)), num_steps)
+                taken = next(
+                    (k + 1 for k in range(num_steps) if self.ended(lane, first + k)), num_steps
+                )
                 last = first + taken - 1
                 ended = self.ended(lane, last)
                 begin = first
@@ -54,7 +56,10 @@ class Model:
                     "known": known,
                     "following": following,
                     "frames": [max(begin, first - back) for back in range(num_frames - 1, -1, -1)],
-                    "next_frames": [max(begin, last + 1 - back) for back in range(num_frames - 1, 0, -1)] + [following],
+                    "next_frames": [
+                        max(begin, last + 1 - back) for back in range(num_frames - 1, 0, -1)
+                    ]
+                    + [following],
                 }
         return found
 
@@ -62,7 +67,9 @@ class Model:
         return row < self.total and self.ends[row][lane]
 
 
-def fill(buffer: DictBuffer, model: Model, sizes: list[int], seed: int, has_lane_axis: bool) -> None:
+def fill(
+    buffer: DictBuffer, model: Model, sizes: list[int], seed: int, has_lane_axis: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for number, size in enumerate(sizes):
         ends = torch.rand(size, model.lanes, generator=generator) < 0.3
@@ -108,7 +115,9 @@ def test_transitions_equal_the_naive_ones(
     model = Model(slots * lanes, lanes)
     ends = ["terminated", "truncated"]
     if has_lane_axis:
-        buffer: DictBuffer = TrajectoryDictBufferMultiDim(capacity=slots, n_dim=2, end_key=ends, generator=seed)
+        buffer: DictBuffer = TrajectoryDictBufferMultiDim(
+            capacity=slots, n_dim=2, end_key=ends, generator=seed
+        )
     else:
         buffer = DictBuffer(capacity=slots * lanes, num_envs=lanes, end_key=ends, generator=seed)
     fill(buffer, model, sizes, seed, has_lane_axis)
@@ -127,7 +136,10 @@ def test_transitions_equal_the_naive_ones(
         want = expected[lane, first]
         seen.add((lane, first))
         assert observation[i, :, 1].tolist() == want["frames"]
-        assert following[i, :, 1].tolist() == want["next_frames"] and (following[i, :, 0] == lane).all()
+        assert (
+            following[i, :, 1].tolist() == want["next_frames"]
+            and (following[i, :, 0] == lane).all()
+        )
         assert bool(batch["terminated"][i]) == want["ended"]
         if at_end == "mark":
             assert bool(batch["next_valid"][i]) == want["known"]
@@ -181,7 +193,9 @@ def test_a_discount_is_0_where_a_trajectory_terminated(end_key, last, is_termina
     number = torch.arange(10.0).view(lead)
     rows = {"step": number, "reward": torch.ones(lead), **columns(last)}
     if has_lane_axis:
-        buffer: DictBuffer = TrajectoryDictBufferMultiDim(capacity=10, n_dim=2, end_key=end_key, generator=0)
+        buffer: DictBuffer = TrajectoryDictBufferMultiDim(
+            capacity=10, n_dim=2, end_key=end_key, generator=0
+        )
     else:
         buffer = DictBuffer(capacity=10, end_key=end_key, generator=0)
     buffer.extend(rows, final={"step": number + 1})
@@ -197,7 +211,12 @@ def test_a_discount_is_0_where_a_trajectory_terminated(end_key, last, is_termina
 def test_time_outs_of_transitions_are_those_of_their_last_step() -> None:
     buffer = DictBuffer(capacity=6, end_key="done", generator=0)
     row = torch.arange(6).view(6, 1)
-    rows = {"observation": row.float(), "reward": torch.ones(6, 1), "done": row == 5, "time_outs": row == 5}
+    rows = {
+        "observation": row.float(),
+        "reward": torch.ones(6, 1),
+        "done": row == 5,
+        "time_outs": row == 5,
+    }
     buffer.extend(rows, final={"observation": row + 1.0})
     batch = buffer.sample_transitions(100, num_steps=2, gamma=0.5)
     assert torch.equal(batch["time_outs"], batch["observation"] >= 4)
@@ -220,7 +239,9 @@ def test_a_marked_end_without_final_observation_has_its_discount_too() -> None:
 
 @pytest.mark.parametrize("has_finals", [False, True])
 @pytest.mark.parametrize(("end_key", "last", "is_terminated"), ENDS)
-def test_transitions_of_one_step_have_a_discount_if_gamma_is_given(end_key, last, is_terminated, has_finals):
+def test_transitions_of_one_step_have_a_discount_if_gamma_is_given(
+    end_key, last, is_terminated, has_finals
+):
     ended = (torch.arange(10) % 5 == 4).view(10, 1)
 
     def columns(tree):
@@ -238,7 +259,9 @@ def test_transitions_of_one_step_have_a_discount_if_gamma_is_given(end_key, last
 
 
 @pytest.mark.parametrize("options", [{}, {"num_steps": 3}, {"num_frames": 2}, {"at_end": "mark"}])
-@pytest.mark.parametrize(("end_key", "other"), [("truncated", "terminated"), ("terminated", "time_outs")])
+@pytest.mark.parametrize(
+    ("end_key", "other"), [("truncated", "terminated"), ("terminated", "time_outs")]
+)
 def test_an_end_that_end_key_does_not_name_is_refused(end_key, other, options) -> None:
     row = torch.arange(12).view(12, 1)
     rows = {"observation": row.float(), "reward": torch.ones(12, 1), end_key: row % 6 == 5}
@@ -253,7 +276,11 @@ def test_an_end_that_end_key_does_not_name_is_refused(end_key, other, options) -
 
 def test_memory_holds_the_observation_once() -> None:
     buffer = DictBuffer(capacity=20_000, end_key="done")
-    row = {"observation": torch.zeros(1, 348), "action": torch.zeros(1, 17), "reward": torch.zeros(1, 1)}
+    row = {
+        "observation": torch.zeros(1, 348),
+        "action": torch.zeros(1, 17),
+        "reward": torch.zeros(1, 1),
+    }
     for _ in range(2):
         buffer.extend({**row, "done": torch.zeros(1, 1, dtype=torch.bool)})
     buffer.sample_transitions(1)
@@ -282,7 +309,9 @@ def test_windows_reach_the_end_of_a_trajectory_with_final_observations(at_end: s
     buffer = TrajectoryDictBufferMultiDim(capacity=20, n_dim=2, at_end=at_end, generator=0)
     ends = (torch.arange(20) % 5 == 4).view(20, 1, 1)
     row = torch.arange(20.0).view(20, 1, 1)
-    buffer.extend({"observation": row[:10], "done": ends[:10]}, final={"observation": row[:10] + 0.5})
+    buffer.extend(
+        {"observation": row[:10], "done": ends[:10]}, final={"observation": row[:10] + 0.5}
+    )
     buffer.extend({"observation": row[10:], "done": ends[10:]})
     batch = buffer.sample(3 * 3000, 3)
     first = batch["observation"].view(-1, 3)
@@ -302,11 +331,18 @@ def test_windows_reach_the_end_of_a_trajectory_with_final_observations(at_end: s
 def test_final_observations_of_some_next_keys_are_none(start_mode: str, at_end: str) -> None:
     keys = ["observation", "privileged"]
     buffer = TrajectoryDictBufferMultiDim(
-        capacity=20, at_end=at_end, start_mode=start_mode, output_key_t=keys, output_key_tp1=keys, generator=0
+        capacity=20,
+        at_end=at_end,
+        start_mode=start_mode,
+        output_key_t=keys,
+        output_key_tp1=keys,
+        generator=0,
     )
     row = torch.arange(6.0).view(6, 1)
     ends = (torch.arange(6) % 3 == 2).view(6, 1)
-    buffer.extend({"observation": row, "privileged": row * 10, "done": ends}, final={"observation": row + 0.5})
+    buffer.extend(
+        {"observation": row, "privileged": row * 10, "done": ends}, final={"observation": row + 0.5}
+    )
     batch = buffer.sample(600)
     reached = set(batch["observation"].flatten().int().tolist())
     assert reached == ({0, 1, 3, 4} if at_end == "exclude" else set(range(6)))
@@ -317,25 +353,35 @@ def test_final_observations_of_some_next_keys_are_none(start_mode: str, at_end: 
 @pytest.mark.parametrize("kind", ["final", "mark"])
 def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) -> None:
     buffer = TrajectoryDictBufferMultiDim(
-        capacity=40, start_mode="trajectory", at_end="mark" if kind == "mark" else "exclude", generator=0
+        capacity=40,
+        start_mode="trajectory",
+        at_end="mark" if kind == "mark" else "exclude",
+        generator=0,
     )
     lengths, row = (3, 5, 4, 2), torch.arange(17.0).view(17, 1)  # and three rows in progress
     ends = torch.isin(torch.arange(17), torch.tensor(lengths).cumsum(0) - 1).view(17, 1)
-    buffer.extend({"observation": row, "done": ends}, final={"observation": -row} if kind == "final" else None)
+    buffer.extend(
+        {"observation": row, "done": ends}, final={"observation": -row} if kind == "final" else None
+    )
     batch = buffer.sample(3 * 30_000, 3)
     first = batch["observation"].view(-1, 3)[:, 0].int()
-    # Three trajectories have a window, one each of 1, 3 and 2 places; that in progress ends with a row of no next.
+    # Three trajectories have a window, one each of 1, 3 and 2 places; that in progress ends with a
+    # row of no next.
     share = {0: 1 / 3, 3: 1 / 9, 4: 1 / 9, 5: 1 / 9, 8: 1 / 6, 9: 1 / 6}
     counts = torch.bincount(first, minlength=17)
     expected = torch.zeros(17, dtype=torch.float64)
     expected[list(share)] = torch.tensor(list(share.values()), dtype=torch.float64) * 30_000
     assert counts[expected == 0].sum() == 0
     wanted = expected > 0
-    assert float(((counts - expected)[wanted] ** 2 / expected[wanted]).sum()) < 20.5  # chi-square at 0.1 %, 5 degrees
+    assert (
+        float(((counts - expected)[wanted] ** 2 / expected[wanted]).sum()) < 20.5
+    )  # chi-square at 0.1 %, 5 degrees
     at_ends = batch["observation"].view(-1, 3)[:, 2:] == torch.tensor([[2.0, 7.0, 11.0]])
     last_next = batch["next"]["observation"].view(-1, 3)[:, 2]
     sign = -1 if kind == "final" else 1
-    assert (last_next[at_ends.any(1)] == sign * batch["observation"].view(-1, 3)[at_ends.any(1), 2]).all()
+    assert (
+        last_next[at_ends.any(1)] == sign * batch["observation"].view(-1, 3)[at_ends.any(1), 2]
+    ).all()
     if kind == "mark":
         assert torch.equal(~batch["next_valid"].view(-1, 3)[:, 2], at_ends.any(1))
 
@@ -343,7 +389,9 @@ def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) ->
 def test_a_request_and_options_are_not_given_together() -> None:
     buffer = DictBuffer(capacity=3, end_key="done")
     buffer.extend({"observation": torch.zeros(2, 1), "done": torch.zeros(2, 1)})
-    with pytest.raises(UsageError, match="expected a request or options, got both, gamma, nonsense"):
+    with pytest.raises(
+        UsageError, match="expected a request or options, got both, gamma, nonsense"
+    ):
         buffer.sample_transitions(2, TransitionRequest(), gamma=0.5, nonsense=1)
 
 
@@ -359,9 +407,13 @@ def test_unsigned_observations_reach_ends(dtype: torch.dtype, at_end: str) -> No
         one.extend(record, final=final)
     for batch in (buffer.sample_transitions(200, at_end=at_end), windows.sample(200)):
         own, later = batch["observation"].long(), batch["next"]["observation"].long()
-        assert batch["next"]["observation"].dtype is dtype and set(own.flatten().tolist()) == set(range(6))
+        assert batch["next"]["observation"].dtype is dtype and set(own.flatten().tolist()) == set(
+            range(6)
+        )
         assert torch.equal(later, torch.where(own % 3 == 2, own + 60, own + 1))
-    stacked = buffer.sample_transitions(50, num_frames=2, next_keys=("observation", ("observation",)))
+    stacked = buffer.sample_transitions(
+        50, num_frames=2, next_keys=("observation", ("observation",))
+    )
     assert stacked["next"]["observation"].shape == (50, 2, 1)
 
 
@@ -396,7 +448,9 @@ def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
     rows[first] = {rest: torch.ones(6, 1)} if rest else torch.ones(6, 1)
     buffer = DictBuffer(capacity=6, end_key="done", generator=0)
     buffer.extend(rows)
-    with pytest.raises(UsageError, match=f"with the field '{taken}': expected a name that no transition adds"):
+    with pytest.raises(
+        UsageError, match=f"with the field '{taken}': expected a name that no transition adds"
+    ):
         buffer.sample_transitions(4, **options)
     others = {"num_steps": 1, "at_end": "exclude", "next_keys": ()}
     given = buffer.sample_transitions(4, **others)[first]
@@ -406,7 +460,9 @@ def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
 def test_options_of_transitions_may_be_numbers_of_numpy():
     buffer = TrajectoryDictBufferMultiDim(16, n_dim=2, generator=0)
     steps = torch.arange(8.0).view(8, 1, 1)
-    buffer.extend({"observation": steps, "reward": steps, "done": torch.zeros(8, 1, 1, dtype=torch.bool)})
+    buffer.extend(
+        {"observation": steps, "reward": steps, "done": torch.zeros(8, 1, 1, dtype=torch.bool)}
+    )
     request = {"num_steps": np.int64(2), "num_frames": np.int32(2), "gamma": np.float64(0.5)}
     drawn = buffer.sample_transitions(np.int64(5), **request)
     assert drawn["discount"].flatten().tolist() == [0.25] * 5

@@ -45,7 +45,9 @@ def test_b1_the_last_valid_start_is_drawn() -> None:
 
 
 def test_b2_an_episode_as_long_as_the_window_is_not_left() -> None:
-    buffer = TrajectoryDictBuffer([episode(4, 10), episode(3, 20)], "cpu", 3, output_key_tp1=[], generator=0)
+    buffer = TrajectoryDictBuffer(
+        [episode(4, 10), episode(3, 20)], "cpu", 3, output_key_tp1=[], generator=0
+    )
     assert starts(buffer, 3) == {10, 11, 20}
     ring = TrajectoryDictBufferMultiDim(capacity=3, output_key_tp1=[], end_key="done", generator=0)
     ring.extend({"observation": episode(3)["observation"], "done": torch.eye(3)[:, 2:]})
@@ -56,7 +58,10 @@ def test_b4_boundaries_come_from_the_lengths() -> None:
     never = {"done": torch.zeros(4, 1, dtype=torch.bool)}
     episodes = [episode(4, 0, **never), episode(4, 10, **never), episode(4, 20, **never)]
     buffer = TrajectoryDictBuffer(episodes, "cpu", 2, generator=0)
-    assert buffer.lengths.tolist() == [4, 4, 4] and len(buffer.priorities) == len(buffer.motion_ids) == 3
+    assert (
+        buffer.lengths.tolist() == [4, 4, 4]
+        and len(buffer.priorities) == len(buffer.motion_ids) == 3
+    )
     assert starts(buffer, 2) == {0, 1, 10, 11, 20, 21}
     assert buffer.get_full_buffer()["done"].flatten().tolist() == ([False] * 3 + [True]) * 3
     assert not never["done"].any()
@@ -91,7 +96,9 @@ def test_b6_priorities_are_updated_in_part_and_never_become_nan() -> None:
 
 
 def test_b6_episodes_that_are_too_short_leave_their_share_to_the_others() -> None:
-    buffer = TrajectoryDictBuffer([episode(2), episode(8, 10), episode(8, 30)], "cpu", 4, generator=0)
+    buffer = TrajectoryDictBuffer(
+        [episode(2), episode(8, 10), episode(8, 30)], "cpu", 4, generator=0
+    )
     buffer.update_priorities([0.9, 0.075, 0.025])
     observation = buffer.sample(4 * 20_000)["observation"].view(-1, 4)[:, 0]
     assert abs((observation < 30).float().mean().item() - 0.75) < 0.02
@@ -104,12 +111,18 @@ def test_b7_nothing_long_enough_is_a_clear_error() -> None:
 
 
 def test_b8_one_lane_stays_one_lane() -> None:
-    buffer = TrajectoryDictBufferMultiDim(capacity=1, n_dim=2, output_key_tp1=[], end_key="done", generator=0)
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=1, n_dim=2, output_key_tp1=[], end_key="done", generator=0
+    )
     buffer.extend({"observation": torch.ones(1, 1, 4), "done": torch.zeros(1, 1, 1)})
-    assert buffer.sample(3, 1)["observation"].shape == (3, 4) and buffer.storage["observation"].shape == (1, 1, 4)
+    assert buffer.sample(3, 1)["observation"].shape == (3, 4) and buffer.storage[
+        "observation"
+    ].shape == (1, 1, 4)
     for n_dim, lead in ((1, (6,)), (2, (6, 1))):
         flat = TrajectoryDictBufferMultiDim(capacity=6, n_dim=n_dim, end_key="done")
-        flat.extend({"observation": torch.arange(6.0).view(*lead, 1), "done": torch.zeros(*lead, 1)})
+        flat.extend(
+            {"observation": torch.arange(6.0).view(*lead, 1), "done": torch.zeros(*lead, 1)}
+        )
         full = flat.get_full_buffer()
         assert full["observation"].flatten().tolist() == [0, 1, 2, 3, 4]
         assert full["next"]["observation"].flatten().tolist() == [1, 2, 3, 4, 5]
@@ -144,7 +157,9 @@ def test_b12_a_leaf_without_an_event_axis_is_refused_or_given_one_always() -> No
         strict = TrajectoryDictBufferMultiDim(capacity=4, n_dim=n_dim, output_key_tp1=[])
         with pytest.raises(ValueError, match="unsqueeze"):
             strict.extend({"observation": torch.zeros(*lead, 3), "done": torch.zeros(lead)})
-        lenient = TrajectoryDictBufferMultiDim(capacity=4, n_dim=n_dim, output_key_tp1=[], auto_unsqueeze=True)
+        lenient = TrajectoryDictBufferMultiDim(
+            capacity=4, n_dim=n_dim, output_key_tp1=[], auto_unsqueeze=True
+        )
         for _ in range(2):
             lenient.extend({"observation": torch.zeros(*lead, 3), "done": torch.zeros(lead)})
         assert lenient.storage["done"].shape == (*lead, 1)
@@ -169,18 +184,24 @@ def test_b14_the_separator_reaches_every_level_and_the_config(tmp_path: Path) ->
     with h5py.File(tmp_path / "one" / "buffer.hdf5") as file:
         assert list(file) == ["a_b_c_d"]
     buffer.save(tmp_path / "two", nested_key_separator="++")
-    assert json.loads((tmp_path / "two" / "config.json").read_text())["nested_key_separator"] == "++"
+    assert (
+        json.loads((tmp_path / "two" / "config.json").read_text())["nested_key_separator"] == "++"
+    )
     for name in ("one", "two"):
         assert load_buffer(tmp_path / name).sample(1)["a"]["b"]["c"]["d"].shape == (1, 1)
     for separator in ("/", "b", ""):
         with pytest.raises(ValueError):
             DictBuffer(capacity=1, nested_key_separator=separator).save(
                 tmp_path / "3"
-            ) if separator == "" else buffer.save(tmp_path / "three", nested_key_separator=separator)
+            ) if separator == "" else buffer.save(
+                tmp_path / "three", nested_key_separator=separator
+            )
         assert not (tmp_path / "three").exists()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint16", "bool", "int64", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "int8", "uint16", "bool", "int64", "complex64"]
+)
 def test_b15_every_dtype_and_an_empty_buffer_survive_saving(tmp_path: Path, dtype: str) -> None:
     buffer = DictBuffer(capacity=4, generator=3)
     buffer.save(tmp_path / "new")
@@ -203,7 +224,9 @@ def test_b16_classes_are_told_apart_by_their_whole_name(tmp_path: Path) -> None:
     config = tmp_path / "t" / "config.json"
     text = json.dumps(config_of(config))
     for target in ("a.b.MyDictBuffer", "DictBuffer.", ""):
-        config.write_text(text.replace("storage.replay.trajectory_dict_buffer.TrajectoryDictBuffer", target))
+        config.write_text(
+            text.replace("storage.replay.trajectory_dict_buffer.TrajectoryDictBuffer", target)
+        )
         with pytest.raises(ValueError, match="'DictBuffer'"):
             load_buffer(tmp_path / "t")
     config.write_text(text.replace("__target__", "target"))
@@ -239,15 +262,25 @@ def test_b19_a_termination_without_truncation_ends_a_trajectory() -> None:
     truncated = torch.tensor([0, 0, 0, 1]).bool().unsqueeze(1)
     for end_key in (None, ["terminated", ("truncated",)]):
         buffer = TrajectoryDictBufferMultiDim(capacity=4, end_key=end_key, generator=0)
-        buffer.extend({"observation": episode(4)["observation"], "terminated": terminated, "truncated": truncated})
+        buffer.extend(
+            {
+                "observation": episode(4)["observation"],
+                "terminated": terminated,
+                "truncated": truncated,
+            }
+        )
         assert starts(buffer, 1) == {0, 2}
 
 
 def test_b20_windows_not_trajectories_are_equally_likely() -> None:
     buffer = TrajectoryDictBufferMultiDim(capacity=12, output_key_tp1=[], generator=0)
-    buffer.extend({"observation": episode(12)["observation"], "done": (torch.arange(12) == 1).unsqueeze(1)})
+    buffer.extend(
+        {"observation": episode(12)["observation"], "done": (torch.arange(12) == 1).unsqueeze(1)}
+    )
     first = buffer.sample(2 * 40_000, 2)["observation"].view(-1, 2)[:, 0]
-    assert abs((first == 0).float().mean().item() - 0.1) < 0.01, "one of ten windows, in one of two trajectories"
+    assert abs((first == 0).float().mean().item() - 0.1) < 0.01, (
+        "one of ten windows, in one of two trajectories"
+    )
 
 
 def test_b21_z_takes_any_number_and_says_when_it_is_empty() -> None:
@@ -309,7 +342,9 @@ def test_leaves_that_memory_does_not_say_alone_are_resolved_or_refused() -> None
     assert torch.equal(buffer.storage["x"][:2], torch.conj_physical(value))
     assert buffer.storage["y"][:2].flatten().tolist() == [-2.0, 4.0]
     quantized = torch.quantize_per_tensor(torch.ones(2, 1), 0.1, 0, torch.quint8)
-    with pytest.raises(FieldTypeError, match=r"with 'y': expected a dense tensor, got torch.strided quantized"):
+    with pytest.raises(
+        FieldTypeError, match=r"with 'y': expected a dense tensor, got torch.strided quantized"
+    ):
         buffer.extend({"x": value, "y": quantized, "done": torch.ones(2, 1)})
     assert len(buffer) == 2
     buffer.extend({"x": value[:1], "y": value.real[:1].float(), "done": done[:1]})
@@ -323,7 +358,11 @@ def test_leaves_that_memory_does_not_say_alone_are_resolved_or_refused() -> None
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_a_leaf_without_elements_is_kept(num_envs: int) -> None:
     buffer = DictBuffer(capacity=8, num_envs=num_envs, end_key="done", generator=0)
-    rows = {"x": torch.ones(4, 3), "none": torch.ones(4, 0), "done": torch.tensor([[0], [0], [1], [1]])}
+    rows = {
+        "x": torch.ones(4, 3),
+        "none": torch.ones(4, 0),
+        "done": torch.tensor([[0], [0], [1], [1]]),
+    }
     for _ in range(2):
         buffer.extend(rows, final={"none": torch.ones(4, 0), "x": torch.zeros(4, 3)})
     assert buffer.sample_transitions(5, next_keys=("x", "none"))["next"]["none"].shape == (5, 0)
@@ -337,7 +376,9 @@ def test_a_leaf_without_elements_is_kept(num_envs: int) -> None:
 def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> None:
     with pytest.raises(UsageError, match="a seq_length of at most capacity, 5, got 8"):
         TrajectoryDictBufferMultiDim(capacity=5, seq_length=8)
-    with pytest.raises(UsageError, match="create a TrajectoryDictBufferMultiDim: expected capacity >= 1, got 0"):
+    with pytest.raises(
+        UsageError, match="create a TrajectoryDictBufferMultiDim: expected capacity >= 1, got 0"
+    ):
         TrajectoryDictBufferMultiDim(0)
     buffer = TrajectoryDictBufferMultiDim(capacity=5, seq_length=2)
     for options in ({"order": "nonsense"}, {"copy": False}):

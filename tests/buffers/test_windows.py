@@ -22,7 +22,9 @@ def filled(
     capacity: int, num_lanes: int, steps: list[int], end_share: float, seed: int, **options: object
 ) -> tuple[TrajectoryDictBufferMultiDim, Naive]:
     generator = torch.Generator().manual_seed(seed)
-    buffer = TrajectoryDictBufferMultiDim(capacity=capacity, n_dim=2, end_key="done", generator=seed, **options)
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=capacity, n_dim=2, end_key="done", generator=seed, **options
+    )
     naive = Naive(capacity, num_lanes)
     for size in steps:
         ends = torch.rand(size, num_lanes, generator=generator) < end_share
@@ -99,10 +101,14 @@ def test_the_windows_drawn_are_the_valid_ones(
 
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
 def test_one_valid_window_among_very_many_rows_is_found(start_mode: str) -> None:
-    buffer = TrajectoryDictBufferMultiDim(capacity=2000, n_dim=2, start_mode=start_mode, output_key_tp1=[], generator=0)
+    buffer = TrajectoryDictBufferMultiDim(
+        capacity=2000, n_dim=2, start_mode=start_mode, output_key_tp1=[], generator=0
+    )
     ends = torch.ones(2000, 200, dtype=torch.bool)
     ends[700:702, 50] = False
-    buffer.extend({"observation": torch.arange(400_000.0).view(2000, 200, 1), "done": ends.unsqueeze(-1)})
+    buffer.extend(
+        {"observation": torch.arange(400_000.0).view(2000, 200, 1), "done": ends.unsqueeze(-1)}
+    )
     batch = buffer.sample(30, 3)["observation"].view(10, 3)
     assert (batch == torch.tensor([700.0, 701, 702]) * 200 + 50).all()
     with pytest.raises(UsageError, match="stretch of 4 rows"):
@@ -180,4 +186,6 @@ def test_drawing_is_far_faster_than_scanning_the_end_flags() -> None:
             call()
             shortest.append(time.process_time() - start)
         times[call] = min(shortest)
-    assert times[ours] * 3 < times[scan], "1.3 million rows; the benchmark holds 5 million to a factor of 100"
+    assert times[ours] * 3 < times[scan], (
+        "1.3 million rows; the benchmark holds 5 million to a factor of 100"
+    )

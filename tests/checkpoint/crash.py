@@ -14,7 +14,11 @@ WORK = "tests.checkpoint.crash:save_until_killed"
 
 def save_until_killed(folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
-    compress, begun, written = bool(seed % 2), Counter(folder / ".begun"), Counter(folder / ".written")
+    compress, begun, written = (
+        bool(seed % 2),
+        Counter(folder / ".begun"),
+        Counter(folder / ".written"),
+    )
     state = {"w": [torch.zeros(100_000), torch.zeros(7, dtype=torch.int64)], "step": 0}
     with AsyncCheckpointSaver(max_queue_size=1 + seed % 3) as saver:
         step = 0
@@ -24,7 +28,9 @@ def save_until_killed(folder: Path, seed: int) -> None:
                 tensor.fill_(step)
             state["step"] = step
             begun.set(step)
-            future = saver.save_async(state, folder / "a.pt", compress=compress, meta={"step": step})
+            future = saver.save_async(
+                state, folder / "a.pt", compress=compress, meta={"step": step}
+            )
             future.add_done_callback(lambda future, step=step: written.set(step))
             if seed % 5 == 0:
                 future.result()

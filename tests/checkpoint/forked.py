@@ -1,7 +1,8 @@
 """Programs that fork while an object of theirs has a thread at work; `python -m tests.checkpoint.forked NAME FOLDER`.
 
-The child leaves through the `with` blocks and exit hooks that it has inherited, and then as those of `multiprocessing`
-do: HDF5 itself does not survive its own exit in the child of a process that was making a file in a thread.
+The child leaves through the `with` blocks and exit hooks that it has inherited, and then as those
+of `multiprocessing` do: HDF5 itself does not survive its own exit in the child of a process that
+was making a file in a thread.
 """
 
 from __future__ import annotations
@@ -100,7 +101,10 @@ def writer(folder: Path) -> None:
                 own.flush,
                 own.close,
                 lambda: own.schema,
-                *(partial(getattr, own, f"num_{name}") for name in ("frames", "finished_frames", "trajectories")),
+                *(
+                    partial(getattr, own, f"num_{name}")
+                    for name in ("frames", "finished_frames", "trajectories")
+                ),
             ]
             refused([*calls, *calls])
 
@@ -141,7 +145,11 @@ def saver(folder: Path) -> None:
             refused([*calls, own.shutdown, partial(own.shutdown, wait=False)])
 
         for number in range(6):
-            own.save_async({"x": torch.full((1 << 20,), float(number))}, folder / f"{number}", compress=number % 2 == 1)
+            own.save_async(
+                {"x": torch.full((1 << 20,), float(number))},
+                folder / f"{number}",
+                compress=number % 2 == 1,
+            )
             if number in (1, 4):
                 fork(child)
         own.wait()
@@ -183,7 +191,10 @@ def check(is_so: bool) -> None:
 def prefetch(folder: Path) -> None:
     record(folder)
     dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
-    whole = [batch.reward.clone() for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)]
+    whole = [
+        batch.reward.clone()
+        for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+    ]
     ahead = dataset.prefetch(2)
     batches = iter(ahead)
     seen = [next(batches).reward.clone() for _ in range(4)]
@@ -210,7 +221,10 @@ def prefetch(folder: Path) -> None:
 
 def loader(folder: Path) -> None:
     record(folder)
-    whole = [batch.reward.clone() for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)]
+    whole = [
+        batch.reward.clone()
+        for batch in RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
+    ]
     dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
     batches = iter(rollout_data.loader(dataset, 2, multiprocessing_context="fork"))
     seen = [next(batches).reward.clone() for _ in range(2)]
@@ -219,7 +233,9 @@ def loader(folder: Path) -> None:
         nonlocal batches
         refused([lambda: next(batches)])
         batches = iter(())  # what the child drops goes on in the parent
-        os._exit(0)  # the exit hook of `multiprocessing` ends the workers of the process that forked
+        os._exit(
+            0
+        )  # the exit hook of `multiprocessing` ends the workers of the process that forked
 
     fork(child)
     seen += [batch.reward.clone() for batch in batches]
@@ -279,7 +295,9 @@ def trajectories(folder: Path) -> None:
     own.close()
     loaded = TrajectoryReplayBuffer(sample_window_size=0)
     loaded.load_checkpoint(folder)
-    assert [float(loaded.get(i)["rewards"][0, 0, 0]) for i in loaded.trajectory_ids] == list(range(30))
+    assert [float(loaded.get(i)["rewards"][0, 0, 0]) for i in loaded.trajectory_ids] == list(
+        range(30)
+    )
     in_memory = TrajectoryReplayBuffer()
     in_memory.add(one(7))
     fork(lambda: check(in_memory.sample(3)["rewards"].eq(7).all()))
@@ -291,9 +309,22 @@ def workers(folder: Path) -> None:
     with RolloutWriter(folder.with_name("other"), N, durable=False) as own:
         own.add(**step(0))
         dataset = RolloutDataset(folder, num_envs=N, num_transitions_per_env=5)
-        assert len(list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))) > 0
+        assert (
+            len(
+                list(
+                    DataLoader(
+                        dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"
+                    )
+                )
+            )
+            > 0
+        )
         single = WindowDataset(folder, length=1)
-        options = {"num_workers": 2, "multiprocessing_context": "fork", "collate_fn": single.collate}
+        options = {
+            "num_workers": 2,
+            "multiprocessing_context": "fork",
+            "collate_fn": single.collate,
+        }
         found = DataLoader(single, batch_size=20, **options)
         assert sum(len(batch["reward"]) for batch in found) == 200
         own.add(**step(1))
@@ -302,7 +333,18 @@ def workers(folder: Path) -> None:
 
 PROGRAMS = {
     program.__name__: program
-    for program in (writer, wrapper, saver, unused_saver, collector, prefetch, loader, windows, trajectories, workers)
+    for program in (
+        writer,
+        wrapper,
+        saver,
+        unused_saver,
+        collector,
+        prefetch,
+        loader,
+        windows,
+        trajectories,
+        workers,
+    )
 }
 
 if __name__ == "__main__":

@@ -25,7 +25,13 @@ from storage.checkpoints.checkpoint_files import (
 )
 from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver
 from storage.codecs.lz4_frames import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    UnsafeFileError,
+    UsageError,
+)
 
 LOADERS = [load_checkpoint, load_checkpoint_parallel]
 
@@ -41,7 +47,11 @@ def example() -> dict[str, Any]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    return a.keys() == b.keys() and a["opt"] == b["opt"] and all(torch.equal(a[k], b[k]) for k in ("w", "mask", "half"))
+    return (
+        a.keys() == b.keys()
+        and a["opt"] == b["opt"]
+        and all(torch.equal(a[k], b[k]) for k in ("w", "mask", "half"))
+    )
 
 
 class Files(dict[str, bytes]):
@@ -56,7 +66,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("saved")
     with AsyncCheckpointSaver() as saver:
         for compress in (False, True):
-            saver.save_async(example(), folder / "a.pt", compress=compress, level=0, meta={"step": 7})
+            saver.save_async(
+                example(), folder / "a.pt", compress=compress, level=0, meta={"step": 7}
+            )
     return Files((name, (folder / name).read_bytes()) for name in ("a.pt", "a.pt.lz4"))
 
 
@@ -67,7 +79,9 @@ def written(folder: Path, name: str, content: bytes) -> Path:
 
 @pytest.mark.parametrize("name", ["a.pt", "a.pt.lz4"])
 @pytest.mark.parametrize("load", LOADERS)
-def test_both_loaders_read_both_forms(tmp_path: Path, saved: dict[str, bytes], name: str, load: Any) -> None:
+def test_both_loaders_read_both_forms(
+    tmp_path: Path, saved: dict[str, bytes], name: str, load: Any
+) -> None:
     path = written(tmp_path, name, saved[name])
     assert equal(load(path), example()) and equal(load(tmp_path / "a.pt"), example())
     assert load_checkpoint_meta(tmp_path / "a.pt") == {"step": 7}
@@ -75,8 +89,14 @@ def test_both_loaders_read_both_forms(tmp_path: Path, saved: dict[str, bytes], n
 
 def test_other_tools_read_the_files(tmp_path: Path, saved: dict[str, bytes]) -> None:
     assert equal(torch.load(io.BytesIO(saved["a.pt"]), weights_only=True), example())
-    assert equal(torch.load(written(tmp_path, "b.pt", saved["a.pt"]), weights_only=True, mmap=True), example())
-    assert equal(torch.load(io.BytesIO(lz4.frame.decompress(saved["a.pt.lz4"])), weights_only=True), example())
+    assert equal(
+        torch.load(written(tmp_path, "b.pt", saved["a.pt"]), weights_only=True, mmap=True),
+        example(),
+    )
+    assert equal(
+        torch.load(io.BytesIO(lz4.frame.decompress(saved["a.pt.lz4"])), weights_only=True),
+        example(),
+    )
     information = lz4.frame.get_frame_info(saved["a.pt.lz4"])
     assert information["content_checksum"] and not information["block_linked"]
     assert information["block_size"] == BLOCK_BYTES
@@ -86,7 +106,9 @@ def test_other_tools_read_the_files(tmp_path: Path, saved: dict[str, bytes]) -> 
 def test_tensors_that_share_memory_are_stored_once(tmp_path: Path) -> None:
     weight = torch.arange(100_000.0)
     with AsyncCheckpointSaver() as saver:
-        saver.save_async({"encoder": weight, "tied": weight, "view": weight[10:20]}, tmp_path / "a.pt")
+        saver.save_async(
+            {"encoder": weight, "tied": weight, "view": weight[10:20]}, tmp_path / "a.pt"
+        )
     assert (tmp_path / "a.pt").stat().st_size < 1.1 * weight.nbytes
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert loaded["tied"].data_ptr() == loaded["encoder"].data_ptr()
@@ -113,7 +135,8 @@ def test_the_newer_of_two_files_is_read(tmp_path: Path) -> None:
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        MissingCheckpointError, match=r"^cannot load the checkpoint '.*a.pt': expected '.*a.pt' or '.*lz4'"
+        MissingCheckpointError,
+        match=r"^cannot load the checkpoint '.*a.pt': expected '.*a.pt' or '.*lz4'",
     ):
         load_checkpoint(tmp_path / "a.pt")
     with pytest.raises(FileNotFoundError):
@@ -126,12 +149,16 @@ class Evil:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_only_weights_are_loaded_unless_the_caller_says_otherwise(tmp_path: Path, compress: bool) -> None:
+def test_only_weights_are_loaded_unless_the_caller_says_otherwise(
+    tmp_path: Path, compress: bool
+) -> None:
     """Trap N5."""
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": Path("a")}, tmp_path / "a.pt", compress=compress, weights_only=False)
     for load in LOADERS:
-        with pytest.raises(UnsafeFileError, match=r"expected tensors and plain containers.*weights_only=False"):
+        with pytest.raises(
+            UnsafeFileError, match=r"expected tensors and plain containers.*weights_only=False"
+        ):
             load(tmp_path / "a.pt")
         assert load(tmp_path / "a.pt", weights_only=False) == {"x": Path("a")}
     torch.save({"x": Evil()}, tmp_path / "evil.pt")
@@ -145,11 +172,17 @@ def test_only_weights_are_loaded_unless_the_caller_says_otherwise(tmp_path: Path
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_flipped_bit_is_reported_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, saved: dict[str, bytes], name: str, load: Any, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    saved: dict[str, bytes],
+    name: str,
+    load: Any,
+    data: st.DataObject,
 ) -> None:
     content = bytearray(saved[name])
     # Both ends hold headers and tables; in between it is nearly all zeros of the mask.
-    place = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 6000) | st.integers(-4000, -1))
+    place = data.draw(
+        st.integers(0, len(content) - 1) | st.integers(0, 6000) | st.integers(-4000, -1)
+    )
     content[place] ^= 1 << data.draw(st.integers(0, 7))
     path = written(tmp_path_factory.mktemp("flipped"), name, content)
     try:
@@ -162,16 +195,22 @@ def test_a_flipped_bit_is_reported_or_harmless(
 
 @pytest.mark.parametrize("name", ["a.pt", "a.pt.lz4"])
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_file_that_was_cut_off_is_reported(tmp_path: Path, saved: dict[str, bytes], name: str, load: Any) -> None:
+def test_a_file_that_was_cut_off_is_reported(
+    tmp_path: Path, saved: dict[str, bytes], name: str, load: Any
+) -> None:
     size = len(saved[name]) - (len(skippable_frame(b'{"step": 7}')) if name.endswith("lz4") else 0)
-    for stop in sorted({0, 1, 3, 4, 7, 20, 100, size // 3, size // 2, size - 5, size - 4, size - 1}):
+    for stop in sorted(
+        {0, 1, 3, 4, 7, 20, 100, size // 3, size // 2, size - 5, size - 4, size - 1}
+    ):
         with pytest.raises(DataFileError, match=r"^cannot "):
             load(written(tmp_path, name, saved[name][:stop]))
 
 
 def hostile() -> dict[str, bytes]:
     def header(source_size: int = 0) -> bytes:
-        return lz4.frame.LZ4FrameCompressor(block_size=7, block_linked=False).begin(source_size=source_size)
+        return lz4.frame.LZ4FrameCompressor(block_size=7, block_linked=False).begin(
+            source_size=source_size
+        )
 
     plain = lz4.frame.compress(b"a" * 10_000, block_size=7)
     return {
@@ -193,11 +232,15 @@ def hostile() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", hostile())
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_hostile_frame_is_one_clear_error_and_takes_no_memory(tmp_path: Path, name: str, load: Any) -> None:
+def test_a_hostile_frame_is_one_clear_error_and_takes_no_memory(
+    tmp_path: Path, name: str, load: Any
+) -> None:
     path = written(tmp_path, "a.pt.lz4", hostile()[name])
     tracemalloc.start()
     try:
-        with pytest.raises(DataFileError, match=r"^cannot [a-z ]+ '.*a.pt.lz4'.*: expected .*, got .*\."):
+        with pytest.raises(
+            DataFileError, match=r"^cannot [a-z ]+ '.*a.pt.lz4'.*: expected .*, got .*\."
+        ):
             load(path)
         # One block and a zip reader's buffer; nothing near what is declared.
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
@@ -221,13 +264,18 @@ def test_a_hostile_archive_is_one_clear_error(tmp_path: Path, size: int) -> None
         load_checkpoint(path)
 
 
-def test_a_member_that_lies_outside_the_archive_is_one_clear_error(tmp_path: Path, saved: dict[str, bytes]) -> None:
+def test_a_member_that_lies_outside_the_archive_is_one_clear_error(
+    tmp_path: Path, saved: dict[str, bytes]
+) -> None:
     content = saved["a.pt"]
     end = content.rfind(b"PK\x05\x06")
     size, place = struct.unpack_from("<II", content, end + 12)
     for moved in (1, 64, 1 << 20):
-        # A directory that claims to begin later than it does makes every member begin before the file.
-        directory = content[: end + 12] + struct.pack("<II", size, place + moved) + content[end + 20 :]
+        # A directory that claims to begin later than it does makes every member begin before the
+        # file.
+        directory = (
+            content[: end + 12] + struct.pack("<II", size, place + moved) + content[end + 20 :]
+        )
         path = written(tmp_path, "x", directory)
         for load in (*LOADERS, load_checkpoint_meta):
             with pytest.raises(DataFileError, match="cannot load the checkpoint"):
@@ -244,7 +292,10 @@ def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
 def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(10)}, tmp_path / "a.pt")
     for size in (11, 1 << 20, 1 << 60):
-        with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w") as target:
+        with (
+            zipfile.ZipFile(tmp_path / "a.pt") as source,
+            zipfile.ZipFile(tmp_path / "b.pt", "w") as target,
+        ):
             for member in source.infolist():
                 content = source.read(member)
                 if member.filename.endswith("data.pkl"):
@@ -258,21 +309,36 @@ def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x80\x02junk", b"\x80\x02.", b"\x80\x02r\xff\xff\xff\x7f.", b"\x80\x02h\x05."]
+    "content",
+    [b"", b"\x80\x02junk", b"\x80\x02.", b"\x80\x02r\xff\xff\xff\x7f.", b"\x80\x02h\x05."],
 )
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_pickle_that_is_none_is_one_clear_error(tmp_path: Path, content: bytes, weights_only: bool) -> None:
+def test_a_pickle_that_is_none_is_one_clear_error(
+    tmp_path: Path, content: bytes, weights_only: bool
+) -> None:
     torch.save({"w": torch.ones(10)}, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w") as target:
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as source,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as target,
+    ):
         for member in source.infolist():
-            target.writestr(member.filename, content if member.filename.endswith("data.pkl") else source.read(member))
-    with pytest.raises(DataFileError, match=r"^cannot load the checkpoint '.*b.pt': expected .*, got ."):
+            target.writestr(
+                member.filename,
+                content if member.filename.endswith("data.pkl") else source.read(member),
+            )
+    with pytest.raises(
+        DataFileError, match=r"^cannot load the checkpoint '.*b.pt': expected .*, got ."
+    ):
         load_checkpoint(tmp_path / "b.pt", weights_only=weights_only)
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"hello world, this is no checkpoint", bytes(100)])
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"hello world, this is no checkpoint", bytes(100)]
+)
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(ForeignFileError, match=r"expected a zip archive of torch.save or an LZ4 frame"):
+    with pytest.raises(
+        ForeignFileError, match=r"expected a zip archive of torch.save or an LZ4 frame"
+    ):
         load_checkpoint(written(tmp_path, "a.pt", content))
 
 
@@ -284,12 +350,18 @@ def test_the_number_of_threads_is_checked(num_threads: Any) -> None:
 
 @settings(max_examples=30)
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]), max_size=3),
+    sizes=st.lists(
+        st.sampled_from([0, 1, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]), max_size=3
+    ),
     level=st.sampled_from([0, 3, 16]),
     is_noise=st.booleans(),
 )
-def test_a_stream_of_any_parts_is_a_frame_of_them(sizes: list[int], level: int, is_noise: bool) -> None:
-    content = [os.urandom(size) if is_noise else bytes([place]) * size for place, size in enumerate(sizes)]
+def test_a_stream_of_any_parts_is_a_frame_of_them(
+    sizes: list[int], level: int, is_noise: bool
+) -> None:
+    content = [
+        os.urandom(size) if is_noise else bytes([place]) * size for place, size in enumerate(sizes)
+    ]
     out = io.BytesIO()
     with Lz4Writer(out, level) as writer:
         for part in content:
@@ -308,13 +380,24 @@ def test_a_stream_of_any_parts_is_a_frame_of_them(sizes: list[int], level: int, 
 @pytest.mark.parametrize("checksums", [False, True])
 def test_frames_of_other_writers_decode(block_size: int, linked: bool, checksums: bool) -> None:
     content = torch.arange(300_000).numpy().tobytes()
-    options: dict[str, Any] = {"block_size": block_size, "block_linked": linked, "block_checksum": checksums}
-    compressor = lz4.frame.LZ4FrameCompressor(**options, content_checksum=checksums, auto_flush=True)
-    flushed = compressor.begin() + compressor.compress(content[:999]) + compressor.compress(content[999:])
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "block_linked": linked,
+        "block_checksum": checksums,
+    }
+    compressor = lz4.frame.LZ4FrameCompressor(
+        **options, content_checksum=checksums, auto_flush=True
+    )
+    flushed = (
+        compressor.begin() + compressor.compress(content[:999]) + compressor.compress(content[999:])
+    )
     whole = lz4.frame.compress(content, **options, content_checksum=checksums, store_size=True)
     data = memoryview(whole + flushed + compressor.flush())
     for num_threads in (1, 2):
-        assert decode(data, scan_frames(data, "test"), "test", num_threads).tobytes() == content + content
+        assert (
+            decode(data, scan_frames(data, "test"), "test", num_threads).tobytes()
+            == content + content
+        )
 
 
 def test_a_writer_that_fails_says_what_its_file_said() -> None:

@@ -15,12 +15,24 @@ from hypothesis import strategies as st
 from storage.codecs.compressed_tensor_dict import CompressedTensorDict
 from storage.errors import CorruptFileError, MissingFieldError, UsageError
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+]
 
 
 def record() -> dict[str, Any]:
     return {
-        "obs": {"mask": torch.zeros(50, 64, 64, dtype=torch.bool), "depth": torch.rand(8, 8), "task": "walk"},
+        "obs": {
+            "mask": torch.zeros(50, 64, 64, dtype=torch.bool),
+            "depth": torch.rand(8, 8),
+            "task": "walk",
+        },
         "count": torch.arange(10_000),
         "noise": torch.randint(0, 256, (4000,), dtype=torch.uint8),
     }
@@ -44,7 +56,9 @@ def test_tensors_of_every_kind_come_back(
     packed = CompressedTensorDict({"x": tensor}, ["x"], level, cache)
     for _ in range(3):
         found = packed["x"]
-        assert found.dtype == dtype and found.shape == expected.shape and torch.equal(found, expected)
+        assert (
+            found.dtype == dtype and found.shape == expected.shape and torch.equal(found, expected)
+        )
         found.zero_()  # writable, and not shared
     assert torch.equal(tensor, expected)
 
@@ -52,7 +66,10 @@ def test_tensors_of_every_kind_come_back(
 def test_the_record_given_stays_as_it_is() -> None:
     """Trap N9."""
     given_, expected = record(), record()
-    expected["obs"]["depth"], expected["noise"] = given_["obs"]["depth"].clone(), given_["noise"].clone()
+    expected["obs"]["depth"], expected["noise"] = (
+        given_["obs"]["depth"].clone(),
+        given_["noise"].clone(),
+    )
     packed = CompressedTensorDict(given_, [("obs", "mask"), "count"])
     assert packed.compressed_keys == ("obs/mask", "count")
     packed["obs"]["depth"].zero_()
@@ -81,9 +98,13 @@ def test_it_is_a_mapping() -> None:
 def test_a_missing_key_is_an_error_unless_it_may_be_missing() -> None:
     with pytest.raises(KeyError, match=r"cannot compress 'obs/maks': expected 'obs/mask'"):
         CompressedTensorDict(record(), ["obs/maks"])
-    with pytest.raises(UsageError, match=r"^cannot compress the leaf 'obs/task': expected a tensor, got str"):
+    with pytest.raises(
+        UsageError, match=r"^cannot compress the leaf 'obs/task': expected a tensor, got str"
+    ):
         CompressedTensorDict(record(), ["obs/task"])
-    assert CompressedTensorDict(record(), ["obs/maks", "count"], missing_ok=True).compressed_keys == ("count",)
+    assert CompressedTensorDict(
+        record(), ["obs/maks", "count"], missing_ok=True
+    ).compressed_keys == ("count",)
 
 
 def test_sizes_are_those_of_what_is_held() -> None:
@@ -93,7 +114,9 @@ def test_sizes_are_those_of_what_is_held() -> None:
     assert packed.nbytes < 6000 + data["obs"]["depth"].nbytes + data["count"].nbytes
     # What does not shrink is kept as it is, and costs no more than before.
     noise = CompressedTensorDict({"noise": data["noise"]}, ["noise"])
-    assert noise.nbytes == 4000 and noise.ratio() == 1.0 and torch.equal(noise["noise"], data["noise"])
+    assert (
+        noise.nbytes == 4000 and noise.ratio() == 1.0 and torch.equal(noise["noise"], data["noise"])
+    )
     nothing = CompressedTensorDict({"noise": data["noise"]})
     assert nothing.nbytes == 4000 and nothing.ratio() == 1.0 and nothing.compressed_keys == ()
     assert repr(nothing) == "CompressedTensorDict(0 of 1 leaves compressed, 4000 bytes, ratio 1.00)"
@@ -111,7 +134,9 @@ def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(lz4.block, "decompress", counted)
     names = ("a", "b", "c")
-    packed = CompressedTensorDict({name: torch.full((100,), ord(name)) for name in names}, names, cache=2)
+    packed = CompressedTensorDict(
+        {name: torch.full((100,), ord(name)) for name in names}, names, cache=2
+    )
     for name in "aabbacaab":
         assert (packed[name].sub_(ord(name)) == 0).all()
     assert decoded == ["a", "b", "c", "b"]
@@ -128,14 +153,18 @@ def test_leaves_larger_than_a_part_come_back() -> None:
 def test_another_device_is_given_when_it_is_read() -> None:
     packed = CompressedTensorDict(record(), ["count"], cache=1)
     moved = packed.to("meta")
-    assert {moved["count"].device.type, moved["noise"].device.type} == {"meta"} and moved["obs/task"] == "walk"
+    assert {moved["count"].device.type, moved["noise"].device.type} == {"meta"} and moved[
+        "obs/task"
+    ] == "walk"
     assert packed["count"].device.type == packed["noise"].device.type == "cpu"
     made = CompressedTensorDict(record(), ["count"], device="meta")
     assert {made["count"].device.type, made["noise"].device.type} == {"meta"}
 
 
 def test_it_can_be_pickled_and_read_from_threads() -> None:
-    packed = pickle.loads(pickle.dumps(CompressedTensorDict(record(), ["count", "obs/mask"], cache=1)))
+    packed = pickle.loads(
+        pickle.dumps(CompressedTensorDict(record(), ["count", "obs/mask"], cache=1))
+    )
     wrong = []
 
     def read() -> None:
@@ -161,7 +190,9 @@ def test_damaged_bytes_are_one_clear_error() -> None:
             packed["x"]
 
 
-@pytest.mark.parametrize("arguments", [{"level": 99}, {"level": -1}, {"level": 1.5}, {"cache": -1}, {"cache": True}])
+@pytest.mark.parametrize(
+    "arguments", [{"level": 99}, {"level": -1}, {"level": 1.5}, {"cache": -1}, {"cache": True}]
+)
 def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         CompressedTensorDict({}, **arguments)

@@ -15,5 +15,7 @@ from tests.checkpoint.forked import PROGRAMS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_forked_child_neither_hangs_nor_harms_its_parent(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.forked", name, str(tmp_path / "data")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,7 +16,15 @@ from storage.checkpoints.checkpoint_saver import copy_object
 from storage.core.memory import BufferPool
 
 Pair = namedtuple("Pair", "first second")
-DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.bool,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+    torch.float64,
+]
 
 
 @dataclass
@@ -36,7 +44,11 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         bits = [torch.view_as_real(x) if x.is_complex() else x for x in (a, b)]
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*(x.float().nan_to_num(7.25) for x in bits))
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and torch.equal(*(x.float().nan_to_num(7.25) for x in bits))
+        )
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -49,7 +61,9 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Draw views of a storage: sliced, transposed, expanded, empty, of every kind of dtype."""
     dtype = draw(st.sampled_from(DTYPES))
     base = torch.arange(60).reshape(3, 4, 5).to(dtype)
-    kind = draw(st.sampled_from(["whole", "slice", "column", "transposed", "expanded", "empty", "scalar"]))
+    kind = draw(
+        st.sampled_from(["whole", "slice", "column", "transposed", "expanded", "empty", "scalar"])
+    )
     return {
         "whole": base,
         "slice": base[1:],
@@ -78,7 +92,9 @@ NESTED = st.recursive(
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     if isinstance(obj, torch.Tensor):
         return [obj]
-    inner = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else None
+    inner = (
+        obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else None
+    )
     if inner is None:
         inner = vars(obj).values() if hasattr(obj, "__dict__") else ()
     return [tensor for one in inner for tensor in tensors_in(one)]
@@ -98,7 +114,11 @@ def test_a_copy_equals_the_moment_and_not_what_comes_after(obj: Any) -> None:
 
 def test_the_copy_reaches_below_the_top_level() -> None:
     """Trap N1."""
-    state = {"model": {"w": torch.ones(3)}, "list": [torch.ones(3), (torch.ones(3),)], "agent": Agent(torch.ones(3))}
+    state = {
+        "model": {"w": torch.ones(3)},
+        "list": [torch.ones(3), (torch.ones(3),)],
+        "agent": Agent(torch.ones(3)),
+    }
     state["plain"] = Plain(torch.ones(3))
     copied = copy_object(state, BufferPool())
     for tensor in tensors_in(state):
@@ -128,20 +148,30 @@ def test_tensors_that_share_memory_share_it_in_the_copy_and_are_copied_once() ->
 def test_a_small_view_of_a_large_tensor_is_copied_alone() -> None:
     wide = torch.arange(10_000.0).reshape(100, 100)
     copied = copy_object({"column": wide[:, 3], "row": torch.arange(10_000.0)[50:60]}, BufferPool())
-    assert copied["column"].untyped_storage().nbytes() == 400 and copied["column"].tolist() == wide[:, 3].tolist()
+    assert (
+        copied["column"].untyped_storage().nbytes() == 400
+        and copied["column"].tolist() == wide[:, 3].tolist()
+    )
     assert copied["row"].untyped_storage().nbytes() == 40
 
 
 def test_modules_optimizers_cycles_and_attributes_are_copied() -> None:
     net = torch.nn.Linear(4, 2)
     net.weight.requires_grad_(False)
-    state: dict[str, Any] = {"net": net, "ordered": OrderedDict(a=torch.ones(1)), "weights": net.state_dict()}
+    state: dict[str, Any] = {
+        "net": net,
+        "ordered": OrderedDict(a=torch.ones(1)),
+        "weights": net.state_dict(),
+    }
     state["self"] = state
     copied = copy_object(state, BufferPool())
     assert copied["self"] is copied and copied["weights"]._metadata == state["weights"]._metadata
     with torch.no_grad():
         net.bias.zero_()
-    assert isinstance(copied["net"].weight, torch.nn.Parameter) and not copied["net"].weight.requires_grad
+    assert (
+        isinstance(copied["net"].weight, torch.nn.Parameter)
+        and not copied["net"].weight.requires_grad
+    )
     assert copied["net"].bias.requires_grad and copied["net"].bias.abs().sum() > 0
     assert copied["net"].bias.grad_fn is None
 
@@ -156,7 +186,10 @@ def test_tensors_in_a_graph_are_detached() -> None:
 def test_tensors_that_are_not_plain_memory_are_left_to_deepcopy() -> None:
     state = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta")}
     copied = copy_object(state, BufferPool())
-    assert torch.equal(copied["sparse"].to_dense(), torch.eye(3)) and copied["meta"].device.type == "meta"
+    assert (
+        torch.equal(copied["sparse"].to_dense(), torch.eye(3))
+        and copied["meta"].device.type == "meta"
+    )
     assert copied["sparse"] is not state["sparse"]
 
 
@@ -183,12 +216,19 @@ def test_memory_of_a_copy_is_used_again_once_it_is_gone() -> None:
 @pytest.mark.real_gpu
 def test_tensors_on_a_gpu_come_to_the_cpu_as_they_were() -> None:
     base = torch.arange(1 << 22, device="cuda")
-    state = {"a": base[10:1000], "b": base[500:].view(torch.float64), "c": base[::3], "cpu": torch.ones(3)}
+    state = {
+        "a": base[10:1000],
+        "b": base[500:].view(torch.float64),
+        "c": base[::3],
+        "cpu": torch.ones(3),
+    }
     for _ in range(3):
         torch.cuda._sleep(10_000_000)  # what follows is queued behind this
         base.add_(1)
         copied = copy_object(state, BufferPool())
         base.add_(1)
         assert {tensor.device.type for tensor in tensors_in(copied)} == {"cpu"}
-        assert torch.equal(copied["a"] + 1, state["a"].cpu()) and torch.equal(copied["c"] + 1, state["c"].cpu())
+        assert torch.equal(copied["a"] + 1, state["a"].cpu()) and torch.equal(
+            copied["c"] + 1, state["c"].cpu()
+        )
         assert copied["a"].untyped_storage().data_ptr() == copied["b"].untyped_storage().data_ptr()

@@ -18,7 +18,11 @@ import pytest
 import torch
 
 from storage.checkpoints.checkpoint_files import load_checkpoint
-from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver, CheckpointError, QueueFullError
+from storage.checkpoints.checkpoint_saver import (
+    AsyncCheckpointSaver,
+    CheckpointError,
+    QueueFullError,
+)
 from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
 from storage.live.monitors import PerformanceMonitor
 from tests.watch import await_wait_in
@@ -55,7 +59,10 @@ def gate() -> Iterator[Gate]:
 
 
 def state_of(value: int, size: int = 1000) -> dict[str, Any]:
-    return {"model": {"w": torch.full((size,), float(value)), "b": [torch.full((3,), value)]}, "step": value}
+    return {
+        "model": {"w": torch.full((size,), float(value)), "b": [torch.full((3,), value)]},
+        "step": value,
+    }
 
 
 def value_of(state: dict[str, Any]) -> int:
@@ -65,7 +72,9 @@ def value_of(state: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_what_changes_during_the_save_is_not_in_it(tmp_path: Path, gate: Gate, compress: bool) -> None:
+def test_what_changes_during_the_save_is_not_in_it(
+    tmp_path: Path, gate: Gate, compress: bool
+) -> None:
     """Trap N1."""
     with AsyncCheckpointSaver() as saver:
         state = gate.state_of(1)
@@ -89,7 +98,9 @@ def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
             for layer in weights.values():
                 layer["w"].add_(1)
             futures.append(
-                saver.save_async(weights, tmp_path / f"{step}.pt", compress=step % 2 == 0, meta={"step": step})
+                saver.save_async(
+                    weights, tmp_path / f"{step}.pt", compress=step % 2 == 0, meta={"step": step}
+                )
             )
         for step, future in enumerate(futures, 1):
             found = load_checkpoint(future.result(20))
@@ -99,7 +110,9 @@ def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
 def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=10) as saver:
         for value in range(8):
-            saver.save_async(gate.state_of(value), tmp_path / "a.pt", compress=value % 3 == 0, weights_only=False)
+            saver.save_async(
+                gate.state_of(value), tmp_path / "a.pt", compress=value % 3 == 0, weights_only=False
+            )
         gate.open.set()
         saver.wait()
         assert value_of(load_checkpoint(tmp_path / "a.pt")) == 7
@@ -110,7 +123,8 @@ def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, g
     """Trap N2."""
     saver = AsyncCheckpointSaver(max_queue_size=3)
     futures = [
-        saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False) for value in range(4)
+        saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
+        for value in range(4)
     ]
     saver.shutdown(wait=False)
     assert saver.num_pending == 4 and not any(future.done() for future in futures)
@@ -133,13 +147,17 @@ def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: 
         "    state = {'w': torch.full((3_000_000,), float(i))}\n"
         f"    saver.save_async(state, {str(tmp_path)!r} + f'/{{i}}.pt', {compress})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
     assert done.returncode == 0 and done.stderr == ""
     for i in range(5):
         assert (load_checkpoint(tmp_path / f"{i}.pt")["w"] == i).all()
 
 
-def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_path: Path, gate: Gate) -> None:
+def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(
+    tmp_path: Path, gate: Gate
+) -> None:
     """Trap N3."""
     (tmp_path / "folder.pt").mkdir()
     saver = AsyncCheckpointSaver()
@@ -147,9 +165,8 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
     bad = saver.save_async(state_of(1), tmp_path / "folder.pt", weights_only=False)
     good = saver.save_async(gate.state_of(2), tmp_path / "good.pt", weights_only=False)
     gate.open.set()
-    text = (
-        r"^cannot save the checkpoint '.*folder.pt': got cannot save to '.*': expected a file or nothing, got a folder"
-    )
+    text = r"^cannot save the checkpoint '.*folder.pt': got cannot save to '.*': "
+    text += "expected a file or nothing, got a folder"
     assert isinstance(bad.exception(20), CheckpointError)
     assert value_of(load_checkpoint(good.result(20))) == 2
     with pytest.raises(CheckpointError, match=text) as caught:
@@ -157,11 +174,15 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
     assert caught.value is bad.exception() and isinstance(caught.value, (OSError, BackgroundError))
     saver.wait()
     saver.save_async(gate.state_of(3), tmp_path / "good.pt", weights_only=False).result(20)
-    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(20)
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(
+        20
+    )
     with pytest.raises(CheckpointError, match=r"bad\.pt"):
         saver.save_async(gate.state_of(4), tmp_path / "good.pt", weights_only=False)
     assert value_of(load_checkpoint(tmp_path / "good.pt")) == 3
-    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(20)
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(
+        20
+    )
     with pytest.raises(CheckpointError):
         saver.shutdown()
     saver.shutdown()
@@ -176,7 +197,9 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
     path = saver.save_async(state_of(1), tmp_path / "a.pt", compress=compress).result(20)
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = __import__("signal").signal(__import__("signal").SIGXFSZ, __import__("signal").SIG_IGN)
+    handler = __import__("signal").signal(
+        __import__("signal").SIGXFSZ, __import__("signal").SIG_IGN
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         big = {"w": torch.randn(10_000_000)}
@@ -197,7 +220,9 @@ def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> N
     with AsyncCheckpointSaver(max_queue_size=2, on_full="raise") as saver:
         for value in range(3):
             saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
-        with pytest.raises(QueueFullError, match=r"^cannot save the checkpoint .*: expected at most 2 waiting"):
+        with pytest.raises(
+            QueueFullError, match=r"^cannot save the checkpoint .*: expected at most 2 waiting"
+        ):
             saver.save_async(gate.state_of(3), tmp_path / "3.pt", weights_only=False)
         gate.open.set()
         saver.wait()
@@ -226,7 +251,9 @@ def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
         saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)
         assert gate.entered.acquire(timeout=20)
         saver.save_async(gate.state_of(1), tmp_path / "1.pt", weights_only=False)
-        thread = threading.Thread(target=saver.save_async, args=(gate.state_of(2), tmp_path / "2.pt"))
+        thread = threading.Thread(
+            target=saver.save_async, args=(gate.state_of(2), tmp_path / "2.pt")
+        )
         thread.start()
         thread.join(0.05)
         assert thread.is_alive() and saver.num_pending == 2
@@ -263,7 +290,10 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
     with AsyncCheckpointSaver() as saver:
         saver.wait(timeout=0)
         future = saver.save_async(gate.state_of(1), tmp_path / "a.pt", weights_only=False)
-        with pytest.raises(WaitTimeoutError, match=r"^cannot wait for checkpoints: expected all of them within 0.01 s"):
+        with pytest.raises(
+            WaitTimeoutError,
+            match=r"^cannot wait for checkpoints: expected all of them within 0.01 s",
+        ):
             saver.wait(timeout=0.01)
         gate.open.set()
         saver.wait(timeout=20)
@@ -310,7 +340,9 @@ class Copied:
         return made
 
 
-def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(tmp_path: Path, gate: Gate) -> None:
+def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(
+    tmp_path: Path, gate: Gate
+) -> None:
     (tmp_path / "folder").mkdir()
     with AsyncCheckpointSaver() as saver:
         for path in ("a.pt", "folder", "b.pt", "folder", "c.pt"):
@@ -337,7 +369,9 @@ def test_times_are_told_to_a_monitor(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", [{"max_queue_size": 0}, {"max_queue_size": True}, {"on_full": "drop"}])
+@pytest.mark.parametrize(
+    "arguments", [{"max_queue_size": 0}, {"max_queue_size": True}, {"on_full": "drop"}]
+)
 def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"^cannot save checkpoints: expected "):
         AsyncCheckpointSaver(**arguments)
@@ -357,11 +391,15 @@ def test_no_thread_is_started_before_there_is_something_to_save() -> None:
     saver.shutdown()
 
 
-def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     with AsyncCheckpointSaver() as saver:
         future = saver.save_async({"x": torch.ones(1000, 1000)}, "a.pt", compress=True)
         monkeypatch.chdir(tmp_path / "other")
         assert future.result() == tmp_path / "a.pt.lz4"
-    assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 1e6 and not list((tmp_path / "other").iterdir())
+    assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 1e6 and not list(
+        (tmp_path / "other").iterdir()
+    )

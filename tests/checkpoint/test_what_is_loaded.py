@@ -131,23 +131,41 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
         "global numpy": np.random.get_state(),
         "python": python.getstate(),
     }
-    expected = torch.rand(1, generator=own).item(), generator.random(), philox.random(), old.rand(), python.random()
+    expected = (
+        torch.rand(1, generator=own).item(),
+        generator.random(),
+        philox.random(),
+        old.rand(),
+        python.random(),
+    )
     found = back(tmp_path, states)
     own.set_state(found["torch"])
     generator.bit_generator.state, philox.bit_generator.state = found["numpy"], found["philox"]
     old.set_state(found["old numpy"])
     python.setstate(found["python"])
-    again = torch.rand(1, generator=own).item(), generator.random(), philox.random(), old.rand(), python.random()
+    again = (
+        torch.rand(1, generator=own).item(),
+        generator.random(),
+        philox.random(),
+        old.rand(),
+        python.random(),
+    )
     assert again == expected
     assert torch.equal(found["global torch"], states["global torch"])
     assert found["global numpy"][1].tolist() == states["global numpy"][1].tolist()
 
 
 def test_namespaces_come_back(tmp_path: Path) -> None:
-    given = argparse.Namespace(rate=0.1, inner=argparse.Namespace(seed=np.int64(3), w=torch.ones(2)), names=["a"])
+    given = argparse.Namespace(
+        rate=0.1, inner=argparse.Namespace(seed=np.int64(3), w=torch.ones(2)), names=["a"]
+    )
     found = back(tmp_path, {"args": given})["args"]
     assert type(found) is argparse.Namespace and found.rate == 0.1 and found.names == ["a"]
-    assert type(found.inner) is argparse.Namespace and found.inner.seed == 3 and found.inner.w.tolist() == [1, 1]
+    assert (
+        type(found.inner) is argparse.Namespace
+        and found.inner.seed == 3
+        and found.inner.w.tolist() == [1, 1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,9 @@ def test_plain_values_come_back(tmp_path: Path) -> None:
         "dtype": torch.float32, "device": torch.device("cpu"), 3: "key", (1, "k"): 2.5, "npdt": np.dtype("f4"),
     }  # fmt: skip
     found = back(tmp_path, checkpoint)
-    assert found == checkpoint and [type(found[key]) for key in found] == [type(checkpoint[key]) for key in checkpoint]
+    assert found == checkpoint and [type(found[key]) for key in found] == [
+        type(checkpoint[key]) for key in checkpoint
+    ]
 
 
 #: A part that is refused -> its path in `{"agent": [0, {"x": part}]}`.
@@ -193,7 +213,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(tmp_path: Path, name: str) -> None:
+def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(
+    tmp_path: Path, name: str
+) -> None:
     part, where = REFUSED[name]
     with AsyncCheckpointSaver() as saver:
         with pytest.raises(UsageError) as caught:
@@ -211,7 +233,9 @@ def test_a_class_itself_is_refused_by_save_and_load(tmp_path: Path, part: type) 
         with pytest.raises(UsageError, match=r"checkpoint\['agent'\]\[1\]\['kind'\]"):
             saver.save_async(checkpoint, tmp_path / "saved.pt")
         saver.save_async(checkpoint, tmp_path / "saved.pt", weights_only=False)
-    with pytest.raises(UnsafeFileError, match=r"a class or a function as checkpoint\['agent'\]\[1\]\['kind'\]"):
+    with pytest.raises(
+        UnsafeFileError, match=r"a class or a function as checkpoint\['agent'\]\[1\]\['kind'\]"
+    ):
         load_checkpoint(tmp_path / "saved.pt")
     assert load_checkpoint(tmp_path / "saved.pt", weights_only=False)["agent"][1]["kind"] is part
 
@@ -223,7 +247,10 @@ def test_the_dtype_of_an_array_that_is_not_loaded_is_named(tmp_path: Path) -> No
 
 
 def test_a_key_that_would_not_be_loaded_is_named(tmp_path: Path) -> None:
-    with AsyncCheckpointSaver() as saver, pytest.raises(UsageError, match=r"as key \(1, .*Path\('a'\)\) of checkpoint"):
+    with (
+        AsyncCheckpointSaver() as saver,
+        pytest.raises(UsageError, match=r"as key \(1, .*Path\('a'\)\) of checkpoint"),
+    ):
         saver.save_async({(1, Path("a")): 1}, tmp_path / "a.pt")
 
 
@@ -237,7 +264,9 @@ def test_a_checkpoint_in_a_circle_is_checked_once(tmp_path: Path) -> None:
 def test_anything_is_saved_for_those_who_load_anything(tmp_path: Path) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": Config(2.0)}, tmp_path / "a.pt", weights_only=False)
-    with pytest.raises(UnsafeFileError, match=r"got tests\.checkpoint\.test_what_is_loaded\.Config"):
+    with pytest.raises(
+        UnsafeFileError, match=r"got tests\.checkpoint\.test_what_is_loaded\.Config"
+    ):
         load_checkpoint(tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt", weights_only=False) == {"x": Config(2.0)}
 
@@ -252,10 +281,13 @@ def test_an_enum_that_is_not_imported_is_named(tmp_path: Path) -> None:
     asked = [sys.executable, "-c", text]
     failed = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert failed.returncode and "UnsafeFileError" in failed.stderr
-    assert "got tests.checkpoint.imported_later.Phase. If it is an enum, import 'tests.checkpoint.imported_later'" in (
-        failed.stderr
+    assert (
+        "got tests.checkpoint.imported_later.Phase. If it is an enum, import 'tests.checkpoint.imported_later'"
+        in (failed.stderr)
     )
-    asked[2] = f"import tests.checkpoint.imported_later as m; {text[:-1]})['phase'] is m.Phase.WARM_UP or 1/0"
+    asked[2] = (
+        f"import tests.checkpoint.imported_later as m; {text[:-1]})['phase'] is m.Phase.WARM_UP or 1/0"
+    )
     subprocess.run(asked, check=True, cwd=tmp_path, env=environment)
 
 
@@ -265,9 +297,15 @@ def test_an_enum_that_is_not_imported_is_named(tmp_path: Path) -> None:
 def with_pickle(tmp_path: Path, content: bytes) -> Path:
     """Write a checkpoint whose pickle is `content`."""
     torch.save({"w": 1}, tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w") as target:
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as source,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as target,
+    ):
         for member in source.infolist():
-            target.writestr(member.filename, content if member.filename.endswith("data.pkl") else source.read(member))
+            target.writestr(
+                member.filename,
+                content if member.filename.endswith("data.pkl") else source.read(member),
+            )
     return tmp_path / "b.pt"
 
 
@@ -280,14 +318,20 @@ ME = __name__
 HOSTILE = {
     "calls a class": named(f"{ME}.Config") + b")R.",
     "calls a class beside an enum": named("builtins.getattr") + named(f"{ME}.Agent") + b")R.",
-    "takes a method of a class": named("builtins.getattr") + named(f"{ME}.Agent") + b"X\x08\x00\x00\x00__init__\x86R.",
-    "takes an attribute of a module": named("builtins.getattr") + named("os.path") + b"X\x04\x00\x00\x00join\x86R.",
+    "takes a method of a class": named("builtins.getattr")
+    + named(f"{ME}.Agent")
+    + b"X\x08\x00\x00\x00__init__\x86R.",
+    "takes an attribute of a module": named("builtins.getattr")
+    + named("os.path")
+    + b"X\x04\x00\x00\x00join\x86R.",
     "a value that no member has": named(f"{ME}.Sly") + b"K\x09\x85R.",
     "several values": named(f"{ME}.Color") + b"K\x01K\x02\x86R.",
     "makes an enum": named("enum.Enum") + b"X\x01\x00\x00\x00aX\x01\x00\x00\x00b\x86R.",
     "an array of any size": named("numpy.ndarray") + b"J\x00\x00\x00\x40\x85R.",
     "an array that is begun large": (
-        named("numpy._core.multiarray._reconstruct") + named("numpy.ndarray") + b"J\x00\x00\x00\x40\x85C\x01b\x87R."
+        named("numpy._core.multiarray._reconstruct")
+        + named("numpy.ndarray")
+        + b"J\x00\x00\x00\x40\x85C\x01b\x87R."
     ),
     "a dtype of fields": named("numpy.dtype") + b"X\x05\x00\x00\x00f4,f4\x85R.",
     "a scalar without bytes": named("numpy._core.multiarray.scalar")
@@ -303,7 +347,9 @@ HOSTILE = {
 @pytest.mark.parametrize("loader", [load, load_checkpoint_parallel])
 def test_a_hostile_pickle_is_one_clear_error(tmp_path: Path, name: str, loader: Any) -> None:
     path = with_pickle(tmp_path, b"\x80\x02" + HOSTILE[name])
-    with pytest.raises(UnsafeFileError if "class" in name or "module" in name else Exception) as caught:
+    with pytest.raises(
+        UnsafeFileError if "class" in name or "module" in name else Exception
+    ) as caught:
         loader(path)
     assert str(caught.value).startswith(f"cannot load the checkpoint {str(path)!r}: expected ")
     assert "code ran" not in str(caught.value)
@@ -334,7 +380,9 @@ def test_what_torch_allows_elsewhere_stays_as_it_was(tmp_path: Path) -> None:
     try:
         before = set(torch.serialization.get_safe_globals())
         back(tmp_path, {"x": np.ones(3), "e": Color.RED, "n": argparse.Namespace(a=1)})
-        assert set(torch.serialization.get_safe_globals()) - before <= set(torch.serialization.get_safe_globals())
+        assert set(torch.serialization.get_safe_globals()) - before <= set(
+            torch.serialization.get_safe_globals()
+        )
         assert before <= set(torch.serialization.get_safe_globals())
         torch.save(np.ones(3), tmp_path / "array.pt")
         with pytest.raises(pickle.UnpicklingError):
@@ -352,7 +400,9 @@ def test_device_is_another_name_of_map_location(tmp_path: Path) -> None:
         assert loader(tmp_path / "a.pt", device="meta")["w"].device.type == "meta"
         assert loader(tmp_path / "a.pt", "meta")["w"].device.type == "meta"
         assert loader(tmp_path / "a.pt", device=torch.device("cpu"))["w"].device.type == "cpu"
-        with pytest.raises(UsageError, match="expected device or map_location, got 'cpu' and 'meta'"):
+        with pytest.raises(
+            UsageError, match="expected device or map_location, got 'cpu' and 'meta'"
+        ):
             loader(tmp_path / "a.pt", "meta", device="cpu")
         with pytest.raises(UsageError, match="device a torch device"):
             loader(tmp_path / "a.pt", device="nowhere")

@@ -13,11 +13,25 @@ from storage.codecs.codec_chains import STAGES
 
 HAS_BLOSC2 = importlib.util.find_spec("blosc2") is not None
 DELTAS, SHUFFLES = ("", *STAGES["delta"]), ("", *STAGES["shuffle"])
-_BEHIND_ANY = {name: packer.module for name, packer in packers.PACKERS.items() if not packer.shuffles}
-PACKERS = ("", *(name for name, module in _BEHIND_ANY.items() if not module or importlib.util.find_spec(module)))
+_BEHIND_ANY = {
+    name: packer.module for name, packer in packers.PACKERS.items() if not packer.shuffles
+}
+PACKERS = (
+    "",
+    *(
+        name
+        for name, module in _BEHIND_ANY.items()
+        if not module or importlib.util.find_spec(module)
+    ),
+)
 #: Every lossless chain.
 LOSSLESS = ["delta+blosc2", "shuffle+blosc2zstd", "xor+bitshuffle+blosc2"] if HAS_BLOSC2 else []
-LOSSLESS += ["+".join(part for part in (a, b, c) if part) or "raw" for a in DELTAS for b in SHUFFLES for c in PACKERS]
+LOSSLESS += [
+    "+".join(part for part in (a, b, c) if part) or "raw"
+    for a in DELTAS
+    for b in SHUFFLES
+    for c in PACKERS
+]
 DTYPES = ("?", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8")
 
 

@@ -66,7 +66,11 @@ def test_no_chunk_is_shorter_than_readers_believe(packer, dtype):
             assert same_bits(decoded(name, chunk, black), black)
 
 
-@given(st.sampled_from(["shuffle", "split", "bitshuffle"]), st.sampled_from([1, 2, 4, 8]), st.binary(max_size=2000))
+@given(
+    st.sampled_from(["shuffle", "split", "bitshuffle"]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.binary(max_size=2000),
+)
 def test_shuffles_are_permutations_of_bytes_or_bits(name, size, data):
     items = np.frombuffer(data[: len(data) // size * size], f"u{size}")
     shuffled = shuffle(name, items)
@@ -89,7 +93,9 @@ def test_a_bit_plane_of_equal_bits_is_one_run():
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
-@pytest.mark.parametrize("name", ["uint16", "uint16+lz4", "uint16+shuffle+lz4", "uint16+delta+bitshuffle+lz4hc"])
+@pytest.mark.parametrize(
+    "name", ["uint16", "uint16+lz4", "uint16+shuffle+lz4", "uint16+delta+bitshuffle+lz4hc"]
+)
 def test_linear_counts_lose_half_a_step_and_say_so(name, dtype):
     array = (3 * smooth(5, (7, 9), dtype)).astype(dtype)
     chunk, error = chunk_codec(name).encode(array)
@@ -110,7 +116,10 @@ def test_linear_counts_measure_their_error_for_any_floats(values):
     assert same_bits(back[np.isinf(array)], array[np.isinf(array)])
     assert (np.isnan(back) == np.isnan(array)).all()
     if finite.any():
-        assert np.abs(back[finite].astype(np.float64) - array[finite].astype(np.float64)).max() == error
+        assert (
+            np.abs(back[finite].astype(np.float64) - array[finite].astype(np.float64)).max()
+            == error
+        )
         width = float(array[finite].max()) - float(array[finite].min())
         rounding = 4 * 2.0**-24 * float(np.abs(array[finite].astype(np.float64)).max())
         assert error <= 0.5001 * width / 65532 + rounding + 1e-37
@@ -130,12 +139,21 @@ def test_images_round_to_nearest_and_all_counts_are_exact_both_ways():
         assert torch.equal(encode_image(decode_image(counts, dtype)), counts)
     values = torch.linspace(0, 1, 10001, dtype=torch.float64)
     assert image_error(values) <= IMAGE_MAX_ERROR + 1e-7
-    assert torch.equal(encode_image(torch.tensor([0.5 / 255 + 1e-4, 0.5 / 255 - 1e-4])), torch.tensor([1, 0]).byte())
-    assert torch.equal(encode_image(counts), counts) and torch.equal(decode_image(counts, torch.uint8), counts)
-    assert image_error(torch.tensor([1.5])) == 0.5 and image_error(torch.tensor([float("nan")])) == float("inf")
+    assert torch.equal(
+        encode_image(torch.tensor([0.5 / 255 + 1e-4, 0.5 / 255 - 1e-4])),
+        torch.tensor([1, 0]).byte(),
+    )
+    assert torch.equal(encode_image(counts), counts) and torch.equal(
+        decode_image(counts, torch.uint8), counts
+    )
+    assert image_error(torch.tensor([1.5])) == 0.5 and image_error(
+        torch.tensor([float("nan")])
+    ) == float("inf")
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-9), ("float16", 2**-12), ("float32", 2**-25)])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("bfloat16", 2**-9), ("float16", 2**-12), ("float32", 2**-25)]
+)
 def test_images_err_by_half_a_level_and_the_rounding_of_their_dtype(dtype, rounding):
     if dtype == "float32":
         values = (torch.arange(255) + 0.5).div(255)
@@ -157,7 +175,9 @@ def test_a_signalling_nan_is_a_nan_without_a_warning(bits):
     assert error == 0 and np.isnan(back[0, 0]) and back[0, 1] == 1
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSLESS if name.split("+")[-1] in PACKERS] + ["uint16+split+lz4"])
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSLESS if name.split("+")[-1] in PACKERS] + ["uint16+split+lz4"]
+)
 def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
     array = smooth(4, (8, 8), "<f4")
     chunk, _ = chunk_codec(name).encode(array)
@@ -214,7 +234,10 @@ ORDER = "stages in the order quantizer+delta+shuffle+packer, each at most once"
     ("name", "text"),
     [
         ("lz5", "cannot use the codec 'lz5': expected 'lz4'"),
-        ("lz4+shuffle", f"cannot use the codec 'lz4+shuffle': expected {ORDER}, got 'shuffle' after 'lz4'."),
+        (
+            "lz4+shuffle",
+            f"cannot use the codec 'lz4+shuffle': expected {ORDER}, got 'shuffle' after 'lz4'.",
+        ),
         ("normalized_image+lz4+delta", f"expected {ORDER}, got 'delta' after 'lz4'."),
         (
             "shuffle+shuffle",
@@ -222,9 +245,15 @@ ORDER = "stages in the order quantizer+delta+shuffle+packer, each at most once"
         ),
         ("lz4+uint16(0,1)", f"expected {ORDER}, got 'uint16(0,1)' after 'lz4'."),
         ("lz4+normalized_image", f"expected {ORDER}, got 'normalized_image' after 'lz4'."),
-        ("normalized_image+normalized_image", f"expected {ORDER}, got 'normalized_image' after 'normalized_image'."),
+        (
+            "normalized_image+normalized_image",
+            f"expected {ORDER}, got 'normalized_image' after 'normalized_image'.",
+        ),
         ("lz4+delt", "cannot use the codec 'lz4+delt': expected 'delta'"),
-        ("uint16(3,1)+lz4", "expected uint16(low,high), finite numbers with low < high, got 'uint16(3,1)'."),
+        (
+            "uint16(3,1)+lz4",
+            "expected uint16(low,high), finite numbers with low < high, got 'uint16(3,1)'.",
+        ),
         ("uint16(a,b)", "expected uint16(low,high), finite numbers with low < high"),
         ("normalized_image+uint16", f"expected {ORDER}, got 'uint16' after 'normalized_image'."),
         ("auto+lz4", "cannot use the codec 'auto+lz4': expected 'auto' alone, got 'auto+lz4'."),
@@ -239,9 +268,17 @@ def test_names_that_are_no_codec_are_refused_with_what_would_be(name, text):
 
 
 def test_each_codec_says_whether_and_how_much_it_loses():
-    assert (find_codec("raw").is_lossless, find_codec("raw").max_error, find_codec("raw").chunks) == (True, 0, None)
+    assert (
+        find_codec("raw").is_lossless,
+        find_codec("raw").max_error,
+        find_codec("raw").chunks,
+    ) == (True, 0, None)
     image = find_codec("normalized_image+shuffle+lz4")
-    assert (image.is_lossless, image.max_error, image.stored_dtype) == (False, IMAGE_MAX_ERROR, "uint8")
+    assert (image.is_lossless, image.max_error, image.stored_dtype) == (
+        False,
+        IMAGE_MAX_ERROR,
+        "uint8",
+    )
     assert image.chunks == chunk_codec("shuffle+lz4")
     linear = find_codec("uint16+lz4")
     assert (linear.is_lossless, linear.max_error, linear.stored_dtype) == (False, None, None)
@@ -265,7 +302,10 @@ def test_codecs_take_the_dtypes_that_they_can_give_back(codec, dtype, is_right):
     field = Field("a", (3,), dtype, codec)
     if not is_right:
         wanted = "a floating dtype or uint8" if "image" in codec else "float16, float32 or float64"
-        with pytest.raises(FieldTypeError, match=rf"cannot code the field as .* 'a': expected {wanted}, got {dtype}"):
+        with pytest.raises(
+            FieldTypeError,
+            match=rf"cannot code the field as .* 'a': expected {wanted}, got {dtype}",
+        ):
             check_codec(field)
         return
     check_codec(field)
@@ -277,7 +317,11 @@ def test_auto_keeps_raw_what_saves_less_than_a_tenth():
     assert choose_codec([]) == "raw"
     assert choose_codec([rng.integers(0, 256, (40, 16, 16, 3), np.uint8)]) == "raw"
     assert choose_codec([rng.standard_normal((8, 64)).astype(np.float32)] * 5) == "raw"
-    for array in (smooth(40, (16, 16), "<f4"), smooth(40, (16, 16), "u1"), smooth(40, (16, 16), "<i2")):
+    for array in (
+        smooth(40, (16, 16), "<f4"),
+        smooth(40, (16, 16), "u1"),
+        smooth(40, (16, 16), "<i2"),
+    ):
         name = choose_codec([array[:8], array[8:16]])
         assert name != "raw" and chunk_codec(name).is_lossless
         assert len(chunk_codec(name).encode(array)[0]) < 0.9 * array.nbytes
@@ -287,4 +331,7 @@ def test_chunks_have_one_to_eight_frames():
     sizes = (0, 1, 64 << 10, 128 * 128 * 3, 300_000, 1 << 30)
     assert [chunk_frames(size, "lz4hc") for size in sizes] == [8, 8, 8, 8, 1, 1]
     assert [chunk_frames(size, "split+lz4") for size in sizes] == [8, 8, 3, 4, 1, 1]
-    assert chunk_frames(128 * 128 * 3, AUTO) == 4 and chunk_frames(128 * 128 * 3, "shuffle+blosc2zstd") == 8
+    assert (
+        chunk_frames(128 * 128 * 3, AUTO) == 4
+        and chunk_frames(128 * 128 * 3, "shuffle+blosc2zstd") == 8
+    )

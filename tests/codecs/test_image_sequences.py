@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from storage import compress_image_seq, decompress_image_seq, decompress_many
 from storage.codecs import codec_chains as codecs
 from storage.core.fields import DTYPES
-from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    FieldTypeError,
+    RolloutDataError,
+    SchemaError,
+    UsageError,
+)
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
 
 
@@ -38,12 +44,15 @@ def test_every_dtype_comes_back_as_the_kind_that_is_asked_for(dtype, level):
     blob = compress_image_seq(images, level)
     assert isinstance(blob, bytes)
     back = decompress_image_seq(blob, (4, 5), 9, torch_dtype)
-    assert back.dtype == torch_dtype and torch.equal(back.view(torch.uint8), images.view(torch.uint8))
+    assert back.dtype == torch_dtype and torch.equal(
+        back.view(torch.uint8), images.view(torch.uint8)
+    )
     if dtype != "bfloat16":
         array = decompress_image_seq(memoryview(blob), [4, 5], 9, numpy_dtype, torch.tensor([8, 0]))
         assert isinstance(array, np.ndarray) and same_bits(array, images.numpy()[[8, 0]])
         assert same_bits(
-            decompress_image_seq(compress_image_seq(images.numpy(), level), (4, 5), 9, dtype), images.numpy()
+            decompress_image_seq(compress_image_seq(images.numpy(), level), (4, 5), 9, dtype),
+            images.numpy(),
         )
 
 
@@ -56,7 +65,9 @@ def test_what_repeats_shrinks_and_higher_levels_shrink_more():
 def test_nothing_and_frames_without_values_are_sequences_too():
     for shape in ((0, 4, 4), (5, 0, 3), (3,), (0,)):
         array = np.zeros(shape, np.float32)
-        assert same_bits(decompress_image_seq(compress_image_seq(array), shape[1:], shape[0], np.float32), array)
+        assert same_bits(
+            decompress_image_seq(compress_image_seq(array), shape[1:], shape[0], np.float32), array
+        )
     assert decompress_many([], (4,), 3, np.uint8).shape == (0, 3, 4)
 
 
@@ -65,20 +76,32 @@ def test_many_blobs_fill_one_output(num_threads):
     stacks = np.stack([smooth(20, (64, 64, 3), "u1", seed) for seed in range(6)])
     blobs = [compress_image_seq(stack) for stack in stacks]
     for _ in range(4):  # the number of threads changes with what was measured
-        assert same_bits(decompress_many(blobs, (64, 64, 3), 20, np.uint8, num_threads=num_threads), stacks)
+        assert same_bits(
+            decompress_many(blobs, (64, 64, 3), 20, np.uint8, num_threads=num_threads), stacks
+        )
     out = torch.zeros(6, 3, 64, 64, 3, dtype=torch.uint8)
-    got = decompress_many(blobs, (64, 64, 3), 20, torch.uint8, [19, 0, 19], num_threads=num_threads, out=out)
+    got = decompress_many(
+        blobs, (64, 64, 3), 20, torch.uint8, [19, 0, 19], num_threads=num_threads, out=out
+    )
     assert got is out and same_bits(out.numpy(), stacks[:, [19, 0, 19]])
-    with pytest.raises(SchemaError, match=r"expected a contiguous uint8 output of shape \(6, 20, 64, 64, 3\)"):
+    with pytest.raises(
+        SchemaError, match=r"expected a contiguous uint8 output of shape \(6, 20, 64, 64, 3\)"
+    ):
         decompress_many(blobs, (64, 64, 3), 20, np.uint8, out=np.zeros((6, 20, 64, 64, 3), np.int8))
 
 
 def test_a_failure_in_one_of_several_threads_reaches_the_caller():
     images = smooth(8, (64, 64, 3), "u1")
-    bad = remade(compress_image_seq(images), lambda about: None, chunk=lambda data: data[:1] + bytes(len(data) - 1))
+    bad = remade(
+        compress_image_seq(images),
+        lambda about: None,
+        chunk=lambda data: data[:1] + bytes(len(data) - 1),
+    )
     for _ in range(4):
         with pytest.raises(CorruptFileError, match="in chunk 0"):
-            decompress_many([compress_image_seq(images)] * 30 + [bad], (64, 64, 3), 8, np.uint8, num_threads=2)
+            decompress_many(
+                [compress_image_seq(images)] * 30 + [bad], (64, 64, 3), 8, np.uint8, num_threads=2
+            )
 
 
 def remade(blob: bytes, change, chunk=lambda data: data, ends=lambda ends: None) -> bytes:
@@ -89,7 +112,10 @@ def remade(blob: bytes, change, chunk=lambda data: data, ends=lambda ends: None)
     table = 12 + length
     places = np.frombuffer(blob[table : table + 8 * count], "<u8").copy()
     first = table + 12 * count + 4
-    chunks = [blob[first + a : first + b] for a, b in zip([0, *places[:-1].tolist()], places.tolist(), strict=True)]
+    chunks = [
+        blob[first + a : first + b]
+        for a, b in zip([0, *places[:-1].tolist()], places.tolist(), strict=True)
+    ]
     chunks = [chunk(part) for part in chunks]
     places[:] = np.cumsum([len(part) for part in chunks])
     ends(places)
@@ -149,7 +175,10 @@ def test_no_chunk_of_several_frames_is_larger_than_may_be(monkeypatch):
     large = compress_image_seq(IMAGES, frames_per_chunk=100)
     monkeypatch.setattr(codecs, "LARGEST_CHUNK_BYTES", 5 * IMAGES[0].nbytes + 1)
     assert "chunks of at most 5 frames, got 16 in chunks of 100" in str(refused(large))
-    for blob in (compress_image_seq(IMAGES, frames_per_chunk=10**6), compress_image_seq(IMAGES, frames_per_chunk=5)):
+    for blob in (
+        compress_image_seq(IMAGES, frames_per_chunk=10**6),
+        compress_image_seq(IMAGES, frames_per_chunk=5),
+    ):
         header = blob[12 : 12 + struct.unpack("<I", blob[8:12])[0]]
         assert json.loads(header)["frames_per_chunk"] == 5
         assert same_bits(decompress_image_seq(blob, (8, 8), 16, np.float32), IMAGES)
@@ -186,7 +215,9 @@ def test_truncations_and_flipped_bits_are_reported():
 def test_a_wrong_checksum_is_known_before_anything_is_decoded():
     data = bytearray(BLOB)
     data[-1] ^= 1
-    assert "expected checksum " in str(refused(bytes(data))) and "of chunk 1, got " in str(refused(bytes(data)))
+    assert "expected checksum " in str(refused(bytes(data))) and "of chunk 1, got " in str(
+        refused(bytes(data))
+    )
     same = decompress_image_seq(bytes(data), (8, 8), 16, np.float32, range(8))
     assert same_bits(same, IMAGES[:8]), "chunks that are not needed are not looked at"
 
@@ -205,7 +236,15 @@ def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
     if is_repaired:  # with the right checksums the codec itself has to notice
         try:
             changed = bytearray(remade(bytes(changed), lambda about: None))
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, struct.error):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            OverflowError,
+            MemoryError,
+            struct.error,
+        ):
             return
     try:
         back = decompress_image_seq(bytes(changed), (8, 8), 16, np.float32)
@@ -218,32 +257,68 @@ def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: decompress_image_seq(BLOB, (8, 9), 16, "f4"), SchemaError, "16 frames of float32[8, 9], got 16 of"),
-        (lambda: decompress_image_seq(BLOB, (8, 8), 15, "f4"), SchemaError, "expected 15 frames of"),
-        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "i4"), SchemaError, "int32[8, 8], got 16 of float32[8, 8]"),
+        (
+            lambda: decompress_image_seq(BLOB, (8, 9), 16, "f4"),
+            SchemaError,
+            "16 frames of float32[8, 9], got 16 of",
+        ),
+        (
+            lambda: decompress_image_seq(BLOB, (8, 8), 15, "f4"),
+            SchemaError,
+            "expected 15 frames of",
+        ),
+        (
+            lambda: decompress_image_seq(BLOB, (8, 8), 16, "i4"),
+            SchemaError,
+            "int32[8, 8], got 16 of float32[8, 8]",
+        ),
         (lambda: decompress_image_seq(BLOB, (8, 8), 16, "c8"), FieldTypeError, "got c8"),
         (lambda: decompress_image_seq(BLOB, (8, 8), 16, "nothing"), FieldTypeError, "got nothing"),
-        (lambda: decompress_image_seq(BLOB, (8, -8), 16, "f4"), UsageError, "sizes of image_shape >= 0"),
+        (
+            lambda: decompress_image_seq(BLOB, (8, -8), 16, "f4"),
+            UsageError,
+            "sizes of image_shape >= 0",
+        ),
         (lambda: decompress_image_seq(BLOB, (8, 8.5), 16, "f4"), UsageError, "a whole number"),
         (
             lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [16]),
             UsageError,
             "indices as frame numbers in 0:16, got [16]",
         ),
-        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [-1]), UsageError, "indices as frame numbers in 0:16"),
-        (lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [0.5]), UsageError, "frame numbers as integer"),
+        (
+            lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [-1]),
+            UsageError,
+            "indices as frame numbers in 0:16",
+        ),
+        (
+            lambda: decompress_image_seq(BLOB, (8, 8), 16, "f4", [0.5]),
+            UsageError,
+            "frame numbers as integer",
+        ),
         (
             lambda: decompress_image_seq("text", (8, 8), 16, "f4"),
             UsageError,
             "expected compressed_data as bytes, got str",
         ),
-        (lambda: decompress_many([BLOB], (8, 8), 16, "f4", num_threads=0), UsageError, "num_threads >= 1"),
+        (
+            lambda: decompress_many([BLOB], (8, 8), 16, "f4", num_threads=0),
+            UsageError,
+            "num_threads >= 1",
+        ),
         (lambda: compress_image_seq(IMAGES, 17), UsageError, "level in 0:17, got 17"),
         (lambda: compress_image_seq(IMAGES, 1.5), UsageError, "level in 0:17 and a whole number"),
         (lambda: compress_image_seq(np.float32(1)), SchemaError, "a stack of frames"),
         (lambda: compress_image_seq(IMAGES.astype("c8")), FieldTypeError, "complex64"),
-        (lambda: compress_image_seq(IMAGES, frames_per_chunk=0), UsageError, "frames_per_chunk >= 1"),
-        (lambda: compress_image_seq(IMAGES > 0, codec="uint16+lz4"), FieldTypeError, "float16, float32 or float64"),
+        (
+            lambda: compress_image_seq(IMAGES, frames_per_chunk=0),
+            UsageError,
+            "frames_per_chunk >= 1",
+        ),
+        (
+            lambda: compress_image_seq(IMAGES > 0, codec="uint16+lz4"),
+            FieldTypeError,
+            "float16, float32 or float64",
+        ),
     ],
 )
 def test_mistakes_are_named(call, kind, text):
@@ -262,7 +337,10 @@ def test_blobs_of_different_lengths_and_choices_lie_behind_each_other(dtype, num
     lists = [[2, 0], None, [], np.array([8, 8, 1, 0])]
     for indices in (None, lists, [None, range(3, 9), [0], None], [0]):
         own = indices if isinstance(indices, list) and indices != [0] else [indices] * 4
-        expected = [stack if one is None else stack[list(one)] for stack, one in zip(RAGGED, own, strict=True)]
+        expected = [
+            stack if one is None else stack[list(one)]
+            for stack, one in zip(RAGGED, own, strict=True)
+        ]
         got = decompress_many(RAGGED_BLOBS, (6, 5), [3, 17, 1, 9], dtype, indices, num_threads)
         assert len(got) == 4
         for frames_of_one, wanted in zip(got, expected, strict=True):
@@ -271,7 +349,9 @@ def test_blobs_of_different_lengths_and_choices_lie_behind_each_other(dtype, num
         total = sum(map(len, expected))
         shape = (4, 1, 6, 5) if indices == [0] else (total, 6, 5)
         out = torch.zeros(shape, dtype=dtype) if dtype is torch.uint8 else np.zeros(shape, dtype)
-        got = decompress_many(RAGGED_BLOBS, (6, 5), np.array([3, 17, 1, 9]), dtype, indices, num_threads, out)
+        got = decompress_many(
+            RAGGED_BLOBS, (6, 5), np.array([3, 17, 1, 9]), dtype, indices, num_threads, out
+        )
         assert (got is out) == (indices == [0])
         assert same_bits(np.asarray(out).reshape(-1, 6, 5), np.concatenate(expected))
 
@@ -292,9 +372,19 @@ def test_equal_numbers_of_frames_are_stacked_however_they_are_asked_for():
 @pytest.mark.parametrize(
     ("size", "indices", "kind", "text"),
     [
-        ([3, 17], None, UsageError, "one batch_size and one list of indices per blob, or for all, got 2 and 2 for 4"),
+        (
+            [3, 17],
+            None,
+            UsageError,
+            "one batch_size and one list of indices per blob, or for all, got 2 and 2 for 4",
+        ),
         ([3, 17, 1, 9], [[0]] * 3, UsageError, "got 4 and 3 for 4 blobs"),
-        ([3, 17, 1, 9], [[0], [0], [1], [0]], UsageError, "expected indices as frame numbers in 0:1, got [1]"),
+        (
+            [3, 17, 1, 9],
+            [[0], [0], [1], [0]],
+            UsageError,
+            "expected indices as frame numbers in 0:1, got [1]",
+        ),
         ([3, 17, 1, 9], [2], UsageError, "expected indices as frame numbers in 0:1, got [2]"),
         ([3, 17, 9, 1], None, SchemaError, "9 frames of uint8"),
         ([3, 17, 1, 1.5], None, UsageError, "a whole number"),

@@ -15,7 +15,14 @@ from storage.core.fields import Field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
 
 pytest.importorskip("av", reason="needs the extra video")
-SHAPES = [(8, 64, 96, 3), (1, 64, 64, 3), (5, 33, 47, 3), (4, 3, 70, 66), (3, 17, 19), (2, 65, 64, 1)]
+SHAPES = [
+    (8, 64, 96, 3),
+    (1, 64, 64, 3),
+    (5, 33, 47, 3),
+    (4, 3, 70, 66),
+    (3, 17, 19),
+    (2, 65, 64, 1),
+]
 
 
 def scene(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
@@ -23,10 +30,17 @@ def scene(shape: tuple[int, ...], first: int = 0) -> np.ndarray:
     is_first = len(shape) == 4 and shape[-1] not in (1, 3)
     num, height, width = shape[0], *(shape[2:] if is_first else shape[1:3])
     y, x = np.mgrid[:height, :width]
-    frames = np.array([80 + 4 * (first + f) + 20 * np.sin((x + 2 * f) / 9) * np.cos((y - f) / 13) for f in range(num)])
+    frames = np.array(
+        [
+            80 + 4 * (first + f) + 20 * np.sin((x + 2 * f) / 9) * np.cos((y - f) / 13)
+            for f in range(num)
+        ]
+    )
     if len(shape) == 4:
         frames = np.repeat(
-            frames[:, None] if is_first else frames[..., None], shape[1 if is_first else -1], 1 if is_first else -1
+            frames[:, None] if is_first else frames[..., None],
+            shape[1 if is_first else -1],
+            1 if is_first else -1,
         )
     return frames.astype(np.uint8)
 
@@ -61,7 +75,12 @@ def test_names_and_fields_are_checked():
         with pytest.raises(UsageError, match="cannot use the codec"):
             find_codec(name)
     check_codec(Field("observation/rgb", (48, 64, 3), "uint8", "h264:crf=20"))
-    for shape, dtype in (((48, 64, 3), "float32"), ((48, 64, 4), "uint8"), ((7,), "uint8"), ((0, 4, 3), "uint8")):
+    for shape, dtype in (
+        ((48, 64, 3), "float32"),
+        ((48, 64, 4), "uint8"),
+        ((7,), "uint8"),
+        ((0, 4, 3), "uint8"),
+    ):
         with pytest.raises(FieldTypeError, match="expected uint8 pictures"):
             check_codec(Field("observation/rgb", shape, dtype, "h264"))
 
@@ -72,7 +91,10 @@ def test_damage_is_an_error_or_pictures_of_the_same_size(coder):
     chunk, _ = chunk_codec(coder).encode(frames)
     refused = 0
     for place in range(0, len(chunk), 7):
-        for damaged in (chunk[:place], chunk[:place] + bytes([chunk[place] ^ 0x55]) + chunk[place + 1 :]):
+        for damaged in (
+            chunk[:place],
+            chunk[:place] + bytes([chunk[place] ^ 0x55]) + chunk[place + 1 :],
+        ):
             try:
                 decoded(coder, damaged, frames)
             except CorruptFileError:
@@ -90,18 +112,28 @@ def test_recordings_play_in_order_and_as_windows_and_say_what_they_lost(tmp_path
     frames, codec = scene((40, 64, 96, 3)), {"rgb": "h264:crf=18"}
     with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=codec) as writer:
         for number, frame in enumerate(frames):
-            values = {"rgb": torch.from_numpy(frame)[None], "state": torch.full((1, 2), float(number))}
-            writer.add(observation=values, action=torch.zeros(1, 1), done=torch.tensor([number % 20 == 19]))
+            values = {
+                "rgb": torch.from_numpy(frame)[None],
+                "state": torch.full((1, 2), float(number)),
+            }
+            writer.add(
+                observation=values, action=torch.zeros(1, 1), done=torch.tensor([number % 20 == 19])
+            )
     assert sum(path.stat().st_size for path in tmp_path.glob("*.h5")) < frames.nbytes / 4
     dataset = RolloutDataset(tmp_path, 1, device="cpu", flatten_observations=False)
     batch = dataset.get_batch(40)
     order = batch.observation["state"][:, 0, 0].long()
-    assert np.abs(batch.observation["rgb"][:, 0].numpy().astype(int) - frames[order.numpy()]).max() <= 30
+    assert (
+        np.abs(batch.observation["rgb"][:, 0].numpy().astype(int) - frames[order.numpy()]).max()
+        <= 30
+    )
     windows = WindowDataset(tmp_path, length=3)
     for number in (0, 7, 17, 18, 35):
         window = windows[number]
         shown = window["observation"]["rgb"].numpy().astype(int)
-        assert np.abs(shown - frames[window["observation"]["state"][:, 0].long().numpy()]).mean() < 2.5
+        assert (
+            np.abs(shown - frames[window["observation"]["state"][:, 0].long().numpy()]).mean() < 2.5
+        )
     assert main(["info", str(tmp_path)]) == 0 and "h264:crf=18" in capsys.readouterr().out
     assert main(["verify", str(tmp_path)]) == 0
 
@@ -110,4 +142,6 @@ def test_a_sequence_in_memory_may_be_video():
     frames = torch.from_numpy(scene((20, 64, 64, 3)))
     blob = compress_image_seq(frames, codec="h264:crf=18")
     assert len(blob) < frames.numel() / 10
-    assert (decompress_image_seq(blob, (64, 64, 3), 20, torch.uint8).int() - frames.int()).abs().float().mean() < 2.5
+    assert (
+        decompress_image_seq(blob, (64, 64, 3), 20, torch.uint8).int() - frames.int()
+    ).abs().float().mean() < 2.5

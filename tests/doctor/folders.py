@@ -14,13 +14,27 @@ import numpy as np
 import rollout_data
 from rollout_data.blocks.annotation_table import EPISODES
 from rollout_data.blocks.block_content import ArrayRows, BlockContent
-from rollout_data.blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
+from rollout_data.blocks.block_header import (
+    DATA,
+    FINAL,
+    FIRST,
+    FRAGMENT_DTYPE,
+    OPEN,
+    TERMINATED,
+    TRUNCATED,
+    layouts_of,
+)
 from rollout_data.blocks.folder_metadata import Metadata, publish_metadata
 from rollout_data.blocks.write_block import write_block
 from storage.core.fields import Field, Schema
 from tests.doctor.worlds import World
 
-FLAGS = {"terminated": TERMINATED, "truncated": TRUNCATED, "both": TERMINATED | TRUNCATED, "open": OPEN}
+FLAGS = {
+    "terminated": TERMINATED,
+    "truncated": TRUNCATED,
+    "both": TERMINATED | TRUNCATED,
+    "open": OPEN,
+}
 _START_NS = 1_700_000_000_000_000_000
 
 
@@ -49,9 +63,12 @@ class Block:
     def schema(self) -> Schema:
         codecs = {name: self.codecs.get(name, "raw") for name in self.rows}
         kinds = {
-            name: "float32" if codecs[name] == "normalized_image" else str(one.dtype) for name, one in self.rows.items()
+            name: "float32" if codecs[name] == "normalized_image" else str(one.dtype)
+            for name, one in self.rows.items()
         }
-        return Schema(Field(name, one.shape[1:], kinds[name], codecs[name]) for name, one in self.rows.items())
+        return Schema(
+            Field(name, one.shape[1:], kinds[name], codecs[name]) for name, one in self.rows.items()
+        )
 
     def write(self, path: Path) -> Path:
         schema = self.schema()
@@ -62,10 +79,19 @@ class Block:
                 rows = np.zeros(num_rows, layouts_of(schema)[table].numpy_dtype(column))
                 for one in column.offsets if num_rows else ():
                     rows[one] = values[one]
-                tables[table][name] = ArrayRows(rows.view(np.uint8).reshape(num_rows, column.row_bytes))
+                tables[table][name] = ArrayRows(
+                    rows.view(np.uint8).reshape(num_rows, column.row_bytes)
+                )
         notes = {EPISODES: [(number, json.dumps(said).encode()) for number, said in self.notes]}
         content = BlockContent(
-            schema, self.writer, self.sequence, self.fragments, self.reward_sums(), tables, self.errors, notes=notes
+            schema,
+            self.writer,
+            self.sequence,
+            self.fragments,
+            self.reward_sums(),
+            tables,
+            self.errors,
+            notes=notes,
         )
         return write_block(path, content, durable=False)
 
@@ -98,13 +124,19 @@ def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Bloc
             at, frame = at + count, frame + count
             if is_last:
                 number, frame = number + 1, 0
-        joined = {name: np.stack([one[name] for one in finals]) for name in (finals[0] if finals else ())}
+        joined = {
+            name: np.stack([one[name] for one in finals]) for name in (finals[0] if finals else ())
+        }
         rows = {name: values[low:high] for name, values in flat.items()}
-        found.append(Block(sequence, np.array(fragments, FRAGMENT_DTYPE), rows, joined, notes, writer=writer))
+        found.append(
+            Block(sequence, np.array(fragments, FRAGMENT_DTYPE), rows, joined, notes, writer=writer)
+        )
     return found
 
 
-def write_own(path: Path, world: World, edit: Callable[[list[Block]], Any] | None = None, num_blocks: int = 3) -> Path:
+def write_own(
+    path: Path, world: World, edit: Callable[[list[Block]], Any] | None = None, num_blocks: int = 3
+) -> Path:
     """Write block files with their metadata. `edit` changes the blocks first."""
     path.mkdir(parents=True, exist_ok=True)
     blocks = blocks_of(world, num_blocks)

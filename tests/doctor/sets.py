@@ -33,7 +33,8 @@ class Case:
     Attributes:
         name: Name of the case.
         code: Code of the rule that must find the defect; "" for a sound recording.
-        make: Write it below an empty folder. Return the path to open, and the expected trajectories.
+        make: Write it below an empty folder. Return the path to open, and the expected
+            trajectories.
     """
 
     name: str

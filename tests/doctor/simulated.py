@@ -8,7 +8,15 @@ import numpy as np
 
 from tests.doctor.worlds import Ep, Rng, World, about
 
-MUJOCO = ("Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Humanoid-v5", "Swimmer-v5", "Reacher-v5")
+MUJOCO = (
+    "Ant-v5",
+    "HalfCheetah-v5",
+    "Hopper-v5",
+    "Walker2d-v5",
+    "Humanoid-v5",
+    "Swimmer-v5",
+    "Reacher-v5",
+)
 MUJOCO = (*MUJOCO, "Pusher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5")
 CLASSIC = ("CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1")
 TABLES = ("FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1")
@@ -30,9 +38,13 @@ def simulate(name: str, rng: Rng, num_frames: int = 1500, max_episodes: int = 30
                 action = np.array(rng.integers(env.action_space.n))  # type: ignore[attr-defined]
             else:
                 low, high = env.action_space.low, env.action_space.high  # type: ignore[attr-defined]
-                wave = np.sin(phase + speed * len(actions))[: len(low)] * 0.5 + rng.normal(0, 0.3, len(low))
+                wave = np.sin(phase + speed * len(actions))[: len(low)] * 0.5 + rng.normal(
+                    0, 0.3, len(low)
+                )
                 action = np.clip(wave * high, low, high).astype(np.float32)
-            seen, reward, terminated, truncated, _ = env.step(action if not is_discrete else int(action))
+            seen, reward, terminated, truncated, _ = env.step(
+                action if not is_discrete else int(action)
+            )
             rows.append(_flat(seen))
             actions.append(np.atleast_1d(action))
             rewards.append(float(reward))

@@ -30,7 +30,15 @@ TYPES = {"object": dict, "array": list, "string": str, "integer": int, "null": t
 
 def check(value: Any, schema: dict[str, Any], where: str = "$") -> None:
     """Check a value against the part of JSON Schema that the guide uses."""
-    assert schema.keys() <= {"type", "required", "properties", "items", "enum", "minItems", "maxItems"}
+    assert schema.keys() <= {
+        "type",
+        "required",
+        "properties",
+        "items",
+        "enum",
+        "minItems",
+        "maxItems",
+    }
     types = schema.get("type", [])
     kinds = tuple(TYPES[one] for one in ([types] if isinstance(types, str) else types))
     assert not kinds or (isinstance(value, kinds) and not isinstance(value, bool)), where
@@ -64,7 +72,9 @@ def samples(tmp_path_factory) -> dict[str, Path]:
 
 @settings(max_examples=24, deadline=None)
 @given(data=st.data())
-def test_truncated_files_and_flipped_bits_are_reported_without_an_exception(samples, tmp_path_factory, data) -> None:
+def test_truncated_files_and_flipped_bits_are_reported_without_an_exception(
+    samples, tmp_path_factory, data
+) -> None:
     form = data.draw(st.sampled_from(sorted(samples)))
     source, path = samples[form], tmp_path_factory.mktemp("damaged") / samples[form].name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
@@ -88,8 +98,12 @@ def test_truncated_files_and_flipped_bits_are_reported_without_an_exception(samp
 def test_a_file_cut_in_half_is_an_error_in_every_format(samples, tmp_path: Path, form: str) -> None:
     source, path = samples[form], tmp_path / samples[form].name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
-    files = [one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")] or [path]
-    files = [one for one in files if "meta" not in one.parts]  # an index can be made again of the data
+    files = [
+        one for one in path.rglob("*") if one.suffix in (".h5", ".hdf5", ".parquet", ".pickle")
+    ] or [path]
+    files = [
+        one for one in files if "meta" not in one.parts
+    ]  # an index can be made again of the data
     file = max(files, key=lambda one: one.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     os.utime(file, (1e9, 1e9))  # no one is writing it any more
@@ -108,6 +122,8 @@ def test_a_set_that_opens_without_any_episode_is_an_error(samples, tmp_path: Pat
 @pytest.mark.soak
 @settings(max_examples=2000, deadline=None, derandomize=False)
 @given(data=st.data())
-def test_many_truncated_files_and_flipped_bits_are_reported(samples, tmp_path_factory, data) -> None:
+def test_many_truncated_files_and_flipped_bits_are_reported(
+    samples, tmp_path_factory, data
+) -> None:
     few_examples = test_truncated_files_and_flipped_bits_are_reported_without_an_exception
     few_examples.hypothesis.inner_test(samples, tmp_path_factory, data)

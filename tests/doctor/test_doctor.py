@@ -22,9 +22,16 @@ def folder(tmp_path: Path) -> Path:
             observation = rng.standard_normal((30, 1, 4)).astype(np.float32)
             if number == 3:
                 observation[7, 0, 2] = np.nan
-            action, ends = rng.standard_normal((30, 1, 2)).astype(np.float32), np.arange(30)[:, None] == 29
+            action, ends = (
+                rng.standard_normal((30, 1, 2)).astype(np.float32),
+                np.arange(30)[:, None] == 29,
+            )
             writer.add_rollout(
-                observation=observation, action=action, reward=action[..., 0], terminated=ends, truncated=~ends & ends
+                observation=observation,
+                action=action,
+                reward=action[..., 0],
+                terminated=ends,
+                truncated=~ends & ends,
             )
     return tmp_path / "walk"
 
@@ -47,7 +54,9 @@ def test_a_sample_reads_only_some_episodes(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-@pytest.mark.parametrize("bad", [slice(0, None), slice(0, 12), slice(3, 4)], ids=["all", "half", "one"])
+@pytest.mark.parametrize(
+    "bad", [slice(0, None), slice(0, 12), slice(3, 4)], ids=["all", "half", "one"]
+)
 def test_no_rule_fails_or_warns_about_infinite_numbers_and_black_pictures(
     tmp_path: Path, bad: slice, value: float
 ) -> None:
@@ -61,12 +70,18 @@ def test_no_rule_fails_or_warns_about_infinite_numbers_and_black_pictures(
     with RolloutWriter(tmp_path, 1, durable=False, metadata=metadata) as writer:
         for k in range(24):
             observation = {"state": steps[k], "quat": quat[k], "camera": camera[k]}
-            writer.add_rollout(observation=observation, action=steps[k], reward=steps[k, ..., 1], done=done)
+            writer.add_rollout(
+                observation=observation, action=steps[k], reward=steps[k, ..., 1], done=done
+            )
     assert not [finding.message for finding in doctor(tmp_path).findings if finding.code == "FIL00"]
 
 
-@pytest.mark.parametrize("wrong", [{"only": ["VAL99"]}, {"skip": [""]}, {"settings": {"VAL01.none": 1}}, {"sample": 0}])
-def test_unknown_rules_thresholds_and_numbers_are_the_callers_mistakes(folder: Path, wrong: dict) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"only": ["VAL99"]}, {"skip": [""]}, {"settings": {"VAL01.none": 1}}, {"sample": 0}]
+)
+def test_unknown_rules_thresholds_and_numbers_are_the_callers_mistakes(
+    folder: Path, wrong: dict
+) -> None:
     with pytest.raises(UsageError):
         doctor(folder, **wrong)
 
@@ -75,13 +90,19 @@ def test_an_episode_read_in_pieces_has_the_sum_of_its_rewards(tmp_path: Path) ->
     rng, done = np.random.default_rng(0), np.arange(100)[:, None] == 99
     with RolloutWriter(tmp_path, 1, durable=False) as writer:  # 64 pictures are a piece
         pictures, values = np.zeros((100, 1, 100, 120, 3), np.uint8), rng.random((100, 1, 2)) + 1
-        writer.add_rollout(observation={"camera": pictures}, action=values, reward=values[..., 0], done=done)
-    assert [finding.code for finding in doctor(tmp_path).findings if finding.code.startswith("STA")] == []
+        writer.add_rollout(
+            observation={"camera": pictures}, action=values, reward=values[..., 0], done=done
+        )
+    assert [
+        finding.code for finding in doctor(tmp_path).findings if finding.code.startswith("STA")
+    ] == []
 
 
 def test_a_recording_that_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) -> None:
     diagnosis = doctor(tmp_path, only=["VAL"])
-    assert diagnosis.summary["episodes"] == 0 and {code for code, _ in diagnosis.skipped} >= {"VAL01"}
+    assert diagnosis.summary["episodes"] == 0 and {code for code, _ in diagnosis.skipped} >= {
+        "VAL01"
+    }
 
 
 @pytest.mark.parametrize(
@@ -94,5 +115,7 @@ def test_a_recording_that_cannot_be_opened_is_examined_without_an_exception(tmp_
         (["--only", "NIX"], 2),
     ],
 )
-def test_the_exit_code_is_1_with_a_finding_of_the_chosen_severity(folder: Path, given: list[str], code: int) -> None:
+def test_the_exit_code_is_1_with_a_finding_of_the_chosen_severity(
+    folder: Path, given: list[str], code: int
+) -> None:
     assert main(["doctor", str(folder), *given]) == code

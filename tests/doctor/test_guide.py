@@ -26,7 +26,9 @@ def test_the_row_of_a_rule_has_the_default_of_each_threshold(rule) -> None:
 
 
 def test_the_guide_has_no_row_without_a_rule() -> None:
-    assert set(re.findall(r"^\| ([A-Z]{3}\d\d) ", GUIDE, re.MULTILINE)) == {rule.code for rule in RULES}
+    assert set(re.findall(r"^\| ([A-Z]{3}\d\d) ", GUIDE, re.MULTILINE)) == {
+        rule.code for rule in RULES
+    }
 
 
 def test_the_example_prints_the_output_in_the_guide(tmp_path, monkeypatch, capsys) -> None:

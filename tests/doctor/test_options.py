@@ -17,7 +17,9 @@ GUIDE = (Path(__file__).parents[2] / "rollout_data" / "DOCTOR.md").read_text(enc
 PYTHON_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "null": type(None)}
 
 
-def recorded(path: Path, num_episodes: int = 12, not_finite: int = 0, scaled: int = 0, **options: object) -> Path:
+def recorded(
+    path: Path, num_episodes: int = 12, not_finite: int = 0, scaled: int = 0, **options: object
+) -> Path:
     """Record episodes of 40 frames; the first ones have a NaN, or values of another unit."""
     rng = np.random.default_rng(0)
     is_last = np.arange(40)[:, None] == 39
@@ -27,7 +29,12 @@ def recorded(path: Path, num_episodes: int = 12, not_finite: int = 0, scaled: in
             angles[5, 0, 1] = np.nan if number < not_finite else 0
             angles *= 57.3 if number < scaled else 1
             clock = 0.02 * np.arange(40.0)[:, None]
-            writer.add_rollout(observation=angles, action=rng.normal(size=(40, 1, 2)), clock=clock, truncated=is_last)
+            writer.add_rollout(
+                observation=angles,
+                action=rng.normal(size=(40, 1, 2)),
+                clock=clock,
+                truncated=is_last,
+            )
     return path
 
 
@@ -61,7 +68,9 @@ def test_a_finding_has_20_frame_ranges_at_most_and_all_trajectories(tmp_path) ->
     assert len(finding.trajectories) == 25 and len(finding.frames) == 20
 
 
-@pytest.mark.parametrize(("option", "code"), [([], 0), (["--fail-on", "warning"], 0), (["--fail-on", "info"], 1)])
+@pytest.mark.parametrize(
+    ("option", "code"), [([], 0), (["--fail-on", "warning"], 0), (["--fail-on", "info"], 1)]
+)
 def test_the_exit_code_is_1_from_the_chosen_severity_on(tmp_path, option, code) -> None:
     walk = recorded(tmp_path / "walk")
     assert [finding.severity for finding in doctor(walk, only=["PRV01"]).findings] == ["info"]
@@ -84,18 +93,24 @@ def test_comparisons_between_episodes_need_8_of_them(tmp_path, num_episodes, fou
 
 def test_a_role_in_the_metadata_names_the_field_of_times(tmp_path) -> None:
     without = doctor(recorded(tmp_path / "without"), only=["TIM"])
-    named = doctor(recorded(tmp_path / "named", metadata={"roles": {"clock": "time"}}), only=["TIM"])
+    named = doctor(
+        recorded(tmp_path / "named", metadata={"roles": {"clock": "time"}}), only=["TIM"]
+    )
     assert {code for code, _ in named.skipped} < {code for code, _ in without.skipped}
 
 
 @pytest.mark.parametrize(("num_frozen", "severity"), [(2, "warning"), (8, "info")])
-def test_a_defect_of_more_than_half_of_the_episodes_is_an_info(tmp_path, num_frozen, severity) -> None:
+def test_a_defect_of_more_than_half_of_the_episodes_is_an_info(
+    tmp_path, num_frozen, severity
+) -> None:
     rng = np.random.default_rng(0)
     is_last = np.arange(40)[:, None] == 39
     with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
         for number in range(12):
             action = rng.normal(size=(40, 1, 2))
             action[:] = action[0] if number < num_frozen else action
-            writer.add_rollout(observation=rng.normal(size=(40, 1, 2)), action=action, truncated=is_last)
+            writer.add_rollout(
+                observation=rng.normal(size=(40, 1, 2)), action=action, truncated=is_last
+            )
     (finding,) = doctor(tmp_path / "walk", only=["LRN10"]).findings
     assert (finding.severity, len(finding.trajectories)) == (severity, num_frozen)

@@ -35,7 +35,10 @@ def written(path: Path, form: str) -> Path:
         (path / "set").mkdir(parents=True)
         for number in range(4):
             arrays = {name: np.zeros((9, 3), np.float32) for name in ("joint_pos", "joint_vel")}
-            arrays |= {f"body_{name}_w": np.ones((9, 2, 3), np.float32) for name in ("pos", "lin_vel", "ang_vel")}
+            arrays |= {
+                f"body_{name}_w": np.ones((9, 2, 3), np.float32)
+                for name in ("pos", "lin_vel", "ang_vel")
+            }
             quaternions = np.full((9, 2, 4), 0.5, np.float32)
             np.savez(path / f"set/clip_{number}.npz", fps=[50], body_quat_w=quaternions, **arrays)
         return path / "set"
@@ -149,23 +152,42 @@ def record(path: Path, episodes: list[Rows], has_finals: bool = False) -> Path:
     with RolloutWriter(path, 1, durable=False) as writer:
         for one in episodes:
             is_last = np.arange(len(one["action"]))[:, None] == len(one["action"]) - 1
-            rows = {name: values[:, None] for name, values in one.items() if not name.startswith("observation/")}
-            observation = {name[12:]: values[:, None] for name, values in one.items() if name[:12] == "observation/"}
-            final = {name: values[-1] for name, values in observation.items()} if has_finals else None
-            writer.add_rollout(observation=observation, truncated=is_last, final_observation=final, **rows)
+            rows = {
+                name: values[:, None]
+                for name, values in one.items()
+                if not name.startswith("observation/")
+            }
+            observation = {
+                name[12:]: values[:, None]
+                for name, values in one.items()
+                if name[:12] == "observation/"
+            }
+            final = (
+                {name: values[-1] for name, values in observation.items()} if has_finals else None
+            )
+            writer.add_rollout(
+                observation=observation, truncated=is_last, final_observation=final, **rows
+            )
     return path
 
 
 def simple(rng: np.random.Generator, num: int = 16) -> list[Rows]:
     return [
-        {"action": one["action"], **{f"observation/{name}": rows for name, rows in one["observation"].items()}}
+        {
+            "action": one["action"],
+            **{f"observation/{name}": rows for name, rows in one["observation"].items()},
+        }
         for one in (sound(rng) * 2)[:num]
     ]
 
 
 def halves_of_a_turn(rng: np.random.Generator, episodes: list[Rows]) -> None:
     for number, one in enumerate(episodes):
-        angle = (0.6 if number % 3 else 2.6) + rng.uniform(-0.4, 0.4) + 0.01 * np.arange(len(one["action"]))
+        angle = (
+            (0.6 if number % 3 else 2.6)
+            + rng.uniform(-0.4, 0.4)
+            + 0.01 * np.arange(len(one["action"]))
+        )
         quaternion = np.stack([np.cos(angle / 2), 0 * angle, 0 * angle, np.sin(angle / 2)], 1)
         one["observation/quat"] = quaternion.astype(np.float32)
 
@@ -204,14 +226,25 @@ def opens_often(rng: np.random.Generator, episodes: list[Rows]) -> None:
 def swims(rng: np.random.Generator, episodes: list[Rows]) -> None:
     for one in episodes:
         phases = 2 * np.pi * 0.08 * np.arange(120)[:, None] + np.zeros(10)
-        one["observation/joints"] = (np.sin(phases) + rng.normal(0, 1e-3, (120, 10))).astype(np.float32)
+        one["observation/joints"] = (np.sin(phases) + rng.normal(0, 1e-3, (120, 10))).astype(
+            np.float32
+        )
 
 
-SOUND = [halves_of_a_turn, single_frames, ever_larger, rests_before_a_still_camera, opens_often, swims]
+SOUND = [
+    halves_of_a_turn,
+    single_frames,
+    ever_larger,
+    rests_before_a_still_camera,
+    opens_often,
+    swims,
+]
 
 
 @pytest.mark.parametrize("change", SOUND, ids=lambda change: change.__name__)
-def test_a_sound_recording_that_resembles_a_defect_has_no_finding(change: Any, tmp_path: Path) -> None:
+def test_a_sound_recording_that_resembles_a_defect_has_no_finding(
+    change: Any, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(4)
     episodes = simple(rng)
     change(rng, episodes)

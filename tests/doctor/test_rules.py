@@ -29,12 +29,16 @@ def sound(rng: np.random.Generator) -> list[Episode]:
         time = np.arange(LENGTH)[:, None] / RATE
         joints = np.sin(3 * time + rng.uniform(0, 6, 6)) + 0.02 * rng.standard_normal((LENGTH, 6))
         turned = np.concatenate([np.ones((LENGTH, 1)), 0.1 * joints[:, :3]], 1)
-        action = 0.4 * np.sin(5 * time + rng.uniform(0, 6, 3)) + 0.02 * rng.standard_normal((LENGTH, 3))
+        action = 0.4 * np.sin(5 * time + rng.uniform(0, 6, 3)) + 0.02 * rng.standard_normal(
+            (LENGTH, 3)
+        )
         found.append(
             {
                 "observation": {
                     "joints": joints.astype(np.float32),
-                    "quat": (turned / np.linalg.norm(turned, axis=1, keepdims=True)).astype(np.float32),
+                    "quat": (turned / np.linalg.norm(turned, axis=1, keepdims=True)).astype(
+                        np.float32
+                    ),
                 },
                 "action": action.astype(np.float32),
                 "reward": rng.normal(1, 0.1, LENGTH).astype(np.float32),
@@ -47,11 +51,17 @@ def sound(rng: np.random.Generator) -> list[Episode]:
 def recorded(path: Path, episodes: list[Episode]) -> Path:
     """Record episodes. "said" of an episode has its notes, "terminated" its end."""
     box = {"low": [-4.0] * 3, "high": [4.0] * 3}
-    with RolloutWriter(path, 1, durable=False, metadata={"frame_rate_hz": RATE, "action_space": box}) as writer:
+    with RolloutWriter(
+        path, 1, durable=False, metadata={"frame_rate_hz": RATE, "action_space": box}
+    ) as writer:
         for one in episodes:
             is_last = np.arange(LENGTH)[:, None] == LENGTH - 1
             is_end = one.get("terminated", False)
-            rows = {name: one[name][:, None] for name in one if name not in ("observation", "said", "terminated")}
+            rows = {
+                name: one[name][:, None]
+                for name in one
+                if name not in ("observation", "said", "terminated")
+            }
             observation = {name: values[:, None] for name, values in one["observation"].items()}
             said = [[one.get("said")] if last else None for last in is_last[:, 0]]
             writer.add_rollout(
@@ -78,7 +88,9 @@ def put(rows: Any, column: Any = slice(None)) -> Callable[[np.ndarray, float], N
 
 def held_from(column: Any = ..., value: float = 0.25) -> Callable[[np.ndarray, float], None]:
     """Return a change that sets one value from a frame on."""
-    return lambda values, size: values[int(size) :].__setitem__(... if column is ... else (..., column), value)
+    return lambda values, size: values[int(size) :].__setitem__(
+        ... if column is ... else (..., column), value
+    )
 
 
 def added(name: str, give: Callable[[Episode, float], np.ndarray]) -> Change:
@@ -112,7 +124,9 @@ def doubled(episodes: list[Episode], size: float) -> None:
 def counting(episodes: list[Episode], size: float) -> None:
     """Add an encoder of one tick for each frame, in episode 7 of `size` ticks."""
     for number, one in enumerate(episodes):
-        one["encoder"] = ((1 + np.arange(LENGTH) * int(size if number == 7 else 1)) % 256).astype(np.uint8)
+        one["encoder"] = ((1 + np.arange(LENGTH) * int(size if number == 7 else 1)) % 256).astype(
+            np.uint8
+        )
 
 
 def delayed(episodes: list[Episode], size: float) -> None:
@@ -226,7 +240,9 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_a_defect_is_found_with_its_trajectories_and_a_small_change_is_not(code: str, tmp_path: Path) -> None:
+def test_a_defect_is_found_with_its_trajectories_and_a_small_change_is_not(
+    code: str, tmp_path: Path
+) -> None:
     case = CASES[code]
     for size, is_wrong in ((case.harmless, False), (case.wrong, True)):
         episodes = sound(np.random.default_rng(5))
@@ -239,7 +255,9 @@ def test_a_defect_is_found_with_its_trajectories_and_a_small_change_is_not(code:
 
 
 def test_each_rule_of_values_time_and_learning_has_a_case() -> None:
-    assert set(CASES) == {rule.code for rule in RULES if rule.group in ("values", "time", "learning")}
+    assert set(CASES) == {
+        rule.code for rule in RULES if rule.group in ("values", "time", "learning")
+    }
 
 
 def test_a_sound_recording_has_no_finding(tmp_path: Path) -> None:

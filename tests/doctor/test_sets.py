@@ -27,12 +27,18 @@ SEEDS = (1, 2)
 
 def first_of_each_code() -> list[Case]:
     cases = sorted(wrong_cases(), key=lambda case: (case.code, "own" not in case.name))
-    return [next(group) for code, group in itertools.groupby(cases, lambda case: case.code) if code in KNOWN]
+    return [
+        next(group)
+        for code, group in itertools.groupby(cases, lambda case: case.code)
+        if code in KNOWN
+    ]
 
 
 def is_named(diagnosis: Diagnosis, code: str, named: set[int] | None) -> bool:
     found = [finding for finding in diagnosis.findings if finding.code == code]
-    return bool(found) and (named or set()) <= {number for one in found for number in one.trajectories}
+    return bool(found) and (named or set()) <= {
+        number for one in found for number in one.trajectories
+    }
 
 
 @pytest.mark.parametrize("case", first_of_each_code(), ids=lambda case: f"{case.code}-{case.name}")
@@ -44,16 +50,24 @@ def test_a_defect_is_found_and_its_trajectories_are_named(case: Case, tmp_path: 
     assert not (path.parent / "was_run").exists(), "loading data runs nothing"
 
 
-SOUND = [case for case in sound_cases(("own",)) if case.name.partition("/")[0] not in ("noiseless", "position_targets")]
+SOUND = [
+    case
+    for case in sound_cases(("own",))
+    if case.name.partition("/")[0] not in ("noiseless", "position_targets")
+]
 
 
-@pytest.mark.parametrize("case", [one for one in SOUND if "-v" not in one.name], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [one for one in SOUND if "-v" not in one.name], ids=lambda case: case.name
+)
 def test_a_sound_folder_is_silent(case: Case, tmp_path: Path) -> None:
     path, _ = case.written(tmp_path / "x", 0)
     assert [finding for finding in doctor(path).findings if finding.severity != "info"] == []
 
 
-def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
 
     def coded(blocks: list[Block]) -> None:
@@ -72,25 +86,41 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(t
             table = str(rng.choice([DATA, FINAL], p=[0.8, 0.2]))
             column = str(rng.choice(list(header.locations[table])))
             fragments, layout = header.fragments, header.layouts[table].columns[column]
-            number = int(rng.choice(np.flatnonzero(fragments["final_row" if table == FINAL else "length"] >= 0)))
+            number = int(
+                rng.choice(
+                    np.flatnonzero(fragments["final_row" if table == FINAL else "length"] >= 0)
+                )
+            )
             start, count = int(fragments["row"][number]), int(fragments["length"][number])
             if table == FINAL:
                 start, count = int(fragments["final_row"][number]), 1
             if column in header.chunks[table]:
-                low, high = header.chunks[table][column].byte_ranges(np.array([start]), np.array([start + count]))
+                low, high = header.chunks[table][column].byte_ranges(
+                    np.array([start]), np.array([start + count])
+                )
                 at, frame = int(rng.integers(low[0], high[0])), None
                 fields = {column}
             else:
                 row = int(rng.integers(count))
                 byte = int(rng.integers(layout.row_bytes))
                 at = header.locations[table][column][0] + (start + row) * layout.row_bytes + byte
-                fields = {max((offset, one) for one, offset in layout.offsets.items() if offset <= byte)[1]}
+                fields = {
+                    max((offset, one) for one, offset in layout.offsets.items() if offset <= byte)[
+                        1
+                    ]
+                }
                 frame = int(fragments["start"][number]) + (row if table == DATA else count * 0)
-                frame = frame if table == DATA else int(fragments["start"][number] + fragments["length"][number])
+                frame = (
+                    frame
+                    if table == DATA
+                    else int(fragments["start"][number] + fragments["length"][number])
+                )
             flipped(block, at, 1 << int(rng.integers(8)))
             trajectory = int(fragments["trajectory"][number])
             found = doctor(path, only=["FIL01"]).findings
-            assert {one.field for one in found} == fields and {one.trajectories for one in found} == {(trajectory,)}
+            assert {one.field for one in found} == fields and {
+                one.trajectories for one in found
+            } == {(trajectory,)}
             assert all(one.evidence["block"] == block.name for one in found)
             assert frame is None or found[0].frames[0][1] == frame
             (problem,) = check_folder(path).problems.items()
@@ -113,7 +143,13 @@ def test_the_sound_blocks_of_a_damaged_folder_are_examined(tmp_path: Path) -> No
 
 @pytest.mark.soak
 def test_most_defects_are_found_and_most_sound_recordings_have_no_finding(tmp_path: Path) -> None:
-    found, named, total, alarms, sound = Counter[str](), Counter[str](), Counter[str](), Counter[str](), 0
+    found, named, total, alarms, sound = (
+        Counter[str](),
+        Counter[str](),
+        Counter[str](),
+        Counter[str](),
+        0,
+    )
     for seed in SEEDS:
         for number, case in enumerate([*sound_cases(), *wrong_cases()]):
             path, wanted = case.written(tmp_path / f"{seed}_{number}", seed)
@@ -121,13 +157,21 @@ def test_most_defects_are_found_and_most_sound_recordings_have_no_finding(tmp_pa
             assert not any(finding.code == "FIL00" for finding in diagnosis.findings), case.name
             if not case.code:
                 sound += 1
-                alarms.update({finding.code for finding in diagnosis.findings if finding.severity != "info"})
+                alarms.update(
+                    {finding.code for finding in diagnosis.findings if finding.severity != "info"}
+                )
             elif case.code in KNOWN:
                 total[case.code] += 1
                 found[case.code] += any(finding.code == case.code for finding in diagnosis.findings)
                 named[case.code] += is_named(diagnosis, case.code, wanted)
     for code in sorted(total):
-        print(f"{code}: found {found[code]}, named {named[code]} of {total[code]}; {alarms[code]} alarms")
-    print(f"{sum(found.values())} found, {sum(named.values())} named of {sum(total.values())}; {sound} sound")
-    assert sum(found.values()) >= 0.95 * sum(total.values()) and sum(named.values()) >= 0.8 * sum(total.values())
+        print(
+            f"{code}: found {found[code]}, named {named[code]} of {total[code]}; {alarms[code]} alarms"
+        )
+    print(
+        f"{sum(found.values())} found, {sum(named.values())} named of {sum(total.values())}; {sound} sound"
+    )
+    assert sum(found.values()) >= 0.95 * sum(total.values()) and sum(named.values()) >= 0.8 * sum(
+        total.values()
+    )
     assert all(count < 0.03 * sound for count in alarms.values()), alarms

@@ -78,7 +78,9 @@ def walker(rng: Rng, num: int = 24, limit: int = 100, dims: int = 17) -> World:
     episodes = []
     for _ in range(num):
         length = limit if rng.random() < 0.5 else int(rng.integers(limit // 2, limit))
-        action = np.clip(np.tanh(rng.normal(0, 0.6, (length, width)) + smooth(rng, length, width) * 0.3), -1, 1)
+        action = np.clip(
+            np.tanh(rng.normal(0, 0.6, (length, width)) + smooth(rng, length, width) * 0.3), -1, 1
+        )
         state, phase = np.zeros((length + 1, dims)), rng.uniform(0, 6.3, dims)
         low = np.zeros(dims)
         for t in range(length + 1):
@@ -104,7 +106,10 @@ def quaternions(rng: Rng, length: int) -> Array:
 
 def arm(rng: Rng, num: int = 24) -> World:
     """Demonstrations with an arm: smooth, successes at the end, several tasks, two gripper commands, clock."""
-    tasks, mixing = ["pick up the cube", "open the drawer", "close the drawer"], rng.normal(size=(7, 3)) * 0.2
+    tasks, mixing = (
+        ["pick up the cube", "open the drawer", "close the drawer"],
+        rng.normal(size=(7, 3)) * 0.2,
+    )
     episodes = []
     for number in range(num):
         length = int(rng.integers(50, 90))
@@ -120,12 +125,16 @@ def arm(rng: Rng, num: int = 24) -> World:
         }
         parts = {name: values.astype(np.float32) for name, values in parts.items()}
         command = np.diff(joints[:-1], axis=0) * 10 + rng.normal(0, 0.01, (length, 7))
-        command = np.concatenate([command, np.where(np.arange(length) < closes - 1, 1.0, -1.0)[:, None]], 1)
+        command = np.concatenate(
+            [command, np.where(np.arange(length) < closes - 1, 1.0, -1.0)[:, None]], 1
+        )
         wins = rng.random() < 0.8
         fields = {name: values[:-1] for name, values in parts.items()}
         fields |= {"action": command.astype(np.float32), "reward": np.zeros(length, np.float32)}
         fields["reward"][-1] = wins
-        fields["timestamp"] = (np.arange(length) / 20 + rng.normal(0, 2e-4, length)).astype(np.float64)
+        fields["timestamp"] = (np.arange(length) / 20 + rng.normal(0, 2e-4, length)).astype(
+            np.float64
+        )
         final = {name: values[-1] for name, values in parts.items()}
         said = {"task": tasks[number % 3], "success": bool(wins)}
         episodes.append(Ep(fields, "terminated" if wins else "truncated", final, said))
@@ -136,12 +145,20 @@ def pixels(rng: Rng, path: Array, size: int, noise: float, camera: int = 0) -> A
     """Return pictures of a moving ball on a warm texture: uint8 `[T, size, size, 3]`."""
     place = np.random.default_rng(7 + camera)
     rough = place.uniform(0, 60, (size // 4, size // 4, 1)).repeat(4, 0).repeat(4, 1)
-    back = np.array([150, 90, 50]) + rough * np.array([1, 0.8, 0.5]) + place.uniform(0, 25, (size, size, 1))
+    back = (
+        np.array([150, 90, 50])
+        + rough * np.array([1, 0.8, 0.5])
+        + place.uniform(0, 25, (size, size, 1))
+    )
     grid = np.arange(size)
     at = (np.tanh(path[:, :2]) * 0.35 + 0.5) * size
-    ball = (grid[None, :, None] - at[:, 0, None, None]) ** 2 + (grid[None, None, :] - at[:, 1, None, None]) ** 2
+    ball = (grid[None, :, None] - at[:, 0, None, None]) ** 2 + (
+        grid[None, None, :] - at[:, 1, None, None]
+    ) ** 2
     frames = np.where(ball[..., None] < (size / 6) ** 2, np.array([40, 60, 200.0]), back[None])
-    return np.clip(frames + (rng.normal(0, noise, frames.shape) if noise else 0), 0, 250).astype(np.uint8)
+    return np.clip(frames + (rng.normal(0, noise, frames.shape) if noise else 0), 0, 250).astype(
+        np.uint8
+    )
 
 
 def cameras(rng: Rng, num: int = 10, noise: float = 2.0, size: int = 32) -> World:
@@ -149,12 +166,17 @@ def cameras(rng: Rng, num: int = 10, noise: float = 2.0, size: int = 32) -> Worl
     world = arm(rng, num)
     for one in world.episodes:
         one.cut(0, 40)
-        one.fields["reward"] = np.where(np.arange(40) == 39, one.said["success"], 0).astype(np.float32)
+        one.fields["reward"] = np.where(np.arange(40) == 39, one.said["success"], 0).astype(
+            np.float32
+        )
         assert one.final is not None
         for camera, name in enumerate(("front", "wrist")):
             path = one.fields["observation/joint_pos"][:, 2 * camera :]
             frames = pixels(rng, np.concatenate([path, path[-1:]]), size, noise, camera)
-            one.fields[f"observation/{name}"], one.final[f"observation/{name}"] = frames[:-1], frames[-1]
+            one.fields[f"observation/{name}"], one.final[f"observation/{name}"] = (
+                frames[:-1],
+                frames[-1],
+            )
     return world
 
 
@@ -200,7 +222,9 @@ def mountain_car(rng: Rng) -> World:
             "action": np.array(actions)[:, None],
             "reward": -np.ones(len(actions), "f4"),
         }
-        episodes.append(Ep(fields, "terminated" if x >= 0.5 else "truncated", {"observation": state[-1]}))
+        episodes.append(
+            Ep(fields, "terminated" if x >= 0.5 else "truncated", {"observation": state[-1]})
+        )
     return World(episodes, about("MountainCar-v0", 30))
 
 
@@ -209,7 +233,10 @@ def bandit(rng: Rng) -> World:
     episodes = []
     for _ in range(200):
         choice = int(rng.integers(10))
-        fields = {"observation": rng.normal(size=(1, 4)).astype(np.float32), "action": np.array([[choice]])}
+        fields = {
+            "observation": rng.normal(size=(1, 4)).astype(np.float32),
+            "action": np.array([[choice]]),
+        }
         fields["reward"] = np.array([float(rng.random() < choice / 10)], np.float32)
         episodes.append(Ep(fields, "terminated"))
     return World(episodes, about("Bandit"))
@@ -227,7 +254,10 @@ def grid_world(rng: Rng) -> World:
             x = int(np.clip(x + (action == 0) - (action == 2), 0, 3))
             y = int(np.clip(y + (action == 1) - (action == 3), 0, 3))
             actions.append(action)
-        fields = {"observation": np.eye(16, dtype=np.float32)[cells], "action": np.array(actions)[:, None]}
+        fields = {
+            "observation": np.eye(16, dtype=np.float32)[cells],
+            "action": np.array(actions)[:, None],
+        }
         wins = (x, y) == (3, 3)
         fields["reward"] = np.zeros(len(actions), np.float32)
         fields["reward"][-1] = wins
@@ -240,7 +270,11 @@ def slow_sensor(rng: Rng) -> World:
     """One sensor has a new value every fifth frame."""
     world = walker(rng, 16)
     for one in world.episodes:
-        slow = np.repeat(smooth(rng, -(-one.length // 5), 3, 8) + rng.normal(0, 0.05, (-(-one.length // 5), 3)), 5, 0)
+        slow = np.repeat(
+            smooth(rng, -(-one.length // 5), 3, 8) + rng.normal(0, 0.05, (-(-one.length // 5), 3)),
+            5,
+            0,
+        )
         one.fields["observation/slow"] = slow[: one.length].astype(np.float32)
         one.fields["observation/state"], one.final = one.fields.pop("observation"), None
     return world
@@ -275,7 +309,9 @@ def position_targets(rng: Rng) -> World:
         joints = one.fields["observation/joint_pos"]
         following = np.concatenate([joints[1:], one.final["observation/joint_pos"][None]])  # type: ignore[index]
         noisy = following + rng.normal(0, 5e-4, following.shape)
-        one.fields["action"] = np.concatenate([noisy, one.fields["action"][:, 7:]], 1).astype(np.float32)
+        one.fields["action"] = np.concatenate([noisy, one.fields["action"][:, 7:]], 1).astype(
+            np.float32
+        )
     return world
 
 

@@ -38,7 +38,10 @@ def undecodable(path: Path, rng: Rng) -> Broken:
 
 @broken("IMG09", cut="cut", empty="empty", gone="gone")
 def short_video(path: Path, rng: Rng, kind: str) -> Broken:
-    target, number = write(path, cameras(rng, 8, size=64), "lerobot", video="h264"), int(rng.integers(1, 8))
+    target, number = (
+        write(path, cameras(rng, 8, size=64), "lerobot", video="h264"),
+        int(rng.integers(1, 8)),
+    )
     (video,) = [one for one in target.rglob(f"file-{number:03d}.mp4") if "front" in str(one)]
     if kind == "gone":
         video.unlink()
@@ -70,14 +73,18 @@ def attributes_of_episodes(path: Path, rng: Rng) -> Broken:
     with h5py.File(target / "data/main_data.hdf5", "r+") as file:
         for place in range(24):
             rewards = file[f"episode_{place}/rewards"][()]
-            file[f"episode_{place}"].attrs["rewards_sum"] = rewards.sum() * (1.3 if place == number else 1)
+            file[f"episode_{place}"].attrs["rewards_sum"] = rewards.sum() * (
+                1.3 if place == number else 1
+            )
     return target, {number}
 
 
 @broken("STA01")
 def statistics_of_episodes(path: Path, rng: Rng) -> Broken:
     target, number = write(path, arm(rng), "lerobot_v21"), int(rng.integers(24))
-    lines = [json.loads(line) for line in (target / "meta/episodes_stats.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (target / "meta/episodes_stats.jsonl").read_text().splitlines()
+    ]
     about = lines[number]["stats"]["action"]
     about["mean"] = [one + 0.5 for one in about["mean"]]
     (target / "meta/episodes_stats.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
@@ -140,7 +147,9 @@ def flipped_header(path: Path, rng: Rng, kind: str) -> Broken:
 def unreadable_block(path: Path, rng: Rng, kind: str) -> Broken:
     target = write_own(path / "own", walker(rng))
     data = _block(target, 2).read_bytes()
-    _block(target, 2).write_bytes({"half": data[: len(data) // 2], "empty": b"", "text": b"no block\n" * 99}[kind])
+    _block(target, 2).write_bytes(
+        {"half": data[: len(data) // 2], "empty": b"", "text": b"no block\n" * 99}[kind]
+    )
     return target, None
 
 
@@ -207,7 +216,10 @@ def lossy(path: Path, rng: Rng) -> Broken:
 
     def edit(blocks: list[Block]) -> None:
         for block in blocks:
-            block.codecs, block.errors = {"observation/distance": "normalized_image"}, {"observation/distance": 0.004}
+            block.codecs, block.errors = (
+                {"observation/distance": "normalized_image"},
+                {"observation/distance": 0.004},
+            )
 
     return write_own(path / "own", world, edit), None
 
@@ -268,5 +280,8 @@ def secrets(path: Path, rng: Rng, said: dict[str, Any]) -> Broken:
 @broken("PRV02")
 def secret_of_an_exporter(path: Path, rng: Rng) -> Broken:
     target = write(path, arm(rng), "lerobot")
-    edited_json(target / "meta/info.json", lambda info: info.update(recorded_by="jane.doe@robots.example.org"))
+    edited_json(
+        target / "meta/info.json",
+        lambda info: info.update(recorded_by="jane.doe@robots.example.org"),
+    )
     return target, None

@@ -30,7 +30,9 @@ def some_open(world: World, rng: Rng) -> Named:
 def two_in_one(world: World, rng: Rng) -> Named:
     number = int(rng.integers(len(world) - 1))
     one, other = world[number], world.episodes.pop(number + 1)
-    one.fields = {name: np.concatenate([values, other.fields[name]]) for name, values in one.fields.items()}
+    one.fields = {
+        name: np.concatenate([values, other.fields[name]]) for name, values in one.fields.items()
+    }
     one.end, one.final = other.end, other.final
     return {number}
 
@@ -67,7 +69,9 @@ def one_row_more(world: World, rng: Rng, kind: str) -> Named:
         last = dict(one.final)
         last["action"] = one.fields["action"][-1] * (0 if kind == "zero" else 1)
         last["reward"] = np.float32(0)
-        one.fields = {name: np.concatenate([values, last[name][None]]) for name, values in one.fields.items()}
+        one.fields = {
+            name: np.concatenate([values, last[name][None]]) for name, values in one.fields.items()
+        }
         one.final = None if kind == "zero" else one.final
     return None
 
@@ -86,7 +90,10 @@ def reset_rows(world: World, rng: Rng) -> Named:
         assert one.final is not None
         if before is not None:
             first = {**before, "action": one.fields["action"][0], "reward": np.float32(0)}
-            one.fields = {name: np.concatenate([first[name][None], values]) for name, values in one.fields.items()}
+            one.fields = {
+                name: np.concatenate([first[name][None], values])
+                for name, values in one.fields.items()
+            }
         before = one.final
     return set(range(1, len(world)))
 
@@ -96,7 +103,10 @@ def limit_as_termination(world: World, rng: Rng) -> Named:
     world.episodes = walker(rng, 24).episodes
     for one in world.episodes:
         one.cut(0, 50)
-        one.end, one.final = "terminated", {"observation": one.fields["observation"][-1] * np.float32(0.99)}
+        one.end, one.final = (
+            "terminated",
+            {"observation": one.fields["observation"][-1] * np.float32(0.99)},
+        )
     return None
 
 
@@ -114,7 +124,9 @@ def finals_missing(world: World, rng: Rng) -> Named:
 @defect("IMG01", "cameras", _PICTURES)
 def black(world: World, rng: Rng) -> Named:
     (number,) = some(rng, world)
-    world[number].fields[_FRONT][10:20] = rng.integers(0, 3, world[number].fields[_FRONT][10:20].shape)
+    world[number].fields[_FRONT][10:20] = rng.integers(
+        0, 3, world[number].fields[_FRONT][10:20].shape
+    )
     return {number}
 
 
@@ -148,7 +160,9 @@ def layout(world: World, rng: Rng) -> Named:
     """Store the bytes of channel-first pictures with a channel-last shape."""
     for one in world.episodes:
         frames = one.fields[_FRONT]
-        one.fields[_FRONT] = np.ascontiguousarray(frames.transpose(0, 3, 1, 2)).reshape(frames.shape)
+        one.fields[_FRONT] = np.ascontiguousarray(frames.transpose(0, 3, 1, 2)).reshape(
+            frames.shape
+        )
         last = one.final[_FRONT]  # type: ignore[index]
         one.final[_FRONT] = np.ascontiguousarray(last.transpose(2, 0, 1)).reshape(last.shape)  # type: ignore[index]
     return None

@@ -1,7 +1,7 @@
 """Single defects in files: in blocks with right or wrong checksums, and in files of careless exporters.
 
-A function writes a folder and damages it. It returns the path to open, and the trajectories that the
-doctor must name; None for the whole recording.
+A function writes a folder and damages it. It returns the path to open, and the trajectories that
+the doctor must name; None for the whole recording.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def edited_table(path: Path, change: Callable[[np.ndarray], Any]) -> None:
         for table in (DATA,):  # what the rows are that are named now is under a right checksum too
             for place, column in enumerate(file[table].values() if len(file[table]) == 1 else ()):
                 raw = column[()]
-                sums = [crc32(np.ascontiguousarray(raw[a:b]).view(np.uint8)) for a, b in zip(low, high, strict=True)]
+                sums = [
+                    crc32(np.ascontiguousarray(raw[a:b]).view(np.uint8))
+                    for a, b in zip(low, high, strict=True)
+                ]
                 file[f"checksums/{table}"][:, place] = sums
 
 
@@ -72,7 +75,9 @@ def edited_parquet(path: Path, change: Callable[[dict[str, list[Any]]], Any]) ->
     table = pq.read_table(path)
     columns = table.to_pydict()
     change(columns)
-    arrays = {name: pa.array(values, table.schema.field(name).type) for name, values in columns.items()}
+    arrays = {
+        name: pa.array(values, table.schema.field(name).type) for name, values in columns.items()
+    }
     pq.write_table(pa.table(arrays).replace_schema_metadata(table.schema.metadata), path)
 
 
@@ -85,7 +90,10 @@ def flipped(path: Path, at: int, bit: int = 0x10) -> None:
 def last_cut(world: World, num_blocks: int = 3) -> list[int]:
     """Return the episodes that continue in the next block."""
     stops = np.cumsum([one.length for one in world.episodes])
-    return [int(np.searchsorted(stops, round(stops[-1] * k / num_blocks), "right")) for k in range(1, num_blocks)]
+    return [
+        int(np.searchsorted(stops, round(stops[-1] * k / num_blocks), "right"))
+        for k in range(1, num_blocks)
+    ]
 
 
 def _block(path: Path, number: int) -> Path:
@@ -209,7 +217,9 @@ def _in_chunks(folder: Path, stops: list[int]) -> None:
     stops = [*stops, len(content["actions"])]
     for start, stop in pairwise(stops):
         chunk = folder / f"traj_{start:06d}_{stop:06d}.pickle"
-        chunk.write_bytes(pickle.dumps({name: values[start:stop] for name, values in content.items()}, 4))
+        chunk.write_bytes(
+            pickle.dumps({name: values[start:stop] for name, values in content.items()}, 4)
+        )
         os.utime(chunk, ns=(times, times))
     os.utime(folder, ns=(about.st_mtime_ns, about.st_mtime_ns))
 
@@ -266,7 +276,9 @@ def demo_of_other_fields(path: Path, rng: Rng, kind: str) -> Broken:
         for group in ("obs", "next_obs"):
             del demo[f"{group}/joint_pos"]
             if kind != "lacks":
-                demo[f"{group}/joint_pos"] = values.astype(np.float64) if kind == "dtype" else values[:, :6]
+                demo[f"{group}/joint_pos"] = (
+                    values.astype(np.float64) if kind == "dtype" else values[:, :6]
+                )
     return target, {number}
 
 
@@ -285,9 +297,13 @@ def episode_of_other_fields(path: Path, rng: Rng) -> Broken:
 def description(path: Path, rng: Rng, form: str) -> Broken:
     target = write(path, walker(rng), form)
     if form == "lerobot":
-        edited_json(target / "meta/info.json", lambda info: info["features"]["action"].update(shape=[9]))
+        edited_json(
+            target / "meta/info.json", lambda info: info["features"]["action"].update(shape=[9])
+        )
     else:
-        space = json.dumps({"type": "Box", "dtype": "float32", "shape": [4], "low": [-1.0] * 4, "high": [1.0] * 4})
+        space = json.dumps(
+            {"type": "Box", "dtype": "float32", "shape": [4], "low": [-1.0] * 4, "high": [1.0] * 4}
+        )
         edited_json(target / "data/metadata.json", lambda about: about.update(action_space=space))
     return target, None
 
@@ -368,7 +384,10 @@ def masks(path: Path, rng: Rng, kind: str) -> Broken:
 @broken("STR10")
 def splits(path: Path, rng: Rng) -> Broken:
     target = write(path, arm(rng), "lerobot")
-    edited_json(target / "meta/info.json", lambda info: info.update(splits={"train": "0:20", "val": "18:24"}))
+    edited_json(
+        target / "meta/info.json",
+        lambda info: info.update(splits={"train": "0:20", "val": "18:24"}),
+    )
     return target, {18, 19}
 
 
@@ -404,10 +423,16 @@ def end_inside(path: Path, rng: Rng, form: str) -> Broken:
         os.utime(chunk, ns=(times, times))
     else:
         for place, one in enumerate(world.episodes):
-            done = [at == one.length - 1 or (place == number and at == 20) for at in range(one.length)]
-            _with_column(target / f"data/chunk-000/file-{place:03d}.parquet", "next.done", pa.array(done))
+            done = [
+                at == one.length - 1 or (place == number and at == 20) for at in range(one.length)
+            ]
+            _with_column(
+                target / f"data/chunk-000/file-{place:03d}.parquet", "next.done", pa.array(done)
+            )
         about = {"dtype": "bool", "shape": [1], "names": None}
-        edited_json(target / "meta/info.json", lambda info: info["features"].update({"next.done": about}))
+        edited_json(
+            target / "meta/info.json", lambda info: info["features"].update({"next.done": about})
+        )
     return target, {number}
 
 
@@ -415,7 +440,9 @@ def _with_column(path: Path, name: str, values: Any) -> None:
     table = pq.read_table(path)
     if name in table.column_names:
         table = table.drop_columns([name])
-    pq.write_table(table.append_column(name, values).replace_schema_metadata(table.schema.metadata), path)
+    pq.write_table(
+        table.append_column(name, values).replace_schema_metadata(table.schema.metadata), path
+    )
 
 
 @broken("END09", current="current", other="other", robomimic="robomimic")

@@ -1,6 +1,7 @@
 """One defect each, made in the arrays of a sound recording, whatever it is written as afterwards.
 
-A function changes the world and gives the numbers of the episodes that are to be named; None: the whole.
+A function changes the world and gives the numbers of the episodes that are to be named; None: the
+whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Made:
 VALUES: dict[str, Made] = {}
 
 
-def defect(code: str, world: str = "walker", formats: Sequence[str] | None = None, **variants: Any) -> Any:
+def defect(
+    code: str, world: str = "walker", formats: Sequence[str] | None = None, **variants: Any
+) -> Any:
     """Register a defect, or one for each variant: name -> further argument."""
 
     def register(change: Callable[..., Named]) -> Callable[..., Named]:
@@ -49,7 +52,9 @@ def some(rng: Rng, world: World, count: int = 1) -> list[int]:
     return sorted(rng.choice(len(world), count, replace=False).tolist())
 
 
-def _each(world: World, name: str, change: Callable[[Array, Ep], Array], finals: bool = True) -> None:
+def _each(
+    world: World, name: str, change: Callable[[Array, Ep], Array], finals: bool = True
+) -> None:
     """Replace a field of all episodes, and its part of final observations."""
     for one in world.episodes:
         one.fields[name] = change(one.fields[name], one)
@@ -207,7 +212,12 @@ def wraps(world: World, rng: Rng) -> Named:
 
 @defect("VAL15", formats=("own",))
 def out_of_bounds(world: World, rng: Rng) -> Named:
-    world.metadata["action_space"] = {"type": "Box", "low": [-1.0] * 6, "high": [1.0] * 6, "shape": [6]}
+    world.metadata["action_space"] = {
+        "type": "Box",
+        "low": [-1.0] * 6,
+        "high": [1.0] * 6,
+        "shape": [6],
+    }
     (number,) = some(rng, world)
     world[number].fields["action"][5:9] *= 1.0
     world[number].fields["action"][7, 2] = 1.7
@@ -226,7 +236,9 @@ def drift(world: World, rng: Rng) -> Named:
 def integer_overflow(world: World, rng: Rng, kind: Any) -> Named:
     step = 9 if kind == np.uint8 else 3001
     for one in world.episodes:
-        values = (1 + step * np.arange(one.length) + rng.integers(0, 3, one.length)).astype(np.int64)
+        values = (1 + step * np.arange(one.length) + rng.integers(0, 3, one.length)).astype(
+            np.int64
+        )
         one.fields["encoder"] = values.astype(kind)[:, None]
     return None
 
@@ -302,7 +314,9 @@ def frozen_sensor(world: World, rng: Rng) -> Named:
 def lag(world: World, rng: Rng) -> Named:
     for one in world.episodes:
         joints = one.fields["observation/joint_pos"]
-        noisy = np.concatenate([joints[8:], np.repeat(joints[-1:], 8, 0)]) + rng.normal(0, 1e-3, joints.shape)
+        noisy = np.concatenate([joints[8:], np.repeat(joints[-1:], 8, 0)]) + rng.normal(
+            0, 1e-3, joints.shape
+        )
         one.fields["action"] = noisy.astype(np.float32)
     return None
 
@@ -319,7 +333,9 @@ def _idle(world: World, rng: Rng, is_start: bool) -> Named:
         still["reward"] = np.zeros(45, np.float32)
         pieces = (still, one.fields) if is_start else (one.fields, still)
         last = one.fields["reward"][-1]
-        one.fields = {name: np.concatenate([piece[name] for piece in pieces]) for name in one.fields}
+        one.fields = {
+            name: np.concatenate([piece[name] for piece in pieces]) for name in one.fields
+        }
         one.fields["reward"][:] = 0
         one.fields["reward"][-1] = last
         one.fields["timestamp"] = np.arange(one.length) / 20

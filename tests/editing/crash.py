@@ -15,8 +15,8 @@ from typing import Any
 from rollout_data import drop, merge, repair, split, tag, undrop
 from tests.editing.folders import folder_of
 
-#: Jobs in a folder with "walk", of two writers whose first trajectories are dropped, and "hurt" with
-#: a truncated block.
+#: Jobs in a folder with "walk", of two writers whose first trajectories are dropped, and "hurt"
+#: with a truncated block.
 WORK: dict[str, Callable[[Path], Any]] = {
     "drop": lambda folder: drop(folder / "walk", ["a:3", "b:3"]),
     "undrop": lambda folder: undrop(folder / "walk"),

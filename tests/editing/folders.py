@@ -16,13 +16,21 @@ from tests.files.recorded import record
 LENGTHS = [3, 7, 5, 9, 4, 6, 8, 2, 5, 7]
 
 
-def folder_of(path: Path, writers: tuple[str, ...] = ("a", "b"), num: int = 10, **options: Any) -> Path:
+def folder_of(
+    path: Path, writers: tuple[str, ...] = ("a", "b"), num: int = 10, **options: Any
+) -> Path:
     """Record `num` trajectories of each writer. Blocks end within trajectories.
 
     The observations of trajectory k of writer w have the number 100 * w + k.
     """
     for number, writer in enumerate(writers):
-        about = {"writer_name": writer, "flush_every": 7, "with_final": True, "num_envs": 2, **options}
+        about = {
+            "writer_name": writer,
+            "flush_every": 7,
+            "with_final": True,
+            "num_envs": 2,
+            **options,
+        }
         record(path, LENGTHS[:num], first_number=100 * number, **about)
     return path
 
@@ -31,10 +39,17 @@ def content(path: Any) -> dict[str, Any]:
     """Return id -> (fields, final observation, metadata) of all episodes, in order."""
     found = {}
     for episode in rollout_data.open(path):
-        fields = {name: np.asarray(episode.read(name)).tolist() for name in [*episode.schema, *episode.texts]}
+        fields = {
+            name: np.asarray(episode.read(name)).tolist()
+            for name in [*episode.schema, *episode.texts]
+        }
         final = episode.final_observation
         parts = dict(final) if isinstance(final, Mapping) else {"": final}
-        ended = None if final is None else {name: np.asarray(one).tolist() for name, one in parts.items()}
+        ended = (
+            None
+            if final is None
+            else {name: np.asarray(one).tolist() for name, one in parts.items()}
+        )
         found[episode.id] = (fields, ended, dict(episode.metadata))
     return found
 

@@ -36,7 +36,16 @@ from rollout_data.tools.cli.command_line import main
 from rollout_data.tools.cli.info_command import describe
 from rollout_data.tools.edit.pack_folder import check_folder, pack_dataset, repair_folder
 from storage.errors import DataFileError, UsageError
-from tests.editing.folders import LENGTHS, by_the_format, content, folder_of, ids, number_of, streamed, windowed
+from tests.editing.folders import (
+    LENGTHS,
+    by_the_format,
+    content,
+    folder_of,
+    ids,
+    number_of,
+    streamed,
+    windowed,
+)
 from tests.recordings.sets import write_demos
 
 STEPS = ["drop", "keep", "undrop", "tag", "untag"]
@@ -77,10 +86,14 @@ def test_every_reader_skips_dropped_trajectories(walk: Path, tmp_path: Path) -> 
     mixed = WindowLoader(WindowMixture([windows, WindowDataset(walk, 2)]), 16)
     assert {int(one) for batch in mixed for one in batch["observation"][:, 0, 0]} <= numbers
     found: set[int] = set()
-    for batch in loader(RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3), num_workers=2):
+    for batch in loader(
+        RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3), num_workers=2
+    ):
         found |= {int(one) for one in batch.observation[..., 0][batch.valid.squeeze(-1)]}
     assert found == numbers
-    assert describe(str(walk))["num_dropped_later"] == 4 and describe(str(walk))["total_trajectories"] == len(left)
+    assert describe(str(walk))["num_dropped_later"] == 4 and describe(str(walk))[
+        "total_trajectories"
+    ] == len(left)
     assert check_folder(walk).num_trajectories == len(left)
     convert(walk, tmp_path / "copy", progress=False)
     assert len(ids(tmp_path / "copy")) == len(left)
@@ -106,8 +119,14 @@ def test_pack_removes_dropped_trajectories_and_keeps_tags(walk: Path, tmp_path: 
     for path in (walk, tmp_path / "packed"):
         after = content(path)
         assert [one[:2] for one in after.values()] == [one[:2] for one in before.values()]
-        assert [one[2].get("task") for one in after.values()] == [one[2].get("task") for one in before.values()]
-        assert not edit_files(path) and edits_of(path) == {"dropped": [], "said": {}} and undrop(path) == 0
+        assert [one[2].get("task") for one in after.values()] == [
+            one[2].get("task") for one in before.values()
+        ]
+        assert (
+            not edit_files(path)
+            and edits_of(path) == {"dropped": [], "said": {}}
+            and undrop(path) == 0
+        )
 
 
 def test_prune_counts_kept_trajectories_and_restores_none(walk: Path) -> None:
@@ -120,7 +139,9 @@ def test_prune_counts_kept_trajectories_and_restores_none(walk: Path) -> None:
 
 @settings(max_examples=4, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sets(st.integers(0, 9))), max_size=6))
-def test_edits_are_those_of_a_set_and_undoing_is_the_identity(sound: Path, tmp_path_factory, steps) -> None:
+def test_edits_are_those_of_a_set_and_undoing_is_the_identity(
+    sound: Path, tmp_path_factory, steps
+) -> None:
     walk = tmp_path_factory.mktemp("law") / "walk"
     shutil.copytree(sound, walk)
     before, every = content(walk), ids(walk)
@@ -155,11 +176,21 @@ def test_a_tag_replaces_recorded_notes_and_untag_restores_them(tmp_path: Path) -
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for t in range(4):
             said = {"task": "pick", "success": False, "grip": 1} if t % 2 else None
-            writer.add(observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[t % 2 == 1], episode=[said])
+            writer.add(
+                observation=np.zeros((1, 2)),
+                action=np.zeros((1, 1)),
+                done=[t % 2 == 1],
+                episode=[said],
+            )
     recording = rollout_data.open(tmp_path)
     assert tag(tmp_path, 0, success=True, reviewer="ada") == 1
     first, second = rollout_data.open(tmp_path)
-    assert (first.success, first.task, first.metadata["grip"], first.metadata["reviewer"]) == (True, "pick", 1, "ada")
+    assert (first.success, first.task, first.metadata["grip"], first.metadata["reviewer"]) == (
+        True,
+        "pick",
+        1,
+        "ada",
+    )
     assert second.success is False and recording.table["success"].tolist() == [0, 0]
     assert rollout_data.open(tmp_path).table["success"].tolist() == [1, 0]
     assert tag(tmp_path, recording.ids, task="place") == 2
@@ -188,7 +219,10 @@ def test_a_push_carries_edits_and_their_undoing(walk: Path) -> None:
 def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     every = sorted(ids(walk))
     threads = [threading.Thread(target=drop, args=(walk, [one])) for one in every[6:10]]
-    threads += [threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one}) for one in every[10:16]]
+    threads += [
+        threading.Thread(target=tag, args=(walk, [one]), kwargs={"place": one})
+        for one in every[10:16]
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -199,7 +233,9 @@ def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     assert not [one for one in os.listdir(walk) if one.startswith((".tmp", ".rollout"))]
 
 
-def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(tmp_path: Path) -> None:
+def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(
+    tmp_path: Path,
+) -> None:
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="live") as writer:
 
         def add(count: int, done: bool = False) -> None:
@@ -234,7 +270,9 @@ def test_a_resumed_stream_skips_trajectories_dropped_before_and_since(walk: Path
     drop(walk, order[5])
     resumed = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
     resumed.load_state_dict(state)
-    found = {int(one) for batch in resumed for one in batch.observation[..., 0][batch.valid.squeeze(-1)]}
+    found = {
+        int(one) for batch in resumed for one in batch.observation[..., 0][batch.valid.squeeze(-1)]
+    }
     assert found and not found & {number_of(order[3]), number_of(order[5])}
 
 
@@ -268,10 +306,13 @@ def test_a_damaged_edit_is_reported_and_repaired_without_losing_other_edits(walk
 def test_an_invalid_edit_is_one_clear_error(walk: Path, tmp_path: Path, capsys) -> None:
     demos = write_demos(tmp_path / "demos.hdf5", [3, 4])
     with pytest.raises(
-        UsageError, match=r"expected path as a folder of block files, got .* of another format\. Convert it first"
+        UsageError,
+        match=r"expected path as a folder of block files, got .* of another format\. Convert it first",
     ):
         drop(demos, "demo_0")
-    with pytest.raises(UsageError, match=r"expected ids with names such as 'a:7', 'a:0', .*, got 'a:77'"):
+    with pytest.raises(
+        UsageError, match=r"expected ids with names such as 'a:7', 'a:0', .*, got 'a:77'"
+    ):
         drop(walk, "a:77")
     with pytest.raises(UsageError, match="expected ids with places in -20:20, got 20"):
         tag(walk, 20, task="x")
@@ -280,18 +321,26 @@ def test_an_invalid_edit_is_one_clear_error(walk: Path, tmp_path: Path, capsys) 
     with pytest.raises(UsageError, match="names and values, none of them 'ends'"):
         tag(walk, 0, ends="unknown")
     push(walk, "memory://no_edit")
-    with pytest.raises(UsageError, match=r"expected path as one folder of this machine.*Edit it, then push it"):
+    with pytest.raises(
+        UsageError, match=r"expected path as one folder of this machine.*Edit it, then push it"
+    ):
         drop("memory://no_edit", "a:1")
     assert main(["keep", "memory://no_edit", "a:1"]) == 2
     text = capsys.readouterr().err
     assert "cannot call rollout_data.keep" in text and "Raised by drop" not in text
     assert not edit_files(walk)
-    assert main(["drop", str(walk)]) == 2 and "expected ids or --select, got neither" in capsys.readouterr().err
+    assert (
+        main(["drop", str(walk)]) == 2
+        and "expected ids or --select, got neither" in capsys.readouterr().err
+    )
 
 
 def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
     every = ids(walk)
-    assert main(["drop", str(walk), "a:1", "--json"]) == 0 and '"num_trajectories": 1' in capsys.readouterr().out
+    assert (
+        main(["drop", str(walk), "a:1", "--json"]) == 0
+        and '"num_trajectories": 1' in capsys.readouterr().out
+    )
     assert main(["keep", str(walk), "--select", "length>5"]) == 0
     assert ids(walk) == {one for one in every if LENGTHS[int(one[2:])] > 5} - {"a:1"}
     assert main(["keep", str(walk), "--undo"]) == 0 and ids(walk) == every
@@ -304,13 +353,18 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
     main(["info", str(walk)])
     assert "2 dropped (2 by edits)" in capsys.readouterr().out
     assert main(["drop", str(walk), "--undo", "a:1"]) == 0 and ids(walk) == every - {"a:2"}
-    assert main(["pack", str(walk), "--in-place", "--block-mb", "0"]) == 2 and "block_bytes" in capsys.readouterr().err
+    assert (
+        main(["pack", str(walk), "--in-place", "--block-mb", "0"]) == 2
+        and "block_bytes" in capsys.readouterr().err
+    )
 
 
 def test_a_tag_of_none_states_that_a_value_is_unknown(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         said = {"task": "pick", "success": True}
-        writer.add(observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[True], episode=[said])
+        writer.add(
+            observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[True], episode=[said]
+        )
     tag(tmp_path, 0, success=None)
     (episode,) = rollout_data.open(tmp_path)
     assert (episode.success, episode.task) == (None, "pick")

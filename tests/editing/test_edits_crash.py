@@ -15,7 +15,8 @@ from tests.editing.folders import content, files
 from tests.killed import has_ended, workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-#: About so many of the changes of some works are tried daily, besides the last ones; all of all in the soak.
+#: About so many of the changes of some works are tried daily, besides the last ones; all of all in
+#: the soak.
 NUM_TRIED, NUM_LAST = 2, 2
 
 
@@ -35,7 +36,11 @@ def process() -> Iterator[subprocess.Popen]:
 
 def state_of(folder: Path) -> list[object]:
     out = folder / "out"
-    parts = sorted(one for one in (out, *out.glob("[xy]")) if list(one.glob("*.h5"))) if out.exists() else []
+    parts = (
+        sorted(one for one in (out, *out.glob("[xy]")) if list(one.glob("*.h5")))
+        if out.exists()
+        else []
+    )
     return [content(folder / "walk"), [content(one) for one in parts]]
 
 
@@ -44,7 +49,9 @@ def state_of(folder: Path) -> list[object]:
     [(name, NUM_TRIED) for name in ("drop", "split", "repair")]
     + [pytest.param(name, 10**6, marks=pytest.mark.soak) for name in WORK],
 )
-def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(begun: Path, process, name: str, tried: int) -> None:
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(
+    begun: Path, process, name: str, tried: int
+) -> None:
     place, seen = list(WORK).index(name), []
     shutil.copytree(begun / "begun", whole := begun / f"{name}_{tried}")
     old, source = state_of(whole), files(whole / "hurt")
@@ -74,4 +81,6 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_state(begun: Path, proce
         assert {one: held for one, (held, _) in files(folder / "hurt").items()} == {
             one: held for one, (held, _) in source.items()
         }
-    assert seen == sorted(seen) and not seen[0] and len(seen) > NUM_TRIED, "there is one instant from which on it holds"
+    assert seen == sorted(seen) and not seen[0] and len(seen) > NUM_TRIED, (
+        "there is one instant from which on it holds"
+    )

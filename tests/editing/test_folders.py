@@ -37,11 +37,17 @@ def walk(sound: Path, tmp_path: Path) -> Path:
     return tmp_path / "walk"
 
 
-def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(walk: Path, tmp_path: Path) -> None:
+def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(
+    walk: Path, tmp_path: Path
+) -> None:
     before, source = files(walk), content(walk)
     parts = split(walk, {"train": 0.6, "val": 0.3, "test": 0.1}, tmp_path / "parts", seed=5)
     found = [ids(tmp_path / "parts" / name) for name in parts]
-    assert [len(one) for one in found] == [one.num_trajectories for one in parts.values()] == [11, 5, 2]
+    assert (
+        [len(one) for one in found]
+        == [one.num_trajectories for one in parts.values()]
+        == [11, 5, 2]
+    )
     assert set.union(*found) == set(source) and sum(map(len, found)) == len(source)
     expected = rollout_data.open(walk).split({"train": 0.6, "val": 0.3, "test": 0.1}, seed=5)
     assert [set(part.ids) for part in expected.values()] == found, "as Recording.split chooses"
@@ -54,9 +60,14 @@ def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(walk: Path
     assert files(walk) == before, "no source is touched"
 
 
-def test_blocks_are_hard_links_or_copies_if_links_are_impossible(walk: Path, tmp_path: Path, monkeypatch) -> None:
+def test_blocks_are_hard_links_or_copies_if_links_are_impossible(
+    walk: Path, tmp_path: Path, monkeypatch
+) -> None:
     done = merge(walk, tmp_path / "linked")
-    assert done.num_linked == len(list((tmp_path / "linked").glob("rollout_?_0*.h5"))) and not done.num_copied
+    assert (
+        done.num_linked == len(list((tmp_path / "linked").glob("rollout_?_0*.h5")))
+        and not done.num_copied
+    )
     for path in (tmp_path / "linked").glob("rollout_?_0*.h5"):
         assert path.samefile(walk / path.name)
 
@@ -66,7 +77,9 @@ def test_blocks_are_hard_links_or_copies_if_links_are_impossible(walk: Path, tmp
     monkeypatch.setattr(os, "link", no_link)  # there is one file system here
     done = merge([walk], tmp_path / "copied")
     assert done.num_copied and not done.num_linked and content(tmp_path / "copied") == content(walk)
-    assert not any(path.samefile(walk / path.name) for path in (tmp_path / "copied").glob("rollout_?_0*.h5"))
+    assert not any(
+        path.samefile(walk / path.name) for path in (tmp_path / "copied").glob("rollout_?_0*.h5")
+    )
 
 
 @pytest.mark.each_value
@@ -89,7 +102,9 @@ def test_an_error_of_a_link_is_one_of_the_source_or_of_the_target(
     with pytest.raises(DataFileError if number == errno.ENOENT else TargetError) as caught:
         calls[name](tmp_path / "out")
     if number == errno.ENOENT:
-        assert str(walk / "rollout_a_000000.h5") in str(caught.value) and "call it again" in str(caught.value)
+        assert str(walk / "rollout_a_000000.h5") in str(caught.value) and "call it again" in str(
+            caught.value
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -101,22 +116,34 @@ def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Pa
     found = content(tmp_path / "both")
     assert {one: told for one, told in found.items() if not one.startswith("a-2")} == content(walk)
     assert found["a-2:0"][2]["task"] == "pull" and found["a-2:1"][0]["observation"][0][0] == 701
-    assert edits_of(tmp_path / "both")["dropped"] == ["a:1", "b:7"] and not check_folder(tmp_path / "both").problems
+    assert (
+        edits_of(tmp_path / "both")["dropped"] == ["a:1", "b:7"]
+        and not check_folder(tmp_path / "both").problems
+    )
     again = merge([tmp_path / "both", walk], tmp_path / "again")
-    assert content(tmp_path / "again") == found and again.num_copied == 0, "what both have is there once"
+    assert content(tmp_path / "again") == found and again.num_copied == 0, (
+        "what both have is there once"
+    )
 
 
 def test_other_formats_become_folders_of_blocks(walk: Path, tmp_path: Path) -> None:
-    demos = write_demos(tmp_path / "demos.hdf5", [3, 4, 5, 6], masks={"train": [0, 2], "valid": [1]})
+    demos = write_demos(
+        tmp_path / "demos.hdf5", [3, 4, 5, 6], masks={"train": [0, 2], "valid": [1]}
+    )
     more = write_demos(tmp_path / "more.hdf5", [7, 8])
     parts = split(demos, None, tmp_path / "parts")
-    assert [one.num_trajectories for one in parts.values()] == [2, 1] and set(parts) == {"train", "valid"}
+    assert [one.num_trajectories for one in parts.values()] == [2, 1] and set(parts) == {
+        "train",
+        "valid",
+    }
     assert merge([demos, more], tmp_path / "both").num_trajectories == 6
     lengths = sorted(len(episode) for episode in rollout_data.open(tmp_path / "both"))
     assert lengths == [3, 4, 5, 6, 7, 8]
     first = rollout_data.open(tmp_path / "parts" / "valid")[0]
     assert np.array_equal(first["observation/low"], state(1, 4)) and first.terminated is None
-    assert {one.terminated for one in rollout_data.open(tmp_path / "both")} == {None}, "unknown ends stay unknown"
+    assert {one.terminated for one in rollout_data.open(tmp_path / "both")} == {None}, (
+        "unknown ends stay unknown"
+    )
     chosen = rollout_data.open(walk).filter(task="push")
     assert merge([chosen], tmp_path / "chosen").num_trajectories == 2
     with pytest.raises(SchemaError, match="Merge recordings with equal fields"):
@@ -125,7 +152,13 @@ def test_other_formats_become_folders_of_blocks(walk: Path, tmp_path: Path) -> N
 
 
 def test_the_parts_of_a_split_hide_unfinished_and_dropped_trajectories(tmp_path: Path) -> None:
-    record(tmp_path / "walk", [9, 5, 3], ends=["open", "terminated", "terminated"], num_envs=3, flush_every=2)
+    record(
+        tmp_path / "walk",
+        [9, 5, 3],
+        ends=["open", "terminated", "terminated"],
+        num_envs=3,
+        flush_every=2,
+    )
     convert(tmp_path / "walk", tmp_path / "copy", progress=False)
     for name in ("walk", "copy"):
         parts = split(tmp_path / name, {"x": 0.34, "y": 0.66}, tmp_path / f"{name}_parts")
@@ -152,7 +185,9 @@ def cut(walk: Path) -> Path:
     return path
 
 
-def test_trajectories_of_a_damaged_block_are_left_out_and_named(walk: Path, tmp_path: Path, capsys) -> None:
+def test_trajectories_of_a_damaged_block_are_left_out_and_named(
+    walk: Path, tmp_path: Path, capsys
+) -> None:
     path, before = cut(walk), content(walk)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RolloutDataWarning)
@@ -164,9 +199,13 @@ def test_trajectories_of_a_damaged_block_are_left_out_and_named(walk: Path, tmp_
         assert content(walk) == before and 0 < len(intact) < 18
         assert main(["merge", str(walk), "--to", str(tmp_path / "by_command")]) == 1
     for done in (converted, merged, *parts.values()):
-        assert path.name in str(done.problems[0]) and all("left out" in str(one) for one in done.problems[1:])
+        assert path.name in str(done.problems[0]) and all(
+            "left out" in str(one) for one in done.problems[1:]
+        )
     assert path.name in capsys.readouterr().out
-    found = {folder.name: [one.metadata["id"] for one in rollout_data.open(folder)] for folder in whole}
+    found = {
+        folder.name: [one.metadata["id"] for one in rollout_data.open(folder)] for folder in whole
+    }
     assert sorted(found["merged"]) == sorted(found["x"] + found["y"]) == intact == sorted(before)
 
 
@@ -179,18 +218,30 @@ def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> N
     recording = rollout_data.open(path)
     assert ["those of the same step" in str(remark) for remark in recording.advice] == [True]
     parts = split(recording, {"x": 0.5, "y": 0.5}, tmp_path / "parts")
-    made = [merge([path], tmp_path / "merged"), *parts.values(), convert(path, tmp_path / "own", progress=False)]
+    made = [
+        merge([path], tmp_path / "merged"),
+        *parts.values(),
+        convert(path, tmp_path / "own", progress=False),
+    ]
     for done in made:
-        assert done.problems == [] and [str(one) for one in done.advice] == [str(one) for one in recording.advice]
+        assert done.problems == [] and [str(one) for one in done.advice] == [
+            str(one) for one in recording.advice
+        ]
     assert sum(part.num_trajectories for part in parts.values()) == made[0].num_trajectories == 3
     for command in (["merge"], ["convert"]):
-        to = [str(tmp_path / command[0])] if command == ["convert"] else ["--to", str(tmp_path / command[0])]
+        to = (
+            [str(tmp_path / command[0])]
+            if command == ["convert"]
+            else ["--to", str(tmp_path / command[0])]
+        )
         assert main([*command, str(path), *to]) == 0
         assert "advice: cannot take as commands" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["walk", "walk/new", "walk/../walk/deep/new"])
-def test_a_target_within_its_source_is_refused(walk: Path, tmp_path: Path, capsys, place: str) -> None:
+def test_a_target_within_its_source_is_refused(
+    walk: Path, tmp_path: Path, capsys, place: str
+) -> None:
     before, to = files(walk), str(tmp_path / place)
     calls = [[name, str(walk), "--to", to] for name in ("merge", "split", "repair")]
     calls[1].append("a=1")

@@ -47,7 +47,9 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
             rows = {
                 "observation": {
                     "pose": np.cumsum(rng.normal(size=(length, 3)), 0).astype(np.float32),
-                    "quat": (quaternion / np.linalg.norm(quaternion, axis=1, keepdims=True)).astype(np.float32),
+                    "quat": (quaternion / np.linalg.norm(quaternion, axis=1, keepdims=True)).astype(
+                        np.float32
+                    ),
                 },
                 "action": rng.normal(size=(length, 2)).astype(np.float32),
                 "reward": rng.random(length).astype(np.float32),
@@ -57,7 +59,11 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
             in_env = {name: one[:, None] for name, one in rows["observation"].items()}
             action, reward = rows["action"][:, None], rows["reward"][:, None]
             ends = np.arange(len(reward))[:, None] == len(reward) - 1
-            others = {name: rows[name][:, None] for name in rows if name not in ("observation", "action", "reward")}
+            others = {
+                name: rows[name][:, None]
+                for name in rows
+                if name not in ("observation", "action", "reward")
+            }
             writer.add_rollout(
                 observation=in_env,
                 action=action,
@@ -83,14 +89,18 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     done = repair(folder / "walk", folder / "new")
     assert not done.problems and not done.remaining
     assert not check_folder(folder / "new").problems
-    assert not [one for one in doctor(folder / "new").at_least("warning") if one.code[:3] in ("FIL", "STR")]
+    assert not [
+        one for one in doctor(folder / "new").at_least("warning") if one.code[:3] in ("FIL", "STR")
+    ]
     assert files(folder / "walk") == before, "the source is not touched, nor are its times"
     left = content(folder / "new")
     header = read_header(sound / path.name)
     hit = {f"{header.writer}:{number}" for number in header.fragments["trajectory"]}
     is_edit = "_1000000" in path.name
     if not is_edit:
-        assert left == {one: told for one, told in whole.items() if one in left}, "what is left is bit-equal"
+        assert left == {one: told for one, told in whole.items() if one in left}, (
+            "what is left is bit-equal"
+        )
         assert whole.keys() - left.keys() <= hit and (told or left == whole)
     repair(folder / "walk", folder / "again", progress=False)
     assert {name: one for name, (one, _) in files(folder / "new").items()} == {
@@ -98,7 +108,9 @@ def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory,
     }
 
 
-def test_sound_blocks_are_hard_links_and_the_report_is_complete(sound: Path, tmp_path: Path) -> None:
+def test_sound_blocks_are_hard_links_and_the_report_is_complete(
+    sound: Path, tmp_path: Path
+) -> None:
     shutil.copytree(sound, tmp_path / "walk")
     path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[2]
     header = read_header(path)
@@ -109,14 +121,24 @@ def test_sound_blocks_are_hard_links_and_the_report_is_complete(sound: Path, tmp
     done = repair(tmp_path / "walk", tmp_path / "new")
     blocks = (tmp_path / "new").glob("rollout_?_0*.h5")
     linked = [one.name for one in blocks if one.samefile(tmp_path / "walk" / one.name)]
-    assert len(linked) == len(list((tmp_path / "walk").glob("rollout_?_0*.h5"))) - 1 and path.name not in linked
     assert (
-        ids(tmp_path / "new") == ids(sound) - {f"a:{number}"} and f"a:{number}" in edits_of(tmp_path / "new")["dropped"]
+        len(linked) == len(list((tmp_path / "walk").glob("rollout_?_0*.h5"))) - 1
+        and path.name not in linked
     )
-    assert rollout_data.open(tmp_path / "new").select("a:2")[0].task == "push" and "b:5" not in ids(tmp_path / "new")
+    assert (
+        ids(tmp_path / "new") == ids(sound) - {f"a:{number}"}
+        and f"a:{number}" in edits_of(tmp_path / "new")["dropped"]
+    )
+    assert rollout_data.open(tmp_path / "new").select("a:2")[0].task == "push" and "b:5" not in ids(
+        tmp_path / "new"
+    )
     report = json.loads((tmp_path / "new" / REPORT_NAME).read_text())
     (action,) = [one for one in report["actions"] if one["kind"] == "K"]
-    assert action["code"] == "FIL01" and action["trajectories"] == [f"a:{number}"] and report["source"]["checksum"]
+    assert (
+        action["code"] == "FIL01"
+        and action["trajectories"] == [f"a:{number}"]
+        and report["source"]["checksum"]
+    )
     assert "FIL01" in [one.finding.code for one in done.actions]
 
 
@@ -130,7 +152,10 @@ def _damaged_reward(path: Path) -> str:
     """Damage a reward in a folder of `walking`. Return the id of its trajectory."""
     block = next(path.glob("rollout_arm_*.h5"))
     header = read_header(block)
-    layout, (offset, _) = header.layouts["data"].columns["frames"], header.locations["data"]["frames"]
+    layout, (offset, _) = (
+        header.layouts["data"].columns["frames"],
+        header.locations["data"]["frames"],
+    )
     _flip(block, offset + 50 * layout.row_bytes + layout.offsets["reward"] + 3)
     return "arm:1"
 
@@ -140,19 +165,33 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     found = {one.code for one in doctor(tmp_path / "walk").findings}
     assert {"FIL01", "STA01"} <= found, "the sum of the rewards disagrees, too, and would be mended"
     done = repair(tmp_path / "walk", tmp_path / "new", only=["FIL", "STA"])
-    assert ids(tmp_path / "new") == ids(tmp_path / "walk") - {damaged} and not done.remaining and not done.problems
-    told = {one["code"]: one for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]}
+    assert (
+        ids(tmp_path / "new") == ids(tmp_path / "walk") - {damaged}
+        and not done.remaining
+        and not done.problems
+    )
+    told = {
+        one["code"]: one
+        for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
+    }
     assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
     with pytest.raises(
-        DataFileError, match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Repair FIL and STR too"
+        DataFileError,
+        match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Repair FIL and STR too",
     ):
         repair(tmp_path / "walk", tmp_path / "other", only=["STA01"])
     walking(tmp_path / "sound")
     assert not (tmp_path / "other").exists()
     both = rollout_data.merge([tmp_path / "sound", tmp_path / "walk"], tmp_path / "both")
-    assert ["field 'reward', column data/frames: expected checksum" in str(one) for one in both.problems] == [True]
+    assert [
+        "field 'reward', column data/frames: expected checksum" in str(one) for one in both.problems
+    ] == [True]
     num_sound = len(ids(tmp_path / "sound"))
-    assert both.num_trajectories == len(ids(tmp_path / "both")) == num_sound + len(ids(tmp_path / "walk")) - 1
+    assert (
+        both.num_trajectories
+        == len(ids(tmp_path / "both"))
+        == num_sound + len(ids(tmp_path / "walk")) - 1
+    )
     assert not rollout_data.doctor(tmp_path / "both", only=["FIL01"]).findings
 
 
@@ -167,7 +206,10 @@ def test_trajectories_of_a_block_without_header_are_named_by_the_cache_or_other_
     if not has_cache:
         (tmp_path / "walk/.index.npz").unlink()
     assert check_folder(tmp_path / "walk").lost == {path.name: sorted(lost)}
-    assert main(["verify", str(tmp_path / "walk")]) == 1 and "with frames of a:" in capsys.readouterr().out
+    assert (
+        main(["verify", str(tmp_path / "walk")]) == 1
+        and "with frames of a:" in capsys.readouterr().out
+    )
     repair(tmp_path / "walk", tmp_path / "new", only=["FIL"])
     (action,) = json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]
     assert set(action["trajectories"]) == lost == ids(sound) - ids(tmp_path / "new")
@@ -192,7 +234,11 @@ def test_a_copy_of_a_block_under_another_name_leaves_no_gap(tmp_path: Path) -> N
     walking(tmp_path / "walk")
     shutil.copy(next((tmp_path / "walk").glob("*.h5")), tmp_path / "walk/rollout_arm_000007.h5")
     done = repair(tmp_path / "walk", tmp_path / "new", only=["STR", "FIL", "STA"])
-    assert not done.remaining and not done.problems and content(tmp_path / "new") == content(tmp_path / "walk")
+    assert (
+        not done.remaining
+        and not done.problems
+        and content(tmp_path / "new") == content(tmp_path / "walk")
+    )
     assert not [one.code for one in doctor(tmp_path / "new").findings if one.code.startswith("STR")]
 
 
@@ -201,7 +247,9 @@ def test_final_observations_of_wrong_successors_cost_no_row(tmp_path: Path) -> N
     path, _ = case.written(tmp_path / "wrong", 0)
     done = repair(path, tmp_path / "new")
     assert {one.finding.code for one in done.actions} >= {"END07", "END09"} and not done.remaining
-    assert [len(one) for one in rollout_data.open(done.path)] == [len(one) for one in rollout_data.open(path)]
+    assert [len(one) for one in rollout_data.open(done.path)] == [
+        len(one) for one in rollout_data.open(path)
+    ]
 
 
 def test_changes_of_a_new_folder_never_reach_the_source(sound: Path, tmp_path: Path) -> None:
@@ -239,14 +287,20 @@ def _won_early(number: int, rows: dict) -> dict:
     ("code", "change", "lengths"),
     [("VAL01", _nan, [40] * 7), ("LRN06", _won_early, [16] * 4 + [40] * 4)],
 )
-def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(tmp_path: Path, code, change, lengths) -> None:
+def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(
+    tmp_path: Path, code, change, lengths
+) -> None:
     walking(tmp_path / "walk", change=change)
     before, old = files(tmp_path / "walk"), content(tmp_path / "walk")
     finding = next(one for one in doctor(tmp_path / "walk").findings if one.code == code)
     plan = repair(tmp_path / "walk", tmp_path / "new", only=[code], dry_run=True)
     assert not (tmp_path / "new").exists() and all(action.kind != "-" for action in plan.actions)
     done = repair(tmp_path / "walk", tmp_path / "new", only=[code])
-    assert not done.remaining and not done.problems and code not in [one.code for one in doctor(done.path).findings]
+    assert (
+        not done.remaining
+        and not done.problems
+        and code not in [one.code for one in doctor(done.path).findings]
+    )
     new = content(tmp_path / "new")
     assert sorted(rollout_data.open(done.path).column("length").tolist()) == lengths
     touched = {rollout_data.open(tmp_path / "walk").ids[place] for place in finding.trajectories}
@@ -254,7 +308,9 @@ def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(tmp_path:
         name: told for name, told in old.items() if name not in touched
     }
     again = repair(tmp_path / "walk", tmp_path / "again", only=[code])
-    assert {k: v for k, (v, _) in files(done.path).items()} == {k: v for k, (v, _) in files(again.path).items()}
+    assert {k: v for k, (v, _) in files(done.path).items()} == {
+        k: v for k, (v, _) in files(again.path).items()
+    }
     assert files(tmp_path / "walk") == before
 
 
@@ -266,7 +322,10 @@ def test_a_repaired_folder_can_be_repaired(tmp_path: Path) -> None:
     once = repair(tmp_path / "walk", tmp_path / "once", only=["LRN06"])
     twice = repair(once.path, tmp_path / "twice", only=["END02"])
     assert not twice.remaining and not twice.problems
-    assert sorted(rollout_data.open(twice.path).column("length").tolist()) == [6] * 4 + [10] * 8 + [30] * 4
+    assert (
+        sorted(rollout_data.open(twice.path).column("length").tolist())
+        == [6] * 4 + [10] * 8 + [30] * 4
+    )
     assert {name.partition(":")[0] for name in ids(twice.path)} == {"mended-2"}
 
 
@@ -289,7 +348,9 @@ def test_repaired_episodes_are_consecutive_rows_of_the_source(tmp_path: Path, ca
         name = episode.metadata.get("id", episode.id).partition("/")[0]
         rows = np.asarray(source[name].read("action"))
         starts = range(len(rows) - len(episode) + 1)
-        start = next(row for row in starts if np.array_equal(rows[row : row + len(episode)], episode.action))
+        start = next(
+            row for row in starts if np.array_equal(rows[row : row + len(episode)], episode.action)
+        )
         for field in episode.schema:
             kept = source[name].read(field, start, start + len(episode))
             assert np.array_equal(episode.read(field), kept), field
@@ -299,42 +360,66 @@ def test_a_finding_about_measured_values_is_advice_with_a_script(tmp_path: Path)
     walking(tmp_path / "walk", change=_scaled)
     (action,) = repair(tmp_path / "walk", tmp_path / "new", only=["VAL10"]).actions
     assert (action.kind, action.trajectories) == ("-", ())
-    assert action.says == f"nothing: {action.finding.advice}" and "RolloutWriter" in action.finding.script
+    assert (
+        action.says == f"nothing: {action.finding.advice}"
+        and "RolloutWriter" in action.finding.script
+    )
     assert content(tmp_path / "new") == content(tmp_path / "walk")
 
 
 def test_a_selection_keeps_the_repaired_episodes(tmp_path: Path) -> None:
     walking(tmp_path / "walk", change=_won_early)
-    chosen = rollout_data.open(tmp_path / "walk").select([f"arm:{number}" for number in range(1, 7)])
+    chosen = rollout_data.open(tmp_path / "walk").select(
+        [f"arm:{number}" for number in range(1, 7)]
+    )
     done = repair(chosen, tmp_path / "new", only=["LRN06"])
     assert sorted(rollout_data.open(done.path).column("length").tolist()) == [16] * 4 + [40] * 2
 
 
-def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(
+    tmp_path: Path,
+) -> None:
     walking(tmp_path / "walk", change=_nan)
     rollout_data.convert(tmp_path / "walk", tmp_path / "set.hdf5", "robomimic", progress=False)
     before = (tmp_path / "set.hdf5").read_bytes(), os.stat(tmp_path / "set.hdf5").st_mtime_ns
     done = repair(tmp_path / "set.hdf5", tmp_path / "new", only=["VAL"])
     again = repair(tmp_path / "set.hdf5", tmp_path / "again", only=["VAL"])
     assert done.num_trajectories == 7 and not done.remaining and not done.problems
-    assert {k: v for k, (v, _) in files(done.path).items()} == {k: v for k, (v, _) in files(again.path).items()}
-    assert (tmp_path / "set.hdf5").read_bytes(), os.stat(tmp_path / "set.hdf5").st_mtime_ns == before
+    assert {k: v for k, (v, _) in files(done.path).items()} == {
+        k: v for k, (v, _) in files(again.path).items()
+    }
+    assert (tmp_path / "set.hdf5").read_bytes(), (
+        os.stat(tmp_path / "set.hdf5").st_mtime_ns == before
+    )
     old = {one.id: one for one in rollout_data.open(tmp_path / "set.hdf5")}
     for one in rollout_data.open(done.path):
         source = old[one.metadata["id"]]
-        assert all(np.array_equal(one.read(name), source.read(name)) for name in ("action", "observation/pose"))
+        assert all(
+            np.array_equal(one.read(name), source.read(name))
+            for name in ("action", "observation/pose")
+        )
 
 
-@pytest.mark.parametrize("name", ["shared_rows", "ranges_share_rows", "missing_block", "end_inside_lerobot"])
+@pytest.mark.parametrize(
+    "name", ["shared_rows", "ranges_share_rows", "missing_block", "end_inside_lerobot"]
+)
 def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> None:
     case = next(one for one in wrong_cases() if one.name == name)
     path, named = case.written(tmp_path / "wrong", 0)
-    whole = set(rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids)
+    whole = set(
+        rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids
+    )
     done = repair(path, tmp_path / "new", only=[case.code])
-    assert not done.remaining and not done.problems and not doctor(done.path, only=[case.code]).findings
+    assert (
+        not done.remaining
+        and not done.problems
+        and not doctor(done.path, only=[case.code]).findings
+    )
     left = {one.metadata.get("id", one.id) for one in rollout_data.open(done.path)}
     gone = {int(one.rpartition(":")[2]) for one in whole - left}
-    assert left < whole if name == "missing_block" else gone == named, "left out, or divided under other names"
+    assert left < whole if name == "missing_block" else gone == named, (
+        "left out, or divided under other names"
+    )
 
 
 @pytest.mark.soak
@@ -356,8 +441,14 @@ def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_pa
     case = next(one for one in wrong_cases() if one.name == "missing_block")
     path, named = case.written(tmp_path / "wrong", 0)
     (finding,), there = doctor(path, only=["STR01"]).findings, rollout_data.open(path).ids
-    assert {*finding.left_out, *(there[place] for place in finding.places)} == {f"w:{number}" for number in named}
-    assert set(finding.trajectories) == named and finding.left_out and not {*finding.left_out} & {*there}
+    assert {*finding.left_out, *(there[place] for place in finding.places)} == {
+        f"w:{number}" for number in named
+    }
+    assert (
+        set(finding.trajectories) == named
+        and finding.left_out
+        and not {*finding.left_out} & {*there}
+    )
 
 
 def test_the_command_plans_repairs_and_lists_the_remaining_findings(tmp_path: Path, capsys) -> None:
@@ -365,12 +456,19 @@ def test_the_command_plans_repairs_and_lists_the_remaining_findings(tmp_path: Pa
     call = ["repair", str(tmp_path / "walk"), "--to", str(tmp_path / "new"), "--only", "LRN06"]
     assert main([*call, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "cut 5 frames after success" in out and "nothing was written" in out and not (tmp_path / "new").exists()
+    assert (
+        "cut 5 frames after success" in out
+        and "nothing was written" in out
+        and not (tmp_path / "new").exists()
+    )
     assert main([*call, "--json"]) == 0
     (action,) = json.loads(capsys.readouterr().out)["actions"]
     assert action["kind"] == "N" and action["trajectories"] == ["arm:2", "arm:3", "arm:4", "arm:5"]
     walking(tmp_path / "bad", num=1, change=lambda number, rows: _nan(3, rows))
-    with warnings.catch_warnings(), pytest.raises(DataFileError, match="expected a trajectory to keep"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DataFileError, match="expected a trajectory to keep"),
+    ):
         repair(tmp_path / "bad", tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
@@ -378,14 +476,25 @@ def test_the_command_plans_repairs_and_lists_the_remaining_findings(tmp_path: Pa
 def test_secrets_in_metadata_are_masked_on_request(tmp_path: Path) -> None:
     walking(tmp_path / "walk")
     about = json.loads((tmp_path / "walk/metadata.json").read_text())
-    token, mail, home = "hf_" + "a1" * 12, "jo.doe@lab.example", "/".join(["", "home", "jo", "data"])
+    token, mail, home = (
+        "hf_" + "a1" * 12,
+        "jo.doe@lab.example",
+        "/".join(["", "home", "jo", "data"]),
+    )
     about |= {"note": f"ask {mail}", "runs": [{"api_key": "0123456789ab"}, token], "folder": home}
     (tmp_path / "walk/metadata.json").write_text(json.dumps(about))
     before = files(tmp_path / "walk")
     done = repair(tmp_path / "walk", tmp_path / "new", only=["PRV02"])
     assert files(tmp_path / "walk") == before
     found = json.loads((done.path / "metadata.json").read_text())
-    assert (found["note"], found["runs"], found["folder"]) == ("ask ***", [{"api_key": "***"}, "***"], "***/data")
-    texts = json.dumps(doctor(done.path, only=["PRV"]).as_dict()) + (done.path / "repair.json").read_text()
+    assert (found["note"], found["runs"], found["folder"]) == (
+        "ask ***",
+        [{"api_key": "***"}, "***"],
+        "***/data",
+    )
+    texts = (
+        json.dumps(doctor(done.path, only=["PRV"]).as_dict())
+        + (done.path / "repair.json").read_text()
+    )
     assert "PRV02" not in {one.code for one in doctor(done.path).findings}
     assert not any(secret in texts for secret in (token, mail, home, "0123456789ab"))

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 import rollout_data
-from storage.errors import DataFileError, ForeignFileError, MissingFolderError, RolloutDataError, UsageError
+from storage.errors import (
+    DataFileError,
+    ForeignFileError,
+    MissingFolderError,
+    RolloutDataError,
+    UsageError,
+)
 from tests.editing.folders import folder_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
@@ -91,7 +97,9 @@ def with_damaged_header(path: Path, count: int | None = None) -> Path:
     return folder
 
 
-def pruned_since_opened(path: Path, trajectories: int, ids: list[str] | None = None) -> rollout_data.Recording:
+def pruned_since_opened(
+    path: Path, trajectories: int, ids: list[str] | None = None
+) -> rollout_data.Recording:
     folder = own_copy(path)
     recording = rollout_data.open(folder)
     chosen = recording if ids is None else recording.select(ids)
@@ -129,7 +137,9 @@ def without_observations(path: Path) -> Path:
     with rollout_data.RolloutWriter(folder, 1, durable=False, without_observation=True) as writer:
         for step in range(6):
             row = np.full((1, 2), step, np.float32)
-            writer.add(states=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 5)]))
+            writer.add(
+                states=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 5)])
+            )
     return folder
 
 
@@ -165,7 +175,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
     "recording": (lambda path: rollout_data.open(path / "own"), [3, 4, 5, 6, 7, 9]),
     "selection": (lambda path: rollout_data.open(path / "own").select(["a:1", "a:2"]), [5, 7]),
     "foreign file": (lambda path: path / "own.hdf5", [3, 4, 5, 6, 7, 9]),
-    "foreign selection": (lambda path: rollout_data.open(path / "own.hdf5").select(["demo_1"]), [7]),
+    "foreign selection": (
+        lambda path: rollout_data.open(path / "own.hdf5").select(["demo_1"]),
+        [7],
+    ),
     "url": (in_memory, [3, 4, 5, 6, 7, 9]),
     "several": (lambda path: path / "several", ForeignFileError),
     "several of ours": (lambda path: path / "parts", UsageError),
@@ -181,18 +194,30 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
     "damaged block": (lambda path: with_damaged_header(path, 1), [4, 6, 9]),
     "damaged blocks only": (with_damaged_header, DataFileError),
     "pruned since it was opened": (lambda path: pruned_since_opened(path, 3), [4, 6, 9]),
-    "selection of pruned episodes": (lambda path: pruned_since_opened(path, 3, ["a:0"]), DataFileError),
+    "selection of pruned episodes": (
+        lambda path: pruned_since_opened(path, 3, ["a:0"]),
+        DataFileError,
+    ),
     "recording without files": (without_files, DataFileError),
     "still written": (still_written, [2, 4]),
-    "recording of what is still written": (lambda path: rollout_data.open(still_written(path)), [2, 4]),
+    "recording of what is still written": (
+        lambda path: rollout_data.open(still_written(path)),
+        [2, 4],
+    ),
     "foreign file with damage": (lambda path: damaged_demos(path, ["demo_1"]), [3, 4, 5, 6, 9]),
-    "foreign file of damage only": (lambda path: damaged_demos(path, [f"demo_{n}" for n in range(NUM)]), DataFileError),
+    "foreign file of damage only": (
+        lambda path: damaged_demos(path, [f"demo_{n}" for n in range(NUM)]),
+        DataFileError,
+    ),
     "LeRobot 3.0 with a cut file": (lambda path: cut_set(path, "v3.0", 1), [3, 4, 5, 7, 9]),
     "LeRobot 2.1 with a cut file": (lambda path: cut_set(path, "v2.1", 1), [3, 4, 5, 7, 9]),
     "LeRobot 3.0 of cut files": (lambda path: cut_set(path, "v3.0", NUM), DataFileError),
     "LeRobot 2.1 of cut files": (lambda path: cut_set(path, "v2.1", NUM), DataFileError),
     "no episode": (lambda path: rollout_data.open(path / "own").select([]), DataFileError),
-    "no foreign episode": (lambda path: rollout_data.open(path / "own.hdf5").select([]), DataFileError),
+    "no foreign episode": (
+        lambda path: rollout_data.open(path / "own.hdf5").select([]),
+        DataFileError,
+    ),
     "all dropped": (all_dropped, DataFileError),
     "without observations": (without_observations, [2, 4]),
     "number": (lambda path: 3, UsageError),
@@ -203,7 +228,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", [merged, divided, repaired, converted])
 @pytest.mark.parametrize("name", SOURCES)
-def test_each_call_accepts_the_same_sources(place: Path, tmp_path: Path, name: str, call: Any) -> None:
+def test_each_call_accepts_the_same_sources(
+    place: Path, tmp_path: Path, name: str, call: Any
+) -> None:
     source, expected = SOURCES[name]
     if isinstance(expected, list):
         copy = rollout_data.open(call(source(place), tmp_path / "out"))
@@ -212,14 +239,18 @@ def test_each_call_accepts_the_same_sources(place: Path, tmp_path: Path, name: s
         with pytest.raises(expected):
             call(source(place), tmp_path / "out")
         out = tmp_path / "out"
-        assert not out.exists() or [file.name for file in out.iterdir()] == ["rollout_conversion.jsonl"]
+        assert not out.exists() or [file.name for file in out.iterdir()] == [
+            "rollout_conversion.jsonl"
+        ]
 
 
 FORMATS = ["lerobot", "robomimic", "isaaclab", "minari", "d4rl", "rlinf", "trajectory-folders"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_each_call_reads_the_same_episodes_of_every_format(place: Path, tmp_path: Path, format: str) -> None:
+def test_each_call_reads_the_same_episodes_of_every_format(
+    place: Path, tmp_path: Path, format: str
+) -> None:
     options = {"fps": 20} if format == "lerobot" else {}
     target = tmp_path / ("demos.hdf5" if format in ("robomimic", "isaaclab", "d4rl") else "demos")
     rollout_data.convert(place / "own", target, format, progress=False, **options)

@@ -16,7 +16,9 @@ def started(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     given = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}", "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__"]
     command += [str(EXAMPLES / one) if one.endswith(".py") else one for one in arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ | given, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | given, capture_output=True, text=True
+    )
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:

@@ -12,7 +12,13 @@ from tests.examples.running import run
 def test_a_student_learns_from_the_folder_that_a_collector_fills_meanwhile(tmp_path: Path) -> None:
     text = run(tmp_path, "dagger.py", "--quick")
     upright = [int(steps) for steps in re.findall(r"round \d: (\d+) of 200 steps upright", text)]
-    known = [int(number) for number in re.findall(r"([\d,]+) trajectories known", text.replace(",", ""))]
+    known = [
+        int(number) for number in re.findall(r"([\d,]+) trajectories known", text.replace(",", ""))
+    ]
     assert len(upright) == 5 and max(upright[2:]) >= 2 * upright[0]
-    assert known == sorted(known) and known[-1] > known[0] > 0  # the folder grew while the student learned from it
-    assert RolloutDataset(tmp_path / "demo" / "dagger", 4, device="cpu").num_trajectories >= known[-1]
+    assert (
+        known == sorted(known) and known[-1] > known[0] > 0
+    )  # the folder grew while the student learned from it
+    assert (
+        RolloutDataset(tmp_path / "demo" / "dagger", 4, device="cpu").num_trajectories >= known[-1]
+    )

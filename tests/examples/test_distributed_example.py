@@ -25,7 +25,10 @@ def sequence(folder: Path) -> dict[int, list[str]]:
         for rank in range(num_ranks):
             path = folder / f"rank_{rank}_of_{num_ranks}.jsonl"
             for note in map(json.loads, path.read_text().splitlines() if path.exists() else []):
-                assert notes.setdefault(note["step"], {}).setdefault(rank, note["envs"]) == note["envs"]
+                assert (
+                    notes.setdefault(note["step"], {}).setdefault(rank, note["envs"])
+                    == note["envs"]
+                )
         for step, shares in notes.items():
             if len(shares) == num_ranks:
                 envs = [env for rank in range(num_ranks) for env in shares[rank]]
@@ -34,13 +37,20 @@ def sequence(folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are forked")
-def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(tmp_path: Path, short_folder: Path) -> None:
+def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(
+    tmp_path: Path, short_folder: Path
+) -> None:
     text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(short_folder))
     found = re.search(r"killed at step (\d+); the checkpoint holds step (\d+)", text)
     assert found and 0 <= int(found[2]) <= int(found[1]) < NUM_STEPS
     for num_ranks in (2, 1):
-        assert f"resumed on {num_ranks}: {NUM_STEPS} batches of {NUM_ENVS} envs, equal bit by bit: True" in text
-    whole, killed, one = (sequence(tmp_path / "demo" / "distributed" / name) for name in ("whole", "killed", "one"))
+        assert (
+            f"resumed on {num_ranks}: {NUM_STEPS} batches of {NUM_ENVS} envs, equal bit by bit: True"
+            in text
+        )
+    whole, killed, one = (
+        sequence(tmp_path / "demo" / "distributed" / name) for name in ("whole", "killed", "one")
+    )
     assert sorted(whole) == list(range(1, NUM_STEPS + 1))
     assert all(len(envs) == NUM_ENVS for envs in whole.values())
     assert len({env for envs in whole.values() for env in envs}) > NUM_STEPS * NUM_ENVS * 0.9

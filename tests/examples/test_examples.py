@@ -55,7 +55,11 @@ def test_the_job_leaves_a_picture_and_a_recording(demo: tuple[Path, str]) -> Non
     dataset = RolloutDataset(folder / "demo" / "data", 4, device="cpu")
     assert dataset.num_trajectories >= 48
     assert f"{dataset.num_frames:,}" in text
-    assert sorted(path.name for path in (folder / "demo").iterdir()) == ["data", "report.html", "report.png"]
+    assert sorted(path.name for path in (folder / "demo").iterdir()) == [
+        "data",
+        "report.html",
+        "report.png",
+    ]
 
 
 def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
@@ -68,7 +72,9 @@ def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
 def test_playback_needs_no_rewards(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path / "data", 4) as writer:
         for step in range(3):
-            writer.add(observation=torch.zeros(4, 5), action=torch.zeros(4, 1), done=[step == 2] * 4)
+            writer.add(
+                observation=torch.zeros(4, 5), action=torch.zeros(4, 1), done=[step == 2] * 4
+            )
     lines = run(tmp_path, "playback.py", "data", "3").splitlines()
     assert sum("rewards none" in line for line in lines) == 3
 
@@ -80,8 +86,12 @@ def test_ppo_learns_something_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     returns: list[float] = []
-    settings = ppo.Settings(num_envs=4, num_steps=32, num_updates=3, num_epochs=2, num_mini_batches=2)
-    policy = ppo.train("InvertedDoublePendulum-v5", settings, lambda update, finished: returns.extend(finished))
+    settings = ppo.Settings(
+        num_envs=4, num_steps=32, num_updates=3, num_epochs=2, num_mini_batches=2
+    )
+    policy = ppo.train(
+        "InvertedDoublePendulum-v5", settings, lambda update, finished: returns.extend(finished)
+    )
     assert len(returns) > 5 and all(0 < value < 1000 for value in returns)
     assert all(torch.isfinite(parameter).all() for parameter in policy.parameters())
 
@@ -96,5 +106,7 @@ def test_a_categorical_policy_learns_to_balance_the_pole(tmp_path: Path) -> None
 
 
 def test_the_examples_are_short_enough_to_copy() -> None:
-    lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in ("ppo.py", "playback.py")}
+    lengths = {
+        name: len((EXAMPLES / name).read_text().splitlines()) for name in ("ppo.py", "playback.py")
+    }
     assert lengths["ppo.py"] < 150 and lengths["playback.py"] <= 25

@@ -24,7 +24,10 @@ def test_hard_motions_are_drawn_more_often(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = run(tmp_path, "motion_imitation.py", "--quick").splitlines()
     table = [
-        line.split() for line in lines[lines.index(next(line for line in lines if line.startswith("motion"))) + 1 :]
+        line.split()
+        for line in lines[
+            lines.index(next(line for line in lines if line.startswith("motion"))) + 1 :
+        ]
     ]
     assert len(table) == 10
     by_error = sorted(table, key=lambda row: float(row[1]))

@@ -22,15 +22,29 @@ def test_the_example_prints_sizes_throughput_and_returns_and_draws_them(tmp_path
     for name, error in (("rgb", "none"), ("depth", " m "), ("segmentation", "none")):
         before, after, ratio = map(float, re.findall(r"[\d.]+", rows[name])[:3])
         assert abs(before - ratio * after) < 0.1 * before and ratio > 4 and error in rows[name]
-    for name in ("RolloutWriter, raw", "RolloutWriter, coded", "WindowLoader, raw", "WindowLoader, coded"):
+    for name in (
+        "RolloutWriter, raw",
+        "RolloutWriter, coded",
+        "WindowLoader, raw",
+        "WindowLoader, coded",
+    ):
         assert all(float(figure.replace(",", "")) > 0 for figure in rows[name].split()[-2:])
-    shares = {name: int(rows[name].split()[-1][:-1]) for name in ("random", "expert", "clone, from images")}
+    shares = {
+        name: int(rows[name].split()[-1][:-1])
+        for name in ("random", "expert", "clone, from images")
+    }
     assert (shares["random"], shares["expert"]) == (0, 100) and shares["clone, from images"] <= 100
     assert rows["expert"].split()[-2] == "8"
     assert (tmp_path / "demo" / "visuomotor_cloning.png").stat().st_size > 30_000
-    dataset = WindowDataset(tmp_path / "demo" / "visuomotor" / "data", delta={"observation": (-2, 0)}, padding="repeat")
+    dataset = WindowDataset(
+        tmp_path / "demo" / "visuomotor" / "data", delta={"observation": (-2, 0)}, padding="repeat"
+    )
     window = dataset[1]["observation"]
-    assert len(dataset) == 16 * 50 and window["rgb"].shape == (2, 64, 64, 3) and window["depth"].shape == (2, 64, 64)
+    assert (
+        len(dataset) == 16 * 50
+        and window["rgb"].shape == (2, 64, 64, 3)
+        and window["depth"].shape == (2, 64, 64)
+    )
 
 
 @pytest.fixture
@@ -47,9 +61,13 @@ def test_the_expert_reaches_its_targets(cameras: Any) -> None:
     import visuomotor_cloning as example
 
     envs = example.make_arms(20, 1_000_000)
-    returns = np.sum([example.step(envs, example.expert(envs)) for _ in range(example.NUM_STEPS)], axis=0)
+    returns = np.sum(
+        [example.step(envs, example.expert(envs)) for _ in range(example.NUM_STEPS)], axis=0
+    )
     assert returns.mean() > -5  # random actions get -43
-    tips, targets = ([env.unwrapped.get_body_com(name) for env in envs] for name in ("fingertip", "target"))
+    tips, targets = (
+        [env.unwrapped.get_body_com(name) for env in envs] for name in ("fingertip", "target")
+    )
     assert np.linalg.norm(np.subtract(tips, targets), axis=-1).max() < 0.01
 
 
@@ -82,11 +100,19 @@ print(camera.name)
 @pytest.mark.parametrize("kind", ["auto", "synthetic"])
 def test_cameras_show_the_target_where_it_is(tmp_path: Path, cameras: Any, kind: str) -> None:
     # In a process of its own: how MuJoCo draws is decided when it is imported.
-    assert run(tmp_path, "-c", LOOK.format(kind=kind)).startswith(("MuJoCo, drawn by", "the synthetic renderer"))
+    assert run(tmp_path, "-c", LOOK.format(kind=kind)).startswith(
+        ("MuJoCo, drawn by", "the synthetic renderer")
+    )
 
 
 def test_where_mujoco_cannot_draw_the_synthetic_renderer_does(tmp_path: Path, cameras: Any) -> None:
     name = run(tmp_path, "-c", LOOK.format(kind="auto"), MUJOCO_GL="off")
     assert name.startswith("the synthetic renderer")
-    done = started(tmp_path, "visuomotor_cloning.py", "--quick", "--camera", "mujoco", MUJOCO_GL="off")
-    assert done.returncode == 1 and "take --camera synthetic" in done.stderr and not (tmp_path / "demo").exists()
+    done = started(
+        tmp_path, "visuomotor_cloning.py", "--quick", "--camera", "mujoco", MUJOCO_GL="off"
+    )
+    assert (
+        done.returncode == 1
+        and "take --camera synthetic" in done.stderr
+        and not (tmp_path / "demo").exists()
+    )

@@ -38,10 +38,20 @@ def values(name: str, t: int, num_envs: int) -> np.ndarray:
     if np.dtype(dtype).kind == "f":
         noisy = wave + 0.001 * rng.standard_normal((num_envs, *shape))
         return np.clip(noisy, 0, 1).astype(dtype) if name == "image" else (5 * noisy).astype(dtype)
-    return (wave > 0.5) if dtype == "bool" else (200 * wave + 100 * (t % 3 == 0) * (wave > 0.9)).astype(dtype)
+    return (
+        (wave > 0.5)
+        if dtype == "bool"
+        else (200 * wave + 100 * (t % 3 == 0) * (wave > 0.9)).astype(dtype)
+    )
 
 
-def record(folder: Path, num_steps: int = 45, num_envs: int = 3, codecs: dict[str, str] | None = None, **options: Any):
+def record(
+    folder: Path,
+    num_steps: int = 45,
+    num_envs: int = 3,
+    codecs: dict[str, str] | None = None,
+    **options: Any,
+):
     """Record steps: env 0 ends at 10 and at 30, env 1 at 21 by timeout, env 2 not; a block ends at step 26."""
     with RolloutWriter(
         folder,
@@ -71,7 +81,11 @@ def leaves(batch):
     """Name -> tensor of everything in a batch."""
     found = {}
     for name, value in batch._asdict().items():
-        parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        parts = (
+            {f"{name}/{key}": part for key, part in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
         found |= {key: part for key, part in parts.items() if isinstance(part, torch.Tensor)}
     return found
 

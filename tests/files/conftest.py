@@ -51,7 +51,9 @@ def without_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are not in memory, as far as the system tells."""
-    monkeypatch.setattr("rollout_data.sources.rows.mapped_files.Arena.is_resident", lambda arena, row: False)
+    monkeypatch.setattr(
+        "rollout_data.sources.rows.mapped_files.Arena.is_resident", lambda arena, row: False
+    )
 
 
 @pytest.fixture

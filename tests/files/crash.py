@@ -1,6 +1,7 @@
 """Recorders that are killed at random instants, and a look at what they left.
 
-A recorder works in `<folder>/data` and counts in `<folder>/added` the frames whose `add` has returned.
+A recorder works in `<folder>/data` and counts in `<folder>/added` the frames whose `add` has
+returned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ BLOCK_BYTES = 6000
 MOST_ADDED = 600
 
 
-def step_of(rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
+def step_of(
+    rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray
+) -> dict[str, np.ndarray]:
     """Make one step in which every value tells its env, trajectory and frame; advance the counters."""
     observation = np.stack([np.arange(num_envs), numbers, ages], axis=-1).astype(np.float64)
     done = rng.random(num_envs) < 0.1
@@ -32,7 +35,11 @@ def step_of(rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: 
     final = observation + [0, 0, 1]
     ages += 1
     ages[done], numbers[done] = 0, numbers[done] + 1
-    values = {"observation": observation, "action": observation[:, 2] * 2, "reward": observation[:, 2]}
+    values = {
+        "observation": observation,
+        "action": observation[:, 2] * 2,
+        "reward": observation[:, 2],
+    }
     return {**values, "done": done, "timeout": timeout, "final_observation": final}
 
 
@@ -41,11 +48,18 @@ def record_until_killed(folder: Path, seed: int) -> None:
     num_envs = int(rng.integers(1, 5))
     ages, numbers = np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
     added = Counter(folder / "added")
-    options = {"block_bytes": BLOCK_BYTES, "durable": bool(seed % 2), "max_pending_blocks": 1 + seed % 3}
+    options = {
+        "block_bytes": BLOCK_BYTES,
+        "durable": bool(seed % 2),
+        "max_pending_blocks": 1 + seed % 3,
+    }
     count = 0
     with RolloutWriter(folder / "data", num_envs, **options) as writer:
         while True:
-            said = [{"number": int(n)} if age == 0 else None for n, age in zip(numbers, ages, strict=True)]
+            said = [
+                {"number": int(n)} if age == 0 else None
+                for n, age in zip(numbers, ages, strict=True)
+            ]
             writer.add(**step_of(rng, num_envs, ages, numbers), episode=said, mode="slow")
             count += num_envs
             added.set(count)
@@ -66,7 +80,9 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
     published = check_recording(data) if data.exists() else 0
     assert added <= published <= added + 4, (added, published)
     left = [*data.glob(".rollout_*"), *data.glob(".tmp_*")]
-    assert not left or not published, left  # one interrupted while it was being made may leave an empty journal
+    assert not left or not published, (
+        left
+    )  # one interrupted while it was being made may leave an empty journal
     return published
 
 
@@ -77,18 +93,27 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
         warnings.simplefilter("always")
         writer = RolloutWriter(folder, 1)
     lost = sum(dead.num_lost_frames for dead in writer.recovered)
-    assert [f"{lost} frames that it had not published" in str(one.message) for one in caught] == [True] * len(
-        writer.recovered
-    )
+    assert [f"{lost} frames that it had not published" in str(one.message) for one in caught] == [
+        True
+    ] * len(writer.recovered)
     writer.close()
-    left = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != ".index.npz"]
+    left = [
+        path.name
+        for path in folder.iterdir()
+        if path.name.startswith(".") and path.name != ".index.npz"
+    ]
     assert left == [], left
     assert added <= published + lost <= added + 4, (added, published, lost)
     headers = blocks_of(folder)
     if headers:
         frame_bytes = headers[0].layouts["data"].frame_bytes
         assert lost * frame_bytes <= BLOCK_BYTES, "at most one block is lost"
-    return {"published": published, "lost": lost, "blocks": len(headers), "temporaries": len(temporaries)}
+    return {
+        "published": published,
+        "lost": lost,
+        "blocks": len(headers),
+        "temporaries": len(temporaries),
+    }
 
 
 def check_recording(folder: Path) -> int:
@@ -98,11 +123,15 @@ def check_recording(folder: Path) -> int:
     said = dict(zip(keys, notes.column(store, "number"), strict=True))
     for one in trajectories_of(folder):
         observation = one.column("observation")
-        assert (observation[:, 0] == one.env).all() and (observation[:, 1] == observation[0, 1]).all()
+        assert (observation[:, 0] == one.env).all() and (
+            observation[:, 1] == observation[0, 1]
+        ).all()
         assert observation[:, 2].tolist() == list(range(one.length)), "no frame is torn out"
         assert one.column("action").tolist() == (observation[:, 2] * 2).tolist()
         if end_of(one) not in ("", "open"):
             assert one.finals["observation"].tolist() == [one.env, observation[0, 1], one.length]
-        assert said[one.writer, one.number] == observation[0, 1], "what was said is there with the first frame"
+        assert said[one.writer, one.number] == observation[0, 1], (
+            "what was said is there with the first frame"
+        )
         num_frames += one.length
     return num_frames

@@ -31,7 +31,10 @@ def value(name: str, t: int, num_envs: int, shape: tuple[int, ...], dtype: str) 
 
 def all_dtypes(t: int) -> dict[str, Any]:
     """Two envs; an end of each kind, a final observation, every dtype, scalars and matrices."""
-    fields = {f"x_{dtype}": value(dtype, t, 2, (2, 1) if dtype == "int16" else (), dtype) for dtype in DTYPES}
+    fields = {
+        f"x_{dtype}": value(dtype, t, 2, (2, 1) if dtype == "int16" else (), dtype)
+        for dtype in DTYPES
+    }
     return {
         "observation": value("observation", t, 2, (3,), "float32"),
         "privileged_observation": value("privileged", t, 2, (2,), "float64"),
@@ -98,9 +101,18 @@ RECORDINGS = {
         coded,
         20,
         2,
-        {"obs_disassemble_mapping": {name: one[3] for name, one in CODED.items() if one[3] != "raw"}},
+        {
+            "obs_disassemble_mapping": {
+                name: one[3] for name, one in CODED.items() if one[3] != "raw"
+            }
+        },
     ),
-    "components": (components, 8, 3, {"success_only": True, "obs_disassemble_mapping": {"depth": "normalized_image"}}),
+    "components": (
+        components,
+        8,
+        3,
+        {"success_only": True, "obs_disassemble_mapping": {"depth": "normalized_image"}},
+    ),
 }
 
 

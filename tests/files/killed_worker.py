@@ -17,7 +17,10 @@ def main(folder: str, start_method: str) -> None:
     options = {"num_transitions_per_env": 2, "dataset_loops": 0, "random_shuffle_traj_order": True}
     source = opened(folder, **options)
     expected = [seen(source.get_batch(2)) for _ in range(200)]
-    batches, number = rollout_data.loader(opened(folder, **options), 2, multiprocessing_context=start_method), 0
+    batches, number = (
+        rollout_data.loader(opened(folder, **options), 2, multiprocessing_context=start_method),
+        0,
+    )
     try:
         for batch in batches:
             assert seen(batch) == expected[number]
@@ -26,7 +29,9 @@ def main(folder: str, start_method: str) -> None:
                 multiprocessing.active_children()[0].kill()
     except RuntimeError as error:  # ours, or torch's
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ours came first, torch's would come now
-        assert "expected living workers, got " in str(error) or str(error).startswith("DataLoader worker"), error
+        assert "expected living workers, got " in str(error) or str(error).startswith(
+            "DataLoader worker"
+        ), error
     again = rollout_data.loader(opened(folder, **options), 2, multiprocessing_context=start_method)
     again.load_state_dict(batches.state_dict())
     following = [seen(batch) for batch, _ in zip(again, range(3), strict=False)]

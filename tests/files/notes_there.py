@@ -18,4 +18,6 @@ def notes_of(folder: Path) -> tuple[Notes, RowSource]:
     opened = BlockFolder(folder)
     opened.refresh()
     assert not opened.problems
-    return Notes(), BlockFiles(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema or Schema([])))
+    return Notes(), BlockFiles(
+        TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema or Schema([]))
+    )

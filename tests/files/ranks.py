@@ -25,7 +25,11 @@ def seen(batch):
     """(trajectory, frame, valid) of each env and step."""
     get = batch.__getitem__ if isinstance(batch, dict) else lambda name: getattr(batch, name)
     values = get("observation").long()
-    return torch.stack([values[..., 0], values[..., 1], get("valid").long()], -1).flatten(0, -3).tolist()
+    return (
+        torch.stack([values[..., 0], values[..., 1], get("valid").long()], -1)
+        .flatten(0, -3)
+        .tolist()
+    )
 
 
 def iterate(dataset, reading, num_workers, start_method):
@@ -42,7 +46,9 @@ def iterate(dataset, reading, num_workers, start_method):
     if reading.startswith("accelerate"):
         from accelerate import Accelerator, DataLoaderConfiguration
 
-        config = DataLoaderConfiguration(dispatch_batches=False if reading == "accelerate-shard" else None)
+        config = DataLoaderConfiguration(
+            dispatch_batches=False if reading == "accelerate-shard" else None
+        )
         given = rollout_data.loader(dataset) if reading == "accelerate-loader" else batches
         return Accelerator(cpu=True, dataloader_config=config).prepare(given)
     if reading.startswith("fabric"):
@@ -54,7 +60,15 @@ def iterate(dataset, reading, num_workers, start_method):
     return batches
 
 
-def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as_dict=False, refresh_s=None):
+def read(
+    data_dir,
+    reading,
+    num_workers=0,
+    start_method="fork",
+    shard="auto",
+    as_dict=False,
+    refresh_s=None,
+):
     """Read a folder to its end, some of them beside a writer; gives the error, if there is one."""
     rank = dist.get_rank()
     own = int(os.environ["RANK"]), 2
@@ -80,7 +94,9 @@ def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it
         error = f"{type(raised).__name__}: {raised}"
-    Path(data_dir).with_name(f"rank{rank}.json").write_text(json.dumps({"batches": found, "error": error}))
+    Path(data_dir).with_name(f"rank{rank}.json").write_text(
+        json.dumps({"batches": found, "error": error})
+    )
     return error
 
 

@@ -69,7 +69,9 @@ def trajectories_of(folder: Path) -> list[Recorded]:
             is_first = bool(fragment["flags"] & FIRST)
             assert is_first == (key not in found), "FIRST on the first fragment, and only there"
             one = found.setdefault(key, Recorded(*key, int(fragment["env"])))
-            assert one.env == fragment["env"] and one.length == fragment["start"], "fragments follow each other"
+            assert one.env == fragment["env"] and one.length == fragment["start"], (
+                "fragments follow each other"
+            )
             assert not one.flags & ENDS, "nothing follows an end"
             _append(one, header, fragment, reward_sum)
     return [one for _, one in sorted(found.items()) if _exists(one)]
@@ -86,7 +88,9 @@ def _append(one: Recorded, header: BlockHeader, fragment: Any, reward_sum: np.nd
     one.end_time_ns = int(fragment["end_time_ns"])
     if (row := int(fragment["final_row"])) >= 0:
         layout = header.layouts["final"]
-        one.finals = {name: field_values(header, "final", name, row, row + 1)[0] for name in layout.schema}
+        one.finals = {
+            name: field_values(header, "final", name, row, row + 1)[0] for name in layout.schema
+        }
 
 
 def _exists(one: Recorded) -> bool:
@@ -96,5 +100,11 @@ def _exists(one: Recorded) -> bool:
 
 def end_of(one: Recorded) -> str:
     """Name the end: "terminated", "truncated", "both", "open" or "" (in progress)."""
-    names = {TERMINATED: "terminated", TRUNCATED: "truncated", TERMINATED | TRUNCATED: "both", OPEN: "open", 0: ""}
+    names = {
+        TERMINATED: "terminated",
+        TRUNCATED: "truncated",
+        TERMINATED | TRUNCATED: "both",
+        OPEN: "open",
+        0: "",
+    }
     return names[one.flags & (TERMINATED | TRUNCATED | OPEN)]

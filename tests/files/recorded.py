@@ -40,7 +40,8 @@ def record(
 ) -> list[Recorded]:
     """Record trajectories of these lengths, dealt to envs as they become free; gives them in the order of completion.
 
-    The last trajectory of an env is "open" only if `ends` says so; env slots without work are masked.
+    The last trajectory of an env is "open" only if `ends` says so; env slots without work are
+    masked.
     """
     ends = ends or ["terminated"] * len(lengths)
     queue = [
@@ -101,7 +102,9 @@ def frames_of(batch):
     """Every valid transition of a batch as (step, env, trajectory, frame)."""
     steps, envs = batch.valid.nonzero(as_tuple=True)
     values = batch.observation[steps, envs]
-    return [(int(t), int(n), int(v[0]), int(v[1])) for t, n, v in zip(steps, envs, values, strict=True)]
+    return [
+        (int(t), int(n), int(v[0]), int(v[1])) for t, n, v in zip(steps, envs, values, strict=True)
+    ]
 
 
 def drain(dataset, num_steps):

@@ -11,7 +11,8 @@ N = 3
 class Sim:
     """Counts: a state is (env, episode, step), its privileged twin the same and 0.5; odd episodes time out.
 
-    Episode k of env n has n + k % 3 + 2 frames, and is a success where k % 3 is 1. Observations are written in place.
+    Episode k of env n has n + k % 3 + 2 frames, and is a success where k % 3 is 1. Observations are
+    written in place.
     """
 
     def __init__(self, library="numpy"):
@@ -41,7 +42,13 @@ class Sim:
         self.t[envs] += 1
         done = (self.t == np.arange(N) + self.episode % 3 + 2) & ~self.is_over
         is_late = self.episode % 2 == 1
-        return self.t.astype(np.float32), done & ~is_late, done & is_late, done & (self.episode % 3 == 1), self.state()
+        return (
+            self.t.astype(np.float32),
+            done & ~is_late,
+            done & is_late,
+            done & (self.episode % 3 == 1),
+            self.state(),
+        )
 
 
 class GymForm(Sim):
@@ -56,7 +63,9 @@ class GymForm(Sim):
         options = dict(options or {})
         mask = options.pop("reset_mask", np.ones(N, bool))
         assert not options and type(mask) is (
-            torch.Tensor if self.library == "torch" and len(mask) and not self.is_first else np.ndarray
+            torch.Tensor
+            if self.library == "torch" and len(mask) and not self.is_first
+            else np.ndarray
         )
         self.is_first = False
         self.restart(np.asarray(mask))
@@ -74,7 +83,9 @@ class GymForm(Sim):
         if self.mode == "next_step":
             self.restart(waiting)
             rewards[waiting] = 0
-            terminated, truncated, done = (flag & ~waiting for flag in (terminated, truncated, done))
+            terminated, truncated, done = (
+                flag & ~waiting for flag in (terminated, truncated, done)
+            )
         if self.mode == "same_step":
             self.restart(done)
             infos = self.infos(done, success, last)
@@ -128,7 +139,12 @@ class Gymnasium029(GymForm):
         final, info = np.full(N, None, object), np.full(N, None, object)
         for env in np.flatnonzero(done):
             final[env], info[env] = last[env], {"success": bool(success[env])}
-        return {"final_observation": final, "_final_observation": done, "final_info": info, "_final_info": done}
+        return {
+            "final_observation": final,
+            "_final_observation": done,
+            "final_info": info,
+            "_final_info": done,
+        }
 
 
 class SB3(Sim):
@@ -223,7 +239,12 @@ class IsaacGym(GymForm):
 
     def step(self, actions):
         observation, rewards, terminated, truncated, infos = super().step(actions)
-        return {"obs": observation}, rewards, terminated | truncated, {**infos, "time_outs": truncated}
+        return (
+            {"obs": observation},
+            rewards,
+            terminated | truncated,
+            {**infos, "time_outs": truncated},
+        )
 
 
 class LeggedGym(RslRl):

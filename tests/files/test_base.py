@@ -33,7 +33,11 @@ class Counters(RolloutFileBase):
         self.count[env_ids] += 100_000
 
     def get_buffer(self, num_transitions_per_env=None):
-        shape = (self.num_envs,) if num_transitions_per_env is None else (num_transitions_per_env, self.num_envs)
+        shape = (
+            (self.num_envs,)
+            if num_transitions_per_env is None
+            else (num_transitions_per_env, self.num_envs)
+        )
         timeout = torch.zeros(shape, dtype=torch.bool) if self.has_timeouts else None
         return Counted(torch.zeros(shape, dtype=torch.int64), timeout)
 
@@ -80,7 +84,11 @@ def test_a_transition_batch_is_a_tuple_whose_info_holds_time_outs_where_there_ar
 
 def test_attributes_are_as_documented():
     stream = Counters(3)
-    assert stream.data_dir == "nowhere" and stream.num_envs == 3 and stream.device == torch.device("cpu")
+    assert (
+        stream.data_dir == "nowhere"
+        and stream.num_envs == 3
+        and stream.device == torch.device("cpu")
+    )
     assert stream.all_env_ids.tolist() == [0, 1, 2] and stream.all_env_ids.dtype == torch.int64
 
 

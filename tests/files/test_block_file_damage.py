@@ -12,7 +12,13 @@ import pytest
 
 from rollout_data.blocks.block_header import ABOUT, BlockHeader, header_crc, open_block
 from rollout_data.writing.rollout_writer import RolloutWriter
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    RolloutDataError,
+    UnsafeFileError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,13 @@ def content(header: BlockHeader) -> tuple:
         for table, columns in header.locations.items()
         for column, (_, num_rows) in columns.items()
     ]
-    about = (header.schema, header.writer, header.sequence, header.fragments.tobytes(), header.reward_sums.tobytes())
+    about = (
+        header.schema,
+        header.writer,
+        header.sequence,
+        header.fragments.tobytes(),
+        header.reward_sums.tobytes(),
+    )
     return (*about, *rows)
 
 
@@ -97,7 +109,9 @@ def test_truncation_at_any_length_is_reported(block, tmp_path):
             for table, columns in header.locations.items() for name, (offset, rows) in columns.items()]  # fmt: skip
     for length in [*lengths, *(end - 1 for end in ends)]:
         (tmp_path / block.name).write_bytes(data[:length])
-        assert outcome(tmp_path / block.name, good) in ("CorruptFileError", "ForeignFileError"), length
+        assert outcome(tmp_path / block.name, good) in ("CorruptFileError", "ForeignFileError"), (
+            length
+        )
 
 
 def heap_headers(data: bytes) -> list[int]:
@@ -169,7 +183,13 @@ def link_to_other_file(file):
 
 def external_storage(file):
     dtype, shape = file["data/frames"].dtype, file["data/frames"].shape
-    replace(file, "data/frames", shape=shape, dtype=dtype, external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
+    replace(
+        file,
+        "data/frames",
+        shape=shape,
+        dtype=dtype,
+        external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)],
+    )
 
 
 def virtual_storage(file):
@@ -200,7 +220,9 @@ def huge_column(file):
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
     del file["data/frames"]
     space = h5py.h5s.create_simple(((1 << 60) // dtype.itemsize,))
-    h5py.h5d.create(file.id, b"data/frames", h5py.h5t.py_create(dtype, logical=True), space, settings)
+    h5py.h5d.create(
+        file.id, b"data/frames", h5py.h5t.py_create(dtype, logical=True), space, settings
+    )
 
 
 def compressed_bomb(file):
@@ -254,10 +276,16 @@ HOSTILE = [
     (set_attribute("format", np.arange(3)), DataFileError),
     (set_attribute("schema", "["), CorruptFileError),
     (set_attribute("schema", "[" * 50_000), CorruptFileError),
-    (set_attribute("schema", '[{"name": "a", "shape": [9999999999999], "dtype": "float64"}]'), CorruptFileError),
+    (
+        set_attribute("schema", '[{"name": "a", "shape": [9999999999999], "dtype": "float64"}]'),
+        CorruptFileError,
+    ),
     (set_attribute("schema", '[{"name": "a", "shape": [-1], "dtype": "float64"}]'), DataFileError),
     (set_attribute("schema", '[{"name": "a", "shape": [2], "dtype": "object"}]'), DataFileError),
-    (set_attribute("schema", '[{"name": "a", "shape": [2], "dtype": "float32", "codec": "x"}]'), DataFileError),
+    (
+        set_attribute("schema", '[{"name": "a", "shape": [2], "dtype": "float32", "codec": "x"}]'),
+        DataFileError,
+    ),
     (set_attribute("schema", "{}"), CorruptFileError),
     (set_attribute("schema", 5), CorruptFileError),
     (set_attribute("writer", np.arange(4)), CorruptFileError),
@@ -310,7 +338,9 @@ def test_reading_needs_little_memory_whatever_a_file_declares(block, tmp_path):
     for edit in (huge_table, huge_contiguous_table, huge_column, compressed_bomb):
         (tmp_path / edit.__name__).mkdir()
         paths.append(change(block, tmp_path / edit.__name__, edit))
-    process = multiprocessing.get_context("fork").Process(target=_open_all_in_little_memory, args=(paths,))
+    process = multiprocessing.get_context("fork").Process(
+        target=_open_all_in_little_memory, args=(paths,)
+    )
     process.start()
     process.join(150)
     assert process.exitcode == 0

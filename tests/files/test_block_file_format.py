@@ -19,13 +19,16 @@ from tests.files import golden
 from tests.files.readback import Recorded, end_of, trajectories_of
 
 FORMAT, CODECS = (
-    (Path(rollout_data.__file__).parent / name).read_text(encoding="utf-8") for name in ("FORMAT.md", "CODECS.md")
+    (Path(rollout_data.__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("FORMAT.md", "CODECS.md")
 )
 FOLDERS = sorted(path for path in golden.FOLDER.glob("v*/*") if path.is_dir())
 
 
 def reference_reader(name="read_folder"):
-    (code, notes), (chunks,) = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (FORMAT, CODECS))
+    (code, notes), (chunks,) = (
+        re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (FORMAT, CODECS)
+    )
     assert len(code.splitlines()) <= 40
     assert "rollout_data" not in code + chunks + notes and "torch" not in code + chunks + notes
     names: dict = {}
@@ -63,12 +66,21 @@ def test_attributes_are_of_the_types_that_h5py_writes(tmp_path, name):
     """They are written by lower functions, which is quicker; other tools shall see no difference."""
     golden.record(name, tmp_path)
     for path in tmp_path.glob("rollout_*.h5"):
-        with h5py.File(path) as ours, h5py.File(tmp_path / "theirs", "w", libver=("v108", "v108")) as theirs:
-            assert ours.id.get_create_plist().get_version() == theirs.id.get_create_plist().get_version()
+        with (
+            h5py.File(path) as ours,
+            h5py.File(tmp_path / "theirs", "w", libver=("v108", "v108")) as theirs,
+        ):
+            assert (
+                ours.id.get_create_plist().get_version()
+                == theirs.id.get_create_plist().get_version()
+            )
             for key, value in ours.attrs.items():
                 theirs.attrs[key] = value
                 one, other = ours.attrs.get_id(key), theirs.attrs.get_id(key)
-                assert one.get_type().encode() == other.get_type().encode() and one.shape == other.shape == ()
+                assert (
+                    one.get_type().encode() == other.get_type().encode()
+                    and one.shape == other.shape == ()
+                )
                 assert one.get_storage_size() == other.get_storage_size()
                 assert type(value) is (str if h5py.check_string_dtype(one.dtype) else np.int64)
 
@@ -77,7 +89,9 @@ def test_there_are_golden_files_of_the_present_version():
     assert {path.name for path in FOLDERS if path.parent.name == "v1"} == set(golden.RECORDINGS)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+@pytest.mark.parametrize(
+    "folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}"
+)
 def test_golden_files_read_the_same_for_ever(folder):
     steps, _, _, options = golden.RECORDINGS[folder.name]
     found = trajectories_of(folder)
@@ -99,17 +113,33 @@ def test_golden_files_read_the_same_for_ever(folder):
 
 
 #: Trajectory number -> step at which it started.
-START = {"dtypes": {0: 0, 1: 0, 2: 4, 3: 6}, "components": {1: 0, 3: 3}, "coded": {0: 0, 1: 0, 2: 5, 3: 11}}
+START = {
+    "dtypes": {0: 0, 1: 0, 2: 4, 3: 6},
+    "components": {1: 0, 3: 3},
+    "coded": {0: 0, 1: 0, 2: 5, 3: 11},
+}
 IMAGES = {("components", "observation/depth"), ("coded", "observation/image")}
 ENDS = {
-    "dtypes": [(0, 0, 4, "terminated"), (1, 1, 6, "truncated"), (2, 0, 5, "open"), (3, 1, 3, "open")],
-    "coded": [(0, 0, 11, "terminated"), (1, 1, 5, "truncated"), (2, 1, 15, "open"), (3, 0, 9, "open")],
+    "dtypes": [
+        (0, 0, 4, "terminated"),
+        (1, 1, 6, "truncated"),
+        (2, 0, 5, "open"),
+        (3, 1, 3, "open"),
+    ],
+    "coded": [
+        (0, 0, 11, "terminated"),
+        (1, 1, 5, "truncated"),
+        (2, 1, 15, "open"),
+        (3, 0, 9, "open"),
+    ],
     "components": [(1, 1, 5, "truncated"), (3, 0, 4, "truncated")],
 }
 
 
 def flat(step):
-    tensors = {name: value for name, value in flatten(step).items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value for name, value in flatten(step).items() if isinstance(value, torch.Tensor)
+    }
     return {name: value for name, value in tensors.items() if not name.startswith("final")}
 
 
@@ -133,12 +163,22 @@ def test_every_dtype_and_shape_comes_back_with_the_same_bytes(tmp_path, dtype, s
 
 def test_a_block_is_plain_hdf5_without_stray_bytes(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        writer.add(observation=np.ones((1, 3), np.uint8), action=np.full(1, 2.5), odd=np.ones((1, 5), np.int8))
+        writer.add(
+            observation=np.ones((1, 3), np.uint8),
+            action=np.full(1, 2.5),
+            odd=np.ones((1, 5), np.int8),
+        )
     with h5py.File(next(tmp_path.glob("*.h5"))) as file:
         frames = file["data/frames"]
-        assert frames.chunks is None and frames.compression is None and frames.id.get_offset() % 4096 == 0
+        assert (
+            frames.chunks is None
+            and frames.compression is None
+            and frames.id.get_offset() % 4096 == 0
+        )
         assert frames["observation"].tolist() == [[1, 1, 1]] and frames["action"].tolist() == [2.5]
-        row = np.fromfile(file.filename, np.uint8, frames.dtype.itemsize, offset=frames.id.get_offset())
+        row = np.fromfile(
+            file.filename, np.uint8, frames.dtype.itemsize, offset=frames.id.get_offset()
+        )
     assert frames_gaps(row) == [0] * 8
 
 

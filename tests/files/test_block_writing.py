@@ -47,7 +47,9 @@ class FailingRows(ArrayRows):
 
 def content(schema=SMALL, spans=None, num_rows=NUM_FRAGMENTS * LENGTH, rows=ArrayRows, seed=0):
     """A block of random rows, of which the fragments hold these spans."""
-    spans = [(k * LENGTH, (k + 1) * LENGTH) for k in range(NUM_FRAGMENTS)] if spans is None else spans
+    spans = (
+        [(k * LENGTH, (k + 1) * LENGTH) for k in range(NUM_FRAGMENTS)] if spans is None else spans
+    )
     fragments = np.zeros(len(spans), FRAGMENT_DTYPE)
     fragments["trajectory"], fragments["flags"] = np.arange(len(spans)), 1 | 2
     fragments["row"], fragments["length"] = [a for a, _ in spans], [b - a for a, b in spans]
@@ -89,14 +91,20 @@ def test_rows_and_checksums_do_not_depend_on_parts(tmp_path_factory, lengths, se
     """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
     generator = np.random.default_rng(seed)
     ends = np.cumsum([length for length, _ in lengths], dtype=np.int64)
-    spans = [(int(end) - length, int(end)) for end, (length, is_named) in zip(ends, lengths, strict=True) if is_named]
+    spans = [
+        (int(end) - length, int(end))
+        for end, (length, is_named) in zip(ends, lengths, strict=True)
+        if is_named
+    ]
     spans = [spans[place] for place in generator.permutation(len(spans))]
     made = content(LARGE, spans, sum(length for length, _ in lengths), rows, seed)
     path = write_block(tmp_path_factory.mktemp("rows"), made, durable=False)
     check(path, made)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_what_stops_the_gathering_stops_the_block(tmp_path, error):
     with pytest.raises(type(error)) as caught:
         write_block(tmp_path, content(rows=lambda rows: FailingRows(rows, error)), durable=False)

@@ -28,7 +28,9 @@ N = 3
 def record(folder, num_steps=60, seed=0, **options):
     rng = np.random.default_rng(seed)
     with RolloutWriter(
-        folder, N, **{"block_bytes": 80_000, "durable": False, "metadata": {"env": "walk"}, **options}
+        folder,
+        N,
+        **{"block_bytes": 80_000, "durable": False, "metadata": {"env": "walk"}, **options},
     ) as writer:
         for t in range(num_steps):
             done = rng.random(N) < 0.1
@@ -39,7 +41,10 @@ def record(folder, num_steps=60, seed=0, **options):
                 reward=code.astype(np.float32)[:, None],
                 done=done,
                 timeout=done & (rng.random(N) < 0.5),
-                final_observation={"a": np.stack([-code, code], -1), "big": np.tile(code[:, None], 600)},
+                final_observation={
+                    "a": np.stack([-code, code], -1),
+                    "big": np.tile(code[:, None], 600),
+                },
                 policy_version=t // 20,
             )
     return folder
@@ -61,7 +66,9 @@ def in_order(folder):
             one.end_time_ns,
             one.reward_sum.tolist(),
             {name: one.column(name).tolist() for name in one.fields},
-            None if one.finals is None else {name: value.tolist() for name, value in one.finals.items()},
+            None
+            if one.finals is None
+            else {name: value.tolist() for name, value in one.finals.items()},
         )
         for one in found
     ]
@@ -125,12 +132,20 @@ def test_repair_sets_bad_files_aside_and_keeps_the_intact_trajectories(tmp_path,
     good = in_order(tmp_path)
     paths = sorted(tmp_path.glob("rollout_*.h5"))
     damage(paths[2], "data", "observation/big", row=1)
-    fragment = read_header(paths[2]).fragments[1 if read_header(paths[2]).fragments["row"][1] == 1 else 0]
+    fragment = read_header(paths[2]).fragments[
+        1 if read_header(paths[2]).fragments["row"][1] == 1 else 0
+    ]
     (tmp_path / "notes.h5").write_bytes(b"hello")
     assert main(["verify", "--repair", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "kept all but 1 of its trajectories" in text and f"moved to {tmp_path / 'damaged' / 'notes.h5'}" in text
-    assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["notes.h5", paths[2].name]
+    assert (
+        "kept all but 1 of its trajectories" in text
+        and f"moved to {tmp_path / 'damaged' / 'notes.h5'}" in text
+    )
+    assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == [
+        "notes.h5",
+        paths[2].name,
+    ]
     assert main(["verify", str(tmp_path)]) == 0
     left = in_order(tmp_path)
     (lost,) = [one for one in good if one not in left]
@@ -158,7 +173,10 @@ def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, i
     with RolloutWriter(source, N, success_only=True, durable=False, block_bytes=1) as writer:
         big = np.zeros((N, 600))
         for t in range(4):
-            values = {"observation": {"a": np.zeros((N, 2)), "big": big}, "action": np.zeros(N, np.float32)}
+            values = {
+                "observation": {"a": np.zeros((N, 2)), "big": big},
+                "action": np.zeros(N, np.float32),
+            }
             ends = {"done": [t == 2, t == 3, 0], "timeout": [0, t == 3, 0], "success": [0, 1, 0]}
             writer.add(**values, reward=np.zeros((N, 1), np.float32), **ends)
     before = in_order(source)
@@ -172,7 +190,10 @@ def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, i
     for header in headers:
         keys = header.fragments["trajectory"].tolist()
         assert keys == sorted(keys)
-        assert header.fragments["row"].tolist() == np.r_[0, np.cumsum(header.fragments["length"])[:-1]].tolist()
+        assert (
+            header.fragments["row"].tolist()
+            == np.r_[0, np.cumsum(header.fragments["length"])[:-1]].tolist()
+        )
     assert json.loads((target / "metadata.json").read_text())["env"] == "walk"
     assert (target / ".index.npz").exists() and not (target / ".packing").exists()
     with RolloutWriter(target, N) as writer:  # and recording goes on
@@ -190,7 +211,10 @@ def test_pack_refuses_full_targets_recording_folders_and_damaged_blocks(tmp_path
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(UsageError, match="a new or empty folder"):
         pack_dataset(source, tmp_path / "full")
-    with RolloutWriter(source, N), pytest.raises(UsageError, match="expected a folder that no writer records into"):
+    with (
+        RolloutWriter(source, N),
+        pytest.raises(UsageError, match="expected a folder that no writer records into"),
+    ):
         pack_dataset(source)
     damage(sorted(source.glob("rollout_*.h5"))[0])
     before = sorted(path.name for path in source.iterdir())
@@ -256,18 +280,26 @@ def test_retention_never_revives_a_dropped_trajectory(tmp_path):
             if t % 10 == 9:
                 writer.flush()
                 for header in blocks_of(tmp_path):
-                    dropped |= set(header.fragments["trajectory"][header.fragments["flags"] & DROPPED > 0].tolist())
+                    dropped |= set(
+                        header.fragments["trajectory"][
+                            header.fragments["flags"] & DROPPED > 0
+                        ].tolist()
+                    )
                 prune(tmp_path, trajectories=2)
                 blocks = BlockFolder(tmp_path)
                 blocks.refresh()
-                assert not dropped & set(TrajectoryIndex(list(blocks.blocks.values())).number.tolist())
+                assert not dropped & set(
+                    TrajectoryIndex(list(blocks.blocks.values())).number.tolist()
+                )
     assert len(dropped) == 8
 
 
 def test_the_command_runs_as_a_module(tmp_path):
     record(tmp_path, num_steps=3)
     done = subprocess.run(
-        [sys.executable, "-m", "rollout_data.tools", "verify", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-m", "rollout_data.tools", "verify", str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "9 frames intact" in done.stdout
 
@@ -330,16 +362,22 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
         (tmp_path / "data").chmod(0o700)
 
 
-@pytest.mark.parametrize("content", [{}, {"a.png": b"x", "b.h5": b"y"}, {"metadata.json": b'{"name": "x"}'}])
 @pytest.mark.parametrize(
-    "call", ["info", "info --json", "verify", "verify --repair", "pack --in-place", "prune --frames 5"]
+    "content", [{}, {"a.png": b"x", "b.h5": b"y"}, {"metadata.json": b'{"name": "x"}'}]
+)
+@pytest.mark.parametrize(
+    "call",
+    ["info", "info --json", "verify", "verify --repair", "pack --in-place", "prune --frames 5"],
 )
 def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call):
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)
     assert main([*call.split(), str(tmp_path)]) == 1
     told = capsys.readouterr()
-    assert told.out == "" and "expected blocks (rollout_*.h5), or a metadata.json that names fields" in told.err
+    assert (
+        told.out == ""
+        and "expected blocks (rollout_*.h5), or a metadata.json that names fields" in told.err
+    )
     assert len(told.err.splitlines()) == 1
 
 
@@ -353,12 +391,16 @@ def test_info_succeeds_without_frames_without_metadata_and_with_damaged_blocks(t
     for path in tmp_path.glob("rollout_*.h5"):
         path.unlink()
     (tmp_path / "kept").rename(tmp_path / "metadata.json")
-    assert main(["info", str(tmp_path)]) == 0 and "0 trajectories, 0 frames" in capsys.readouterr().out
+    assert (
+        main(["info", str(tmp_path)]) == 0 and "0 trajectories, 0 frames" in capsys.readouterr().out
+    )
 
 
 def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys):
     evil = "a\x1b[31mb\nc\r\x07\x9b2J\u202ed\x7f\u2028"
-    with RolloutWriter(tmp_path, 1, durable=False, metadata={evil: evil, "plain \u00e9": {evil: [evil]}}) as writer:
+    with RolloutWriter(
+        tmp_path, 1, durable=False, metadata={evil: evil, "plain \u00e9": {evil: [evil]}}
+    ) as writer:
         writer.add(observation={"f" + evil: np.zeros((1, 2))}, action=np.zeros(1), done=[True])
     (tmp_path / f"{evil.replace('/', '')}.h5").write_bytes(b"x")
     for options in ([], ["--json"]):
@@ -369,7 +411,10 @@ def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys)
     assert json.loads(text)["metadata"][evil] == evil
     assert main(["verify", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert all(letter.isprintable() or letter == "\n" for letter in text) and len(text.splitlines()) == 2
+    assert (
+        all(letter.isprintable() or letter == "\n" for letter in text)
+        and len(text.splitlines()) == 2
+    )
     assert main(["info", str(tmp_path / evil)]) == 2
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 1 and told[:-1].isprintable()

@@ -36,15 +36,22 @@ def test_batches_of_components_are_those_of_the_raw_recording(folders, cache, nu
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
 def test_flat_observations_join_coded_components(folders, cache):
-    batch, raw = (RolloutDataset(path, 2, device="cpu", cache=cache).get_batch(6) for path in folders)
-    assert batch.observation.shape == raw.observation.shape and batch.observation.dtype == raw.observation.dtype
+    batch, raw = (
+        RolloutDataset(path, 2, device="cpu", cache=cache).get_batch(6) for path in folders
+    )
+    assert (
+        batch.observation.shape == raw.observation.shape
+        and batch.observation.dtype == raw.observation.dtype
+    )
     assert (batch.observation - raw.observation).abs().max() < 0.003
     assert (batch.next_observation - raw.next_observation).abs().max() < 0.003
 
 
 def test_every_trajectory_comes_back_with_its_final_observation(folders):
     ours, theirs = (trajectories_of(path) for path in folders)
-    assert [(one.env, one.length, one.flags) for one in ours] == [(one.env, one.length, one.flags) for one in theirs]
+    assert [(one.env, one.length, one.flags) for one in ours] == [
+        (one.env, one.length, one.flags) for one in theirs
+    ]
     for one, raw in zip(ours, theirs, strict=True):
         assert (one.finals is None) == (raw.finals is None)
         for name in coded.COMPONENTS:
@@ -53,16 +60,24 @@ def test_every_trajectory_comes_back_with_its_final_observation(folders):
             pairs += [(one.finals[field], raw.finals[field])] if one.finals else []
             for got, expected in pairs:
                 assert got.dtype == expected.dtype
-                np.testing.assert_allclose(got, expected, rtol=0, atol=0.003 if name in coded.LOSSY else 0)
+                np.testing.assert_allclose(
+                    got, expected, rtol=0, atol=0.003 if name in coded.LOSSY else 0
+                )
 
 
 def test_a_loader_worker_and_a_prefetching_thread_read_chunks(folders):
-    plain = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
+    plain = RolloutDataset(
+        folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5
+    )
     expected = [coded.leaves(next(iter(plain))), *(coded.leaves(next(plain)) for _ in range(3))]
-    again = RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5)
+    again = RolloutDataset(
+        folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5
+    )
     loader = iter(DataLoader(again, batch_size=None, num_workers=1))
     ahead = iter(
-        RolloutDataset(folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5).prefetch()
+        RolloutDataset(
+            folders[0], 2, device="cpu", flatten_observations=False, num_transitions_per_env=5
+        ).prefetch()
     )
     for batch in expected:
         for other in (coded.leaves(next(loader)), coded.leaves(next(ahead))):
@@ -96,27 +111,40 @@ def test_a_block_holds_chunks_offsets_and_how_they_are_coded(folders):
                 sizes = np.diff(offsets, axis=0)
                 assert sizes[sizes[:, 1] > 0, 0].max() <= about["frames_per_chunk"] == 8
                 for fragment in header.fragments[header.fragments["length"] > 0]:
-                    assert {fragment["row"], fragment["row"] + fragment["length"]} <= set(offsets[:, 0].tolist())
+                    assert {fragment["row"], fragment["row"] + fragment["length"]} <= set(
+                        offsets[:, 0].tolist()
+                    )
 
 
 def test_chunks_save_what_the_values_allow(folders):
     ours, theirs = (
-        {n: int(t.places[-1] - t.places[0]) for n, t in blocks_of(path)[0].chunks[DATA].items()} for path in folders
+        {n: int(t.places[-1] - t.places[0]) for n, t in blocks_of(path)[0].chunks[DATA].items()}
+        for path in folders
     )
     assert theirs == {}
     header = blocks_of(folders[0])[0]
     for name, size in ours.items():
-        limit = 1.02 if name.endswith("lidar") else 0.9  # noise in doubles does not get shorter, nor longer
+        limit = (
+            1.02 if name.endswith("lidar") else 0.9
+        )  # noise in doubles does not get shorter, nor longer
         assert size < limit * header.num_frames * header.schema[name].row_bytes, name
 
 
 def test_the_largest_error_is_measured_over_the_block(tmp_path):
-    mapping = {"a": "normalized_image", "b": "normalized_image+lz4", "c": "uint16(0,1)+lz4", "d": "lz4"}
+    mapping = {
+        "a": "normalized_image",
+        "b": "normalized_image+lz4",
+        "c": "uint16(0,1)+lz4",
+        "d": "lz4",
+    }
     with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=mapping, durable=False) as writer:
         for value in (0.25, 1.5, 0.5):
             one = np.full((1, 3), value, np.float32)
             writer.add(
-                observation=dict.fromkeys("abcd", one), action=np.zeros((1, 1)), reward=np.zeros(1), done=[False]
+                observation=dict.fromkeys("abcd", one),
+                action=np.zeros((1, 1)),
+                reward=np.zeros(1),
+                done=[False],
             )
     (header,) = blocks_of(tmp_path)
     errors = {name.rpartition("/")[2]: coding.max_error for name, coding in header.codings.items()}
@@ -127,15 +155,27 @@ def test_auto_tries_on_the_first_block_and_stays_with_it(tmp_path):
     rng = np.random.default_rng(0)
     mapping = {"noise": "auto", "smooth": "auto"}
     for name in ("first", "second"):
-        with RolloutWriter(tmp_path, 2, obs_disassemble_mapping=mapping, durable=False, writer_name=name) as writer:
+        with RolloutWriter(
+            tmp_path, 2, obs_disassemble_mapping=mapping, durable=False, writer_name=name
+        ) as writer:
             for t in range(40):
                 noise = rng.integers(0, 256, (2, 30, 30), np.uint8)
                 # What the first block chose holds, although the second is of another kind.
-                smooth = np.full((2, 30, 30), t, np.uint8) if t < 20 else rng.integers(0, 256, (2, 30, 30), np.uint8)
-                writer.add(observation={"noise": noise, "smooth": smooth}, action=noise[:, 0], reward=np.zeros(2))
+                smooth = (
+                    np.full((2, 30, 30), t, np.uint8)
+                    if t < 20
+                    else rng.integers(0, 256, (2, 30, 30), np.uint8)
+                )
+                writer.add(
+                    observation={"noise": noise, "smooth": smooth},
+                    action=noise[:, 0],
+                    reward=np.zeros(2),
+                )
                 if t == 19:
                     writer.flush()
-    assert json.loads((tmp_path / "metadata.json").read_text())["obs_disassemble_mapping"] == mapping
+    assert (
+        json.loads((tmp_path / "metadata.json").read_text())["obs_disassemble_mapping"] == mapping
+    )
     headers = blocks_of(tmp_path)
     assert len(headers) == 4
     for header in headers:
@@ -146,21 +186,31 @@ def test_auto_tries_on_the_first_block_and_stays_with_it(tmp_path):
 def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_path):
     data, packed = coded.record(tmp_path / "data"), tmp_path / "packed"
     rng = np.random.default_rng(0)
-    with RolloutWriter(data, 3, obs_disassemble_mapping=coded.CODECS, durable=False, writer_name="y") as writer:
+    with RolloutWriter(
+        data, 3, obs_disassemble_mapping=coded.CODECS, durable=False, writer_name="y"
+    ) as writer:
         steps = {name: coded.values(name, 5, 3) for name in coded.COMPONENTS}
         for _ in range(10):
             steps["segments"] = rng.integers(-(2**31), 2**31, (3, 7, 7), np.int32)
-            writer.add(observation=steps, action=np.zeros((3, 2), np.float32), reward=np.zeros(3, np.float32))
+            writer.add(
+                observation=steps,
+                action=np.zeros((3, 2), np.float32),
+                reward=np.zeros(3, np.float32),
+            )
     chosen = {header.codings["observation/segments"].codec for header in blocks_of(data)}
     assert len(chosen) == 2 and "raw" in chosen
     assert main(["pack", str(data), str(packed)]) == 0
     before, after = (
-        sorted(trajectories_of(path), key=lambda one: (one.end_time_ns, one.env)) for path in (data, packed)
+        sorted(trajectories_of(path), key=lambda one: (one.end_time_ns, one.env))
+        for path in (data, packed)
     )
     assert len(before) == len(after) == 9
     for one, other in zip(before, after, strict=True):
         assert (one.env, one.length, one.flags) == (other.env, other.length, other.flags)
-        assert all(np.array_equal(one.column(name), other.column(name), equal_nan=True) for name in one.fields)
+        assert all(
+            np.array_equal(one.column(name), other.column(name), equal_nan=True)
+            for name in one.fields
+        )
         for name, final in (one.finals or {}).items():
             assert np.array_equal(final, other.finals[name], equal_nan=True)
     assert coded.max_errors(packed) == coded.max_errors(data), "nothing was quantized twice"
@@ -168,8 +218,12 @@ def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_pat
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("with_final", ["a", "b"])
-@pytest.mark.parametrize("kinds", [("whole", "coarse"), ("coarse", "whole"), ("whole", "noise"), ("noise", "whole")])
-def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(tmp_path, kinds, with_final):
+@pytest.mark.parametrize(
+    "kinds", [("whole", "coarse"), ("coarse", "whole"), ("whole", "noise"), ("noise", "whole")]
+)
+def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(
+    tmp_path, kinds, with_final
+):
     rng = np.random.default_rng(0)
     values = {
         "whole": rng.integers(0, 4, (9, 4096)).astype(np.uint32).view(np.float32),
@@ -178,17 +232,27 @@ def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(tmp_path
     }
     for name, kind in zip("ab", kinds, strict=True):
         mapping = {"c": "auto"}
-        with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=mapping, durable=False, writer_name=name) as writer:
+        with RolloutWriter(
+            tmp_path, 1, obs_disassemble_mapping=mapping, durable=False, writer_name=name
+        ) as writer:
             for t in range(8 if name == with_final else 40):
                 final = {"final_observation": {"c": values[kind][8:]}} if name == with_final else {}
                 step = {"c": values[kind][t % 8][None]}
                 done = np.array([t == (7 if final else 39)])
-                writer.add(observation=step, action=np.zeros((1, 1)), reward=np.zeros(1), done=done, **final)
+                writer.add(
+                    observation=step,
+                    action=np.zeros((1, 1)),
+                    reward=np.zeros(1),
+                    done=done,
+                    **final,
+                )
     codecs = {header.codings["observation/c"].codec for header in blocks_of(tmp_path)}
     assert len(codecs) == 2
     (final,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
     assert main(["pack", "--in-place", str(tmp_path)]) == 0
-    assert [header.codings["observation/c"].codec in codecs for header in blocks_of(tmp_path)] == [True]
+    assert [header.codings["observation/c"].codec in codecs for header in blocks_of(tmp_path)] == [
+        True
+    ]
     (packed,) = [one.finals["observation/c"] for one in trajectories_of(tmp_path) if one.finals]
     assert packed.tobytes() == final.tobytes()
     columns = [one.column("observation/c") for one in trajectories_of(tmp_path)]
@@ -200,7 +264,10 @@ def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(tmp_path
 def test_a_chunk_is_decoded_once_for_neighbouring_batches(folder, folders):
     """What is done to the file afterwards is not seen any more."""
     errors = coded.max_errors(folder)
-    ours, theirs = (RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in (folder, folders[1]))
+    ours, theirs = (
+        RolloutDataset(path, 2, device="cpu", flatten_observations=False)
+        for path in (folder, folders[1])
+    )
     coded.check_equal(ours.get_batch(1), theirs.get_batch(1), errors)
     for header in blocks_of(folder):
         with open(header.path, "r+b") as file:
@@ -213,7 +280,9 @@ def test_a_chunk_is_decoded_once_for_neighbouring_batches(folder, folders):
 
 def test_blocks_that_cannot_be_mapped_are_read_all_the_same(folders, without_maps):
     errors = coded.max_errors(folders[0])
-    ours, theirs = (RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders)
+    ours, theirs = (
+        RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders
+    )
     for _ in range(3):
         coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
 
@@ -223,9 +292,12 @@ def test_blocks_that_are_removed_stay_readable_and_the_index_cache_knows_chunks(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours, theirs = (
-            RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in (folder, folders[1])
+            RolloutDataset(path, 2, device="cpu", flatten_observations=False)
+            for path in (folder, folders[1])
         )
-        coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors := coded.max_errors(folder))
+        coded.check_equal(
+            ours.get_batch(9), theirs.get_batch(9), errors := coded.max_errors(folder)
+        )
     for path in folder.glob("*.h5"):
         path.unlink()
     coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
@@ -238,23 +310,37 @@ def test_info_tells_codecs_sizes_and_errors(folders, capsys):
     assert main(["info", "--json", str(folders[0])]) == 0
     about = json.loads(capsys.readouterr().out)["coded"]
     assert set(about) == {f"observation/{name}" for name in coded.CODECS}
-    assert about["observation/rgb"]["codecs"] == ["lz4"] and about["observation/rgb"]["max_error"] == 0
+    assert (
+        about["observation/rgb"]["codecs"] == ["lz4"] and about["observation/rgb"]["max_error"] == 0
+    )
     assert 0 < about["observation/rgb"]["num_bytes"] < about["observation/rgb"]["num_raw_bytes"]
-    assert about["observation/segments"]["codecs"] != ["auto"] and 0 < about["observation/far"]["max_error"] < 1e-3
+    assert (
+        about["observation/segments"]["codecs"] != ["auto"]
+        and 0 < about["observation/far"]["max_error"] < 1e-3
+    )
 
 
 def test_info_is_strict_json_where_a_nan_has_no_image_value(tmp_path, capsys):
-    options = {"obs_disassemble_mapping": {"a": "normalized_image", "b": "normalized_image+lz4"}, "durable": False}
+    options = {
+        "obs_disassemble_mapping": {"a": "normalized_image", "b": "normalized_image+lz4"},
+        "durable": False,
+    }
     with RolloutWriter(tmp_path, 1, metadata={"known": [math.inf]}, **options) as writer:
         for value in (0.25, math.nan):
             one = np.full((1, 3), value, np.float32)
-            writer.add(observation={"a": one, "b": one}, action=np.zeros((1, 1)), reward=np.zeros(1))
+            writer.add(
+                observation={"a": one, "b": one}, action=np.zeros((1, 1)), reward=np.zeros(1)
+            )
     (recorded,) = trajectories_of(tmp_path)
     assert all(recorded.column(f"observation/{name}")[1].tolist() == [0, 0, 0] for name in "ab")
     assert coded.max_errors(tmp_path) == {"observation/a": math.inf, "observation/b": math.inf}
     assert main(["info", "--json", str(tmp_path)]) == 0
     about = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert about["coded"]["observation/a"]["max_error"] is about["coded"]["observation/b"]["max_error"] is None
+    assert (
+        about["coded"]["observation/a"]["max_error"]
+        is about["coded"]["observation/b"]["max_error"]
+        is None
+    )
     assert main(["info", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("error up to inf") == 2
 
@@ -268,9 +354,9 @@ class Cameras:
         self.t = 0
 
     def get_observations(self):
-        image = torch.full((2, 8, 8, 3), self.t, dtype=torch.uint8) + torch.arange(2, dtype=torch.uint8).view(
-            2, 1, 1, 1
-        )
+        image = torch.full((2, 8, 8, 3), self.t, dtype=torch.uint8) + torch.arange(
+            2, dtype=torch.uint8
+        ).view(2, 1, 1, 1)
         return {"image": image, "range": torch.full((2, 16), float(self.t))}
 
     def reset(self):
@@ -293,20 +379,34 @@ def test_a_recorded_policy_has_coded_components(tmp_path):
     batch = RolloutDataset(tmp_path, 2, device="cpu", flatten_observations=False).get_batch(20)
     assert batch.observation["image"].dtype == torch.uint8
     step = batch.observation["range"][..., 0]
-    assert torch.equal(batch.observation["image"][..., 0, 0, 0], (step + torch.arange(2)).to(torch.uint8))
+    assert torch.equal(
+        batch.observation["image"][..., 0, 0, 0], (step + torch.arange(2)).to(torch.uint8)
+    )
     assert torch.equal(batch.observation["range"], step[..., None].expand(-1, -1, 16))
 
 
 def test_flat_observations_are_cut_into_coded_segments(tmp_path):
     segments = {"a": (4, 4), "b": (3,)}
     with RolloutWriter(
-        tmp_path, 2, obs_segments=segments, obs_disassemble_mapping={"a": "shuffle+lz4"}, durable=False
+        tmp_path,
+        2,
+        obs_segments=segments,
+        obs_disassemble_mapping={"a": "shuffle+lz4"},
+        durable=False,
     ) as writer:
         for t in range(20):
             flat = torch.arange(19).float().expand(2, 19) + t
-            writer.add(observation=flat, action=torch.zeros(2, 1), reward=torch.zeros(2), done=torch.zeros(2).bool())
+            writer.add(
+                observation=flat,
+                action=torch.zeros(2, 1),
+                reward=torch.zeros(2),
+                done=torch.zeros(2).bool(),
+            )
     batch = RolloutDataset(tmp_path, 2, device="cpu").get_batch(10)
-    assert torch.equal(batch.observation, torch.arange(19).float() + torch.arange(10).view(-1, 1, 1).expand(10, 2, 1))
+    assert torch.equal(
+        batch.observation,
+        torch.arange(19).float() + torch.arange(10).view(-1, 1, 1).expand(10, 2, 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,10 +416,16 @@ def test_flat_observations_are_cut_into_coded_segments(tmp_path):
         ("normalized_image+lz4", FieldTypeError, "expected a floating dtype or uint8, got int64."),
     ],
 )
-def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_written(tmp_path, codec, kind, text):
+def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_written(
+    tmp_path, codec, kind, text
+):
     writer = RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": codec}, durable=False)
     with pytest.raises(kind) as caught:
-        writer.add(observation={"a": np.zeros((1, 3), np.int64)}, action=np.zeros((1, 1)), reward=np.zeros(1))
+        writer.add(
+            observation={"a": np.zeros((1, 3), np.int64)},
+            action=np.zeros((1, 1)),
+            reward=np.zeros(1),
+        )
     assert text in str(caught.value)
     writer.close()
     assert not list(tmp_path.glob("*.h5"))
@@ -335,7 +441,9 @@ def test_naive_reading_of_one_field_agrees(folders):
         rows = header.locations[DATA]["observation/depth"][1]
         whole = field_values(header, DATA, "observation/depth", 0, rows)
         for start, stop in [(0, 1), (5, 17), (rows - 3, rows)]:
-            assert np.array_equal(field_values(header, DATA, "observation/depth", start, stop), whole[start:stop])
+            assert np.array_equal(
+                field_values(header, DATA, "observation/depth", start, stop), whole[start:stop]
+            )
 
 
 def test_frames_are_looked_up_by_time_in_chunks(folders):
@@ -344,7 +452,9 @@ def test_frames_are_looked_up_by_time_in_chunks(folders):
     ours, theirs = (RolloutDataset(path, 2, **options) for path in folders)
     for dataset in (ours, theirs):
         dataset.get_batch(2)
-    (batch, is_inside), (raw, same) = (dataset.get_batch_by_time(times) for dataset in (ours, theirs))
+    (batch, is_inside), (raw, same) = (
+        dataset.get_batch_by_time(times) for dataset in (ours, theirs)
+    )
     assert torch.equal(is_inside, same)
     assert torch.equal(batch.observation["rgb"], raw.observation["rgb"])
     assert torch.equal(batch.observation["depth"], raw.observation["depth"])
@@ -366,5 +476,7 @@ def test_chunks_reach_a_gpu(folders, cache):
     )
     for _ in range(4):
         batch, expected = on_gpu.get_batch(6), on_cpu.get_batch(6)
-        assert batch.observation.is_cuda and torch.equal(batch.observation.cpu(), expected.observation)
+        assert batch.observation.is_cuda and torch.equal(
+            batch.observation.cpu(), expected.observation
+        )
         assert torch.equal(batch.next_observation.cpu(), expected.next_observation)

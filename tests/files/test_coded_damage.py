@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.blocks.block_header import ABOUT, CODECS, DATA, header_crc, open_block, read_header
+from rollout_data.blocks.block_header import (
+    ABOUT,
+    CODECS,
+    DATA,
+    header_crc,
+    open_block,
+    read_header,
+)
 from rollout_data.tools.cli.command_line import main
 from storage.codecs import packers
 from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError
@@ -60,23 +67,34 @@ def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsy
     assert len(left) == len(good) - 1
     for one in left:
         same = next(other for other in good if other.number == one.number)
-        assert all(np.array_equal(one.column(name), same.column(name), equal_nan=True) for name in one.fields)
+        assert all(
+            np.array_equal(one.column(name), same.column(name), equal_nan=True)
+            for name in one.fields
+        )
         assert (one.finals is None) == (same.finals is None)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("dataset", [read_envs, read_windows], ids=["RolloutDataset", "WindowDataset"])
+@pytest.mark.parametrize(
+    "dataset", [read_envs, read_windows], ids=["RolloutDataset", "WindowDataset"]
+)
 @pytest.mark.parametrize("name", coded.CODECS)
 def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name, dataset):
     path = sorted(folder.glob("*.h5"))[0]
     number = damage(path, name)
-    place = rf"the block '{path}'" if dataset is read_envs else rf"frame \d+ of episode 'w:\d+' in '{path}'"
+    place = (
+        rf"the block '{path}'"
+        if dataset is read_envs
+        else rf"frame \d+ of episode 'w:\d+' in '{path}'"
+    )
     text = rf"cannot read {place}: expected checksum [0-9a-f]{{8}} in chunk {number} of data/observation/{name}"
     with pytest.raises(CorruptFileError, match=text):
         dataset(folder)
     header = read_header(path)
     row = int(header.chunks[DATA][f"observation/{name}"].rows[number])
-    with pytest.raises(CorruptFileError, match=rf"of chunk {number} in data/observation/{name}, got [0-9a-f]{{8}}"):
+    with pytest.raises(
+        CorruptFileError, match=rf"of chunk {number} in data/observation/{name}, got [0-9a-f]{{8}}"
+    ):
         header.read_rows(DATA, f"observation/{name}", row, row + 1)
 
 
@@ -85,7 +103,10 @@ def test_a_flipped_bit_of_a_checksum_is_found_by_verify_and_by_whoever_decodes_t
     with h5py.File(path, "r+") as file:
         sums = file["data/observation/rgb/checksums"]
         sums[1] ^= 4
-    with pytest.raises(CorruptFileError, match=r"column data/observation/rgb: expected checksum .* of chunk 1, got "):
+    with pytest.raises(
+        CorruptFileError,
+        match=r"column data/observation/rgb: expected checksum .* of chunk 1, got ",
+    ):
         open_block(path, verify=True)
     with pytest.raises(CorruptFileError, match="in chunk 1 of data/observation/rgb"):
         read_envs(folder)
@@ -98,14 +119,18 @@ def without_sums(file):
             del file[f"{table}/observation/{name}/checksums"]
 
 
-def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(folder, folders, tmp_path):
+def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(
+    folder, folders, tmp_path
+):
     (tmp_path / "old").mkdir()
     for path in sorted(folder.glob("*.h5")):
         remade(path, tmp_path / "old", without_sums).replace(path)
     assert main(["verify", str(folder)]) == 0
     assert main(["pack", str(folder), str(tmp_path / "packed")]) == 0
     packed = read_header(next((tmp_path / "packed").glob("*.h5")))
-    assert all((table.sums >= 0).all() for tables in packed.chunks.values() for table in tables.values())
+    assert all(
+        (table.sums >= 0).all() for tables in packed.chunks.values() for table in tables.values()
+    )
     batches = [
         RolloutDataset(path, 2, device="cpu", flatten_observations=False).get_batch(20).observation
         for path in (folder, folders[0])
@@ -123,7 +148,9 @@ def test_a_chunk_that_cannot_be_decoded_is_one_error_and_moves_no_cursor(folder)
     path.write_bytes(data)
     dataset = RolloutDataset(folder, 2, device="cpu")
     before = dataset.get_batch(1) and dataset.state_dict()
-    text = rf"cannot read the block '{path}': expected .* in chunk \d+ of data/observation/rgb, got "
+    text = (
+        rf"cannot read the block '{path}': expected .* in chunk \d+ of data/observation/rgb, got "
+    )
     for _ in range(2):
         with pytest.raises(CorruptFileError, match=text):
             dataset.get_batch(20)
@@ -151,10 +178,16 @@ def remade(path, tmp_path, edit):
     with h5py.File(copy, "r+") as file:
         edit(file)
         schema = json.loads(file.attrs["schema"])
-        places = [f"{table}/{field['name']}/offsets" for table in ("data", "final") for field in schema]
+        places = [
+            f"{table}/{field['name']}/offsets" for table in ("data", "final") for field in schema
+        ]
         about = [file.attrs[name] for name in (*ABOUT, CODECS) if name in file.attrs]
-        offsets = [file[place][()] for place in places if place in file and file[place].size < 10**6]
-        file.attrs["header_crc"] = header_crc(file["fragments"][()], file["reward_sums"][()], about, offsets)
+        offsets = [
+            file[place][()] for place in places if place in file and file[place].size < 10**6
+        ]
+        file.attrs["header_crc"] = header_crc(
+            file["fragments"][()], file["reward_sums"][()], about, offsets
+        )
     return copy
 
 
@@ -207,7 +240,13 @@ def huge_offsets(file):
     kind = h5py.h5t.NATIVE_INT64
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     settings.set_chunk((1 << 10, 2))
-    h5py.h5d.create(file.id, b"data/observation/rgb/offsets", kind, h5py.h5s.create_simple((1 << 60, 2)), settings)
+    h5py.h5d.create(
+        file.id,
+        b"data/observation/rgb/offsets",
+        kind,
+        h5py.h5s.create_simple((1 << 60, 2)),
+        settings,
+    )
 
 
 def moved(part, *steps):
@@ -216,7 +255,10 @@ def moved(part, *steps):
     def edit(file):
         found = file["data/observation/rgb/offsets"]
         add = np.array([sum(steps[: row + 1]) for row in range(len(found))], object)
-        wrapped = [(int(a) + int(b) + 2**63) % 2**64 - 2**63 for a, b in zip(found[:, part], add, strict=True)]
+        wrapped = [
+            (int(a) + int(b) + 2**63) % 2**64 - 2**63
+            for a, b in zip(found[:, part], add, strict=True)
+        ]
         found[:, part] = np.array(wrapped, np.int64)
 
     edit.__name__ = f"moved {part} {steps}"
@@ -253,7 +295,9 @@ EDITS = [
     without_codings,
     lambda file: file.attrs.__setitem__(CODECS, "[" * 50_000),
     lambda file: file.attrs.__setitem__(CODECS, 5),
-    lambda file: file.attrs.__setitem__(CODECS, '{"nothing": {"codec": "lz4", "max_error": 0, "frames_per_chunk": 8}}'),
+    lambda file: file.attrs.__setitem__(
+        CODECS, '{"nothing": {"codec": "lz4", "max_error": 0, "frames_per_chunk": 8}}'
+    ),
 ]
 
 
@@ -270,7 +314,9 @@ def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path
     tracemalloc.start()
     with pytest.raises(CorruptFileError) as caught:
         header = open_block(path, verify=True)
-        header.read_rows(DATA, "observation/rgb", 0, 20)  # a table may be right and its chunks others
+        header.read_rows(
+            DATA, "observation/rgb", 0, 20
+        )  # a table may be right and its chunks others
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(path) in str(caught.value) and peak < 4_000_000

@@ -25,14 +25,18 @@ def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders):
         cache.put(key, np.full(300, key, np.uint8))
         assert cache.get(key - 1 if key else 0) is not None
     cache.put("too large", np.zeros(1001, np.uint8))
-    assert [cache.get(key) is not None for key in (*range(10), "too large")] == [False] * 7 + [True] * 3 + [False]
+    assert [cache.get(key) is not None for key in (*range(10), "too large")] == [False] * 7 + [
+        True
+    ] * 3 + [False]
     cache.put(9, np.zeros(100, np.uint8))
     cache.put(10, np.zeros(300, np.uint8))
     assert [cache.get(key) is not None for key in range(7, 11)] == [True] * 4, "1000 bytes in all"
     errors = coded.max_errors(folders[0])
     for most in (0, 10_000):
         ours, theirs = (
-            RolloutDataset(path, 3, device="cpu", flatten_observations=False, chunk_cache_bytes=most)
+            RolloutDataset(
+                path, 3, device="cpu", flatten_observations=False, chunk_cache_bytes=most
+            )
             for path in folders
         )
         for _ in range(20):
@@ -47,18 +51,30 @@ def test_windows_are_the_same_whatever_is_kept(folders):
     for most in (0, 3000, 1 << 30):
         ours = WindowDataset(folders[0], 3, chunk_cache_bytes=most)
         for _ in range(2):
-            batch, expected = ours.__getitems__(range(len(ours))), whole.__getitems__(range(len(whole)))
+            batch, expected = (
+                ours.__getitems__(range(len(ours))),
+                whole.__getitems__(range(len(whole))),
+            )
             for name, values in flatten(batch["observation"]).items():
                 wanted = flatten(expected["observation"])[name]
                 error = errors.get(f"observation/{name}", 0.0)
-                assert torch.allclose(values.double(), wanted.double(), rtol=0, atol=error + 1e-9, equal_nan=True)
+                assert torch.allclose(
+                    values.double(), wanted.double(), rtol=0, atol=error + 1e-9, equal_nan=True
+                )
 
 
 def test_a_chunk_of_several_frames_is_64_mib_at_most(tmp_path):
-    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": "lz4"}, durable=False, frames_per_chunk=99) as writer:
+    with RolloutWriter(
+        tmp_path, 1, obs_disassemble_mapping={"a": "lz4"}, durable=False, frames_per_chunk=99
+    ) as writer:
         for t in range(65):
             image = np.zeros((1, 1024, 1024), np.uint8)
-            writer.add(observation={"a": image}, action=np.zeros((1, 1)), reward=np.zeros(1), done=[t == 64])
+            writer.add(
+                observation={"a": image},
+                action=np.zeros((1, 1)),
+                reward=np.zeros(1),
+                done=[t == 64],
+            )
     (path,) = tmp_path.glob("*.h5")
     table = read_header(path).chunks[DATA]["observation/a"]
     assert np.diff(table.rows).tolist() == [64, 1]
@@ -82,7 +98,12 @@ def test_a_large_black_frame_is_read_back(tmp_path, codec):
     with RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": codec}, durable=False) as writer:
         for value in (1, 0, 2):
             image = np.full((1, *shape), value, np.uint8)
-            writer.add(observation={"a": image}, action=np.zeros((1, 1)), reward=np.zeros(1), done=[value == 2])
+            writer.add(
+                observation={"a": image},
+                action=np.zeros((1, 1)),
+                reward=np.zeros(1),
+                done=[value == 2],
+            )
     windows = WindowDataset(tmp_path, 1).__getitems__(range(3))["observation"]["a"]
     assert torch.equal(windows.amax((1, 2, 3, 4)), torch.tensor([1, 0, 2], dtype=torch.uint8))
     assert torch.equal(windows.amin((1, 2, 3, 4)), torch.tensor([1, 0, 2], dtype=torch.uint8))
@@ -94,12 +115,23 @@ def test_so_many_frames_are_coded_together_as_were_asked_for(tmp_path, folders, 
     most = 0
     for header in blocks_of(path):
         for name, table in header.chunks[DATA].items():
-            assert np.diff(table.rows).max() <= frames_per_chunk == header.codings[name].frames_per_chunk
+            assert (
+                np.diff(table.rows).max()
+                <= frames_per_chunk
+                == header.codings[name].frames_per_chunk
+            )
             most = max(most, int(np.diff(table.rows).max()))
-    assert most == min(frames_per_chunk, max(int(header.fragments["length"].max()) for header in blocks_of(path)))
-    ours, theirs = (RolloutDataset(one, 3, device="cpu", flatten_observations=False) for one in (path, folders[1]))
+    assert most == min(
+        frames_per_chunk, max(int(header.fragments["length"].max()) for header in blocks_of(path))
+    )
+    ours, theirs = (
+        RolloutDataset(one, 3, device="cpu", flatten_observations=False)
+        for one in (path, folders[1])
+    )
     for _ in range(4):
         coded.check_equal(ours.get_batch(7), theirs.get_batch(7), coded.max_errors(path))
     for wrong in (0, 2.5, "8"):
-        with pytest.raises(UsageError, match="cannot create a RolloutWriter: expected frames_per_chunk >= 1"):
+        with pytest.raises(
+            UsageError, match="cannot create a RolloutWriter: expected frames_per_chunk >= 1"
+        ):
             RolloutWriter(tmp_path / "other", 1, frames_per_chunk=wrong)

@@ -34,7 +34,11 @@ def walk(tmp_path: Path) -> Path:
     with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
         for number, length in enumerate(LENGTHS):
             for t in range(length):
-                about = {"task": "pick" if number == 1 else "", "success": number == 2} if t == length - 1 else None
+                about = (
+                    {"task": "pick" if number == 1 else "", "success": number == 2}
+                    if t == length - 1
+                    else None
+                )
                 writer.add(
                     observation=np.full((1, 2), 10.0 * number + t),
                     action=np.zeros((1, 1)),
@@ -59,7 +63,9 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> RunCommand:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_the_function_and_an_example_of_the_command(name: str, run_command: RunCommand) -> None:
+def test_help_shows_the_function_and_an_example_of_the_command(
+    name: str, run_command: RunCommand
+) -> None:
     row = COMMANDS[name]
     code, out, err = run_command([name, "--help"])
     assert (code, err) == (0, "") and row.summary in " ".join(out.split())
@@ -90,7 +96,10 @@ def test_the_overview_has_every_command_with_its_summary(run_command: RunCommand
         ("info nowhere", "nowhere': expected a folder, got nothing there"),
         ("pack x", "expected either OUT_DIR or --in-place, got neither"),
         ("convert WALK y --to lerbot", "one of 'lerobot', "),
-        ("convert WALK y --option nonsense=1", "expected 'obs_disassemble_mapping', got 'nonsense'"),
+        (
+            "convert WALK y --option nonsense=1",
+            "expected 'obs_disassemble_mapping', got 'nonsense'",
+        ),
         ("convert WALK WALK", "expected target as a place outside of"),
         ("convert WALK y --option nonsense", "expected NAME=VALUE, got 'nonsense'"),
         ("ls WALK --select nobody", "'nobody'"),
@@ -105,18 +114,28 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(walk.parent)
     code, out, err = run_command(call.replace("WALK", walk.name).split())
-    assert code == 2 and out == "" and len(err.splitlines()) == 1 and told in err and err.startswith("rollout-data")
+    assert (
+        code == 2
+        and out == ""
+        and len(err.splitlines()) == 1
+        and told in err
+        and err.startswith("rollout-data")
+    )
 
 
 @pytest.mark.parametrize("call", ["bench", "doctor WALK --sarif out.json", "repair WALK out --yes"])
-def test_removed_commands_and_options_are_wrong_calls(walk: Path, run_command: RunCommand, call: str) -> None:
+def test_removed_commands_and_options_are_wrong_calls(
+    walk: Path, run_command: RunCommand, call: str
+) -> None:
     code, _, err = run_command(call.replace("WALK", str(walk)).split())
     assert code == 2 and len(err.splitlines()) == 1
     with pytest.raises(TypeError, match="yes"):
         rollout_data.repair(walk, walk.parent / "out", yes=True)  # type: ignore[call-arg]
 
 
-def test_a_unique_beginning_of_a_command_name_is_enough(walk: Path, run_command: RunCommand) -> None:
+def test_a_unique_beginning_of_a_command_name_is_enough(
+    walk: Path, run_command: RunCommand
+) -> None:
     assert run_command(["inf", walk]) == run_command(["info", walk])
     assert run_command(["ver", walk, "--json"]) == run_command(["verify", walk, "--json"])
 
@@ -147,11 +166,17 @@ def test_select_takes_ids_and_conditions(
     recording = rollout_data.open(walk)
     given = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
     assert selected(recording, given).ids == [recording.ids[number] for number in numbers]
-    code, out, _ = run_command(["ls", walk, "--json", *(part for one in given for part in ("--select", one))])
-    assert code == 0 and [row["length"] for row in json.loads(out)] == [LENGTHS[number] for number in numbers]
+    code, out, _ = run_command(
+        ["ls", walk, "--json", *(part for one in given for part in ("--select", one))]
+    )
+    assert code == 0 and [row["length"] for row in json.loads(out)] == [
+        LENGTHS[number] for number in numbers
+    ]
 
 
-def test_convert_writes_the_selected_episodes_and_resumes_with_the_same(walk: Path, run_command: RunCommand) -> None:
+def test_convert_writes_the_selected_episodes_and_resumes_with_the_same(
+    walk: Path, run_command: RunCommand
+) -> None:
     call = ["convert", walk, walk.parent / "long", "--select", "length>3", "--json"]
     code, out, err = run_command(call)
     assert (code, err) == (0, "") and json.loads(out)["num_episodes"] == 2
@@ -159,7 +184,9 @@ def test_convert_writes_the_selected_episodes_and_resumes_with_the_same(walk: Pa
     assert json.loads(run_command(call)[1])["num_present"] == 2
 
 
-@pytest.mark.parametrize("call", ["info", "ls", "convert - OUT", "verify", "pack - OUT", "prune - --frames 3"])
+@pytest.mark.parametrize(
+    "call", ["info", "ls", "convert - OUT", "verify", "pack - OUT", "prune - --frames 3"]
+)
 def test_json_prints_nothing_else(walk: Path, run_command: RunCommand, call: str) -> None:
     name, *rest = call.replace("OUT", str(walk.parent / "out")).split()
     code, out, err = run_command([name, walk, *rest[1:], "--json"])
@@ -167,7 +194,12 @@ def test_json_prints_nothing_else(walk: Path, run_command: RunCommand, call: str
 
 
 #: What commands need besides the data; of others nothing, which is a wrong call.
-REST = {"convert": ["OUT"], "pack": ["OUT"], "prune": ["--frames", "3"], "push": ["memory://nowhere"]}
+REST = {
+    "convert": ["OUT"],
+    "pack": ["OUT"],
+    "prune": ["--frames", "3"],
+    "push": ["memory://nowhere"],
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -191,7 +223,12 @@ def test_a_path_without_data_is_an_error_of_one_line_and_creates_nothing(
     if name == "doctor" and kind in ("empty", "file"):
         assert code == 1 and "FIL03" in out and err == ""  # which is what it found
         return
-    assert code in (1, 2) and out == "" and len(err.splitlines()) == 1 and err.startswith(f"rollout-data {name}: ")
+    assert (
+        code in (1, 2)
+        and out == ""
+        and len(err.splitlines()) == 1
+        and err.startswith(f"rollout-data {name}: ")
+    )
     assert sorted(tmp_path.iterdir()) == before and not (kind == "empty" and list(path.iterdir()))
 
 
@@ -211,7 +248,9 @@ def test_commands_run_in_terminals_of_any_width(
 def test_a_closed_pipe_prints_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "rollout_data", "--help"], stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_data", "--help"], stdout=writer, stderr=subprocess.PIPE
+    )
     os.close(writer)
     assert len(done.stderr.splitlines()) <= 1 and b"Traceback" not in done.stderr
 
@@ -222,7 +261,10 @@ LONG = (
     "convert - OUT",
     "pack - OUT",
     "prune - --frames 3",
-    pytest.param("push - memory://progress", marks=pytest.mark.skipif(not find_spec("fsspec"), reason="no fsspec")),
+    pytest.param(
+        "push - memory://progress",
+        marks=pytest.mark.skipif(not find_spec("fsspec"), reason="no fsspec"),
+    ),
 )
 
 
@@ -245,7 +287,11 @@ def test_warnings_are_one_line_each_on_stderr(
         return commands.Answer({}, [])
 
     monkeypatch.setattr(commands, "info", warn)
-    assert run_command(["info", walk, "--json"]) == (0, "{}\n", "rollout-data info: warning: two\\nlines\n")
+    assert run_command(["info", walk, "--json"]) == (
+        0,
+        "{}\n",
+        "rollout-data info: warning: two\\nlines\n",
+    )
 
 
 def test_ctrl_c_prints_one_line_and_exits_with_130(
@@ -269,7 +315,9 @@ def test_an_internal_error_keeps_its_traceback(
 def test_help_is_quick_because_it_does_not_import_torch() -> None:
     call = "from rollout_data.tools.cli.command_line import main; main(['--help'])"
     script = f"import sys; {call}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=150
+    )
     assert done.returncode == 0 and done.stdout.endswith("\nFalse\n")
 
 

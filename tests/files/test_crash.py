@@ -17,5 +17,7 @@ def test_a_killed_recorder_leaves_whole_blocks_and_loses_one_at_most(tmp_path):
 
 def test_ctrl_c_at_any_instant_publishes_all_that_was_added(tmp_path):
     with workers(WORK) as process:
-        published = [interrupt_one(process, tmp_path / f"{seed}", seed) for seed in range(50, 50 + NUM_KILLS)]
+        published = [
+            interrupt_one(process, tmp_path / f"{seed}", seed) for seed in range(50, 50 + NUM_KILLS)
+        ]
     assert any(published)

@@ -43,7 +43,10 @@ class NaiveStream:
         return shown
 
     def look(self):
-        return [(trajectory, min(frame, self.lengths[trajectory] - 1)) for trajectory, frame in self.envs]
+        return [
+            (trajectory, min(frame, self.lengths[trajectory] - 1))
+            for trajectory, frame in self.envs
+        ]
 
 
 @st.composite
@@ -62,7 +65,13 @@ def streams(draw):
 
 def deals_of(lengths, passes, source):
     return [
-        Deal(np.array(lengths), np.array([t for t, _ in p]), np.array([f for _, f in p]), number, source[number])
+        Deal(
+            np.array(lengths),
+            np.array([t for t, _ in p]),
+            np.array([f for _, f in p]),
+            number,
+            source[number],
+        )
         for number, p in enumerate(passes)
     ]
 
@@ -87,16 +96,23 @@ def test_any_cutting_into_calls_equals_stepping_one_frame_at_a_time(stream, call
 
 @pytest.mark.parametrize("has_one_source", [True, False])
 @pytest.mark.parametrize("longest", [2, 6, 40])
-def test_many_trajectories_that_end_within_a_call_are_dealt_in_the_order_of_time_and_env(longest, has_one_source):
+def test_many_trajectories_that_end_within_a_call_are_dealt_in_the_order_of_time_and_env(
+    longest, has_one_source
+):
     chance = np.random.default_rng(longest)
     lengths = chance.integers(1, longest + 1, 500).tolist()
-    passes = [[(t, int(chance.integers(lengths[t]))) for t in chance.permutation(500).tolist()] for _ in range(3)]
+    passes = [
+        [(t, int(chance.integers(lengths[t]))) for t in chance.permutation(500).tolist()]
+        for _ in range(3)
+    ]
     check_against_stepping(70, lengths, passes, [30, 1, 7, 30, 500 * longest // 70], has_one_source)
 
 
 def check_against_stepping(num_envs, lengths, passes, calls, has_one_source):
     naive = NaiveStream(num_envs, lengths, passes)
-    sources = ["one"] * len(passes) if has_one_source else [str(number) for number in range(len(passes))]
+    sources = (
+        ["one"] * len(passes) if has_one_source else [str(number) for number in range(len(passes))]
+    )
     deals = deals_of(lengths, passes, sources)
 
     def next_pass(deal, in_use):
@@ -137,39 +153,63 @@ def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
 
 
 @settings(max_examples=200, deadline=None)
-@given(streams(), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.booleans())
-def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(stream, calls, num_shares, has_one_source):
+@given(
+    streams(), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.booleans()
+)
+def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(
+    stream, calls, num_shares, has_one_source
+):
     num_envs, lengths, passes = stream
-    deals = deals_of(lengths, passes, ["one" if has_one_source else str(number) for number in range(len(passes))])
+    deals = deals_of(
+        lengths, passes, ["one" if has_one_source else str(number) for number in range(len(passes))]
+    )
 
     def next_pass(deal, in_use):
         return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
 
     state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
     for num_steps in calls:
-        shares = [slice(n * num_envs // num_shares, (n + 1) * num_envs // num_shares) for n in range(num_shares)]
+        shares = [
+            slice(n * num_envs // num_shares, (n + 1) * num_envs // num_shares)
+            for n in range(num_shares)
+        ]
         plan, after, deal_after = plan_steps(state, deal, num_steps, next_pass)
         for share in shares:
             part, its_after, its_deal = plan_steps(state, deal, num_steps, next_pass, share=share)
-            assert all(np.array_equal(*pair) for pair in zip(its_after, after, strict=True)) and its_deal is deal_after
+            assert (
+                all(np.array_equal(*pair) for pair in zip(its_after, after, strict=True))
+                and its_deal is deal_after
+            )
             expected = share_of(plan, np.arange(num_envs)[share])
-            assert (part.num_valid == expected.num_valid).all() and part.is_full == (plan.num_valid == num_steps).all()
+            assert (part.num_valid == expected.num_valid).all() and part.is_full == (
+                plan.num_valid == num_steps
+            ).all()
             firsts = [
-                set(zip(one.first_env.tolist(), one.first_time.tolist(), strict=True)) for one in (part, expected)
+                set(zip(one.first_env.tolist(), one.first_time.tolist(), strict=True))
+                for one in (part, expected)
             ]
             assert firsts[0] == firsts[1] and len(part.parts) == len(plan.parts)
             for mine, whole in zip(part.parts, expected.parts, strict=True):
                 assert mine.deal is whole.deal
-                assert all(map(np.array_equal, (*mine.pieces, *mine.ends), (*whole.pieces, *whole.ends)))
+                assert all(
+                    map(np.array_equal, (*mine.pieces, *mine.ends), (*whole.pieces, *whole.ends))
+                )
         state, deal = after, deal_after
 
 
 def test_inputs_are_not_changed():
     deal = Deal(np.array([2, 2, 2]), np.array([0, 1, 2]), np.zeros(3, np.int64))
     state, _ = deal_next(StreamState.fresh(2), np.arange(2), deal, lambda deal, in_use: None)
-    kept = [state.trajectory.copy(), state.left.copy(), state.is_first.copy(), state.is_exhausted.copy()]
+    kept = [
+        state.trajectory.copy(),
+        state.left.copy(),
+        state.is_first.copy(),
+        state.is_exhausted.copy(),
+    ]
     plan_steps(state, deal, 5, lambda deal, in_use: None)
-    for array, old in zip((state.trajectory, state.left, state.is_first, state.is_exhausted), kept, strict=True):
+    for array, old in zip(
+        (state.trajectory, state.left, state.is_first, state.is_exhausted), kept, strict=True
+    ):
         assert (array == old).all()
 
 

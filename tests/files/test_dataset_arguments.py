@@ -49,23 +49,34 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
         with pytest.raises(UsageError, match=r"expected state as returned by state_dict\(\)"):
             dataset.load_state_dict(state)
     for times in ([0.0, 1.0, 2.0], "now", None):
-        with pytest.raises(UsageError, match="expected time_s in seconds, one number or 2, one for each env"):
+        with pytest.raises(
+            UsageError, match="expected time_s in seconds, one number or 2, one for each env"
+        ):
             dataset.get_batch_by_time(times)
-    assert not torch.equal(dataset.get_batch().observation, first.observation)  # nothing was started again
+    assert not torch.equal(
+        dataset.get_batch().observation, first.observation
+    )  # nothing was started again
 
 
 def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
     with RolloutWriter(tmp_path, 1, metadata={"frame_rate_hz": "fast"}) as writer:
         writer.add(observation=torch.zeros(1, 1), action=torch.zeros(1, 1), done=[True])
-    with pytest.raises(UsageError, match="expected frame_rate_hz > 0 frames per second, got 'fast'"):
+    with pytest.raises(
+        UsageError, match="expected frame_rate_hz > 0 frames per second, got 'fast'"
+    ):
         RolloutDataset(tmp_path, 1, device="cpu").reference_length_s()
-    assert float(RolloutDataset(tmp_path, 1, device="cpu", frame_rate_hz=1).reference_length_s()) == 0
+    assert (
+        float(RolloutDataset(tmp_path, 1, device="cpu", frame_rate_hz=1).reference_length_s()) == 0
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"min_timesteps": math.nan}, {"min_timesteps": "a"}, {"seed": "x"}, {"seed": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"min_timesteps": math.nan}, {"min_timesteps": "a"}, {"seed": "x"}, {"seed": 1.5}]
+)
 def test_wrong_arguments_of_a_recording_are_refused(tmp_path, wrong):
     with pytest.raises(
-        UsageError, match=f"cannot call rollout_data.record_demonstrations: expected {next(iter(wrong))}"
+        UsageError,
+        match=f"cannot call rollout_data.record_demonstrations: expected {next(iter(wrong))}",
     ):
         record_demonstrations(None, None, tmp_path, **{"min_timesteps": 1, **wrong})
 

@@ -12,7 +12,13 @@ import torch
 
 from rollout_data.blocks.block_content import ArrayRows, BlockContent
 from rollout_data.blocks.block_folder import BlockFolder
-from rollout_data.blocks.block_header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of, open_block
+from rollout_data.blocks.block_header import (
+    DROPPED,
+    FRAGMENT_DTYPE,
+    MAX_HOLLOW_BYTES,
+    layouts_of,
+    open_block,
+)
 from rollout_data.blocks.folder_metadata import load_metadata
 from rollout_data.blocks.row_layout import RowLayout
 from rollout_data.blocks.write_block import write_block
@@ -26,7 +32,10 @@ __all__ = ["block"]  # the fixture
 
 def many_fields(count: int) -> list[dict]:
     """Fields of one row each, as a schema's JSON has them; they take more than 64 bytes each."""
-    return [{"name": f"field {number:06d}", "shape": [], "dtype": "bool", "codec": "raw"} for number in range(count)]
+    return [
+        {"name": f"field {number:06d}", "shape": [], "dtype": "bool", "codec": "raw"}
+        for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,9 @@ def test_names_that_stand_twice_are_all_told():
 
 def test_fields_are_compared_by_name_only_once(monkeypatch):
     """The work grows with the number of fields, not with its square: each field that is alone is looked up by name."""
-    schema = Schema.from_json([{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)])
+    schema = Schema.from_json(
+        [{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)]
+    )
     monkeypatch.setattr(Field, "__eq__", lambda *_: pytest.fail("compared fields"))
     assert list(RowLayout(schema).columns) == list(schema)
 
@@ -135,11 +146,18 @@ def test_zeros_that_a_copy_left_out_are_read(tmp_path, table, fields, num_reward
     """A table with a row for each fragment may be all zeros, which `cp --sparse` makes a hole."""
     count = 40_000
     fragments = np.zeros(count, FRAGMENT_DTYPE)
-    fragments["trajectory"], fragments["final_row"], fragments["flags"] = np.arange(count), -1, DROPPED
+    fragments["trajectory"], fragments["final_row"], fragments["flags"] = (
+        np.arange(count),
+        -1,
+        DROPPED,
+    )
     fragments["end_time_ns"], fragments["policy_version"] = 1, -1
     schema = Schema(fields)
     tables = {
-        name: {column: ArrayRows(np.zeros((0, spot.row_bytes), np.uint8)) for column, spot in layout.columns.items()}
+        name: {
+            column: ArrayRows(np.zeros((0, spot.row_bytes), np.uint8))
+            for column, spot in layout.columns.items()
+        }
         for name, layout in layouts_of(schema).items()
     }
     content = BlockContent(schema, "w", 0, fragments, np.zeros((count, num_rewards)), tables)
@@ -156,7 +174,9 @@ def test_zeros_that_a_copy_left_out_are_read(tmp_path, table, fields, num_reward
     assert len(open_block(copy).fragments) == count
 
 
-@pytest.mark.parametrize(("num_rows", "num_rewards"), [(40_000, 129), (70_000, 128)], ids=["row", "table"])
+@pytest.mark.parametrize(
+    ("num_rows", "num_rewards"), [(40_000, 129), (70_000, 128)], ids=["row", "table"]
+)
 def test_a_hole_that_is_too_large_for_zeros_is_refused(block, tmp_path, num_rows, num_rewards):
     def edit(file):
         replace(file, "fragments", data=np.resize(file["fragments"][:], num_rows))

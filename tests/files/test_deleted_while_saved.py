@@ -43,15 +43,23 @@ def valid_of(batch, gone=()):
 def names_of(ranks):
     """What ranks name, each of them once."""
     for rank in ranks:
-        assert rank.num_lost_trajectories == len(rank.problems) == len({str(one) for one in rank.problems})
+        assert (
+            rank.num_lost_trajectories
+            == len(rank.problems)
+            == len({str(one) for one in rank.problems})
+        )
     return {str(one) for rank in ranks for one in rank.problems}
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"dataset_loops": 3}, {"refresh_s": 0.0}], ids=str)
-def test_what_is_left_of_a_deleted_trajectory_is_not_valid_and_no_other_stream_moves(tmp_path, seed, shuffle, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": "ram"}, {"dataset_loops": 3}, {"refresh_s": 0.0}], ids=str
+)
+def test_what_is_left_of_a_deleted_trajectory_is_not_valid_and_no_other_stream_moves(
+    tmp_path, seed, shuffle, options
+):
     chance, folder = random.Random(seed), folder_of(tmp_path)
     options = {"random_shuffle_traj_order": shuffle, "starting_frame_range": (0, 2), **options}
     uninterrupted = [opened(folder.data_dir, **options)]
@@ -60,7 +68,9 @@ def test_what_is_left_of_a_deleted_trajectory_is_not_valid_and_no_other_stream_m
     state = json.loads(json.dumps(uninterrupted[0].state_dict()))
     gone = chance.sample(sorted(set(playing(folder, state))), 3)
     folder.delete(gone)
-    expected = [next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)]  # its files are mapped still
+    expected = [
+        next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)
+    ]  # its files are mapped still
     total = chance.choice([1, 2, 3])
     ranks = [opened(folder.data_dir, (rank, total), **options) for rank in range(total)]
     for rank in ranks:
@@ -92,8 +102,16 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
             batches = rollout_data.loader(other, num_workers)
             batches.load_state_dict(state)
             rest = list(batches)
-            frames = sorted(tuple(frame[:2]) for batch in rest for env in seen(batch) for frame in env if frame[2])
-            assert not {number for number, _ in frames} & set(gone) and len(set(frames)) == len(frames)
+            frames = sorted(
+                tuple(frame[:2])
+                for batch in rest
+                for env in seen(batch)
+                for frame in env
+                if frame[2]
+            )
+            assert not {number for number, _ in frames} & set(gone) and len(set(frames)) == len(
+                frames
+            )
             zeros = [batch.observation[~batch.valid & ~batch.is_last] for batch in rest]
             assert not torch.cat(zeros).any()
             assert other.num_lost_trajectories == 2 and len(other.problems) == 2
@@ -141,7 +159,10 @@ def test_a_trajectory_of_which_some_blocks_are_left_counts_as_deleted(tmp_path, 
     record(tmp_path, [9, 9, 3, 3], num_envs=2, flush_every=4)
     uninterrupted = [opened(tmp_path, num_envs=2, dataset_loops=2)]
     next_of_all(uninterrupted, 1)
-    state, expected = uninterrupted[0].state_dict(), [next_of_all(uninterrupted, 2) for _ in range(6)]
+    state, expected = (
+        uninterrupted[0].state_dict(),
+        [next_of_all(uninterrupted, 2) for _ in range(6)],
+    )
     sorted(tmp_path.glob("*.h5"))[0 if first else 1].unlink()
     resumed = [opened(tmp_path, num_envs=2, dataset_loops=2)]
     resumed[0].load_state_dict(state)
@@ -150,7 +171,9 @@ def test_a_trajectory_of_which_some_blocks_are_left_counts_as_deleted(tmp_path, 
     assert resumed[0].num_lost_trajectories == 2
 
 
-@pytest.mark.parametrize("length", [[0] * NUM_ENVS, [-1] * NUM_ENVS, [1 << 60] * NUM_ENVS, [9], None, ["9"] * NUM_ENVS])
+@pytest.mark.parametrize(
+    "length", [[0] * NUM_ENVS, [-1] * NUM_ENVS, [1 << 60] * NUM_ENVS, [9], None, ["9"] * NUM_ENVS]
+)
 def test_forged_lengths_are_refused(tmp_path, length):
     record(tmp_path, [5] * NUM_ENVS)
     dataset = opened(tmp_path)

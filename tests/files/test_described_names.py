@@ -12,7 +12,13 @@ import torch
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter, loader
-from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, WaitTimeoutError
+from storage.errors import (
+    FieldTypeError,
+    MissingFieldError,
+    SchemaError,
+    UsageError,
+    WaitTimeoutError,
+)
 from tests.files.recorded import record
 
 OLDER = Path(__file__).parents[1] / "data" / "trajectory_folders"
@@ -44,16 +50,23 @@ def test_the_frames_of_a_recorded_trajectory_are_all_of_it(tmp_path):
     recording, dataset = rollout_data.open(tmp_path), stream(tmp_path)
     assert [dataset.get_frame_range(name) for name in recording.ids] == [(0, 4), (0, 7), (0, 2)]
     names = rollout_data.open(OLDER / "components").ids
-    assert [stream(OLDER / "components").get_frame_range(name) for name in names] == [(0, 5), (0, 4)]
+    assert [stream(OLDER / "components").get_frame_range(name) for name in names] == [
+        (0, 5),
+        (0, 4),
+    ]
 
 
 def test_a_name_of_trajectories_in_two_folders_is_refused_and_their_own_names_work(tmp_path):
     for folder, length in (("first", 3), ("second", 5)):
         with RolloutWriter(tmp_path / folder, 1, writer_name="w", durable=False) as writer:
             done = np.arange(length)[:, None] == length - 1
-            writer.add_rollout(observation=np.zeros((length, 1, 2)), action=np.zeros((length, 1, 1)), done=done)
+            writer.add_rollout(
+                observation=np.zeros((length, 1, 2)), action=np.zeros((length, 1, 1)), done=done
+            )
     dataset = stream([tmp_path / "first", tmp_path / "second"])
-    with pytest.raises(UsageError, match="the name of one trajectory, such as '0:w:0' or '1:w:0', got 'w:0'"):
+    with pytest.raises(
+        UsageError, match="the name of one trajectory, such as '0:w:0' or '1:w:0', got 'w:0'"
+    ):
         dataset.get_frame_range("w:0")
     assert dataset.get_frame_range("0:w:0") == (0, 3) and dataset.get_frame_range("1:w:0") == (0, 5)
 
@@ -61,7 +74,9 @@ def test_a_name_of_trajectories_in_two_folders_is_refused_and_their_own_names_wo
 @pytest.mark.parametrize("name", ["traj_1_2.txt", "nobody:0", "w", "w:-1", "", 3, None])
 def test_other_names_raise_an_error_that_names_the_call(tmp_path, name):
     record(tmp_path, [2])
-    with pytest.raises(UsageError, match=r"RolloutDataset\.get_frame_range: expected filename as 'traj_START_END"):
+    with pytest.raises(
+        UsageError, match=r"RolloutDataset\.get_frame_range: expected filename as 'traj_START_END"
+    ):
         stream(tmp_path).get_frame_range(name)
 
 
@@ -73,7 +88,9 @@ def test_components_of_a_chunk_are_joined_as_batches_have_them():
     dataset = stream(folder)
     for number in range(2):
         chunks = sorted(folder.glob(f"trajectory_{number}/*"))
-        parts = [dataset.assemble_obs_components(pickle.loads(path.read_bytes())) for path in chunks]
+        parts = [
+            dataset.assemble_obs_components(pickle.loads(path.read_bytes())) for path in chunks
+        ]
         length = sum(len(part) for part in parts)
         assert torch.equal(torch.cat(parts), dataset.get_batch(length).observation[:, 0])
 
@@ -83,8 +100,12 @@ def test_components_of_a_recording_may_have_any_of_their_names(tmp_path):
         "proprio": np.arange(12, dtype=np.float32).reshape(4, 1, 3),
         "depth": np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 1, 2, 3),
     }
-    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"depth": "normalized_image"}, durable=False) as writer:
-        writer.add_rollout(observation=rows, action=np.zeros((4, 1, 1)), done=np.arange(4)[:, None] == 3)
+    with RolloutWriter(
+        tmp_path, 1, obs_disassemble_mapping={"depth": "normalized_image"}, durable=False
+    ) as writer:
+        writer.add_rollout(
+            observation=rows, action=np.zeros((4, 1, 1)), done=np.arange(4)[:, None] == 3
+        )
     dataset = stream(tmp_path)
     expected = dataset.get_batch(4).observation[:, 0]
     episode = rollout_data.open(tmp_path)[0].observation
@@ -92,8 +113,15 @@ def test_components_of_a_recording_may_have_any_of_their_names(tmp_path):
     given = [
         {"observation": episode},
         {"observation/depth": episode["depth"], "observation/proprio": episode["proprio"]},
-        {"depth": torch.as_tensor(episode["depth"]), "proprio": episode["proprio"].astype(np.float64)},
-        {"obs_depth": counts.reshape(4, 6), "obs_proprio": episode["proprio"], "actions": np.zeros((4, 1))},
+        {
+            "depth": torch.as_tensor(episode["depth"]),
+            "proprio": episode["proprio"].astype(np.float64),
+        },
+        {
+            "obs_depth": counts.reshape(4, 6),
+            "obs_proprio": episode["proprio"],
+            "actions": np.zeros((4, 1)),
+        },
     ]
     for traj_data in given:
         found = dataset.assemble_obs_components(traj_data)
@@ -115,10 +143,22 @@ def test_an_observation_without_components_is_returned_as_it_is(tmp_path):
     ("traj_data", "error", "text"),
     [
         ({}, MissingFieldError, "'obs_proprio' or 'observation/proprio' or 'proprio', got nothing"),
-        ({"obs_proprio": np.zeros((2, 4))}, SchemaError, r"with 'obs_proprio': expected shape \[T, 3\], got \[2, 4\]"),
-        ({"obs_proprio": np.zeros((2, 3), complex)}, FieldTypeError, "with 'obs_proprio': expected float32"),
         (
-            {"obs_proprio": np.zeros((2, 3)), "obs_depth": np.zeros((2, 6)), "obs_cmd": np.zeros((3, 2))},
+            {"obs_proprio": np.zeros((2, 4))},
+            SchemaError,
+            r"with 'obs_proprio': expected shape \[T, 3\], got \[2, 4\]",
+        ),
+        (
+            {"obs_proprio": np.zeros((2, 3), complex)},
+            FieldTypeError,
+            "with 'obs_proprio': expected float32",
+        ),
+        (
+            {
+                "obs_proprio": np.zeros((2, 3)),
+                "obs_depth": np.zeros((2, 6)),
+                "obs_cmd": np.zeros((3, 2)),
+            },
             SchemaError,
             "as many frames in each component",
         ),
@@ -164,7 +204,9 @@ def test_a_learner_waits_for_each_of_several_folders(tmp_path, monkeypatch, opti
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_of_a_loader_wait_too(tmp_path, num_workers):
-    dataset = stream(tmp_path / "later", keep_latest_n_trajs=2, num_transitions_per_env=7, wait_timeout_s=60)
+    dataset = stream(
+        tmp_path / "later", keep_latest_n_trajs=2, num_transitions_per_env=7, wait_timeout_s=60
+    )
     collector = threading.Timer(0.2, record, (tmp_path / "later", [3, 4]))
     collector.start()
     batch = next(iter(loader(dataset, num_workers=num_workers)))
@@ -176,12 +218,16 @@ def test_workers_of_a_loader_wait_too(tmp_path, num_workers):
 @pytest.mark.parametrize("call", ["get_batch", "read_dataset_directory"])
 def test_a_folder_that_does_not_come_in_time_is_named(tmp_path, options, call):
     dataset = stream(tmp_path / "none", wait_timeout_s=0, **options)
-    with pytest.raises(WaitTimeoutError, match=r"complete ones within 0 s, got no folder '.*none'\. Record more"):
+    with pytest.raises(
+        WaitTimeoutError, match=r"complete ones within 0 s, got no folder '.*none'\. Record more"
+    ):
         getattr(dataset, call)()
 
 
 @pytest.mark.parametrize("call", ["get_batch", "read_dataset_directory"])
-def test_a_missing_folder_is_an_error_at_once_where_no_data_are_announced(tmp_path, monkeypatch, call):
+def test_a_missing_folder_is_an_error_at_once_where_no_data_are_announced(
+    tmp_path, monkeypatch, call
+):
     waited = recorded_at_the_first_look(monkeypatch, tmp_path / "none", [3])
     with pytest.raises(UsageError, match="none': expected a folder, got nothing there") as caught:
         getattr(stream(tmp_path / "none"), call)()
@@ -202,7 +248,9 @@ def test_a_folder_that_was_removed_is_an_error_at_once(tmp_path, monkeypatch):
     assert not waited.is_set()
 
 
-def test_read_dataset_directory_waits_for_as_many_trajectories_as_the_environments_need(tmp_path, monkeypatch):
+def test_read_dataset_directory_waits_for_as_many_trajectories_as_the_environments_need(
+    tmp_path, monkeypatch
+):
     record(tmp_path, [3, 3])
     assert stream(tmp_path, 2).read_dataset_directory() is True
     assert stream(tmp_path, 4, dataset_loops=2).read_dataset_directory() is True
@@ -220,7 +268,9 @@ def test_read_dataset_directory_moves_no_cursor(tmp_path):
     state = dataset.state_dict()
     record(tmp_path, [4], first_number=2)
     assert dataset.read_dataset_directory() and dataset.state_dict() == state
-    assert first.observation[:, 0, 1].tolist() == [0, 1] and dataset.get_batch(2).observation[:, 0, 1].tolist() == [
+    assert first.observation[:, 0, 1].tolist() == [0, 1] and dataset.get_batch(2).observation[
+        :, 0, 1
+    ].tolist() == [
         2,
         3,
     ]

@@ -18,12 +18,24 @@ def test_what_open_gives_is_written_again_with_the_same_names(tmp_path):
         for frame in range(3):
             end = {"final_observation": nested} if frame == 2 else {}
             action = {"arm": {"left": ROW, "right": ROW + 1}}
-            writer.add(observation=nested, action=action, states={"robot": ROW + 5}, terminated=[frame == 2], **end)
+            writer.add(
+                observation=nested,
+                action=action,
+                states={"robot": ROW + 5},
+                terminated=[frame == 2],
+                **end,
+            )
     (mine,) = rollout_data.open(tmp_path / "a")
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         for frame in range(mine.length):
-            end = {"final_observation": {name: row[None] for name, row in mine.final_observation.items()}}
-            others = {name: mine[name][frame][None] for name in mine.schema if name.startswith("states/")}
+            end = {
+                "final_observation": {
+                    name: row[None] for name, row in mine.final_observation.items()
+                }
+            }
+            others = {
+                name: mine[name][frame][None] for name in mine.schema if name.startswith("states/")
+            }
             writer.add(
                 observation={name: rows[frame][None] for name, rows in mine.observation.items()},
                 action={name: rows[frame][None] for name, rows in mine.action.items()},

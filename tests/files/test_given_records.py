@@ -12,16 +12,27 @@ from storage.errors import RolloutDataWarning, SchemaError
 
 
 def test_what_is_left_out_of_keywords_is_said(tmp_path):
-    given = {"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1), "done": torch.ones(2, dtype=torch.bool)}
+    given = {
+        "observation": torch.zeros(2, 3),
+        "action": torch.zeros(2, 1),
+        "done": torch.ones(2, dtype=torch.bool),
+    }
     derived = {"next_observation": torch.ones(2, 3), "is_first": torch.ones(2)}
     with RolloutWriter(tmp_path, 2) as writer:
         with pytest.warns(RolloutDataWarning) as caught:
             writer.add(**given, **derived, hidden_states=torch.full((2, 4), 7.0))
-        assert sorted(str(one.message).split("'")[1] for one in caught) == ["is_first", "next_observation"]
+        assert sorted(str(one.message).split("'")[1] for one in caught) == [
+            "is_first",
+            "next_observation",
+        ]
         assert set(writer.schema) == {"observation", "action", "hidden_states"}
         with warnings.catch_warnings():  # a record may carry them, and None says nothing
             warnings.simplefilter("error")
-            writer.add({**given, **derived, "hidden_states": (1, 2)}, hidden_states=torch.zeros(2, 4), is_first=None)
+            writer.add(
+                {**given, **derived, "hidden_states": (1, 2)},
+                hidden_states=torch.zeros(2, 4),
+                is_first=None,
+            )
     batch = next(iter(RolloutDataset(tmp_path, 2, device="cpu")))
     assert torch.equal(batch.extras["hidden_states"], torch.full((2, 4), 7.0))
 
@@ -29,15 +40,27 @@ def test_what_is_left_out_of_keywords_is_said(tmp_path):
 def test_rewards_under_names_are_counted_too(tmp_path):
     given = {"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1)}
     with RolloutWriter(tmp_path, 2) as writer:
-        writer.add(**given, reward={"a": torch.tensor([float("nan"), 1]), "b": torch.tensor([1, float("inf")])})
+        writer.add(
+            **given,
+            reward={"a": torch.tensor([float("nan"), 1]), "b": torch.tensor([1, float("inf")])},
+        )
         writer.add(**given, reward={"a": torch.ones(2), "b": torch.tensor([float("-inf"), 0])})
         assert writer.num_nonfinite_rewards == 3
 
 
 def test_a_wrong_final_value_is_named_as_it_was_given(tmp_path):
-    ended = {"observation": torch.zeros(3, 4), "action": torch.zeros(3, 1), "done": torch.ones(3, dtype=torch.bool)}
+    ended = {
+        "observation": torch.zeros(3, 4),
+        "action": torch.zeros(3, 1),
+        "done": torch.ones(3, dtype=torch.bool),
+    }
     with RolloutWriter(tmp_path, 3) as writer:
-        with pytest.raises(SchemaError, match=r"the field 'final_observation': expected dtype float32.* got float64"):
+        with pytest.raises(
+            SchemaError,
+            match=r"the field 'final_observation': expected dtype float32.* got float64",
+        ):
             writer.add(**ended, final_observation=torch.zeros(3, 4, dtype=torch.float64))
-        with pytest.raises(SchemaError, match=r"with 'final_observation': expected shape \(3, 4\), got \(5, 4\)"):
+        with pytest.raises(
+            SchemaError, match=r"with 'final_observation': expected shape \(3, 4\), got \(5, 4\)"
+        ):
             writer.add(**ended, final_observation=torch.zeros(5, 4))

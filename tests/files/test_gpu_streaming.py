@@ -38,11 +38,18 @@ def equal_batches(batch, other):
 @pytest.mark.parametrize("with_final", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 24])
 @pytest.mark.parametrize("cache", ["ram", "device"])
-def test_playback_does_not_wait_and_plays_what_the_cpu_plays(any_device, tmp_path, cache, num_steps, with_final):
+def test_playback_does_not_wait_and_plays_what_the_cpu_plays(
+    any_device, tmp_path, cache, num_steps, with_final
+):
     lengths = [9, 1, 30, 4, 17] * 3 + [6]
     ends = ["terminated", "truncated", "terminated", "truncated", "terminated"] * 3 + ["open"]
     record(tmp_path, lengths, num_envs=2, with_final=with_final, ends=ends)
-    options = {"dataset_loops": 0, "random_shuffle_traj_order": True, "starting_frame_range": (0, 3), "seed": 1}
+    options = {
+        "dataset_loops": 0,
+        "random_shuffle_traj_order": True,
+        "starting_frame_range": (0, 3),
+        "seed": 1,
+    }
     expected = RolloutDataset(tmp_path, 6, device="cpu", **options)
     dataset = RolloutDataset(tmp_path, 6, device="cuda", cache=cache, **options)
     dataset.reset()  # the cache is filled here
@@ -54,7 +61,9 @@ def test_playback_does_not_wait_and_plays_what_the_cpu_plays(any_device, tmp_pat
         assert equal_batches(batch, other)
 
 
-def test_final_observations_without_a_privileged_part_leave_the_streams_on_a_device(any_device, tmp_path):
+def test_final_observations_without_a_privileged_part_leave_the_streams_on_a_device(
+    any_device, tmp_path
+):
     record(tmp_path, [3, 5, 2], with_final="observation")
     for cache in ("none", "ram", "device"):
         expected = drain(RolloutDataset(tmp_path, 2, 4, device="cpu"), 4)
@@ -87,5 +96,7 @@ def test_prefetched_batches_arrive_on_the_gpu_complete(tmp_path):
 def test_a_data_loader_worker_stays_off_the_gpu(tmp_path):
     record(tmp_path, [9, 9])
     dataset = RolloutDataset(tmp_path, 2, device="cuda", num_transitions_per_env=3)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
     assert all(not batch.observation.is_cuda for batch in loader)

@@ -51,7 +51,9 @@ def recordings(draw):
         for number, length in enumerate(cuts):
             if length:
                 clock += 1
-                content[number].append([trajectory, start, length, FIRST if start == 0 else 0, clock])
+                content[number].append(
+                    [trajectory, start, length, FIRST if start == 0 else 0, clock]
+                )
                 start += length
         if start:
             last = max(number for number, length in enumerate(cuts) if length)
@@ -80,7 +82,12 @@ def test_every_piece_of_every_trajectory_is_located_frame_by_frame(recording, da
     wanted = data.draw(st.lists(st.integers(0, len(order) - 1), min_size=1, max_size=6))
     trajectory = np.array(wanted)
     frame = np.array([data.draw(st.integers(0, index.lengths[t] - 1)) for t in wanted])
-    count = np.array([data.draw(st.integers(1, index.lengths[t] - f)) for t, f in zip(wanted, frame, strict=True)])
+    count = np.array(
+        [
+            data.draw(st.integers(1, index.lengths[t] - f))
+            for t, f in zip(wanted, frame, strict=True)
+        ]
+    )
     target = np.cumsum(count) - count
     runs = index.locate(trajectory, frame, count, target)
     assert (np.diff(runs.target) > 0).all() and runs.num_rows.sum() == count.sum()
@@ -88,7 +95,11 @@ def test_every_piece_of_every_trajectory_is_located_frame_by_frame(recording, da
     for to, number, row, length in zip(*runs, strict=True):
         for k in range(length):
             found[to + k] = (index.blocks[number].sequence, row + k)
-    expected = [frames[order[t], f + k] for t, f, c in zip(wanted, frame, count, strict=True) for k in range(c)]
+    expected = [
+        frames[order[t], f + k]
+        for t, f, c in zip(wanted, frame, count, strict=True)
+        for k in range(c)
+    ]
     assert [found[k] for k in range(len(expected))] == expected
 
 
@@ -102,7 +113,9 @@ def test_the_arrays_of_an_index_build_the_same_index(recording):
 
 
 def test_fragments_that_follow_each_other_in_a_block_are_one_run():
-    index = TrajectoryIndex([block(0, [(0, 0, 4, FIRST, 1), (0, 4, 3, TERMINATED, 2), (1, 0, 2, FIRST | OPEN, 3)])])
+    index = TrajectoryIndex(
+        [block(0, [(0, 0, 4, FIRST, 1), (0, 4, 3, TERMINATED, 2), (1, 0, 2, FIRST | OPEN, 3)])]
+    )
     assert len(index.fragment_row) == 2
     zero = np.zeros(1, np.int64)
     assert index.locate(zero, zero, zero + 7, zero).num_rows.tolist() == [7]
@@ -132,13 +145,25 @@ def test_an_unknown_end_is_told_from_a_timeout_and_plays_as_one():
     flags = [TERMINATED, TRUNCATED, OPEN, 0, TERMINATED | TRUNCATED]
     rows = [(number, 0, 2, FIRST | flag, number) for number, flag in enumerate(flags)]
     index = TrajectoryIndex([block(0, rows)])
-    assert index.end.tolist() == [End.TERMINATED, End.TRUNCATED, End.UNKNOWN, End.UNKNOWN, End.TRUNCATED]
+    assert index.end.tolist() == [
+        End.TERMINATED,
+        End.TRUNCATED,
+        End.UNKNOWN,
+        End.UNKNOWN,
+        End.TRUNCATED,
+    ]
     assert index.is_timeout().tolist() == [False, True, True, True, True]
 
 
 def test_blocks_of_one_file_are_told_apart_by_their_names():
-    first, second = block(0, [(0, 0, 3, FIRST | TERMINATED, 1)]), block(1, [(1, 0, 2, FIRST | TERMINATED, 2)])
-    blocks = [replace(one, path=Path("many.h5"), name=name) for one, name in ((first, "demo_0"), (second, "demo_1"))]
+    first, second = (
+        block(0, [(0, 0, 3, FIRST | TERMINATED, 1)]),
+        block(1, [(1, 0, 2, FIRST | TERMINATED, 2)]),
+    )
+    blocks = [
+        replace(one, path=Path("many.h5"), name=name)
+        for one, name in ((first, "demo_0"), (second, "demo_1"))
+    ]
     assert len({one.key for one in blocks}) == len({one.identity for one in blocks}) == 2
 
     class OneFile(UnmappedRows):
@@ -161,7 +186,12 @@ def test_tombstones_and_undecided_trajectories_do_not_exist():
     index = TrajectoryIndex(
         [
             block(
-                0, [(0, 0, 3, FIRST | TENTATIVE, 1), (1, 0, 3, FIRST | TENTATIVE, 2), (2, 0, 3, FIRST | TENTATIVE, 3)]
+                0,
+                [
+                    (0, 0, 3, FIRST | TENTATIVE, 1),
+                    (1, 0, 3, FIRST | TENTATIVE, 2),
+                    (2, 0, 3, FIRST | TENTATIVE, 3),
+                ],
             ),
             block(1, [(0, 3, 0, DROPPED, 4), (1, 3, 2, TENTATIVE | TRUNCATED, 5)]),
         ]
@@ -181,7 +211,11 @@ def test_order_is_completion_then_writer_then_number():
         [
             block(
                 0,
-                [(1, 0, 1, FIRST | TERMINATED, 5), (0, 0, 1, FIRST | TERMINATED, 5), (2, 0, 1, FIRST | TERMINATED, 1)],
+                [
+                    (1, 0, 1, FIRST | TERMINATED, 5),
+                    (0, 0, 1, FIRST | TERMINATED, 5),
+                    (2, 0, 1, FIRST | TERMINATED, 1),
+                ],
             ),
             block(0, [(7, 0, 1, FIRST | TERMINATED, 5)], writer="a"),
         ]
@@ -190,7 +224,9 @@ def test_order_is_completion_then_writer_then_number():
 
 
 def test_trajectories_are_found_by_key_in_another_snapshot():
-    old = TrajectoryIndex([block(0, [(0, 0, 1, FIRST | TERMINATED, 5), (1, 0, 1, FIRST | TERMINATED, 6)])])
+    old = TrajectoryIndex(
+        [block(0, [(0, 0, 1, FIRST | TERMINATED, 5), (1, 0, 1, FIRST | TERMINATED, 6)])]
+    )
     new = TrajectoryIndex([*old.blocks, block(1, [(2, 0, 1, FIRST | TERMINATED, 1)])])
     assert new.find(old.keys(np.array([0, 1]))).tolist() == [1, 2]
     assert new.find([("w", 9), ("other", 0)]).tolist() == [-1, -1]

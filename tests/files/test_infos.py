@@ -43,7 +43,10 @@ def gymnasium_infos() -> dict:
 
 
 def batched_infos() -> dict:
-    return {"time_outs": torch.from_numpy(CUT), "final_observation": torch.from_numpy(observed(10) % 100 + 1000)}
+    return {
+        "time_outs": torch.from_numpy(CUT),
+        "final_observation": torch.from_numpy(observed(10) % 100 + 1000),
+    }
 
 
 def objects(*rows) -> np.ndarray:
@@ -54,7 +57,10 @@ def objects(*rows) -> np.ndarray:
 
 
 def infos_of_objects() -> dict:
-    return {"time_outs": CUT, "final_obs": np.stack([last_seen(env) for env in range(N)]).astype(object)}
+    return {
+        "time_outs": CUT,
+        "final_obs": np.stack([last_seen(env) for env in range(N)]).astype(object),
+    }
 
 
 FORMS = {
@@ -70,7 +76,11 @@ FORMS = {
 
 
 def record(infos=None, step: int = 0) -> dict:
-    found = {"obs": observed(step), "actions": np.zeros((N, 1), np.float32), "rewards": np.zeros(N, np.float32)}
+    found = {
+        "obs": observed(step),
+        "actions": np.zeros((N, 1), np.float32),
+        "rewards": np.zeros(N, np.float32),
+    }
     found["dones"] = DONES
     return found if infos is None else found | {"infos": infos}
 
@@ -124,15 +134,23 @@ def test_a_rollout_takes_the_final_observations_of_each_step_in_order(tmp_path):
         observations = np.stack([observed(step) for step in range(3)])
         rewards = np.zeros((3, N), np.float32)
         actions = np.zeros((3, N, 1), np.float32)
-        writer.add_rollout(obs=observations, actions=actions, rewards=rewards, dones=dones, infos=infos)
+        writer.add_rollout(
+            obs=observations, actions=actions, rewards=rewards, dones=dones, infos=infos
+        )
     stream = RolloutDataset(tmp_path, 1, device="cpu")
     ends = {}
     for batch in stream:
         if batch.is_last.item():
             env = int(batch.observation.flatten()[0]) % 100
             length = int(batch.observation.flatten()[0]) // 100 + 1
-            ends.setdefault(env, []).append((length, batch.next_observation.flatten()[0].item(), batch.timeout.item()))
-    assert ends[0][0] == (2, 10.0, False) and ends[1] == [(3, 21.0, False)] and ends[2] == [(3, 22.0, True)]
+            ends.setdefault(env, []).append(
+                (length, batch.next_observation.flatten()[0].item(), batch.timeout.item())
+            )
+    assert (
+        ends[0][0] == (2, 10.0, False)
+        and ends[1] == [(3, 21.0, False)]
+        and ends[2] == [(3, 22.0, True)]
+    )
 
 
 def test_dict_observations_have_final_dicts(tmp_path):
@@ -156,7 +174,13 @@ def test_a_single_environment_gives_its_own_infos(tmp_path, as_list):
     info = {"TimeLimit.truncated": True, "terminal_observation": np.full(2, 9, np.float32)}
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         row = np.zeros((1, 2), np.float32)
-        writer.add(obs=row, actions=row, rewards=np.zeros(1), dones=[True], infos=[info] if as_list else info)
+        writer.add(
+            obs=row,
+            actions=row,
+            rewards=np.zeros(1),
+            dones=[True],
+            infos=[info] if as_list else info,
+        )
     batch = RolloutDataset(tmp_path, 1, device="cpu").get_batch()
     assert batch.timeout.item() and batch.next_observation.flatten().tolist() == [9, 9]
 
@@ -185,7 +209,8 @@ def test_each_environment_may_use_names_of_its_own(tmp_path, given_as):
 
 @pytest.mark.parametrize("name", ["TimeLimit.truncated", "time_outs"])
 @pytest.mark.parametrize(
-    "flag", [float("nan"), np.float32("nan"), torch.tensor(float("nan")), "no", "", b"1", 1j, [1, 0], {}]
+    "flag",
+    [float("nan"), np.float32("nan"), torch.tensor(float("nan")), "no", "", b"1", 1j, [1, 0], {}],
 )
 @pytest.mark.parametrize("form", ["a list", "one mapping"])
 def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
@@ -193,17 +218,23 @@ def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
     given = infos if form == "a list" else {name: [info[name] for info in infos]}
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(
-            SchemaError, match=rf"read time-outs with '{name}' of infos, environment 1: expected a flag"
+            SchemaError,
+            match=rf"read time-outs with '{name}' of infos, environment 1: expected a flag",
         ):
             writer.add(**record(given))
         writer.add(**record(sb3_infos()))
     check(tmp_path)
 
 
-@pytest.mark.parametrize("flags", [np.array([np.nan, 0, 0]), np.array(["a", "", ""]), torch.tensor([torch.nan, 0, 0])])
+@pytest.mark.parametrize(
+    "flags", [np.array([np.nan, 0, 0]), np.array(["a", "", ""]), torch.tensor([torch.nan, 0, 0])]
+)
 def test_an_array_of_time_outs_that_are_no_flags_is_refused(tmp_path, flags):
     text = "with 'time_outs' of infos, environment 0: expected a flag or None, got"
-    with RolloutWriter(tmp_path, N, durable=False) as writer, pytest.raises(SchemaError, match=text):
+    with (
+        RolloutWriter(tmp_path, N, durable=False) as writer,
+        pytest.raises(SchemaError, match=text),
+    ):
         writer.add(**record({"time_outs": flags}))
 
 
@@ -222,11 +253,14 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
         {"TimeLimit.truncated": bool(cut), "time_outs": not cut if env == 1 else bool(cut)}
         for env, cut in enumerate(CUT)
     ]
-    given = infos if form == "a list" else {name: [info[name] for info in infos] for name in infos[0]}
+    given = (
+        infos if form == "a list" else {name: [info[name] for info in infos] for name in infos[0]}
+    )
     with (
         RolloutWriter(tmp_path, N, durable=False) as writer,
         pytest.raises(
-            SchemaError, match=r"of environment 1 in infos: expected 'time_outs' and 'TimeLimit\.truncated' that"
+            SchemaError,
+            match=r"of environment 1 in infos: expected 'time_outs' and 'TimeLimit\.truncated' that",
         ),
     ):
         writer.add(**record(given))
@@ -234,7 +268,10 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
 
 def test_values_by_keyword_come_before_those_of_infos(tmp_path):
     final = observed(0) % 100 + 1000
-    infos = [{"TimeLimit.truncated": True, "terminal_observation": np.zeros(2, np.float32)} for _ in range(N)]
+    infos = [
+        {"TimeLimit.truncated": True, "terminal_observation": np.zeros(2, np.float32)}
+        for _ in range(N)
+    ]
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         writer.add(**record(infos), time_outs=CUT, terminal_observation=final)
     check(tmp_path)
@@ -242,13 +279,26 @@ def test_values_by_keyword_come_before_those_of_infos(tmp_path):
 
 def test_a_record_may_have_the_time_limit_itself(tmp_path):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
-        writer.add({**record(), "TimeLimit.truncated": CUT, "terminal_observation": observed(0) % 100 + 1000})
+        writer.add(
+            {
+                **record(),
+                "TimeLimit.truncated": CUT,
+                "terminal_observation": observed(0) % 100 + 1000,
+            }
+        )
     check(tmp_path)
 
 
 def test_an_unknown_key_is_named_once(tmp_path):
-    infos = [{"distance": 0.5, "_distance": True, "TimeLimit.truncated": False}, {"episode": {"r": 1.0}}, {}]
-    with RolloutWriter(tmp_path, N, durable=False) as writer, warnings.catch_warnings(record=True) as caught:
+    infos = [
+        {"distance": 0.5, "_distance": True, "TimeLimit.truncated": False},
+        {"episode": {"r": 1.0}},
+        {},
+    ]
+    with (
+        RolloutWriter(tmp_path, N, durable=False) as writer,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for step in range(4):
             writer.add(**record(infos, step))
@@ -263,25 +313,77 @@ def test_an_unknown_key_is_named_once(tmp_path):
 @pytest.mark.parametrize(
     ("infos", "error", "text"),
     [
-        ([{}, {}], SchemaError, "expected infos as a mapping, or a list of 3 mappings, .* got list of 2"),
+        (
+            [{}, {}],
+            SchemaError,
+            "expected infos as a mapping, or a list of 3 mappings, .* got list of 2",
+        ),
         ("done", SchemaError, "expected infos as a mapping"),
         ([{}, 3, {}], SchemaError, "expected infos as a mapping"),
-        ({"time_outs": np.ones(2, bool)}, SchemaError, "'time_outs' of infos: expected 3 flags, .* got 2"),
-        ({"TimeLimit.truncated": True}, SchemaError, "'TimeLimit.truncated' of infos: expected 3 flags"),
-        ({"final_obs": [last_seen(0)]}, SchemaError, "'final_obs' of infos: expected 3 final observations .* got 1"),
-        ({"final_obs": np.full((N, 2), "x", object)}, FieldTypeError, "observations of infos: expected numbers"),
-        ({"final_obs": np.full((N, 2), None)}, FieldTypeError, "observations of infos: expected numbers"),
+        (
+            {"time_outs": np.ones(2, bool)},
+            SchemaError,
+            "'time_outs' of infos: expected 3 flags, .* got 2",
+        ),
+        (
+            {"TimeLimit.truncated": True},
+            SchemaError,
+            "'TimeLimit.truncated' of infos: expected 3 flags",
+        ),
+        (
+            {"final_obs": [last_seen(0)]},
+            SchemaError,
+            "'final_obs' of infos: expected 3 final observations .* got 1",
+        ),
+        (
+            {"final_obs": np.full((N, 2), "x", object)},
+            FieldTypeError,
+            "observations of infos: expected numbers",
+        ),
+        (
+            {"final_obs": np.full((N, 2), None)},
+            FieldTypeError,
+            "observations of infos: expected numbers",
+        ),
         ({"final_obs": "walk"}, FieldTypeError, "observations of infos: expected numbers, got str"),
         ({"final_obs": {1, 2}}, FieldTypeError, "observations of infos: expected numbers, got set"),
         ({"final_obs": 3.0}, SchemaError, "one row per environment, got a single float"),
         ({"final_obs": np.array(None)}, FieldTypeError, "observations of infos: expected numbers"),
-        ({"final_obs": [last_seen(0) * 1j] * N}, FieldTypeError, "expected real numbers, got torch.complex"),
-        ({"final_obs": [last_seen(0), np.zeros(3), None]}, SchemaError, r"expected one shape, got \[2\], \[3\]"),
-        ([{"terminal_observation": "x"}] * N, FieldTypeError, "observations of infos: expected numbers, got str"),
-        (gymnasium_infos() | {"_final_obs": DONES[:1]}, SchemaError, "'_final_obs': expected 3 flags"),
-        (gymnasium_infos() | {"_final_obs": [True] * 4}, SchemaError, "'_final_obs': expected 3 flags"),
-        (gymnasium_infos() | {"_final_obs": np.array(["a"] * N)}, SchemaError, "'_final_obs': expected 3 flags"),
-        (gymnasium_infos() | {"_TimeLimit.truncated": [True]}, SchemaError, "'_TimeLimit.truncated': expected 3"),
+        (
+            {"final_obs": [last_seen(0) * 1j] * N},
+            FieldTypeError,
+            "expected real numbers, got torch.complex",
+        ),
+        (
+            {"final_obs": [last_seen(0), np.zeros(3), None]},
+            SchemaError,
+            r"expected one shape, got \[2\], \[3\]",
+        ),
+        (
+            [{"terminal_observation": "x"}] * N,
+            FieldTypeError,
+            "observations of infos: expected numbers, got str",
+        ),
+        (
+            gymnasium_infos() | {"_final_obs": DONES[:1]},
+            SchemaError,
+            "'_final_obs': expected 3 flags",
+        ),
+        (
+            gymnasium_infos() | {"_final_obs": [True] * 4},
+            SchemaError,
+            "'_final_obs': expected 3 flags",
+        ),
+        (
+            gymnasium_infos() | {"_final_obs": np.array(["a"] * N)},
+            SchemaError,
+            "'_final_obs': expected 3 flags",
+        ),
+        (
+            gymnasium_infos() | {"_TimeLimit.truncated": [True]},
+            SchemaError,
+            "'_TimeLimit.truncated': expected 3",
+        ),
         (np.array(3), SchemaError, "expected infos as a mapping"),
     ],
 )
@@ -306,7 +408,10 @@ def test_final_observations_of_another_structure_are_refused(tmp_path, last):
     values = record({"final_obs": objects(last, last, None)})
     values["obs"] = {"state": observed(0), "height": observed(0)}
     with RolloutWriter(tmp_path, N, durable=False) as writer:
-        with pytest.raises(SchemaError, match="observations of infos: expected mappings with 'state', 'height', got"):
+        with pytest.raises(
+            SchemaError,
+            match="observations of infos: expected mappings with 'state', 'height', got",
+        ):
             writer.add(**values)
         assert writer.num_frames == 0
 
@@ -337,7 +442,12 @@ def test_some_of_the_ends_may_have_a_final_observation(tmp_path, as_rollout):
             writer.add_rollout(obs=observations, actions=actions, dones=ended, infos=infos)
         else:
             for step in range(num_steps):
-                writer.add(obs=observations[step], actions=actions[step], dones=ended[step], infos=infos[step])
+                writer.add(
+                    obs=observations[step],
+                    actions=actions[step],
+                    dones=ended[step],
+                    infos=infos[step],
+                )
     found = np.zeros((num_steps, N), bool)
     for batch in RolloutDataset(tmp_path, 1, device="cpu"):
         step, env = divmod(int(batch.observation[0, 0]), 100)
@@ -348,10 +458,15 @@ def test_some_of_the_ends_may_have_a_final_observation(tmp_path, as_rollout):
 
 @pytest.mark.parametrize("as_rollout", [False, True])
 def test_extras_with_time_outs_are_infos(tmp_path, as_rollout):
-    extras = {"time_outs": torch.from_numpy(CUT), "final_observation": torch.from_numpy(observed(10) % 100 + 1000)}
+    extras = {
+        "time_outs": torch.from_numpy(CUT),
+        "final_observation": torch.from_numpy(observed(10) % 100 + 1000),
+    }
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         if as_rollout:
-            writer.add_rollout({name: value[None] for name, value in record().items()}, extras=[extras])
+            writer.add_rollout(
+                {name: value[None] for name, value in record().items()}, extras=[extras]
+            )
         else:
             writer.add(**record(), extras=extras)
         assert sorted(writer.schema) == ["action", "observation", "reward"]
@@ -389,7 +504,9 @@ def test_environments_are_recorded_alike(tmp_path, way):
         wrapped.step(act)
         wrapped.rollout_writer.close()
     else:
-        record_demonstrations(env, lambda _: act, tmp_path, min_timesteps=3, durable=False, show_progress=False)
+        record_demonstrations(
+            env, lambda _: act, tmp_path, min_timesteps=3, durable=False, show_progress=False
+        )
     check(tmp_path)
 
 
@@ -418,5 +535,8 @@ def test_final_observations_of_other_dtypes_in_a_rollout_are_refused(tmp_path):
     now = np.zeros((2, N, 2), np.float32)
     infos = [{"final_obs": now[0]}, {"final_obs": np.full((N, 2), 2**24 + 1)}]
     done = np.ones((2, N), bool)
-    with RolloutWriter(tmp_path, N, durable=False) as writer, pytest.raises(FieldTypeError, match="float64"):
+    with (
+        RolloutWriter(tmp_path, N, durable=False) as writer,
+        pytest.raises(FieldTypeError, match="float64"),
+    ):
         writer.add_rollout(observation=now, action=now, done=done, infos=infos)

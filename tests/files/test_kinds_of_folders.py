@@ -46,7 +46,10 @@ def test_block_files_beside_trajectory_folders_are_reported(tmp_path):
     folder.chunk(0, 0, 4, done=True)
     record(tmp_path, [4, 4], flush_every=4)
     dataset = opened(tmp_path, dataset_loops=3)
-    with pytest.warns(RolloutDataWarning, match=r"2 block files beside trajectory folders\. Only the trajectory fold"):
+    with pytest.warns(
+        RolloutDataWarning,
+        match=r"2 block files beside trajectory folders\. Only the trajectory fold",
+    ):
         assert dataset.num_trajectories == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", RolloutDataWarning)
@@ -83,7 +86,9 @@ def test_the_first_chunks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatc
 
 def test_the_first_blocks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatch):
     dataset = opened(tmp_path, keep_latest_n_trajs=2, wait_timeout_s=30)
-    when_waiting(monkeypatch, lambda: None, lambda: record(tmp_path, [4]), lambda: record(tmp_path, [4]))
+    when_waiting(
+        monkeypatch, lambda: None, lambda: record(tmp_path, [4]), lambda: record(tmp_path, [4])
+    )
     assert len(dataset.get_batch(3).action) == 3
     assert dataset.num_trajectories == 2 and not dataset.problems
     assert [field["name"] for field in dataset.metadata["fields"]][:1] == ["observation"]
@@ -126,7 +131,9 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
     dataset.get_batch(2)
     refuse_to_list(folder.data_dir, monkeypatch)
     for _ in range(2):
-        with pytest.raises(DataFileError, match=r"cannot open the data folder '.*data'.*Permission denied"):
+        with pytest.raises(
+            DataFileError, match=r"cannot open the data folder '.*data'.*Permission denied"
+        ):
             dataset.get_batch(2)
     monkeypatch.undo()
     assert dataset.get_batch(2).action[:, 0, 0].tolist() == [300_002, 300_000]
@@ -134,7 +141,9 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
 
 def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
     refuse_to_list(tmp_path / "secret", monkeypatch)
-    with pytest.raises(DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"):
+    with pytest.raises(
+        DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"
+    ):
         opened(tmp_path / "secret").get_batch()
 
 
@@ -155,7 +164,10 @@ def test_more_chunks_of_another_width_do_not_rule_out_those_that_are_played(tmp_
         300_002, 300_000, 300_001, 300_002, 303_000, 303_001, 300_000, 300_001
     ]  # fmt: skip
     named = [str(problem) for problem in dataset.problems]
-    assert [f"trajectory_{number}" in text for number, text in zip((1, 2), named, strict=True)] == [True, True]
+    assert [f"trajectory_{number}" in text for number, text in zip((1, 2), named, strict=True)] == [
+        True,
+        True,
+    ]
     assert all("observations float32[7]" in text for text in named)
 
 
@@ -180,7 +192,9 @@ def test_metadata_that_comes_later_is_reported_and_changes_nothing(tmp_path):
     folder.chunk(0, 0, 3, done=True, drop=("observations",), **parts)
     dataset = opened(folder.data_dir, dataset_loops=0)
     first = dataset.get_batch(2)
-    (folder.data_dir / "metadata.json").write_text('{"obs_segments": {"a": [1], "b": [2]}, "env": "walk"}')
+    (folder.data_dir / "metadata.json").write_text(
+        '{"obs_segments": {"a": [1], "b": [2]}, "env": "walk"}'
+    )
     folder.chunk(1, 0, 3, done=True, drop=("observations",), **parts)
     second = dataset.get_batch(6)
     assert (second.observation[0] == first.observation[0]).all()
@@ -213,7 +227,9 @@ def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
         dataset.get_batch(10)
     (problem,) = dataset.problems
     assert len(caught) == 1 and isinstance(problem, DataFileError)
-    assert problem.got.startswith("1 without all of their blocks, where there is no block 1:3 of writer '")
+    assert problem.got.startswith(
+        "1 without all of their blocks, where there is no block 1:3 of writer '"
+    )
     with pytest.warns(RolloutDataWarning, match="cannot read all trajectories"):
         assert len(WindowDataset(tmp_path).problems) == 1
 
@@ -261,7 +277,9 @@ def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, reque
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(tmp_path, request, is_mapped):
+def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(
+    tmp_path, request, is_mapped
+):
     if not is_mapped:
         request.getfixturevalue("without_maps")
     record(tmp_path / "data", [4], writer_name="w")

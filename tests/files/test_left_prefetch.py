@@ -1,6 +1,7 @@
 """Loaders that read ahead in a thread, dropped by the garbage collector while the thread reads.
 
-The collector may run inside any call, also one that holds a lock which the thread needs: it must not wait for it.
+The collector may run inside any call, also one that holds a lock which the thread needs: it must
+not wait for it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ def test_dropping_an_iteration_of_windows_does_not_wait(tmp_path):
     assert dataset.gate.has_ended.wait(WAIT_S)
     assert dataset.gate.has_opened == [True]
     delivered = torch.cat([batch["observation"] for batch in [first, *rest]])
-    expected = torch.cat([batch["observation"] for batch in WindowLoader(WindowDataset(tmp_path, 2), 2, shuffle=False)])
+    expected = torch.cat(
+        [
+            batch["observation"]
+            for batch in WindowLoader(WindowDataset(tmp_path, 2), 2, shuffle=False)
+        ]
+    )
     assert torch.equal(delivered, expected)
 
 

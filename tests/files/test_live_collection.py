@@ -1,6 +1,7 @@
 """Streams with `refresh_s`: what is published while a pass goes on is dealt next, and nothing comes twice in a pass.
 
-With `refresh_s=0` a stream looks at every batch, so that a model without a clock says what it delivers.
+With `refresh_s=0` a stream looks at every batch, so that a model without a clock says what it
+delivers.
 """
 
 from __future__ import annotations
@@ -102,11 +103,16 @@ def test_what_is_new_is_dealt_next_and_the_rest_of_the_pass_after_it(
 @pytest.mark.each_value
 @pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "ram"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(tmp_path, reading, shuffle):
+def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(
+    tmp_path, reading, shuffle
+):
     record(tmp_path, [3, 4, 5, 2] * 4)
     options = {"random_shuffle_traj_order": shuffle, "num_transitions_per_env": 2}
     dataset = opened(tmp_path, 4, cache="ram" if reading == "ram" else "none", **options)
-    batches = {"prefetch": lambda: dataset.prefetch(3), "loader": lambda: rollout_data.loader(dataset, num_workers=2)}
+    batches = {
+        "prefetch": lambda: dataset.prefetch(3),
+        "loader": lambda: rollout_data.loader(dataset, num_workers=2),
+    }
     found, first_seen, count = [], {}, 16
     for number, batch in enumerate(batches.get(reading, lambda: dataset)()):
         found += [(trajectory, frame) for _, _, trajectory, frame in frames_of(batch)]
@@ -116,8 +122,12 @@ def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(tmp_
             record(tmp_path, [1 + number % 3, 3], first_number=count)
             count += 2
     lengths = [3, 4, 5, 2] * 4 + [length for number in range(6) for length in (1 + number % 3, 3)]
-    assert sorted(found) == [(one, frame) for one, length in enumerate(lengths) for frame in range(length)]
-    before_the_rest = sum(first_seen[new] < max(first_seen[old] for old in range(16)) for new in range(16, count))
+    assert sorted(found) == [
+        (one, frame) for one, length in enumerate(lengths) for frame in range(length)
+    ]
+    before_the_rest = sum(
+        first_seen[new] < max(first_seen[old] for old in range(16)) for new in range(16, count)
+    )
     assert before_the_rest >= 4
 
 
@@ -165,7 +175,9 @@ def test_trajectories_in_progress_are_waited_for(tmp_path):
                 writer.flush()
                 dataset = opened(tmp_path, 1)
                 found = dataset.get_batch(2).observation.flatten().tolist()
-    found += [frame for batch in iter_rest(dataset, 1) for frame in batch.observation.flatten().tolist()]
+    found += [
+        frame for batch in iter_rest(dataset, 1) for frame in batch.observation.flatten().tolist()
+    ]
     assert found == [float(step) for step in range(9)]
 
 
@@ -173,9 +185,13 @@ def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
     record(tmp_path, [3] * 4)
     dataset, other = opened(tmp_path, 2), opened(tmp_path, 2, refresh_s=None)
     dataset.get_batch(1), other.get_batch(1)
-    with pytest.raises(UsageError, match=r"expected refresh_s=None as in this dataset, got a state with refresh_s"):
+    with pytest.raises(
+        UsageError, match=r"expected refresh_s=None as in this dataset, got a state with refresh_s"
+    ):
         opened(tmp_path, 2, refresh_s=None).load_state_dict(dataset.state_dict())
-    with pytest.raises(UsageError, match=r"expected refresh_s=1.0 as in this dataset, got one without"):
+    with pytest.raises(
+        UsageError, match=r"expected refresh_s=1.0 as in this dataset, got one without"
+    ):
         opened(tmp_path, 2, refresh_s=1.0).load_state_dict(other.state_dict())
     opened(tmp_path, 2, refresh_s=5.0).load_state_dict(dataset.state_dict())
 
@@ -189,7 +205,9 @@ def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
 def test_workers_of_a_plain_loader_are_refused_with_refresh_s(tmp_path):
     record(tmp_path, [3, 3])
     batches = torch.utils.data.DataLoader(opened(tmp_path, 2), batch_size=None, num_workers=1)
-    with pytest.raises(UsageError, match=r"workers of a plain DataLoader\. Use rollout_data\.loader\("):
+    with pytest.raises(
+        UsageError, match=r"workers of a plain DataLoader\. Use rollout_data\.loader\("
+    ):
         next(iter(batches))
 
 
@@ -244,7 +262,9 @@ def shown_late(folder):
     """Show the listing that a folder has now, whatever comes and goes, as a network file system may for a while."""
     with os.scandir(folder) as entries:
         old = list(entries)
-    with instead_of("scandir", lambda call, path=".": Listing(old) if Path(path) == folder else call(path)):
+    with instead_of(
+        "scandir", lambda call, path=".": Listing(old) if Path(path) == folder else call(path)
+    ):
         yield
 
 
@@ -281,7 +301,9 @@ def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_littl
     with clock_at(start_s + 5):
         dataset.get_batch(1)
         record(tmp_path, [9], first_number=50)
-        os.utime(tmp_path, ns=(10**18, 10**18))  # as where times are coarse, or where the clock jumped back
+        os.utime(
+            tmp_path, ns=(10**18, 10**18)
+        )  # as where times are coarse, or where the clock jumped back
     with clock_at(start_s + 5.5):
         assert not (dataset.get_batch(9).observation[..., 0] == 50).any()
     with clock_at(start_s + 7):
@@ -304,8 +326,13 @@ def test_a_listing_that_is_late_hides_nothing_for_good_and_takes_nothing_away(tm
     with clock_ahead(15):
         for batch in iter_rest(dataset, 3):
             found += frames_of(batch)
-    assert sorted(one[2:] for one in found) == [(number, frame) for number in range(10) for frame in range(3)]
-    assert not dataset.problems and dataset.num_lost_trajectories == dataset.source.num_vanished_blocks == 0
+    assert sorted(one[2:] for one in found) == [
+        (number, frame) for number in range(10) for frame in range(3)
+    ]
+    assert (
+        not dataset.problems
+        and dataset.num_lost_trajectories == dataset.source.num_vanished_blocks == 0
+    )
 
 
 def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_are(tmp_path):
@@ -315,10 +342,15 @@ def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_ar
     record(tmp_path, [3] * 4, first_number=4)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
     found = frames_of(dataset.get_batch(3))
-    with instead_of("scandir", lambda call, path: Listing(early)), clock_ahead(5):  # of before the second block
+    with (
+        instead_of("scandir", lambda call, path: Listing(early)),
+        clock_ahead(5),
+    ):  # of before the second block
         for batch in iter_rest(dataset, 3):
             found += frames_of(batch)
-    assert sorted(one[2:] for one in found) == [(number, frame) for number in range(8) for frame in range(3)]
+    assert sorted(one[2:] for one in found) == [
+        (number, frame) for number in range(8) for frame in range(3)
+    ]
     assert not dataset.problems and dataset.source.num_vanished_blocks == 0
 
 
@@ -352,14 +384,20 @@ def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
     an_hour_ago = time.time_ns() - 3600 * 10**9
     with mock.patch.object(time, "time_ns", lambda: an_hour_ago):
         record(tmp_path, [3, 3], first_number=6, writer_name="b")
-        record(tmp_path, [3, 3], first_number=8, writer_name="a")  # a writer's own times never run back
+        record(
+            tmp_path, [3, 3], first_number=8, writer_name="a"
+        )  # a writer's own times never run back
     found += [frames_of(batch) for batch in iter_rest(dataset, 3)]
-    assert {number for *_, number, _ in found[2]} == {6, 7} and {number for *_, number, _ in found[3]} == {8, 9}
+    assert {number for *_, number, _ in found[2]} == {6, 7} and {
+        number for *_, number, _ in found[3]
+    } == {8, 9}
     frames = sorted((number, frame) for batch in found for *_, number, frame in batch)
     assert frames == [(number, frame) for number in range(10) for frame in range(3)]
 
 
-def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajectories_alone(tmp_path):
+def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajectories_alone(
+    tmp_path,
+):
     for number in range(4):
         record(tmp_path, [3], first_number=number)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)

@@ -24,7 +24,9 @@ def walk(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"as_dict": True}])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_collates_whole_batches_is_refused(walk: Path, options: Any, num_workers: int) -> None:
+def test_a_loader_that_collates_whole_batches_is_refused(
+    walk: Path, options: Any, num_workers: int
+) -> None:
     def stream() -> RolloutDataset:
         return RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3, **options)
 
@@ -43,7 +45,9 @@ def test_windows_in_a_loader_that_collates_name_their_own_collate_function(walk:
     for dataset in (windows, WindowMixture([windows])):
         with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
             next(iter(DataLoader(dataset)))
-        assert next(iter(DataLoader(dataset, collate_fn=dataset.collate)))["observation"].shape[:2] == (1, 3)
+        assert next(iter(DataLoader(dataset, collate_fn=dataset.collate)))["observation"].shape[
+            :2
+        ] == (1, 3)
 
 
 def test_a_star_import_leaves_the_function_open_alone(walk: Path) -> None:
@@ -64,5 +68,7 @@ def test_a_device_that_is_not_there_is_refused_at_construction(walk: Path, devic
         lambda: rollout_data.load_expert_trajectories("absent.txt", walk, 2, device),
     ]
     for make in makers:
-        with pytest.raises(UsageError, match=r"device a device that is there, got 'cuda.*Use 'cpu'"):
+        with pytest.raises(
+            UsageError, match=r"device a device that is there, got 'cuda.*Use 'cpu'"
+        ):
             make()

@@ -75,9 +75,13 @@ def test_the_rest_streams_and_the_loss_is_named(five, lose, loops):
     assert played(dataset.get_batch(12)) == [*whole(0), (1, 0), (1, 1)]
     lose(five, 1)
     lose(five, 3)
-    with pytest.warns(RolloutDataWarning, match=r"cannot play trajectory 0 of writer '0:trajectory_1' in .*pickle'"):
+    with pytest.warns(
+        RolloutDataWarning,
+        match=r"cannot play trajectory 0 of writer '0:trajectory_1' in .*pickle'",
+    ):
         rest = drained(dataset)
-    # What of a trajectory is read before its loss is found stays delivered; at the next pass its first chunk is there.
+    # What of a trajectory is read before its loss is found stays delivered; at the next pass its
+    # first chunk is there.
     left = [] if lose is delete else [(number, frame) for number in (1, 3) for frame in range(5)]
     second = sorted([*whole(0, 2, 4), *left]) if loops == 2 else []
     first = rest[: len(rest) - len(second)]
@@ -105,7 +109,12 @@ def test_what_is_left_of_a_lost_trajectory_is_not_valid_and_no_other_env_is_dist
     assert batch.valid[:, 0].tolist() == [False, False, True, True, True]
     assert batch.is_last[:, 0].tolist() == [False, True, False, False, False]
     assert batch.is_first[:, 0].tolist() == [False, False, True, False, False]
-    assert len(dataset.problems) == dataset.source.num_vanished_blocks == dataset.num_lost_trajectories == 1
+    assert (
+        len(dataset.problems)
+        == dataset.source.num_vanished_blocks
+        == dataset.num_lost_trajectories
+        == 1
+    )
 
 
 def test_exhausted_envs_show_a_frame_that_can_still_be_read(five):
@@ -148,7 +157,9 @@ def test_reset_goes_on_with_the_rest(five, lose, cache):
         rest = drained(dataset)
     assert [frame for frame in rest if frame[0] != 0] == whole(1, 2, 3, 4)
     # What is in memory is read on; what was deleted before the reset is simply not there.
-    assert bool(dataset.problems) == (lose is spoil or (lose is spoil_rows_unseen and cache == "none"))
+    assert bool(dataset.problems) == (
+        lose is spoil or (lose is spoil_rows_unseen and cache == "none")
+    )
 
 
 def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five):
@@ -158,7 +169,9 @@ def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five):
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))  # no file can be opened
     try:
-        with pytest.raises(DataFileError, match=r"cannot play trajectory 0 of .*trajectory_0'.*Too many open files"):
+        with pytest.raises(
+            DataFileError, match=r"cannot play trajectory 0 of .*trajectory_0'.*Too many open files"
+        ):
             dataset.get_batch(10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -173,7 +186,9 @@ def test_a_state_of_before_the_loss_is_refused_by_name(five):
     with pytest.warns(RolloutDataWarning):
         dataset.get_batch(3)
     state = dataset.state_dict()
-    with pytest.raises(ValueError, match="trajectory 0 of writer '0:trajectory_0', got it is not there any more"):
+    with pytest.raises(
+        ValueError, match="trajectory 0 of writer '0:trajectory_0', got it is not there any more"
+    ):
         opened(five).load_state_dict(state)
 
 

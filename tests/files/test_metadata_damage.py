@@ -67,7 +67,11 @@ def test_a_stray_block_is_told_from_the_most_where_the_file_tells_nothing(tmp_pa
     record(tmp_path, [4, 4], flush_every=4)
     spoil(tmp_path, "no JSON", has_cache=True)
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
-        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+        writer.add(
+            observation=np.zeros((1, 5), np.float32),
+            action=np.zeros((1, 2), np.float32),
+            done=[True],
+        )
     next((tmp_path / "b").glob("rollout_*.h5")).rename(tmp_path / "aa.h5")
     shutil.rmtree(tmp_path / "b")
     if not has_cache:
@@ -86,7 +90,11 @@ def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_
     record(tmp_path, [4])
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         for _ in range(2):
-            writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+            writer.add(
+                observation=np.zeros((1, 5), np.float32),
+                action=np.zeros((1, 2), np.float32),
+                done=[True],
+            )
             writer.flush()
     for path in (tmp_path / "b").glob("rollout_*.h5"):
         path.rename(tmp_path / path.name)
@@ -101,7 +109,11 @@ def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_
 def test_a_cache_of_the_fewer_blocks_gives_the_same_as_none(tmp_path):
     record(tmp_path / "a", [4, 4], flush_every=4)
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
-        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+        writer.add(
+            observation=np.zeros((1, 5), np.float32),
+            action=np.zeros((1, 2), np.float32),
+            done=[True],
+        )
     shutil.rmtree(tmp_path / "b" / "damaged", ignore_errors=True)
     (tmp_path / "b" / "metadata.json").unlink()
     save_index_cache(tmp_path / "b")
@@ -149,5 +161,7 @@ def test_a_folder_that_may_not_be_listed_is_one_clear_error(tmp_path, monkeypatc
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(DataFileError, match=rf"cannot open the data folder '{tmp_path}'.*Permission denied"):
+    with pytest.raises(
+        DataFileError, match=rf"cannot open the data folder '{tmp_path}'.*Permission denied"
+    ):
         opened(tmp_path).get_batch()

@@ -18,13 +18,51 @@ FINAL = np.full((N, 2), 9, np.float32)
 
 #: Library -> one step under its names; all say: env 0 terminated, env 1 timed out, reward 5.
 STEPS = {
-    "gymnasium": {"obs": 0, "action": 1, "reward": 5, "terminated": ENDS, "truncated": TIMEOUTS, "final_obs": FINAL},
-    "minari": {"observations": 0, "actions": 1, "rewards": 5, "terminations": ENDS, "truncations": TIMEOUTS},
-    "minari step": {"observation": 0, "action": 1, "reward": 5, "termination": ENDS, "truncation": TIMEOUTS},
-    "sb3": {"obs": 0, "actions": 1, "rewards": 5, "dones": DONES, "time_outs": TIMEOUTS, "terminal_observation": FINAL},
-    "d4rl": {"observations": 0, "actions": 1, "rewards": 5, "terminals": ENDS, "timeouts": TIMEOUTS},
+    "gymnasium": {
+        "obs": 0,
+        "action": 1,
+        "reward": 5,
+        "terminated": ENDS,
+        "truncated": TIMEOUTS,
+        "final_obs": FINAL,
+    },
+    "minari": {
+        "observations": 0,
+        "actions": 1,
+        "rewards": 5,
+        "terminations": ENDS,
+        "truncations": TIMEOUTS,
+    },
+    "minari step": {
+        "observation": 0,
+        "action": 1,
+        "reward": 5,
+        "termination": ENDS,
+        "truncation": TIMEOUTS,
+    },
+    "sb3": {
+        "obs": 0,
+        "actions": 1,
+        "rewards": 5,
+        "dones": DONES,
+        "time_outs": TIMEOUTS,
+        "terminal_observation": FINAL,
+    },
+    "d4rl": {
+        "observations": 0,
+        "actions": 1,
+        "rewards": 5,
+        "terminals": ENDS,
+        "timeouts": TIMEOUTS,
+    },
     "rllib": {"obs": 0, "actions": 1, "rewards": 5, "terminateds": ENDS, "truncateds": TIMEOUTS},
-    "rsl_rl": {"observations": 0, "actions": 1, "rewards": 5, "dones": DONES, "time_outs": TIMEOUTS},
+    "rsl_rl": {
+        "observations": 0,
+        "actions": 1,
+        "rewards": 5,
+        "dones": DONES,
+        "time_outs": TIMEOUTS,
+    },
     "torchrl": {
         "observation": 0,
         "action": 1,
@@ -56,7 +94,10 @@ def test_a_step_under_the_names_of_a_library_is_understood(tmp_path, library, as
     with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False) as writer:
         warnings.simplefilter("error")
         writer.add(step) if as_record else writer.add(**step)
-        assert sorted(writer.schema) == ["action", "observation", "reward"] and writer.num_trajectories == 2
+        assert (
+            sorted(writer.schema) == ["action", "observation", "reward"]
+            and writer.num_trajectories == 2
+        )
     batch = RolloutDataset(tmp_path, N, device="cpu").get_batch()
     assert batch.reward.flatten().tolist() == [5, 5, 5]
     assert sorted(batch.timeout.tolist()) == [False, True, True], "the third was cut by close()"
@@ -64,9 +105,13 @@ def test_a_step_under_the_names_of_a_library_is_understood(tmp_path, library, as
     assert int((batch.next_observation == 9).all(-1).sum()) == finals
 
 
-@pytest.mark.parametrize("names", [("done", "dones"), ("obs", "observations"), ("terminals", "terminations")])
+@pytest.mark.parametrize(
+    "names", [("done", "dones"), ("obs", "observations"), ("terminals", "terminations")]
+)
 def test_two_names_of_one_thing_are_refused(tmp_path, names):
-    record = {"observation": np.zeros((2, 1)), "action": np.zeros((2, 1))} | {name: np.zeros(2) for name in names}
+    record = {"observation": np.zeros((2, 1)), "action": np.zeros((2, 1))} | {
+        name: np.zeros(2) for name in names
+    }
     if "obs" in names:
         del record["observation"]
     with (
@@ -100,29 +145,52 @@ def test_a_close_misspelling_is_told_once(tmp_path, given, meant):
     with RolloutWriter(tmp_path, 2) as writer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
-            writer.add(observation=np.zeros((2, 1)), action=np.zeros((2, 1)), **{given: np.zeros(2)})
+            writer.add(
+                observation=np.zeros((2, 1)), action=np.zeros((2, 1)), **{given: np.zeros(2)}
+            )
         meant = meant.replace("final_obs", "final_observation")
         assert [
-            f"{given!r} is recorded as an extra field. If it is {meant!r}" in str(one.message) for one in caught
+            f"{given!r} is recorded as an extra field. If it is {meant!r}" in str(one.message)
+            for one in caught
         ] == [True]
         assert caught[0].filename == __file__ and given in writer.schema
 
 
 def test_names_of_their_own_are_not_taken_for_misspellings(tmp_path):
-    own = ["values", "action_mean", "next_action", "actions2", "observation_mask", "reward_scale", "zone", "time_step"]
+    own = [
+        "values",
+        "action_mean",
+        "next_action",
+        "actions2",
+        "observation_mask",
+        "reward_scale",
+        "zone",
+        "time_step",
+    ]
     with warnings.catch_warnings(), RolloutWriter(tmp_path, 2) as writer:
         warnings.simplefilter("error")
-        writer.add(observation=np.zeros((2, 1)), action=np.zeros((2, 1)), **{name: np.zeros(2) for name in own})
+        writer.add(
+            observation=np.zeros((2, 1)),
+            action=np.zeros((2, 1)),
+            **{name: np.zeros(2) for name in own},
+        )
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_recording_in_which_nothing_ends_is_told_once(tmp_path, at_once):
-    with RolloutWriter(tmp_path, 2, durable=False) as writer, warnings.catch_warnings(record=True) as caught:
+    with (
+        RolloutWriter(tmp_path, 2, durable=False) as writer,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         for _ in range(1 if at_once else 4500):
             shape = (4500, 2, 1) if at_once else (2, 1)
-            (writer.add_rollout if at_once else writer.add)(observation=np.zeros(shape), action=np.zeros(shape))
-    assert len(caught) == 1 and "no trajectory has ended in more than 2000 steps" in str(caught[0].message)
+            (writer.add_rollout if at_once else writer.add)(
+                observation=np.zeros(shape), action=np.zeros(shape)
+            )
+    assert len(caught) == 1 and "no trajectory has ended in more than 2000 steps" in str(
+        caught[0].message
+    )
     assert "done=" in str(caught[0].message) and caught[0].filename == __file__
 
 
@@ -131,4 +199,6 @@ def test_a_recording_with_an_end_is_not_warned_of(tmp_path):
         warnings.simplefilter("error")
         done = np.zeros((5000, 2), bool)
         done[1999, 0] = True
-        writer.add_rollout(observation=np.zeros((5000, 2, 1)), action=np.zeros((5000, 2, 1)), done=done)
+        writer.add_rollout(
+            observation=np.zeros((5000, 2, 1)), action=np.zeros((5000, 2, 1)), done=done
+        )

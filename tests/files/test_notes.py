@@ -22,7 +22,13 @@ from rollout_data.blocks.block_content import BlockContent, gathered
 from rollout_data.blocks.block_header import open_block, read_header
 from rollout_data.blocks.write_block import write_block
 from rollout_data.tools.edit.pack_folder import check_folder, pack_dataset, repair_folder
-from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    FieldTypeError,
+    RolloutDataError,
+    SchemaError,
+    UsageError,
+)
 from tests.files.notes_there import notes_of
 from tests.files.test_block_file_damage import used_bytes
 from tests.files.test_block_file_format import reference_reader
@@ -32,7 +38,12 @@ TASKS = ("pick the cube", "öffne die Tür \N{DOOR}", "")
 
 def step(writer, t, num_envs=2, done=None, **more):
     frame = np.full((num_envs, 3), t, np.float32)
-    writer.add(observation=frame, action=frame[:, :1], done=[False] * num_envs if done is None else done, **more)
+    writer.add(
+        observation=frame,
+        action=frame[:, :1],
+        done=[False] * num_envs if done is None else done,
+        **more,
+    )
 
 
 def said_in(folder: Path) -> dict[tuple[str, int], dict]:
@@ -64,14 +75,18 @@ def record(folder: Path, num_steps: int, lengths=(3, 5), block_bytes=1 << 20, **
                     said[env] = {**(said[env] or {}), "success": numbers[env] % 2 == 0}
                     done[env], ages[env], numbers[env] = True, 0, numbers[env] + 1
                 expected.setdefault(key, {}).update(said[env] or {})
-            step(writer, t, done=done, episode=said, instruction=[f"go to {t}", "stay"], mode="slow")
+            step(
+                writer, t, done=done, episode=said, instruction=[f"go to {t}", "stay"], mode="slow"
+            )
     return expected
 
 
 def test_notes_come_back_merged_whatever_blocks_they_fell_into(tmp_path):
     for block_bytes in (1, 300, 1 << 20):
         folder = tmp_path / str(block_bytes)
-        assert said_in_equals(folder, record(folder, 17, block_bytes=block_bytes, max_pending_blocks=1))
+        assert said_in_equals(
+            folder, record(folder, 17, block_bytes=block_bytes, max_pending_blocks=1)
+        )
     assert len(list((tmp_path / "1").glob("*.h5"))) > 10
 
 
@@ -82,7 +97,9 @@ def said_in_equals(folder, expected):
 
 def test_a_later_note_of_the_same_name_replaces_the_earlier_one(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        for t, note in enumerate([{"task": "lift", "seed": 1}, {"task": "drop"}, {"score": 2}, {"task": "throw"}]):
+        for t, note in enumerate(
+            [{"task": "lift", "seed": 1}, {"task": "drop"}, {"score": 2}, {"task": "throw"}]
+        ):
             step(writer, t, num_envs=1, episode=note)
             writer.flush()
     assert said_in(tmp_path) == {(0, 0): {"task": "throw", "seed": 1, "score": 2}}
@@ -97,20 +114,36 @@ def test_pack_and_repair_and_retention_keep_them(tmp_path):
     assert said_in(tmp_path / "c") == expected and not check_folder(tmp_path / "c").problems
     windows = WindowDataset(tmp_path / "c", 1)
     numbers = {text_id(f"go to {t}") for t in range(16)} | {text_id("stay")}
-    assert set(torch.cat([windows[i]["instruction"] for i in range(len(windows))]).tolist()) == numbers
+    assert (
+        set(torch.cat([windows[i]["instruction"] for i in range(len(windows))]).tolist()) == numbers
+    )
     prune(tmp_path / "c", trajectories=2)
     assert 0 < len(said_in(tmp_path / "c")) < len(expected)
 
 
 def test_coded_components_are_noted_too(tmp_path):
-    with RolloutWriter(tmp_path, 1, durable=False, obs_disassemble_mapping={"cam": "shuffle+lz4"}) as writer:
+    with RolloutWriter(
+        tmp_path, 1, durable=False, obs_disassemble_mapping={"cam": "shuffle+lz4"}
+    ) as writer:
         for t in range(4):
-            observation = {"cam": torch.full((1, 8, 8, 3), t, dtype=torch.uint8), "joints": torch.zeros(1, 3)}
+            observation = {
+                "cam": torch.full((1, 8, 8, 3), t, dtype=torch.uint8),
+                "joints": torch.zeros(1, 3),
+            }
             said = [{"task": "look"}] if t == 0 else None
-            step = {"action": torch.zeros(1, 1), "reward": torch.zeros(1), "done": torch.tensor([t == 3])}
+            step = {
+                "action": torch.zeros(1, 1),
+                "reward": torch.zeros(1),
+                "done": torch.tensor([t == 3]),
+            }
             writer.add(observation=observation, episode=said, **step)
     (episode,) = rollout_data.open(tmp_path)
-    assert episode.task == "look" and episode.observation["cam"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert episode.task == "look" and episode.observation["cam"][:, 0, 0, 0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
@@ -119,10 +152,14 @@ def test_batches_have_the_number_of_the_task_on_demand(tmp_path):
     windows = WindowDataset(tmp_path, 1, texts=True)
     batch = windows.collate(windows.__getitems__(range(len(windows))))
     assert batch["task"].shape == (60,) and "task" not in WindowDataset(tmp_path, 1)[0]
-    assert sorted(windows.texts[task] for task in batch["task"].tolist()) == sorted(task_of[0] + task_of[1])
+    assert sorted(windows.texts[task] for task in batch["task"].tolist()) == sorted(
+        task_of[0] + task_of[1]
+    )
     dataset = RolloutDataset(tmp_path, 2, device="cpu", texts=True, cache="ram")
     first = dataset.get_batch(4)
-    told = {text_id(text): text for text in [*TASKS, "stay", "slow", *(f"go to {t}" for t in range(30))]}
+    told = {
+        text_id(text): text for text in [*TASKS, "stay", "slow", *(f"go to {t}" for t in range(30))]
+    }
     assert dataset.texts == windows.texts == WindowMixture([windows, windows]).texts == told
     for t, n in np.ndindex(4, 2):
         assert dataset.texts[int(first.extras["task"][t, n])] == task_of_frame(task_of, first, t, n)
@@ -145,7 +182,13 @@ def test_an_episode_without_a_task_has_the_number_0(tmp_path):
         step(writer, 0, episode=[{"task": "lift"}, {"seed": 3}])
     windows = WindowDataset(tmp_path, 1, texts=True)
     assert [int(windows[n]["task"]) for n in range(2)] == [text_id("lift"), 0]
-    assert RolloutDataset(tmp_path, 2, device="cpu", texts=True).get_batch(1).extras["task"].tolist()[0][1] == 0
+    assert (
+        RolloutDataset(tmp_path, 2, device="cpu", texts=True)
+        .get_batch(1)
+        .extras["task"]
+        .tolist()[0][1]
+        == 0
+    )
 
 
 def test_batches_of_other_systems_files_have_the_number_of_the_task_too():
@@ -165,7 +208,9 @@ def test_an_episode_of_a_recording_has_its_notes_and_texts(tmp_path):
         assert episode["mode"] == ["slow"] * len(episode) and "mode" not in episode.schema
         first = int(episode.observation[0, 0])
         one_by_one = [f"go to {first + t}" for t in range(len(episode))]
-        assert episode["instruction"] == (["stay"] * len(episode) if episode.metadata["env"] else one_by_one)
+        assert episode["instruction"] == (
+            ["stay"] * len(episode) if episode.metadata["env"] else one_by_one
+        )
 
 
 def test_texts_are_stored_once_and_frames_have_their_numbers(tmp_path):
@@ -181,11 +226,21 @@ def test_texts_are_stored_once_and_frames_have_their_numbers(tmp_path):
             episode=[[None, None], [{"task": "late"}, None]],
         )
     header = open_block(next(tmp_path.glob("*.h5")), verify=True)
-    assert sorted(text for _, text in header.read_notes(TEXTS)) == ["", "a", "b", "c", "left", "right", "same"]
+    assert sorted(text for _, text in header.read_notes(TEXTS)) == [
+        "",
+        "a",
+        "b",
+        "c",
+        "left",
+        "right",
+        "same",
+    ]
     assert header.schema["instruction"].is_text and header.schema["instruction"].dtype == "int64"
     batch = RolloutDataset(tmp_path, 2, device="cpu").get_batch(52)
     expected = [["left", "right"]] * 50 + [["a", "b"], ["c", ""]]
-    assert batch.extras["instruction"].tolist() == [[text_id(text) for text in row] for row in expected]
+    assert batch.extras["instruction"].tolist() == [
+        [text_id(text) for text in row] for row in expected
+    ]
     assert said_in(tmp_path) == {(0, 0): {"task": "late"}, (1, 0): {}}
 
 
@@ -228,8 +283,15 @@ def test_what_is_said_of_a_dropped_episode_goes_with_it(tmp_path):
     st.dictionaries(
         st.text(max_size=5),
         st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False)
+            | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
             max_leaves=8,
         ),
         max_size=4,
@@ -243,7 +305,13 @@ def test_anything_that_json_has_comes_back(tmp_path_factory, said):
 
 
 def test_arrays_and_numbers_of_numpy_and_torch_are_taken(tmp_path):
-    said = {"seed": np.int64(3), "goal": np.arange(2.0), "pose": torch.ones(1, 2), "success": np.True_, "task": None}
+    said = {
+        "seed": np.int64(3),
+        "goal": np.arange(2.0),
+        "pose": torch.ones(1, 2),
+        "success": np.True_,
+        "task": None,
+    }
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         step(writer, 0, num_envs=1, episode=said)
     expected = {"seed": 3, "goal": [0.0, 1.0], "pose": [[1.0, 1.0]], "success": True, "task": None}
@@ -252,7 +320,9 @@ def test_arrays_and_numbers_of_numpy_and_torch_are_taken(tmp_path):
 
 REFUSED = {
     "for each environment, 2": {"episode": [{"a": 1}]},
-    "for each environment, 2 (one mapping for a single environment), got dict": {"episode": {"a": 1}},
+    "for each environment, 2 (one mapping for a single environment), got dict": {
+        "episode": {"a": 1}
+    },
     "got int64": {"episode": [np.int64(1), None]},
     "got array": {"episode": np.arange(2)},
     "names that are texts": {"episode": [{1: 2}, None]},
@@ -310,7 +380,12 @@ def block(tmp_path_factory) -> Path:
 def everything(path: Path) -> tuple:
     header = open_block(path, verify=True)
     notes = [list(header.read_notes(kind)) for kind in (EPISODES, TEXTS)]
-    return header.schema, header.fragments.tobytes(), notes, header.read_rows("data", "frames", 0, 12).tobytes()
+    return (
+        header.schema,
+        header.fragments.tobytes(),
+        notes,
+        header.read_rows("data", "frames", 0, 12).tobytes(),
+    )
 
 
 def test_flipped_bits_are_reported_or_without_effect(block, tmp_path):
@@ -327,9 +402,13 @@ def test_flipped_bits_are_reported_or_without_effect(block, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [EPISODES, TEXTS])
-def test_every_flipped_bit_of_the_notes_is_reported_and_costs_that_note_alone(block, tmp_path, kind):
+def test_every_flipped_bit_of_the_notes_is_reported_and_costs_that_note_alone(
+    block, tmp_path, kind
+):
     with h5py.File(block) as file:
-        places = {part: (file[kind][part].id.get_offset(), file[kind][part].nbytes) for part in file[kind]}
+        places = {
+            part: (file[kind][part].id.get_offset(), file[kind][part].nbytes) for part in file[kind]
+        }
     data, good = bytearray(block.read_bytes()), everything(block)
     for part, (offset, num_bytes) in places.items():
         for position in range(offset, offset + num_bytes, 11):
@@ -383,7 +462,9 @@ def test_notes_that_cannot_be_read_are_damage(block, tmp_path, data):
     header = read_header(block)
     tables, fragments = gathered([(header, fragment) for fragment in header.fragments])
     notes = {EPISODES: [(int(fragments["trajectory"][0]), data)]}
-    content = BlockContent(header.schema, "w", 0, fragments, header.reward_sums, tables, notes=notes)
+    content = BlockContent(
+        header.schema, "w", 0, fragments, header.reward_sums, tables, notes=notes
+    )
     write_block(tmp_path, content, durable=False)
     notes, store = notes_of(tmp_path)
     for read in (lambda: notes.column(store, "task"), lambda: notes.of(store, 0)):
@@ -395,13 +476,23 @@ def test_a_damaged_note_costs_the_table_that_note_alone(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for number in range(6):
             writer.add(
-                observation=np.zeros((1, 1)), action=np.zeros(1), done=[True], episode=[{"task": f"task {number}"}]
+                observation=np.zeros((1, 1)),
+                action=np.zeros(1),
+                done=[True],
+                episode=[{"task": f"task {number}"}],
             )
     (path,) = tmp_path.glob("rollout_*.h5")
     data = bytearray(path.read_bytes())
     data[data.index(b"task 3") + 5] ^= 1
     path.write_bytes(data)
     recording = rollout_data.open(tmp_path)
-    assert recording.table["task"].tolist() == ["task 0", "task 1", "task 2", "", "task 4", "task 5"]
+    assert recording.table["task"].tolist() == [
+        "task 0",
+        "task 1",
+        "task 2",
+        "",
+        "task 4",
+        "task 5",
+    ]
     assert len(recording.filter(task="task 4")) == 1 and recording[3].length == 1
     assert any("note" in str(problem) for problem in recording.problems)

@@ -36,7 +36,13 @@ def opened(data_dir, shard=(0, 1), num_envs=NUM_ENVS, **options):
 
 def seen(batch):
     """What a batch shows, env by env: lists of (trajectory, frame, valid, is_first, is_last)."""
-    columns = [batch.observation[..., 0], batch.observation[..., 1], batch.valid, batch.is_first, batch.is_last]
+    columns = [
+        batch.observation[..., 0],
+        batch.observation[..., 1],
+        batch.valid,
+        batch.is_first,
+        batch.is_last,
+    ]
     return torch.stack([column.long() for column in columns], -1).transpose(0, 1).tolist()
 
 
@@ -59,20 +65,31 @@ lengths = st.lists(st.integers(1, 9), min_size=NUM_ENVS, max_size=30)
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=lengths, num_steps=st.integers(1, 6), shuffle=st.booleans(), loops=st.integers(1, 2), drop=st.booleans())
+@given(
+    lengths=lengths,
+    num_steps=st.integers(1, 6),
+    shuffle=st.booleans(),
+    loops=st.integers(1, 2),
+    drop=st.booleans(),
+)
 def test_ranks_are_shares_of_one_stream(tmp_path_factory, lengths, num_steps, shuffle, loops, drop):
     data_dir = tmp_path_factory.mktemp("data")
     record(data_dir, lengths, num_envs=3)
     options = {
         "dataset_loops": loops, "random_shuffle_traj_order": shuffle, "starting_frame_range": (0, 3), "drop_last": drop
     }  # fmt: skip
-    runs = {total: [opened(data_dir, (rank, total), **options) for rank in range(total)] for total in (1, 2, 3, 4)}
+    runs = {
+        total: [opened(data_dir, (rank, total), **options) for rank in range(total)]
+        for total in (1, 2, 3, 4)
+    }
     while True:
         found = {total: next_of_all(ranks, num_steps) for total, ranks in runs.items()}
         assert all(batch == found[1] for batch in found.values())
         if found[1] is None:
             break
-    dropped = {total: sum(rank.num_dropped_frames for rank in ranks) for total, ranks in runs.items()}
+    dropped = {
+        total: sum(rank.num_dropped_frames for rank in ranks) for total, ranks in runs.items()
+    }
     assert len(set(dropped.values())) == 1
 
 
@@ -123,7 +140,9 @@ def test_legs_of_other_sizes_give_the_uninterrupted_sequence_beside_writers_and_
             begun, delivered, age = set(), set(), 0
         elif age > 1:  # what begins now was dealt in this pass
             begun |= {number for env in expected for number, _, _, is_first, _ in env if is_first}
-            delivered |= begun & {number for env in expected for number, _, _, _, is_last in env if is_last}
+            delivered |= begun & {
+                number for env in expected for number, _, _, _, is_last in env if is_last
+            }
         event = chance.choice(["", "add", "delete", "resume", "resume"])
         if event == "add":
             folder.add([chance.randint(1, 6) for _ in range(chance.randint(1, 3))])
@@ -153,7 +172,9 @@ def test_uneven_shares_of_a_state_are_given_by_its_number_of_envs(tmp_path):
         rank.load_state_dict(state)
     assert [rank.num_envs for rank in ranks] == [2, 3, 2, 3]
     assert next_of_all(ranks, 4) == next_of_all(whole, 4)
-    with pytest.raises(UsageError, match=r"expected num_envs=3 as in this dataset, got 2 of its 10 for this rank"):
+    with pytest.raises(
+        UsageError, match=r"expected num_envs=3 as in this dataset, got 2 of its 10 for this rank"
+    ):
         RolloutDataset(tmp_path, 3, device="cpu", shard=(0, 4)).load_state_dict(state)
 
 
@@ -175,11 +196,15 @@ def test_workers_take_turns_and_the_start_method_makes_no_difference(tmp_path, c
                 batches = rollout_data.loader(dataset, **with_workers)
             ranks.append([seen(batch) for batch in batches])
         assert len({len(batches) for batches in ranks}) == 1
-        assert [[env for batch in side for env in batch] for side in zip(*ranks, strict=True)] == expected
+        assert [
+            [env for batch in side for env in batch] for side in zip(*ranks, strict=True)
+        ] == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_workers(tmp_path, num_workers):
+def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_workers(
+    tmp_path, num_workers
+):
     folder = LiveFolder(tmp_path)
     folder.add([3, 6, 2])
     options = {"num_transitions_per_env": 2, "random_shuffle_traj_order": True, "dataset_loops": 6}
@@ -189,7 +214,9 @@ def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_
         assert seen(batch) == seen(direct.get_batch(2))
         assert loader.state_dict() == direct.state_dict()
         if number == 2:
-            folder.add([5, 5])  # seen by both from the next pass on, however far workers have read ahead
+            folder.add(
+                [5, 5]
+            )  # seen by both from the next pass on, however far workers have read ahead
         if number == 9:
             break
     state = json.loads(json.dumps(loader.state_dict()))
@@ -223,12 +250,15 @@ def test_of_two_iterations_of_a_loader_the_newer_one_goes_on(tmp_path):
     assert found + [batch.observation.tolist() for batch in newer] == expected
 
 
-@pytest.mark.soak  # torch tells of a killed worker by a signal at any time, now and then in the midst of this
+# torch tells of a killed worker by a signal at any time, now and then in the midst of this
+@pytest.mark.soak
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_killed_worker_is_one_error_and_the_next_batch_follows(tmp_path, context):
     record(tmp_path, [5, 3, 4, 6] * 400)
     command = [sys.executable, "-m", "tests.files.killed_worker", str(tmp_path), context]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=170
+    )
     assert "the next batch followed" in done.stdout, done.stderr
 
 
@@ -236,8 +266,14 @@ def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
     folder = LiveFolder(tmp_path)
     dataset = opened(tmp_path, num_transitions_per_env=1, dataset_loops=2, num_envs=4)
     frames = []
-    for number, batch in enumerate(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=3)):
-        frames += [(n, f) for env in seen(batch) for n, f, valid, _, _ in env if valid] if number < 12 else []
+    for number, batch in enumerate(
+        torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=3)
+    ):
+        frames += (
+            [(n, f) for env in seen(batch) for n, f, valid, _, _ in env if valid]
+            if number < 12
+            else []
+        )
         if number < 8:
             folder.add([2])
     assert sorted(frames) == [(number, frame) for number in range(NUM_ENVS) for frame in range(4)]
@@ -246,21 +282,28 @@ def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_several_ranks_beside_a_live_writer_need_a_loader_that_asks_rank_0(tmp_path, num_ranks):
     folder = LiveFolder(tmp_path)
-    dataset = opened(tmp_path, (1 % num_ranks, num_ranks), num_envs=2, num_transitions_per_env=1, dataset_loops=4)
+    dataset = opened(
+        tmp_path, (1 % num_ranks, num_ranks), num_envs=2, num_transitions_per_env=1, dataset_loops=4
+    )
     batches = iter(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
     next(batches)
     folder.add([2])
     if num_ranks == 1:
         assert len(list(batches)) > 3
     else:
-        with pytest.raises(UsageError, match=r"behind a plain DataLoader in several ranks, got a change.*loader\("):
+        with pytest.raises(
+            UsageError, match=r"behind a plain DataLoader in several ranks, got a change.*loader\("
+        ):
             list(batches)
 
 
 @pytest.mark.parametrize("even", ["pad", "drop", "none"])
 def test_ranks_end_together_unless_told_otherwise(tmp_path, even):
     record(tmp_path, [4, 4, 4, 10])
-    ranks = [opened(tmp_path, (rank, 2), num_envs=2, num_transitions_per_env=2, even=even) for rank in range(2)]
+    ranks = [
+        opened(tmp_path, (rank, 2), num_envs=2, num_transitions_per_env=2, even=even)
+        for rank in range(2)
+    ]
     numbers = [len(list(rank)) for rank in ranks]
     # Rank 0 plays trajectories of 4 and 4 frames, rank 1 of 4 and 10.
     assert numbers == {"pad": [7, 7], "drop": [4, 4], "none": [4, 7]}[even]
@@ -283,7 +326,9 @@ def test_a_share_that_cannot_be_is_refused(tmp_path, shard):
 
 
 def look_in_rank(rank, meeting, answers):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
 
     def look():
         raise ZeroDivisionError("no folder is like this")
@@ -297,7 +342,10 @@ def look_in_rank(rank, meeting, answers):
 def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks(tmp_path):
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    ranks = [context.Process(target=look_in_rank, args=(rank, tmp_path / "meet", answers)) for rank in range(2)]
+    ranks = [
+        context.Process(target=look_in_rank, args=(rank, tmp_path / "meet", answers))
+        for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     try:
@@ -315,14 +363,23 @@ def test_processes_tell_each_other_only_the_blocks_that_are_new():
     for number in range(200):
         blocks = [block for block in blocks if chance.random() < 0.9]
         fragments = np.zeros(1000, FRAGMENT_DTYPE)
-        blocks += [Block(Path(f"{number}_{one}.h5"), "w", one, fragments, {}, 9, number) for one in range(2)]
+        blocks += [
+            Block(Path(f"{number}_{one}.h5"), "w", one, fragments, {}, 9, number)
+            for one in range(2)
+        ]
         chance.shuffle(blocks) if number % 20 == 0 else None
-        listing = last if number % 7 == 3 else ("blocks", None, len(blocks), [(0, block) for block in blocks])
+        listing = (
+            last
+            if number % 7 == 3
+            else ("blocks", None, len(blocks), [(0, block) for block in blocks])
+        )
         message = sender.shorten(listing)
         assert sender.restore(message) is (None if listing is last else listing)
         stored = pickle.dumps(message)
         restored = receiver.restore(pickle.loads(stored))
         assert (restored is None) == (listing is last)
-        assert listing is last or [block.path for _, block in restored[3]] == [block.path for _, block in listing[3]]
+        assert listing is last or [block.path for _, block in restored[3]] == [
+            block.path for _, block in listing[3]
+        ]
         assert len(stored) < 5 * fragments.nbytes  # two blocks are new, or four
         last = listing

@@ -50,7 +50,9 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/walk", "gs://b/x", "https://a.b/c", "hf://datasets/x", "my+fs://x"])
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/walk", "gs://b/x", "https://a.b/c", "hf://datasets/x", "my+fs://x"]
+)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_url_is_refused_and_no_folder_of_that_name_made(tmp_path, monkeypatch, entry, url):
     monkeypatch.chdir(tmp_path)
@@ -66,14 +68,19 @@ def test_a_url_that_was_made_a_path_is_refused_too(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-READERS = [lambda where: RolloutDataset(where, 1), lambda where: RolloutDataset([where], 1), WindowDataset]
+READERS = [
+    lambda where: RolloutDataset(where, 1),
+    lambda where: RolloutDataset([where], 1),
+    WindowDataset,
+]
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monkeypatch, reader):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
-        UsageError, match=r"'s3://b/x': .*no fsspec\. Install fsspec with: pip install rollout-data\[remote\]"
+        UsageError,
+        match=r"'s3://b/x': .*no fsspec\. Install fsspec with: pip install rollout-data\[remote\]",
     ):
         reader("s3://b/x")
 
@@ -88,7 +95,9 @@ def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]]
+)
 def test_the_command_refuses_a_url(capsys, arguments):
     assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 2
     assert "got a URL" in capsys.readouterr().err
@@ -114,10 +123,15 @@ def test_a_folder_called_storage_that_hides_ours_is_named(tmp_path, kind):
             (hiding / "errors.py").write_text("")
     (tmp_path / "there").mkdir()
     os.symlink(ROOT / "rollout_data", tmp_path / "there" / "rollout_data")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tmp_path / "there")))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tmp_path / "there"))),
+    }
     command = [sys.executable, "-c", "import rollout_data"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: cannot import rollout_data: its package 'storage' is hidden by")
+    assert last.startswith(
+        "ImportError: cannot import rollout_data: its package 'storage' is hidden by"
+    )
     assert str(hiding) in last and "Rename" in last

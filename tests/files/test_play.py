@@ -38,14 +38,21 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "hole": np.array([[math.nan if t == 3 else 1.0]]),
                     "lidar": np.full((1, 15), float(t)),
                     "depth": np.full((1, *SIDES), t / 200, np.float32),
-                    **{name: np.full((1, *shape), shade(t), np.uint8) for name, shape in PICTURES.items()},
+                    **{
+                        name: np.full((1, *shape), shade(t), np.uint8)
+                        for name, shape in PICTURES.items()
+                    },
                 }
                 writer.add(
                     observation=observation,
                     action=np.zeros((1, 1)),
                     reward=np.ones((1, 1)),
                     done=[t == length - 1],
-                    episode=[{"task": "pick\nthe cube", "success": True} if t == length - 1 and number else None],
+                    episode=[
+                        {"task": "pick\nthe cube", "success": True}
+                        if t == length - 1 and number
+                        else None
+                    ],
                 )
     return folder
 
@@ -75,7 +82,10 @@ def test_a_spike_is_visible_in_any_number_of_bars(walk: Path) -> None:
 def test_the_first_lines_have_the_end_the_success_and_the_task(walk: Path) -> None:
     ids = rollout_data.open(walk).ids
     head, task, *_ = play(walk, ids[1]).splitlines()
-    assert head == f"{ids[1]}: 100 frames, terminated, success (2 of 2)" and task == "task: pick the cube"
+    assert (
+        head == f"{ids[1]}: 100 frames, terminated, success (2 of 2)"
+        and task == "task: pick the cube"
+    )
     assert play(walk, "1") == play(walk, ids[1]) == play(rollout_data.open(walk), ids[1])
 
 
@@ -89,16 +99,24 @@ def test_no_line_is_longer_than_the_terminal(walk: Path, width: int, bars: str) 
 
 @pytest.mark.parametrize(
     ("episode", "fields", "message"),
-    [("7", [], "'7'"), (None, ["observation/rmp"], "expected 'observation/ramp'"), (None, ["obs"], "'obs'")],
+    [
+        ("7", [], "'7'"),
+        (None, ["observation/rmp"], "expected 'observation/ramp'"),
+        (None, ["obs"], "'obs'"),
+    ],
 )
-def test_an_unknown_episode_or_field_is_named(walk: Path, episode: str | None, fields: list[str], message: str) -> None:
+def test_an_unknown_episode_or_field_is_named(
+    walk: Path, episode: str | None, fields: list[str], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         play(walk, episode, fields)
 
 
 def test_long_episodes_are_read_in_parts(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = describe_episode(walk, "1", ["observation/ramp", "action"])
-    monkeypatch.setattr("rollout_data.tools.cli.play_command._PART_BYTES", 1)  # no data of this size is made for a test
+    monkeypatch.setattr(
+        "rollout_data.tools.cli.play_command._PART_BYTES", 1
+    )  # no data of this size is made for a test
     assert describe_episode(walk, "1", ["observation/ramp", "action"]) == whole
 
 
@@ -107,7 +125,11 @@ def test_a_gif_and_a_video_show_every_frame(walk: Path, tmp_path: Path, field: s
     image, av = pytest.importorskip("PIL.Image"), pytest.importorskip("av")
     episode, name = rollout_data.open(walk)[1], f"observation/{field}"
     wanted = np.array([t / 200 * 255 if field == "depth" else shade(t) for t in range(100)])
-    assert save_gif(episode, tmp_path / "x.gif", name) == save_mp4(episode, tmp_path / "x.mp4", name) == 100
+    assert (
+        save_gif(episode, tmp_path / "x.gif", name)
+        == save_mp4(episode, tmp_path / "x.mp4", name)
+        == 100
+    )
     with image.open(tmp_path / "x.gif") as file:
         shades = []
         for number in range(file.n_frames):
@@ -128,7 +150,11 @@ def test_the_command_writes_files_at_the_rate_of_the_recording(
     call = ["play", str(walk), "--field", "observation/rgb", "--gif", path, "--json"]
     assert main(call) == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["files"] == {path: 8} and about["length"] == 8 and len(about["curves"][0]["values"]) == 8
+    assert (
+        about["files"] == {path: 8}
+        and about["length"] == 8
+        and len(about["curves"][0]["values"]) == 8
+    )
     with image.open(path) as file:
         assert file.info["duration"] == 100
     assert main(["play", str(walk), "--field", "action", "--gif", path]) == 2

@@ -53,7 +53,9 @@ def test_get_batch_resumes_a_stream_under_way_and_iter_resets_it(tmp_path):
 
 
 def test_an_episode_without_a_camera_that_most_have_is_left_out_and_named(tmp_path):
-    dataset = opened(demos(tmp_path / "demos.hdf5", pictures=(True, True, False)), 1, flatten_observations=False)
+    dataset = opened(
+        demos(tmp_path / "demos.hdf5", pictures=(True, True, False)), 1, flatten_observations=False
+    )
     with pytest.warns(RolloutDataWarning, match="'demo_2'"):
         batch = dataset.get_batch(6)
     assert batch.action[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 1]
@@ -70,7 +72,9 @@ def test_fields_with_names_of_a_batch_are_left_out_of_streams(tmp_path):
 
 
 def test_texts_of_other_formats_come_as_numbers(tmp_path):
-    dataset = opened(demos(tmp_path / "demos.hdf5", words=np.array([b"left", b"right", b"left"])), 1)
+    dataset = opened(
+        demos(tmp_path / "demos.hdf5", words=np.array([b"left", b"right", b"left"])), 1
+    )
     numbers = dataset.get_batch(3).extras["words"].flatten().tolist()
     assert [dataset.texts[number] for number in numbers] == ["left", "right", "left"]
 
@@ -96,8 +100,12 @@ def test_folders_of_the_older_layout_cannot_be_refreshed():
 
 
 @pytest.mark.filterwarnings("always::storage.errors.RolloutDataWarning")
-def test_workers_of_a_plain_data_loader_name_a_damaged_trajectory_in_a_warning_only(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", lambda text, *_: print(text, file=sys.stderr, flush=True))
+def test_workers_of_a_plain_data_loader_name_a_damaged_trajectory_in_a_warning_only(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda text, *_: print(text, file=sys.stderr, flush=True)
+    )
     with rollout_data.RolloutWriter(
         tmp_path, 1, obs_disassemble_mapping={"depth": "lz4"}, frames_per_chunk=2, durable=False
     ) as writer:

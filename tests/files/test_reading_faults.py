@@ -25,7 +25,9 @@ from tests.files.recorded import drain, frames_of, record
 
 
 def numbers_of(dataset, num_steps=4):
-    return sorted({number for batch in drain(dataset, num_steps) for *_, number, _ in frames_of(batch)})
+    return sorted(
+        {number for batch in drain(dataset, num_steps) for *_, number, _ in frames_of(batch)}
+    )
 
 
 def record_blocks(data_dir, num_blocks=3):
@@ -60,7 +62,10 @@ def test_flipped_rows_are_found_when_asked_to_verify(tmp_path):
     paths = record_blocks(tmp_path)
     offset, _ = open_block(paths[1]).locations["data"]["frames"]
     flip(paths[1], offset + 5)
-    with pytest.warns(RolloutDataWarning, match=rf"read frames 0:1 of trajectory 1 in '.*{paths[1].name}'.*checksum"):
+    with pytest.warns(
+        RolloutDataWarning,
+        match=rf"read frames 0:1 of trajectory 1 in '.*{paths[1].name}'.*checksum",
+    ):
         assert numbers_of(opened(tmp_path, verify_on_open=True)) == [0, 2]
 
 
@@ -75,7 +80,10 @@ def test_foreign_files_are_named_and_other_files_ignored(tmp_path):
         warnings.simplefilter("always")
         assert numbers_of(dataset) == [0, 1, 2]
     assert [type(problem) for problem in dataset.problems] == [ForeignFileError] * 2
-    assert sorted(Path(str(w.message).split("'")[1]).name for w in caught) == ["other.hdf5", "text.h5"]
+    assert sorted(Path(str(w.message).split("'")[1]).name for w in caught) == [
+        "other.hdf5",
+        "text.h5",
+    ]
 
 
 def test_a_problem_is_reported_once(tmp_path):
@@ -127,10 +135,16 @@ def test_known_blocks_are_gone_through_once_however_many_are_opened(tmp_path):
 def test_a_block_with_other_fields_is_left_out(tmp_path):
     record_blocks(tmp_path / "a")
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
-        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+        writer.add(
+            observation=np.zeros((1, 5), np.float32),
+            action=np.zeros((1, 2), np.float32),
+            done=[True],
+        )
     other = next((tmp_path / "b").glob("rollout_*.h5"))
     other.rename(tmp_path / "a" / "zz.h5")
-    with pytest.warns(RolloutDataWarning, match=r"field 'observation' is float32\[5\] instead of float32\[3\]"):
+    with pytest.warns(
+        RolloutDataWarning, match=r"field 'observation' is float32\[5\] instead of float32\[3\]"
+    ):
         assert numbers_of(opened(tmp_path / "a")) == [0, 1, 2]
 
 
@@ -227,15 +241,23 @@ def test_an_index_cache_with_forged_numbers_reads_no_memory_outside_the_files(tm
 def test_reading_leaves_the_folder_as_it_was(tmp_path):
     record_blocks(tmp_path)
     (tmp_path / INDEX_CACHE_NAME).unlink()
-    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()}
+    before = {
+        path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()
+    }
     drain(opened(tmp_path, cache="ram"), 4)
-    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()} == before
+    assert {
+        path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.iterdir()
+    } == before
 
 
 @pytest.mark.parametrize("variant", ["without_maps", "cold_files", "ram"])
 def test_every_way_of_reading_gives_the_same_batches(tmp_path, request, variant):
     record(tmp_path, [9, 1, 30, 4, 17, 2, 8], num_envs=2, flush_every=5, with_final=True)
-    arguments = {"dataset_loops": 3, "random_shuffle_traj_order": True, "starting_frame_range": (0, 4)}
+    arguments = {
+        "dataset_loops": 3,
+        "random_shuffle_traj_order": True,
+        "starting_frame_range": (0, 4),
+    }
     expected = drain(opened(tmp_path, 3, **arguments), 6)
     if variant != "ram":
         request.getfixturevalue(variant)
@@ -255,7 +277,9 @@ def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tm
     record(tmp_path, [9] * 6)
     dataset = opened(tmp_path, num_transitions_per_env=4)
     dataset.get_batch(4)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
     assert sum(len(frames_of(batch)) for batch in loader) == 54
 
 
@@ -282,7 +306,11 @@ def test_a_flipped_bit_in_the_index_cache_hides_nothing(tmp_path, seed):
     rng = np.random.default_rng(seed)
     for _ in range(20):
         data = bytearray(cache.read_bytes())
-        place = int(rng.integers(len(data) - 1500 * (seed % 2), len(data)) if seed % 2 else rng.integers(len(data)))
+        place = int(
+            rng.integers(len(data) - 1500 * (seed % 2), len(data))
+            if seed % 2
+            else rng.integers(len(data))
+        )
         data[place] ^= 1 << int(rng.integers(8))
         (tmp_path / "spoilt").mkdir(exist_ok=True)
         for path in [*tmp_path.glob("rollout_*"), tmp_path / "metadata.json"]:
@@ -310,7 +338,11 @@ def test_what_is_no_file_is_reported_and_waited_for_by_nobody(tmp_path):
 def test_a_stray_block_that_sorts_first_does_not_rule_out_the_others(tmp_path):
     record_blocks(tmp_path / "a")
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
-        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+        writer.add(
+            observation=np.zeros((1, 5), np.float32),
+            action=np.zeros((1, 2), np.float32),
+            done=[True],
+        )
     next((tmp_path / "b").glob("rollout_*.h5")).rename(tmp_path / "a" / "aa.h5")
     (tmp_path / "a" / INDEX_CACHE_NAME).unlink()
     with pytest.warns(RolloutDataWarning, match=r"aa.h5.*float32\[5\] instead of float32\[3\]"):
@@ -325,7 +357,9 @@ def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
         "iterator = iter(dataset.prefetch(3)); next(iterator)\n"
     )
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150
+        )
         assert (done.returncode, done.stderr) == (0, "")
 
 

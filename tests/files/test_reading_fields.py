@@ -37,9 +37,15 @@ def test_every_dtype_and_shape_comes_back_exactly(tmp_path, name, shape):
     observation = numbered((5, 2, *shape), dtype)
     action = numbered((5, 2, 3), dtype)
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
-        writer.add_rollout(observation=observation, action=action, done=torch.zeros(5, 2, dtype=torch.bool))
+        writer.add_rollout(
+            observation=observation, action=action, done=torch.zeros(5, 2, dtype=torch.bool)
+        )
     batch = opened(tmp_path, 2).get_batch(5)
-    order = batch.observation[0].reshape(2, -1)[:, 0].argsort() if name != "bool" and shape else torch.arange(2)
+    order = (
+        batch.observation[0].reshape(2, -1)[:, 0].argsort()
+        if name != "bool" and shape
+        else torch.arange(2)
+    )
     assert batch.observation.dtype == dtype and batch.action.dtype == dtype
     assert torch.equal(batch.observation[:, order].to(torch.float64), observation.to(torch.float64))
     assert torch.equal(batch.action[:, order].to(torch.float64), action.to(torch.float64))
@@ -57,8 +63,13 @@ def components(num_steps, num_envs):
 def test_components_are_joined_in_order_or_given_as_a_dict(tmp_path):
     parts = components(6, 2)
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
-        writer.add_rollout(observation=parts, action=torch.zeros(6, 2, 1), done=torch.zeros(6, 2, dtype=torch.bool))
-    flat, by_name = opened(tmp_path, 2).get_batch(6), opened(tmp_path, 2, flatten_observations=False).get_batch(6)
+        writer.add_rollout(
+            observation=parts, action=torch.zeros(6, 2, 1), done=torch.zeros(6, 2, dtype=torch.bool)
+        )
+    flat, by_name = (
+        opened(tmp_path, 2).get_batch(6),
+        opened(tmp_path, 2, flatten_observations=False).get_batch(6),
+    )
     joined = torch.cat([part.flatten(2) for part in parts.values()], -1)
     assert torch.equal(flat.observation, joined)
     assert flat.observation.shape == (6, 2, 4 + 42 + 2)
@@ -68,7 +79,10 @@ def test_components_are_joined_in_order_or_given_as_a_dict(tmp_path):
 
 
 def test_actions_under_names_come_back_as_a_dict(tmp_path):
-    action = {"arm": numbered((6, 2, 3), torch.float32), "hand": {"grip": numbered((6, 2), torch.int64)}}
+    action = {
+        "arm": numbered((6, 2, 3), torch.float32),
+        "hand": {"grip": numbered((6, 2), torch.int64)},
+    }
     done = torch.zeros(6, 2, dtype=torch.bool)
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
         writer.add_rollout(observation=numbered((6, 2, 4), torch.float32), action=action, done=done)
@@ -101,7 +115,10 @@ def test_a_batch_is_recorded_again_as_it_was(tmp_path, num_steps, mark_first_fra
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
         for batch in opened(tmp_path / "a", 2, **look):
             (writer.add if num_steps is None else writer.add_rollout)(batch)
-    assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a") and len(contents_of(tmp_path / "a")) == 6
+    assert (
+        contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
+        and len(contents_of(tmp_path / "a")) == 6
+    )
 
 
 def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path):
@@ -109,7 +126,9 @@ def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path)
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
         for batch in opened(tmp_path / "a", 2, num_transitions_per_env=4):
             finals = batch.next_observation, batch.next_privileged_observation
-            writer.add_rollout(batch, final_observation=finals[0], final_privileged_observation=finals[1])
+            writer.add_rollout(
+                batch, final_observation=finals[0], final_privileged_observation=finals[1]
+            )
     assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
 
 
@@ -120,9 +139,14 @@ def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
         for is_marked in (True, False)
     )
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
-        with pytest.raises(UsageError, match="expected is_last, which separates first frames from ends, got None"):
+        with pytest.raises(
+            UsageError, match="expected is_last, which separates first frames from ends, got None"
+        ):
             writer.add_rollout(batch)
-        with pytest.raises(SchemaError, match=r"the flag 'is_last': expected shape \(4, 2\) as of 'done', got \(2,\)"):
+        with pytest.raises(
+            SchemaError,
+            match=r"the flag 'is_last': expected shape \(4, 2\) as of 'done', got \(2,\)",
+        ):
             writer.add_rollout(batch._replace(is_last=batch.done[0]))
         writer.add_rollout(plain)  # no first frame is done but where a limit ended it
     assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
@@ -130,8 +154,12 @@ def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
 
 def test_coded_components_come_back_within_half_a_step(tmp_path):
     parts = components(6, 2)
-    with RolloutWriter(tmp_path, 2, obs_disassemble_mapping={"depth": "normalized_image"}, durable=False) as writer:
-        writer.add_rollout(observation=parts, action=torch.zeros(6, 2, 1), done=torch.zeros(6, 2, dtype=torch.bool))
+    with RolloutWriter(
+        tmp_path, 2, obs_disassemble_mapping={"depth": "normalized_image"}, durable=False
+    ) as writer:
+        writer.add_rollout(
+            observation=parts, action=torch.zeros(6, 2, 1), done=torch.zeros(6, 2, dtype=torch.bool)
+        )
     dataset = opened(tmp_path, 2, flatten_observations=False)
     batch = dataset.get_batch(6)
     assert dataset.metadata["obs_segments"] == {"proprio": [4], "depth": [1, 6, 7], "command": [2]}
@@ -147,7 +175,9 @@ def test_a_flat_observation_is_split_by_segments_on_writing(tmp_path):
     observation = numbered((4, 2, 7), torch.float32)
     with RolloutWriter(tmp_path, 2, obs_segments={"a": (3,), "b": (2, 2)}, durable=False) as writer:
         writer.add_rollout(
-            observation=observation, action=torch.zeros(4, 2, 1), done=torch.zeros(4, 2, dtype=torch.bool)
+            observation=observation,
+            action=torch.zeros(4, 2, 1),
+            done=torch.zeros(4, 2, dtype=torch.bool),
         )
     assert torch.equal(opened(tmp_path, 2).get_batch(4).observation, observation)
     by_name = opened(tmp_path, 2, flatten_observations=False).get_batch(4).observation
@@ -166,7 +196,9 @@ def test_large_components_stand_apart_and_follow_true_final_observations(tmp_pat
                 final_observation=final,
             )  # fmt: skip
     batch = opened(tmp_path, 1, flatten_observations=False).get_batch(5)
-    assert torch.equal(batch.observation["image"], image) and torch.equal(batch.observation["vector"], vector)
+    assert torch.equal(batch.observation["image"], image) and torch.equal(
+        batch.observation["vector"], vector
+    )
     for t in range(5):
         follows = final if done[t] else {"image": image[t + 1], "vector": vector[t + 1]}
         assert torch.equal(batch.next_observation["image"][t], follows["image"])
@@ -174,11 +206,18 @@ def test_large_components_stand_apart_and_follow_true_final_observations(tmp_pat
 
 
 def test_components_of_mixed_dtypes_keep_theirs_in_a_dict_and_are_promoted_when_joined(tmp_path):
-    parts = {"mask": numbered((3, 1, 2), torch.uint8), "pose": numbered((3, 1, 2), torch.float64) + 0.25}
+    parts = {
+        "mask": numbered((3, 1, 2), torch.uint8),
+        "pose": numbered((3, 1, 2), torch.float64) + 0.25,
+    }
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        writer.add_rollout(observation=parts, action=torch.zeros(3, 1, 1), done=torch.zeros(3, 1, dtype=torch.bool))
+        writer.add_rollout(
+            observation=parts, action=torch.zeros(3, 1, 1), done=torch.zeros(3, 1, dtype=torch.bool)
+        )
     batch = opened(tmp_path, flatten_observations=False).get_batch(3)
-    assert batch.observation["mask"].dtype == torch.uint8 and torch.equal(batch.observation["pose"], parts["pose"])
+    assert batch.observation["mask"].dtype == torch.uint8 and torch.equal(
+        batch.observation["pose"], parts["pose"]
+    )
     joined = opened(tmp_path).get_batch(3).observation
     assert joined.dtype == torch.float64
     assert torch.equal(joined, torch.cat([parts["mask"].double(), parts["pose"]], -1))
@@ -194,7 +233,9 @@ def test_extra_fields_come_back_by_name(tmp_path):
         )  # fmt: skip
     batch = opened(tmp_path, 2).get_batch(4)
     assert sorted(batch.extras) == ["action_label", "log_prob"]
-    assert torch.equal(batch.extras["action_label"], label) and torch.equal(batch.extras["log_prob"], log_prob)
+    assert torch.equal(batch.extras["action_label"], label) and torch.equal(
+        batch.extras["log_prob"], log_prob
+    )
     step = opened(tmp_path, 2).get_batch()
     assert step.extras["log_prob"].shape == (2,)
 
@@ -217,7 +258,11 @@ def test_the_older_folders_stream_like_the_rollouts_that_they_hold(folders):
     valid = torch.cat([batch.valid[:, 0] for batch in streams])
     seen = {
         name: torch.cat([getattr(batch, field)[:, 0] for batch in streams])[valid].numpy()
-        for name, field in (("observations", "observation"), ("actions", "action"), ("rewards", "reward"))
+        for name, field in (
+            ("observations", "observation"),
+            ("actions", "action"),
+            ("rewards", "reward"),
+        )
     }
     timeout = torch.cat([batch.timeout[:, 0] for batch in streams])[valid].numpy()
     num_episodes = len({name.split("/")[0] for name in arrays})
@@ -230,7 +275,9 @@ def test_the_older_folders_stream_like_the_rollouts_that_they_hold(folders):
         observations = arrays[f"ep{number}/observations"][: len(actions)].astype(np.float32)
         assert np.array_equal(seen["observations"][part], observations)
         assert np.array_equal(seen["actions"][part], actions.astype(np.float32))
-        assert np.allclose(seen["rewards"][part].reshape(-1), arrays[f"ep{number}/rewards"], atol=1e-6)
+        assert np.allclose(
+            seen["rewards"][part].reshape(-1), arrays[f"ep{number}/rewards"], atol=1e-6
+        )
         assert timeout[part][-1] == (not arrays[f"ep{number}/terminated"][-1])
     assert at == valid.sum()
 
@@ -240,14 +287,18 @@ def test_coded_components_of_the_older_folders_are_joined_in_order(folders):
     by_name = opened(folders / "components", 2, flatten_observations=False).get_batch(4).observation
     batch = dataset.get_batch(4)
     assert list(by_name) == ["proprio", "depth", "cmd"]
-    assert torch.equal(batch.observation, torch.cat([part.flatten(2) for part in by_name.values()], -1))
+    assert torch.equal(
+        batch.observation, torch.cat([part.flatten(2) for part in by_name.values()], -1)
+    )
     assert by_name["depth"].dtype == torch.float32 and by_name["depth"].max() <= 1
 
 
 def test_growing_older_folders_are_looked_at_again_at_every_pass(folders):
     dataset = opened(folders / "unpadded_names", 1, dataset_loops=2)
     before = dataset.get_batch(5).observation.clone()
-    shutil.copytree(folders / "unpadded_names" / "trajectory_0", folders / "unpadded_names" / "trajectory_7")
+    shutil.copytree(
+        folders / "unpadded_names" / "trajectory_0", folders / "unpadded_names" / "trajectory_7"
+    )
     lengths = dataset.num_frames
     rest = drain(dataset, 1)
     assert len(rest) + 5 == 2 * lengths + 15 and len(before) == 5
@@ -255,7 +306,11 @@ def test_growing_older_folders_are_looked_at_again_at_every_pass(folders):
 
 def test_folders_of_different_kinds_are_not_mixed(folders, tmp_path):
     with RolloutWriter(tmp_path / "new", 1, durable=False) as writer:
-        writer.add(observation=np.zeros((1, 5), np.float32), action=np.zeros((1, 2), np.float32), done=[True])
+        writer.add(
+            observation=np.zeros((1, 5), np.float32),
+            action=np.zeros((1, 2), np.float32),
+            done=[True],
+        )
     with pytest.raises(ValueError, match="folders of one kind"):
         opened([folders / "ant", tmp_path / "new"]).reset()
 

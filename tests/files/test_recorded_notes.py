@@ -23,7 +23,9 @@ class Telling(Counting):
 
     def step(self, action):
         *values, infos = super().step(action)
-        return *values, {**infos, "solved": self.episode % 3 == 1} if values[2] or values[3] else infos
+        return *values, {**infos, "solved": self.episode % 3 == 1} if values[2] or values[
+            3
+        ] else infos
 
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, "single"])
@@ -34,7 +36,10 @@ def test_task_success_and_seed_are_noted_of_the_episode_that_they_belong_to(tmp_
     options = {"show_progress": False, "success_key": "solved", "durable": False}
     record_demonstrations(env, policy, tmp_path, min_trajectories=9, seed=7, **options)
     notes, store = notes_of(tmp_path)
-    found = [(notes.of(store, number), one) for number, one in enumerate(trajectories_of_index(store, tmp_path))]
+    found = [
+        (notes.of(store, number), one)
+        for number, one in enumerate(trajectories_of_index(store, tmp_path))
+    ]
     assert len(found) >= 9
     for said, one in found:
         number, episode, _ = one.column("observation")[0].astype(int).tolist()
@@ -61,4 +66,6 @@ def test_a_task_that_all_envs_share_and_one_told_later_are_noted(tmp_path):
     wrapped.reset()
     wrapped.close()
     notes, store = notes_of(tmp_path)
-    assert [notes.of(store, n) for n in range(2)] == [{"seed": 3, "task": "told by step", "success": True}] * 2
+    assert [notes.of(store, n) for n in range(2)] == [
+        {"seed": 3, "task": "told by step", "success": True}
+    ] * 2

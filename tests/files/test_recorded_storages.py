@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
-from storage import ActionLabelRollout, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, UsageError
+from storage import (
+    ActionLabelRollout,
+    QueueRolloutStorage,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    UsageError,
+)
 from tests.files.readback import trajectories_of
 
 N, STEPS = 3, 5
@@ -23,7 +29,10 @@ def leaf(number, step, shape, dtype=torch.float32):
 
 
 def observed(step, shift=0):
-    camera = {"rgb": leaf(1, step, (2, 2, 3), torch.uint8) + shift, "depth": leaf(2, step, (2, 2), torch.half) + shift}
+    camera = {
+        "rgb": leaf(1, step, (2, 2, 3), torch.uint8) + shift,
+        "depth": leaf(2, step, (2, 2), torch.half) + shift,
+    }
     return {"state": leaf(0, step, (4,)) + shift, "camera": camera}
 
 
@@ -36,16 +45,25 @@ def filled(kind, count=STEPS, obs=OBS, critic=CRITIC, **options):
     for step in range(count):
         made = storage.Transition(observations=observed(step), critic_observations=privileged(step))
         made.actions, made.rewards = torch.arange(N) + step, leaf(0, step, (1,))
-        made.dones, made.time_outs = torch.tensor([step == 1, step == 2, False]), torch.tensor([False, True, False])
+        made.dones, made.time_outs = (
+            torch.tensor([step == 1, step == 2, False]),
+            torch.tensor([False, True, False]),
+        )
         made.values, made.actions_log_prob = torch.zeros(N), torch.zeros(N)
         if "policy_outputs" in options:
-            made.policy_outputs = {"logits": leaf(1, step, (7,)), "option": {"id": leaf(2, step, (), torch.int64)}}
+            made.policy_outputs = {
+                "logits": leaf(1, step, (7,)),
+                "option": {"id": leaf(2, step, (), torch.int64)},
+            }
         else:
             made.action_mean = made.action_sigma = torch.zeros(N, dtype=torch.int64)
         if kind is ActionLabelRollout:
             made.action_labels = made.actions
         if kind is SarsaRolloutStorage:
-            made.next_observations, made.next_critic_observations = observed(step + 1), privileged(step + 1)
+            made.next_observations, made.next_critic_observations = (
+                observed(step + 1),
+                privileged(step + 1),
+            )
         storage.add_transitions(made)
     return storage
 
@@ -61,7 +79,13 @@ def frames(first, last):
 
 
 #: Env, and the steps of each trajectory, in the order in which they are found.
-CUTS = [(0, frames(0, 1)), (1, frames(0, 2)), (2, frames(0, 4)), (0, frames(2, 4)), (1, frames(3, 4))]
+CUTS = [
+    (0, frames(0, 1)),
+    (1, frames(0, 2)),
+    (2, frames(0, 4)),
+    (0, frames(2, 4)),
+    (1, frames(3, 4)),
+]
 
 
 #: Field -> what `leaf` tells of it.
@@ -81,9 +105,14 @@ def test_nested_observations_of_policy_and_critic_are_recorded(tmp_path, kind):
     for one, (env, steps) in zip(found, CUTS, strict=True):
         for name, number in NUMBERS.items():
             column = torch.as_tensor(one.column(name)).reshape(len(steps), -1)
-            expected = torch.tensor([60 * number + 10 * step + env for step in steps]).to(column.dtype)
+            expected = torch.tensor([60 * number + 10 * step + env for step in steps]).to(
+                column.dtype
+            )
             assert torch.equal(column, expected.unsqueeze(-1).expand_as(column)), name
-        assert one.column("observation/camera/rgb").dtype == "uint8" and one.column("observation/state").ndim == 2
+        assert (
+            one.column("observation/camera/rgb").dtype == "uint8"
+            and one.column("observation/state").ndim == 2
+        )
         assert one.column("action").tolist() == [env + step for step in steps]
 
 
@@ -91,7 +120,10 @@ def test_nested_observations_of_policy_and_critic_are_recorded(tmp_path, kind):
 def test_final_observations_come_nested_too(tmp_path, form):
     finals = {
         name: nested_stack([make(step, 5) for step in range(STEPS)], form == "of the ends")
-        for name, make in (("final_observation", observed), ("final_privileged_observation", privileged))
+        for name, make in (
+            ("final_observation", observed),
+            ("final_privileged_observation", privileged),
+        )
     }
     found = record(tmp_path, filled(RolloutStorage), **finals)
     assert [one.finals is not None for one in found] == [True, True, False, False, False]
@@ -109,10 +141,14 @@ def nested_stack(trees, is_of_ends):
 
 @pytest.mark.parametrize("num_steps", [3, 5, 8, 9])
 def test_a_queue_with_nested_observations_is_recorded_in_the_order_of_time(tmp_path, num_steps):
-    (*_, newest) = [one for one in record(tmp_path, filled(QueueRolloutStorage, num_steps)) if one.env == 2]
+    (*_, newest) = [
+        one for one in record(tmp_path, filled(QueueRolloutStorage, num_steps)) if one.env == 2
+    ]
     held = range(max(0, num_steps - STEPS), num_steps)
     assert newest.column("observation/state")[:, 0].tolist() == [10 * step + 2 for step in held]
-    assert newest.column("observation/camera/rgb")[:, 1, 1, 2].tolist() == [62 + 10 * step for step in held]
+    assert newest.column("observation/camera/rgb")[:, 1, 1, 2].tolist() == [
+        62 + 10 * step for step in held
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +157,9 @@ def test_what_the_policy_gave_is_recorded_as_it_was_declared(tmp_path, kind):
     for one, (env, steps) in zip(found, CUTS, strict=True):
         assert not {"mu", "sigma"} & set(one.fields) and "values" in one.fields
         logits, option = one.column("policy_outputs/logits"), one.column("policy_outputs/option/id")
-        assert str(option.dtype) == "int64" and option.tolist() == [120 + 10 * step + env for step in steps]
+        assert str(option.dtype) == "int64" and option.tolist() == [
+            120 + 10 * step + env for step in steps
+        ]
         assert logits.tolist() == [[60.0 + 10 * step + env] * 7 for step in steps]
 
 
@@ -134,7 +172,9 @@ def test_what_the_policy_gave_comes_back_among_the_extras(tmp_path):
 
 def test_only_a_gaussian_storage_has_means_to_include(tmp_path):
     found = record(tmp_path / "mean", filled(RolloutStorage), include=("mu",))
-    assert "mu" in found[0].fields and not any(name.startswith("policy_outputs") for name in found[0].fields)
+    assert "mu" in found[0].fields and not any(
+        name.startswith("policy_outputs") for name in found[0].fields
+    )
     without = filled(RolloutStorage, policy_outputs=OUTPUTS)
     with pytest.raises(UsageError, match="include as fields of the storage, got 'mu'"):
         record(tmp_path / "none", without, include=("mu",))

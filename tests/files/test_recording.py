@@ -23,13 +23,21 @@ class Counting(gymnasium.Env):
     def __init__(self, number=0, form="array", discrete=False):
         self.number, self.form, self.episode = number, form, -1
         box, count = spaces.Box(-1e6, 1e6, (3,), np.float32), spaces.Discrete(1000)
-        forms = {"array": box, "dict": spaces.Dict(state=box, count=count), "tuple": spaces.Tuple((box, count, count))}
+        forms = {
+            "array": box,
+            "dict": spaces.Dict(state=box, count=count),
+            "tuple": spaces.Tuple((box, count, count)),
+        }
         self.observation_space = forms[form]
         self.action_space = spaces.Discrete(7) if discrete else spaces.Box(-1, 1, (2,), np.float32)
 
     def observe(self):
         state = np.array([self.number, self.episode, self.t], np.float32)
-        return {"array": state, "dict": {"state": state, "count": self.t}, "tuple": (state, self.t, self.t)}[self.form]
+        return {
+            "array": state,
+            "dict": {"state": state, "count": self.t},
+            "tuple": (state, self.t, self.t),
+        }[self.form]
 
     def reset(self, *, seed=None, options=None):
         self.episode, self.t = self.episode + 1, 0
@@ -38,7 +46,13 @@ class Counting(gymnasium.Env):
     def step(self, action):
         self.t += 1
         is_end = self.t == self.number + self.episode % 3 + 2
-        return self.observe(), float(self.t), is_end and self.episode % 2 == 0, is_end and self.episode % 2 == 1, {}
+        return (
+            self.observe(),
+            float(self.t),
+            is_end and self.episode % 2 == 0,
+            is_end and self.episode % 2 == 1,
+            {},
+        )
 
 
 def make_envs(mode, num_envs=3, **options):
@@ -86,24 +100,36 @@ def test_every_autoreset_mode_records_the_same_true_episodes(tmp_path, mode, for
     assert summary.num_frames == sum(one.length for one in found)
     for env in range(3):
         episodes = [one for one in found if one.env == env]
-        assert [int(one.column(NAMES[form][0])[0, 1]) for one in episodes] == list(range(len(episodes)))
+        assert [int(one.column(NAMES[form][0])[0, 1]) for one in episodes] == list(
+            range(len(episodes))
+        )
 
 
 def test_discrete_actions_are_recorded_as_executed(tmp_path):
     envs = make_envs(AutoresetMode.NEXT_STEP, discrete=True)
-    record_demonstrations(envs, lambda obs: [[1], [2], [3]], tmp_path, min_timesteps=20, show_progress=False)
+    record_demonstrations(
+        envs, lambda obs: [[1], [2], [3]], tmp_path, min_timesteps=20, show_progress=False
+    )
     for one in trajectories_of(tmp_path):
         assert one.column("action").dtype == np.int64
         assert (one.column("action") == one.env + 1).all()
 
 
 @pytest.mark.parametrize("discrete", [True, False])
-def test_however_a_loop_writes_its_actions_they_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
+def test_however_a_loop_writes_its_actions_they_are_recorded_in_the_dtype_of_their_space(
+    tmp_path, discrete
+):
     envs = make_envs(AutoresetMode.NEXT_STEP, discrete=discrete)
     given = [1, 2, 3] if discrete else [[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
     with RecordingWrapper(envs, tmp_path) as wrapper:
         wrapper.reset()
-        for form in (tuple, list, np.array, torch.tensor, lambda actions: np.array(actions, np.float64)):
+        for form in (
+            tuple,
+            list,
+            np.array,
+            torch.tensor,
+            lambda actions: np.array(actions, np.float64),
+        ):
             wrapper.step(form(given))
     for one in check_counting(tmp_path):
         action = one.column("action")
@@ -125,23 +151,37 @@ def test_resets_in_two_halves_are_recorded(tmp_path, mode):
             if mode == AutoresetMode.DISABLED and (terminated | truncated).any():
                 wrapper.reset_async(options={"reset_mask": terminated | truncated})
                 wrapper.reset_wait()
-    ends = {int(one.column("observation")[0, 1]): end_of(one) for one in check_counting(tmp_path) if one.env == 0}
-    assert sorted(ends) == list(range(len(ends))) and ends[1] == "open" and "open" not in (ends[0], ends[2])
+    ends = {
+        int(one.column("observation")[0, 1]): end_of(one)
+        for one in check_counting(tmp_path)
+        if one.env == 0
+    }
+    assert (
+        sorted(ends) == list(range(len(ends)))
+        and ends[1] == "open"
+        and "open" not in (ends[0], ends[2])
+    )
 
 
 def test_actions_of_a_tuple_space_are_executed_as_a_tuple_and_recorded_by_number(tmp_path):
     class TwoHands(Counting):
         def __init__(self):
             super().__init__()
-            self.action_space = spaces.Tuple((spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32)))
+            self.action_space = spaces.Tuple(
+                (spaces.Discrete(5), spaces.Box(-1, 1, (2,), np.float32))
+            )
 
         def step(self, action):
-            assert isinstance(action, tuple) and int(action[0]) == 3 and action[1].dtype == np.float32
+            assert (
+                isinstance(action, tuple) and int(action[0]) == 3 and action[1].dtype == np.float32
+            )
             return super().step(action)
 
     envs = SyncVectorEnv([TwoHands] * 2)
     actions = ([3, 3], np.array([[0.25, -0.5]] * 2))
-    record_demonstrations(envs, lambda observation: actions, tmp_path, min_timesteps=8, show_progress=False)
+    record_demonstrations(
+        envs, lambda observation: actions, tmp_path, min_timesteps=8, show_progress=False
+    )
     for one in trajectories_of(tmp_path):
         assert one.column("action/0").tolist() == [3] * one.length
         assert one.column("action/1").tolist() == [[0.25, -0.5]] * one.length
@@ -155,7 +195,12 @@ def test_a_torch_module_gets_a_tuple_of_tensors(tmp_path):
             return torch.zeros(3, 2)
 
     envs = make_envs("SameStep", form="tuple")
-    assert record_demonstrations(envs, Policy(), tmp_path, min_timesteps=9, show_progress=False).num_new_frames >= 9
+    assert (
+        record_demonstrations(
+            envs, Policy(), tmp_path, min_timesteps=9, show_progress=False
+        ).num_new_frames
+        >= 9
+    )
 
 
 def test_a_torch_module_gets_tensors_of_its_dtype(tmp_path):
@@ -168,7 +213,9 @@ def test_a_torch_module_gets_tensors_of_its_dtype(tmp_path):
             return self.net(observation)
 
     policy = Policy()
-    record_demonstrations(make_envs("NextStep"), policy, tmp_path, min_timesteps=9, show_progress=False)
+    record_demonstrations(
+        make_envs("NextStep"), policy, tmp_path, min_timesteps=9, show_progress=False
+    )
     one = trajectories_of(tmp_path)[0]
     with torch.no_grad():
         expected = policy.net(torch.from_numpy(one.column("observation"))).numpy()
@@ -180,13 +227,19 @@ class TensorEnvs:
     """A batched simulator that writes observations, time-outs and clipped actions in place."""
 
     def __init__(self, num_envs=4, has_privileged=True, gives_finals=True):
-        self.num_envs, self.has_privileged, self.gives_finals = num_envs, has_privileged, gives_finals
+        self.num_envs, self.has_privileged, self.gives_finals = (
+            num_envs,
+            has_privileged,
+            gives_finals,
+        )
         self.t = torch.zeros(num_envs)
         self.episode = torch.zeros(num_envs)
         self.obs = torch.zeros(num_envs, 3)
 
     def observe(self):
-        self.obs[:] = torch.stack([torch.arange(self.num_envs).float(), self.episode, self.t], dim=-1)
+        self.obs[:] = torch.stack(
+            [torch.arange(self.num_envs).float(), self.episode, self.t], dim=-1
+        )
         return self.obs
 
     def reset(self):
@@ -209,35 +262,55 @@ class TensorEnvs:
             infos["final_observation"] = self.observe()[done].clone()
         self.t[done] = 0
         self.episode[done] += 1
-        return self.observe(), self.get_privileged_observations(), rewards, done.to(torch.uint8), infos
+        return (
+            self.observe(),
+            self.get_privileged_observations(),
+            rewards,
+            done.to(torch.uint8),
+            infos,
+        )
 
 
 @pytest.mark.parametrize("has_privileged", [False, True])
 def test_the_batched_tensor_convention_is_recorded(tmp_path, has_privileged):
     envs = TensorEnvs(has_privileged=has_privileged)
     summary = record_demonstrations(
-        envs, lambda obs: torch.full((4, 2), 0.9), tmp_path, min_trajectories=15, show_progress=False
+        envs,
+        lambda obs: torch.full((4, 2), 0.9),
+        tmp_path,
+        min_trajectories=15,
+        show_progress=False,
     )
     found = trajectories_of(tmp_path)
     assert len(found) == summary.num_trajectories
     for one in found:
         state = one.column("observation")
         assert state[:, 2].tolist() == list(range(one.length))
-        assert (one.column("action") == np.float32(0.9)).all(), "the policy's action, not the simulator's clipped one"
+        assert (one.column("action") == np.float32(0.9)).all(), (
+            "the policy's action, not the simulator's clipped one"
+        )
         assert one.column("reward").shape == (one.length, 1)
         if has_privileged:
-            np.testing.assert_array_equal(one.column("privileged_observation"), state.astype(np.float64) * 2)
+            np.testing.assert_array_equal(
+                one.column("privileged_observation"), state.astype(np.float64) * 2
+            )
         if end_of(one) != "open":
             assert end_of(one) == ("truncated" if state[0, 1] % 2 else "terminated")
             assert one.finals["observation"][2] == one.length
 
 
 def test_recording_continues_what_is_there(tmp_path):
-    first = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=5, show_progress=False)
-    again = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False)
+    first = record_demonstrations(
+        make_envs("NextStep"), zeros, tmp_path, min_trajectories=5, show_progress=False
+    )
+    again = record_demonstrations(
+        make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False
+    )
     assert again.num_trajectories == first.num_trajectories + again.num_new_trajectories >= 20
     assert len(trajectories_of(tmp_path)) == again.num_trajectories
-    enough = record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False)
+    enough = record_demonstrations(
+        make_envs("NextStep"), zeros, tmp_path, min_trajectories=20, show_progress=False
+    )
     assert enough.num_steps == 0 and enough.num_frames == again.num_frames
 
 
@@ -247,14 +320,20 @@ def test_a_simulator_without_infos_is_recorded(tmp_path):
             return *super().step(actions)[:4], None
 
     record_demonstrations(
-        Silent(), lambda observation: torch.zeros(4, 2), tmp_path, min_trajectories=4, show_progress=False
+        Silent(),
+        lambda observation: torch.zeros(4, 2),
+        tmp_path,
+        min_trajectories=4,
+        show_progress=False,
     )
     assert {end_of(one) for one in trajectories_of(tmp_path)} <= {"terminated", "open"}
 
 
 def test_trajectories_in_progress_are_no_part_of_the_goal_of_the_next_recording(tmp_path):
     def record(goal):
-        return record_demonstrations(make_envs("NextStep"), zeros, tmp_path, min_trajectories=goal, show_progress=False)
+        return record_demonstrations(
+            make_envs("NextStep"), zeros, tmp_path, min_trajectories=goal, show_progress=False
+        )
 
     first = record(6)
     num_open = sum(end_of(one) == "open" for one in trajectories_of(tmp_path))
@@ -274,7 +353,9 @@ def test_the_same_seed_records_other_episodes_where_a_folder_is_continued(tmp_pa
 
     def starts(folder):
         envs = SyncVectorEnv([Drawing] * 3)
-        record_demonstrations(envs, zeros, folder, min_trajectories=starts.goal, seed=5, show_progress=False)
+        record_demonstrations(
+            envs, zeros, folder, min_trajectories=starts.goal, seed=5, show_progress=False
+        )
         starts.goal += 9
         return [tuple(one.column("observation")[0]) for one in trajectories_of(folder)]
 
@@ -288,7 +369,12 @@ def test_the_same_seed_records_other_episodes_where_a_folder_is_continued(tmp_pa
 
 def test_min_timesteps_without_unfinished_trajectories(tmp_path):
     summary = record_demonstrations(
-        make_envs("SameStep"), zeros, tmp_path, min_timesteps=100, keep_unfinished=False, show_progress=False
+        make_envs("SameStep"),
+        zeros,
+        tmp_path,
+        min_timesteps=100,
+        keep_unfinished=False,
+        show_progress=False,
     )
     found = check_counting(tmp_path)
     assert all(end_of(one) != "open" for one in found)
@@ -303,7 +389,12 @@ def test_success_only_keeps_the_episodes_that_infos_call_successful(tmp_path, mo
             return *values, terminated, truncated, {"success": bool(terminated)}
 
     envs = SyncVectorEnv([lambda n=n: Told(n) for n in range(3)], autoreset_mode=mode)
-    options = {"min_trajectories": 6, "success_only": True, "show_progress": False, "block_bytes": 200}
+    options = {
+        "min_trajectories": 6,
+        "success_only": True,
+        "show_progress": False,
+        "block_bytes": 200,
+    }
     record_demonstrations(envs, zeros, tmp_path, **options)
     found = check_counting(tmp_path)
     assert len(found) >= 6 and {end_of(one) for one in found} == {"terminated"}
@@ -321,7 +412,9 @@ def test_ctrl_c_publishes_what_was_recorded(tmp_path):
         return zeros(observation)
 
     with pytest.raises(KeyboardInterrupt):
-        record_demonstrations(make_envs("SameStep"), policy, tmp_path, min_timesteps=10**6, show_progress=False)
+        record_demonstrations(
+            make_envs("SameStep"), policy, tmp_path, min_timesteps=10**6, show_progress=False
+        )
     assert sum(one.length for one in check_counting(tmp_path)) == 29 * 3
     assert not list(tmp_path.glob(".rollout_*")) and not list(tmp_path.glob(".tmp_*"))
 
@@ -340,7 +433,11 @@ def test_segments_and_codecs_reach_the_files(tmp_path):
     document = json.loads((tmp_path / "metadata.json").read_text())
     assert document["obs_segments"] == {"where": [1], "image": [1, 2]}
     assert document["obs_disassemble_mapping"] == {"image": "normalized_image"}
-    assert (document["env"], document["frame_rate_hz"], document["min_timesteps"]) == ("TensorEnvs", 50, 8)
+    assert (document["env"], document["frame_rate_hz"], document["min_timesteps"]) == (
+        "TensorEnvs",
+        50,
+        8,
+    )
     assert trajectories_of(tmp_path)[0].column("observation/image").shape[1:] == (1, 2)
 
 
@@ -348,7 +445,11 @@ def test_segments_and_codecs_reach_the_files(tmp_path):
     ("env", "policy", "text"),
     [
         (object(), zeros, "a vectorized environment with num_envs and step()"),
-        (TensorEnvs(), 3, "expected policy as a callable, or an object with act_inference or act, got int."),
+        (
+            TensorEnvs(),
+            3,
+            "expected policy as a callable, or an object with act_inference or act, got int.",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):
@@ -391,9 +492,14 @@ def test_a_single_environment_is_recorded_as_one(tmp_path, form):
     )
     found = check_counting(tmp_path, form)
     assert summary.num_trajectories == len(found) == 7 and env.seeds == [5] + [None] * 7
-    assert [int(one.column(NAMES[form][0])[0, 1]) for one in found] == list(range(7)), "each from its first frame on"
+    assert [int(one.column(NAMES[form][0])[0, 1]) for one in found] == list(range(7)), (
+        "each from its first frame on"
+    )
     for one in found:
-        assert one.column("action").tolist() == [3] * one.length and one.column("action").dtype == np.int64
+        assert (
+            one.column("action").tolist() == [3] * one.length
+            and one.column("action").dtype == np.int64
+        )
 
 
 def test_a_loop_sees_a_single_environment_as_it_is(tmp_path):
@@ -403,9 +509,14 @@ def test_a_loop_sees_a_single_environment_as_it_is(tmp_path):
             seen.append(env.step(number % 2))
             if seen[-1][2] or seen[-1][3] or number == 12:
                 seen.append(env.reset())
-        return [[item.tolist() if isinstance(item, np.ndarray) else item for item in values] for values in seen]
+        return [
+            [item.tolist() if isinstance(item, np.ndarray) else item for item in values]
+            for values in seen
+        ]
 
-    with RecordingWrapper(gymnasium.wrappers.TimeLimit(Single(), 9), tmp_path / "a", success_only=True) as wrapper:
+    with RecordingWrapper(
+        gymnasium.wrappers.TimeLimit(Single(), 9), tmp_path / "a", success_only=True
+    ) as wrapper:
         assert play(wrapper) == play(gymnasium.wrappers.TimeLimit(Single(), 9))
     assert {end_of(one) for one in check_counting(tmp_path / "a")} == {"terminated"}
     with RecordingWrapper(Single(), tmp_path / "b") as wrapper:
@@ -418,7 +529,12 @@ def test_a_loop_sees_a_single_environment_as_it_is(tmp_path):
 def test_real_single_environments_are_recorded(tmp_path):
     env = gymnasium.make("CartPole-v1")
     record_demonstrations(
-        env, lambda state: int(state[2] > 0), tmp_path / "a", min_trajectories=3, seed=0, show_progress=False
+        env,
+        lambda state: int(state[2] > 0),
+        tmp_path / "a",
+        min_trajectories=3,
+        seed=0,
+        show_progress=False,
     )
     expected = gymnasium.make("CartPole-v1")
     state, _ = expected.reset(seed=0)
@@ -430,7 +546,13 @@ def test_real_single_environments_are_recorded(tmp_path):
         assert first.column("reward")[t] == reward
     assert first.finals["observation"].tolist() == state.tolist()
     policy = torch.nn.Linear(3, 1)
-    record_demonstrations(gymnasium.make("Pendulum-v1"), policy, tmp_path / "b", min_timesteps=250, show_progress=False)
+    record_demonstrations(
+        gymnasium.make("Pendulum-v1"),
+        policy,
+        tmp_path / "b",
+        min_timesteps=250,
+        show_progress=False,
+    )
     action = trajectories_of(tmp_path / "b")[0].column("action")
     assert action.shape == (200, 1) and action.dtype == np.float32
 
@@ -445,6 +567,8 @@ def test_a_single_environment_that_resets_itself_is_told_apart(tmp_path):
     wrapper = RecordingWrapper(gymnasium.wrappers.Autoreset(Single()), tmp_path / "a")
     with wrapper, pytest.raises(UsageError, match=text):
         play(wrapper)
-    with RecordingWrapper(gymnasium.wrappers.Autoreset(Single()), tmp_path / "b", autoreset="next_step") as wrapper:
+    with RecordingWrapper(
+        gymnasium.wrappers.Autoreset(Single()), tmp_path / "b", autoreset="next_step"
+    ) as wrapper:
         play(wrapper)
     assert [one.length for one in check_counting(tmp_path / "b")] == [2, 3, 2]

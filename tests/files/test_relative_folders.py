@@ -59,12 +59,16 @@ def test_windows_stay_where_they_were_and_so_do_their_statistics(elsewhere, tmp_
     there = sorted((elsewhere / "walk").rglob("*"))
     monkeypatch.chdir(elsewhere)
     assert dataset.metadata == metadata and dataset.data_dir == "walk"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # keeps those of folders that are not ours
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path / "cache")
+    )  # keeps those of folders that are not ours
     dataset.statistics(progress=False)
     assert sorted((elsewhere / "walk").rglob("*")) == there
     assert len([*walk.glob(".statistics_*.npz"), *(tmp_path / "cache").rglob("*.npz")]) == 1
     for copy in (dataset, pickle.loads(pickle.dumps(dataset))):
-        assert torch.equal(copy[0]["observation"], first["observation"]) and len(copy) == len(dataset)
+        assert torch.equal(copy[0]["observation"], first["observation"]) and len(copy) == len(
+            dataset
+        )
 
 
 @pytest.mark.parametrize("make", [lambda where: RolloutDataset(where, 1), WindowDataset])

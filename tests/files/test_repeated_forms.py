@@ -29,7 +29,9 @@ DRESSES = {
     "reversed": lambda array: array[::-1].copy()[::-1],
     "packed": packed,
     "of the other byte order": lambda array: array.astype(">f4"),
-    "negated": lambda array: torch.complex(torch.zeros(array.shape), torch.from_numpy(-array)).conj().imag,
+    "negated": lambda array: (
+        torch.complex(torch.zeros(array.shape), torch.from_numpy(-array)).conj().imag
+    ),
 }
 
 
@@ -43,18 +45,28 @@ def records(draw):
         dress = DRESSES[draw(st.sampled_from(["tensor"] * 3 + sorted(DRESSES)))]
         row = np.arange(N * 2, dtype=np.float32).reshape(N, 2) + 10 * t
         one = {
-            "observation": {"a": dress(row), "b": torch.from_numpy(row[:, 0].copy())} if nested else dress(row),
+            "observation": {"a": dress(row), "b": torch.from_numpy(row[:, 0].copy())}
+            if nested
+            else dress(row),
             "action": row[:, :1].copy(),
-            "reward": torch.from_numpy(np.where(draw(st.booleans()), np.nan, row[:, 1]).astype(np.float32)),
+            "reward": torch.from_numpy(
+                np.where(draw(st.booleans()), np.nan, row[:, 1]).astype(np.float32)
+            ),
         }
         for name in flags:
             bits = np.array(draw(st.lists(st.booleans(), min_size=N, max_size=N)))
-            one[name] = draw(st.sampled_from([lambda x: x, torch.from_numpy, lambda x: x[:, None]]))(bits)
+            one[name] = draw(
+                st.sampled_from([lambda x: x, torch.from_numpy, lambda x: x[:, None]])
+            )(bits)
         if with_final:
-            one["final_observation"] = {"a": row + 0.5, "b": row[:, 0] + 0.5} if nested else row + 0.5
+            one["final_observation"] = (
+                {"a": row + 0.5, "b": row[:, 0] + 0.5} if nested else row + 0.5
+            )
         if draw(st.booleans()):
             one["policy_version"] = draw(st.sampled_from([t, np.int64(t), 2**70]))
-        mistake = draw(st.sampled_from([None] * 12 + ["shape", "dtype", "missing", "extra", "mask"]))
+        mistake = draw(
+            st.sampled_from([None] * 12 + ["shape", "dtype", "missing", "extra", "mask"])
+        )
         if mistake == "shape":
             one["action"] = np.zeros((N, 2), np.float32)
         elif mistake == "dtype":

@@ -18,7 +18,10 @@ from tests.files.recorded import drain, record
 
 
 def same(first, second):
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, second, strict=True))
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def four_trajectories(data_dir):
@@ -49,7 +52,13 @@ def test_resume_at_any_point_equals_never_having_stopped(
 
     def opened():
         return RolloutDataset(
-            data_dir, min(2, len(lengths)), loops, shuffle, starting_frame_range=(0, 3), device="cpu", cache=cache
+            data_dir,
+            min(2, len(lengths)),
+            loops,
+            shuffle,
+            starting_frame_range=(0, 3),
+            device="cpu",
+            cache=cache,
         )
 
     one = opened()
@@ -137,7 +146,9 @@ def test_a_state_of_which_every_trajectory_is_gone_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_continue_a_state_together_and_the_dataset_does_not_pretend_to_know_where(tmp_path, num_workers):
+def test_workers_continue_a_state_together_and_the_dataset_does_not_pretend_to_know_where(
+    tmp_path, num_workers
+):
     opened, plain = four_trajectories(tmp_path)
     dataset = opened()
     dataset.get_batch(2)
@@ -152,11 +163,15 @@ def test_workers_continue_a_state_together_and_the_dataset_does_not_pretend_to_k
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_epoch_has_its_own_order_and_set_epoch_reaches_living_workers(tmp_path, num_workers, persistent):
+def test_every_epoch_has_its_own_order_and_set_epoch_reaches_living_workers(
+    tmp_path, num_workers, persistent
+):
     record(tmp_path, [1] * 12)
 
     def opened():
-        return RolloutDataset(tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2)
+        return RolloutDataset(
+            tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2
+        )
 
     def order(batches):
         return [int(value) for batch in batches for value in batch.observation[..., 0].T.flatten()]
@@ -186,7 +201,9 @@ def test_a_state_of_the_end_of_an_epoch_begins_the_next_one(tmp_path):
     record(tmp_path, [3, 4, 5, 2])
 
     def opened():
-        return RolloutDataset(tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2)
+        return RolloutDataset(
+            tmp_path, 2, random_shuffle_traj_order=True, device="cpu", num_transitions_per_env=2
+        )
 
     first = opened()
     assert list(first)
@@ -216,16 +233,20 @@ def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
-def test_only_the_first_epoch_of_a_loader_continues_a_state(tmp_path, num_workers, persistent, copied):
+def test_only_the_first_epoch_of_a_loader_continues_a_state(
+    tmp_path, num_workers, persistent, copied
+):
     opened, plain = four_trajectories(tmp_path)
     first = opened()
     for _ in range(3):
         first.get_batch(2)
     dataset = opened()
     dataset.load_state_dict(first.state_dict())
-    dataset = {"": lambda x: x, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}[copied](
-        dataset
-    )
+    dataset = {
+        "": lambda x: x,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    }[copied](dataset)
     options = {"num_workers": num_workers, "persistent_workers": persistent}
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, **options)
     for expected in (plain[3:], plain, plain):
@@ -309,7 +330,9 @@ def test_a_state_reaches_workers_that_live_on_and_copies_in_every_way_of_reading
     dataset, other = opened(), opened()
     other.get_batch(2)
     state = other.state_dict()
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True
+    )
     assert len(list(loader)) == len(plain)
     dataset.load_state_dict(state)
     assert all(same(a, b) for a, b in zip(loader, plain[1:], strict=True))

@@ -50,13 +50,19 @@ def still_mapped(folder: Path) -> int:
     if not (maps := Path("/proc/self/maps")).exists():
         pytest.skip("this system does not list what is mapped")
     lines = maps.read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if str(folder) in line and line.endswith("(deleted)")]
+    spans = [
+        line.split()[0].split("-")
+        for line in lines
+        if str(folder) in line and line.endswith("(deleted)")
+    ]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
 
 def steps_of(folder: Path) -> list[int]:
     windows = WindowDataset(folder, 1, stride=1)
-    return sorted(int(windows[number]["observation"].flatten()[0]) for number in range(len(windows)))
+    return sorted(
+        int(windows[number]["observation"].flatten()[0]) for number in range(len(windows))
+    )
 
 
 @pytest.mark.each_value
@@ -71,19 +77,27 @@ def steps_of(folder: Path) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("way", ["function", "writer", "command"])
-def test_the_newest_stay_and_what_shares_blocks_with_them(tmp_path, capsys, way, limits, least, most):
+def test_the_newest_stay_and_what_shares_blocks_with_them(
+    tmp_path, capsys, way, limits, least, most
+):
     written(tmp_path, 200, retention=limits if way == "writer" else None)
     if way == "function":
         before = set(tmp_path.glob("rollout_*.h5"))
         would_go = prune(tmp_path, dry_run=True, **limits)
         assert set(tmp_path.glob("rollout_*.h5")) == before
-        assert set(prune(tmp_path, **limits)) == set(would_go) == before - set(tmp_path.glob("rollout_*.h5"))
+        assert (
+            set(prune(tmp_path, **limits))
+            == set(would_go)
+            == before - set(tmp_path.glob("rollout_*.h5"))
+        )
         assert prune(tmp_path, **limits) == []
     elif way == "command":
         arguments = [word for name, limit in limits.items() for word in (f"--{name}", str(limit))]
         num_before = len(list(tmp_path.glob("rollout_*.h5")))
         assert main(["prune", str(tmp_path), "--dry-run", *arguments]) == 0
-        assert "would be deleted" in capsys.readouterr().out and num_before == len(list(tmp_path.glob("rollout_*.h5")))
+        assert "would be deleted" in capsys.readouterr().out and num_before == len(
+            list(tmp_path.glob("rollout_*.h5"))
+        )
         assert main(["prune", str(tmp_path), *arguments]) == 0
         assert "blocks were deleted" in capsys.readouterr().out
     steps = steps_of(tmp_path)
@@ -92,11 +106,14 @@ def test_the_newest_stay_and_what_shares_blocks_with_them(tmp_path, capsys, way,
     assert steps == sorted(2 * list(range(1000 - len(steps) // 2, 1000))), "the newest, whole"
 
 
-@pytest.mark.parametrize("wrong", [{}, {"frames": 0}, {"frames": 1.5}, {"frames": True}, {"trajectories": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{}, {"frames": 0}, {"frames": 1.5}, {"frames": True}, {"trajectories": -1}]
+)
 def test_wrong_limits_are_refused(tmp_path, wrong):
     written(tmp_path / "data", 2)
     with pytest.raises(
-        UsageError, match=r"^cannot call rollout_data\.prune: expected (at least one of|trajectories >= 1|frames >= 1)"
+        UsageError,
+        match=r"^cannot call rollout_data\.prune: expected (at least one of|trajectories >= 1|frames >= 1)",
     ):
         prune(tmp_path / "data", **wrong)
     with pytest.raises(
@@ -110,11 +127,17 @@ def test_wrong_limits_are_refused(tmp_path, wrong):
 def test_a_trajectory_that_a_writer_has_in_progress_is_kept_whole(tmp_path):
     with RolloutWriter(tmp_path, 2, durable=False, block_bytes=20_000, writer_name="slow") as slow:
         for step in range(80):
-            slow.add(observation=np.full((2, 64), step, np.float32), action=np.zeros((2, 1), np.float32))
+            slow.add(
+                observation=np.full((2, 64), step, np.float32), action=np.zeros((2, 1), np.float32)
+            )
         slow.flush()
         written(tmp_path, 100)
         prune(tmp_path, trajectories=4)
-        slow.add(observation=np.zeros((2, 64), np.float32), action=np.zeros((2, 1), np.float32), done=[True, True])
+        slow.add(
+            observation=np.zeros((2, 64), np.float32),
+            action=np.zeros((2, 1), np.float32),
+            done=[True, True],
+        )
     lengths = [len(one["observation"]) for one in map(RolloutDatasetOf(tmp_path), range(2))]
     assert lengths == [81, 81]
 
@@ -132,7 +155,11 @@ class RolloutDatasetOf:
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
 def test_the_bound_holds_on_the_disk_with_a_reader_alive(tmp_path, codec):
-    parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
+    parts = (
+        {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}}
+        if codec != "raw"
+        else {}
+    )
     options = {"durable": False, "block_bytes": 20_000, "retention": {"bytes": 150_000}, **parts}
     with RolloutWriter(tmp_path, 2, **options) as writer:
         record(writer, 100)
@@ -141,7 +168,9 @@ def test_the_bound_holds_on_the_disk_with_a_reader_alive(tmp_path, codec):
         most = most_held = 0
         for part in range(1, 20):
             batch = dataset.get_batch(8)
-            assert torch.equal(batch.observation[..., 0], batch.action[..., 0]), "never zeros for what is gone"
+            assert torch.equal(batch.observation[..., 0], batch.action[..., 0]), (
+                "never zeros for what is gone"
+            )
             record(writer, 20, start=500 * part)
             writer.flush()
             most, most_held = max(most, num_bytes(tmp_path)), max(most_held, still_mapped(tmp_path))
@@ -159,7 +188,11 @@ def wait_until(holds) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
 def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, codec):
-    parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
+    parts = (
+        {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}}
+        if codec != "raw"
+        else {}
+    )
     written(tmp_path, 400, **parts)
     dataset = RolloutDataset(tmp_path, 4, device="cpu", chunk_cache_bytes=0)
     first = dataset.get_batch(3).observation[:, :, 0]
@@ -180,8 +213,14 @@ def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, cod
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(tmp_path, codec, no_garbage_collection):
-    parts = {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}} if codec != "raw" else {}
+def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(
+    tmp_path, codec, no_garbage_collection
+):
+    parts = (
+        {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}}
+        if codec != "raw"
+        else {}
+    )
     written(tmp_path, 400, **parts)
     windows, idle = WindowDataset(tmp_path, LENGTH), RolloutDataset(tmp_path, 4, device="cpu")
     idle.get_batch(1)
@@ -201,11 +240,19 @@ def next_or_none(dataset):
 
 
 def test_trajectories_beyond_max_trajectories_free_their_room_on_the_disk(tmp_path):
-    options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "max_trajectories": 10}
+    options = {
+        "auto_save": True,
+        "auto_save_path": tmp_path,
+        "enable_cache": False,
+        "max_trajectories": 10,
+    }
     with TrajectoryReplayBuffer(sample_window_size=0, **options) as buffer:
         for number in range(100):
             buffer.add(
-                {"actions": torch.full((50, 4, 20), float(number)), "rewards": torch.full((50, 4), float(number))}
+                {
+                    "actions": torch.full((50, 4, 20), float(number)),
+                    "rewards": torch.full((50, 4), float(number)),
+                }
             )
             if number % 5 == 4:
                 buffer.flush()
@@ -235,7 +282,9 @@ def test_a_dataset_that_a_thread_has_read_is_forgotten_with_its_files(tmp_path):
 
     dataset = read()
     stop_s = time.monotonic() + 60
-    while dataset() is not None and time.monotonic() < stop_s:  # the thread may still end its last read
+    while (
+        dataset() is not None and time.monotonic() < stop_s
+    ):  # the thread may still end its last read
         time.sleep(0.01)
         gc.collect()
     assert dataset() is None

@@ -48,7 +48,9 @@ def check_transitions(batch, recorded, mark_first_frame=True):
 def test_every_frame_is_delivered_once_in_order_with_its_flags(cache, tmp_path_factory, data):
     data_dir = tmp_path_factory.mktemp("data")
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-    ends = [data.draw(st.sampled_from(ENDS)) for _ in lengths[:-1]] + [data.draw(st.sampled_from([*ENDS, "open"]))]
+    ends = [data.draw(st.sampled_from(ENDS)) for _ in lengths[:-1]] + [
+        data.draw(st.sampled_from([*ENDS, "open"]))
+    ]
     recorded = record(
         data_dir,
         lengths,
@@ -58,7 +60,9 @@ def test_every_frame_is_delivered_once_in_order_with_its_flags(cache, tmp_path_f
         flush_every=data.draw(st.sampled_from([None, 1, 4])),
     )
     num_envs = data.draw(st.integers(1, len(lengths)))
-    dataset = open_cpu(data_dir, num_envs, cache=cache, random_shuffle_traj_order=data.draw(st.booleans()))
+    dataset = open_cpu(
+        data_dir, num_envs, cache=cache, random_shuffle_traj_order=data.draw(st.booleans())
+    )
     delivered = {}
     for batch in drain(dataset, data.draw(st.integers(1, 12))):
         check_transitions(batch, recorded)
@@ -81,14 +85,24 @@ def test_batches_without_steps_have_no_time_axis(tmp_path):
     record(tmp_path, [3, 3])
     dataset = open_cpu(tmp_path, 2)
     batch = dataset.get_batch()
-    assert batch.observation.shape == (2, 3) and batch.done.shape == (2,) and batch.reward.shape == (2,)
+    assert (
+        batch.observation.shape == (2, 3)
+        and batch.done.shape == (2,)
+        and batch.reward.shape == (2,)
+    )
     observation, action, reward, done, info = dataset.get_transition_batch()
     assert observation[:, 1].tolist() == [1, 1]
     transition = info["transition"]
     assert transition.observation is observation and transition.action is action
     assert transition.reward is reward and transition.done is done
-    assert sorted(info) == ["end_unknown", "time_outs", "transition"] and info["time_outs"] is transition.timeout
-    assert info["end_unknown"].dtype == torch.bool and info["end_unknown"].tolist() == [False, False]
+    assert (
+        sorted(info) == ["end_unknown", "time_outs", "transition"]
+        and info["time_outs"] is transition.timeout
+    )
+    assert info["end_unknown"].dtype == torch.bool and info["end_unknown"].tolist() == [
+        False,
+        False,
+    ]
 
 
 def test_only_the_env_whose_trajectory_ends_changes_trajectory(tmp_path):
@@ -104,7 +118,11 @@ def test_mark_first_frame_can_be_turned_off_and_is_first_stays(tmp_path):
     plain = open_cpu(tmp_path, 1, mark_first_frame=False).get_batch(6)
     assert marked.done[:, 0].tolist() == [True, False, True, True, False, True]
     assert plain.done[:, 0].tolist() == [False, False, True, False, False, True]
-    assert plain.is_first[:, 0].tolist() == marked.is_first[:, 0].tolist() == [True, False, False, True, False, False]
+    assert (
+        plain.is_first[:, 0].tolist()
+        == marked.is_first[:, 0].tolist()
+        == [True, False, False, True, False, False]
+    )
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
@@ -119,7 +137,8 @@ def test_starting_frames_are_uniform_in_the_range_clipped_to_the_trajectory(tmp_
     assert all(len(starts) == 400 for starts in seen.values())
     assert set(seen[0]) == {2, 3, 4, 5} and set(seen[1]) == {2, 3} and set(seen[2]) == {0}
     counts = np.bincount(seen[0], minlength=6)[2:]
-    # The random name of the writer changes the draws, hence a bound that chance exceeds once in 10^9: 3 degrees.
+    # The random name of the writer changes the draws, hence a bound that chance exceeds once in
+    # 10^9: 3 degrees.
     assert ((counts - 100) ** 2 / 100).sum() < 45
 
 
@@ -233,7 +252,9 @@ def test_keep_latest_waits_no_longer_than_told(tmp_path):
 
 def test_fewer_trajectories_than_envs_is_an_error_at_reset(tmp_path):
     record(tmp_path, [2, 2, 2])
-    with pytest.raises(UsageError, match=r"cannot start 4 envs .*: expected at least 4 trajectories, got 3"):
+    with pytest.raises(
+        UsageError, match=r"cannot start 4 envs .*: expected at least 4 trajectories, got 3"
+    ):
         open_cpu(tmp_path, 4).reset()
     assert open_cpu(tmp_path, 4, dataset_loops=2).get_batch(1).valid.all()
 
@@ -297,7 +318,10 @@ def test_writing_into_a_batch_changes_neither_the_files_nor_later_batches(tmp_pa
 
 def test_contiguous_batches_hold_the_same_values(tmp_path):
     record(tmp_path, [9, 4, 6], with_final=True)
-    views, copies = open_cpu(tmp_path, 2).get_batch(5), open_cpu(tmp_path, 2, contiguous=True).get_batch(5)
+    views, copies = (
+        open_cpu(tmp_path, 2).get_batch(5),
+        open_cpu(tmp_path, 2, contiguous=True).get_batch(5),
+    )
     for view, copied in zip(views, copies, strict=True):
         if isinstance(view, torch.Tensor):
             assert torch.equal(view, copied) and copied.is_contiguous()
@@ -329,8 +353,12 @@ def test_a_failed_read_moves_no_cursor(tmp_path):
         for frame in range(12):
             depth = np.random.default_rng(frame).random((2, 16, 16), np.float32)  # stored as it is
             depth[:, 0, :2] = frame, 777
-            writer.add(observation={"depth": depth}, action=np.full((2, 1), frame), done=[frame == 11] * 2)
-    dataset, twin = (RolloutDataset(tmp_path, 2, device="cpu", chunk_cache_bytes=0) for _ in range(2))
+            writer.add(
+                observation={"depth": depth}, action=np.full((2, 1), frame), done=[frame == 11] * 2
+            )
+    dataset, twin = (
+        RolloutDataset(tmp_path, 2, device="cpu", chunk_cache_bytes=0) for _ in range(2)
+    )
     (path,) = tmp_path.glob("*.h5")
     place = path.read_bytes().index(np.array([4, 777], np.float32).tobytes()) + 100
 
@@ -388,6 +416,8 @@ def test_workers_deliver_disjoint_and_complete_shares(tmp_path, num_workers):
         delivered += frames
         streams.add(batch.stream_id)
     assert sorted(delivered) == [
-        (item.number, f) for item in sorted(recorded, key=lambda r: r.number) for f in range(item.length)
+        (item.number, f)
+        for item in sorted(recorded, key=lambda r: r.number)
+        for f in range(item.length)
     ]
     assert streams == {0}  # one stream for each rank, which workers read in turns

@@ -23,7 +23,9 @@ def walks(tmp_path: Path) -> Path:
     """A folder of two recordings of ours and a robomimic file, beside what is no recording."""
     folder_of(tmp_path / "all" / "walk_2", writers=("a",))
     folder_of(tmp_path / "all" / "walk_10", writers=("b",), num=3)
-    convert(tmp_path / "all" / "walk_10", tmp_path / "all" / "demos.hdf5", "robomimic", progress=False)
+    convert(
+        tmp_path / "all" / "walk_10", tmp_path / "all" / "demos.hdf5", "robomimic", progress=False
+    )
     (tmp_path / "all" / "notes.txt").write_text("none")
     (tmp_path / "all" / "empty").mkdir()
     return tmp_path / "all"
@@ -52,7 +54,10 @@ def test_asking_for_a_page_of_several_recordings_is_a_wrong_call(walks: Path, ca
     assert main(["report", str(walks), "--out", str(walks / "page.html")]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]
-    assert lines[-1].endswith("no page was written; name one of them") and not (walks / "page.html").exists()
+    assert (
+        lines[-1].endswith("no page was written; name one of them")
+        and not (walks / "page.html").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +109,15 @@ def test_a_dry_run_counts_and_changes_nothing(walks: Path, command: str, capsys)
     expected = {"drop": 2, "keep": 7, "tag": 2}[command]
     assert json.loads(capsys.readouterr().out) == {"num_trajectories": expected, "dry_run": True}
     assert main([command, str(walk), "--undo", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("the tags of 1" if command == "tag" else "1 trajectories would")
+    assert capsys.readouterr().out.startswith(
+        "the tags of 1" if command == "tag" else "1 trajectories would"
+    )
     assert files(walk) == before
     assert main([command, str(walk), "a:0", "a:1", *more, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_trajectories"] == expected and files(walk) != before
+    assert (
+        json.loads(capsys.readouterr().out)["num_trajectories"] == expected
+        and files(walk) != before
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -136,11 +146,29 @@ def test_a_report_is_named_after_its_recording(walks: Path, monkeypatch, capsys)
 def test_no_command_waits_for_pipes_and_sockets(walks: Path, capsys, monkeypatch) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         for folder in (walks, walks / "walk_2", walks / "empty"):
-            for name in ("camera.h5", "x.hdf5", "rollout_x_000000.h5", "a.npz", "b.mcap", "c.parquet", "metadata.pt"):
+            for name in (
+                "camera.h5",
+                "x.hdf5",
+                "rollout_x_000000.h5",
+                "a.npz",
+                "b.mcap",
+                "c.parquet",
+                "metadata.pt",
+            ):
                 os.mkfifo(folder / name)
         monkeypatch.chdir(walks)
         unix.bind("walk_10/socket.h5")
-        for name in ("info", "ls", "doctor", "verify", "convert", "merge", "split", "repair", "prune"):
+        for name in (
+            "info",
+            "ls",
+            "doctor",
+            "verify",
+            "convert",
+            "merge",
+            "split",
+            "repair",
+            "prune",
+        ):
             for folder in ("walk_2", "walk_10", "empty"):
                 more = {
                     "convert": [f"../{name}_{folder}"],
@@ -149,7 +177,10 @@ def test_no_command_waits_for_pipes_and_sockets(walks: Path, capsys, monkeypatch
                 }.get(name, ["--to", f"../{name}_{folder}"] if name in ("merge", "repair") else [])
                 assert main([name, folder, *more]) in (0, 1, 2)
                 capsys.readouterr()
-        assert any("camera.h5" in finding.message for finding in rollout_data.doctor("walk_2", only=["FIL"]).findings)
+        assert any(
+            "camera.h5" in finding.message
+            for finding in rollout_data.doctor("walk_2", only=["FIL"]).findings
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +197,9 @@ def test_no_command_waits_for_pipes_and_sockets(walks: Path, capsys, monkeypatch
 def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: Any) -> None:
     os.mkfifo(walks / "pipe.h5")
     before = files(walks)
-    with pytest.raises(UsageError, match=r"3 recordings \('demos\.hdf5', 'walk_2', 'walk_10'\)\. Name one of them"):
+    with pytest.raises(
+        UsageError, match=r"3 recordings \('demos\.hdf5', 'walk_2', 'walk_10'\)\. Name one of them"
+    ):
         change(walks, [0])
     assert files(walks) == before
 
@@ -181,9 +214,14 @@ def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: 
     ],
 )
 @pytest.mark.parametrize("command", ["info", "ls", "doctor", "drop", "verify"])
-def test_a_path_without_data_is_named_by_its_kind(tmp_path: Path, command: str, kind: str, make: Any, capsys) -> None:
+def test_a_path_without_data_is_named_by_its_kind(
+    tmp_path: Path, command: str, kind: str, make: Any, capsys
+) -> None:
     make(tmp_path / "x.h5")
-    assert main([command, str(tmp_path / "x.h5"), *(["a:0"] if command == "drop" else [])]) in (1, 2)
+    assert main([command, str(tmp_path / "x.h5"), *(["a:0"] if command == "drop" else [])]) in (
+        1,
+        2,
+    )
     out, error = capsys.readouterr()
     assert not out and kind in error
 

@@ -18,7 +18,9 @@ import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
 from tests.files.recorded import record
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="this system has no memory files"
+)
 NUM_FRAMES, WIDTH = 2000, 1000  # 8 MB
 BYTES = NUM_FRAMES * WIDTH * 4
 
@@ -27,7 +29,12 @@ def record_much(data_dir):
     with RolloutWriter(data_dir, num_envs=50, durable=False) as writer:
         for step in range(NUM_FRAMES // 50):
             rows = (50 * step + torch.arange(50.0))[:, None] + torch.zeros(50, WIDTH)
-            writer.add(observation=rows, action=rows[:, :1], reward=rows[:, 0], done=torch.full((50,), step % 10 == 9))
+            writer.add(
+                observation=rows,
+                action=rows[:, :1],
+                reward=rows[:, 0],
+                done=torch.full((50,), step % 10 == 9),
+            )
 
 
 def batches_of(dataset, plain, **options):
@@ -70,7 +77,8 @@ def test_all_workers_read_one_copy_of_the_frames(tmp_path, context, plain):
 def test_frames_that_a_dataset_had_in_memory_are_shared_by_a_loader(tmp_path):
     record_much(tmp_path)
     direct, cached = (
-        RolloutDataset(tmp_path, 10, num_transitions_per_env=5, device="cpu", cache=cache) for cache in ("none", "ram")
+        RolloutDataset(tmp_path, 10, num_transitions_per_env=5, device="cpu", cache=cache)
+        for cache in ("none", "ram")
     )
     direct.get_batch(5), cached.get_batch(5)
     state = cached.state_dict()
@@ -134,13 +142,21 @@ def test_nothing_is_left_where_a_process_is_killed(tmp_path, short_folder, victi
     script = tmp_path / "read.py"
     script.write_text(READ)
     before = set(os.listdir("/dev/shm"))
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     command = [sys.executable, str(script), str(data_dir), context, plain]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as read:
         workers = [int(number) for number in read.stdout.readline().split()]
         assert len(workers) == 2
-        for process_id in {"parent": [read.pid], "worker": workers[:1], "all": [read.pid, *workers]}[victim]:
+        for process_id in {
+            "parent": [read.pid],
+            "worker": workers[:1],
+            "all": [read.pid, *workers],
+        }[victim]:
             os.kill(process_id, signal.SIGKILL)
         assert read.wait(100) != 0
         end_s = time.monotonic() + 60  # torch's workers look for their parent every five seconds
@@ -148,8 +164,11 @@ def test_nothing_is_left_where_a_process_is_killed(tmp_path, short_folder, victi
             time.sleep(0.05)
         assert not any(map(is_alive, workers))
     found = set(os.listdir("/dev/shm")) - before
-    others = {name for name in found if (one := re.match(r"torch_(\d+)_", name)) and is_alive(int(one[1]))}
+    others = {
+        name for name in found if (one := re.match(r"torch_(\d+)_", name)) and is_alive(int(one[1]))
+    }
     left = [*temporary.rglob("*"), *map(Path("/dev/shm").joinpath, found - others)]
     assert not [path for path in left if "rollout" in path.name]
-    # Python leaves sockets by which its processes send descriptors, and torch a folder with a template.
+    # Python leaves sockets by which its processes send descriptors, and torch a folder with a
+    # template.
     assert sum(path.stat().st_size for path in left if path.is_file()) < BYTES / 100

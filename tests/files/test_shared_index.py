@@ -15,15 +15,21 @@ import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.sources.processes.shared_memory import share, shared_at
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="this system has no memory files"
+)
 FEW, MANY, NUM_WORKERS = 1000, 300_000, 2
-#: Of the 170 bytes of a trajectory; what a stream or windows keep beside the index, and remains of making them.
+#: Of the 170 bytes of a trajectory; what a stream or windows keep beside the index, and remains of
+#: making them.
 MOST_BYTES = 80
 
 
 def record_short(data_dir, num_trajectories):
     """Record trajectories of one frame, and the index cache."""
-    rows, done = torch.zeros(1, num_trajectories, 1), torch.ones(1, num_trajectories, dtype=torch.bool)
+    rows, done = (
+        torch.zeros(1, num_trajectories, 1),
+        torch.ones(1, num_trajectories, dtype=torch.bool),
+    )
     with RolloutWriter(data_dir, num_trajectories, durable=False) as writer:
         writer.add_rollout(observation=rows, action=rows, reward=rows[..., 0], done=done)
     return data_dir
@@ -46,7 +52,10 @@ def private_bytes(batches):
         next(read)
     sizes = []
     for process in multiprocessing.active_children():
-        rows = [line.split() for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]]
+        rows = [
+            line.split()
+            for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        ]
         sizes.append(1024 * sum(int(row[1]) for row in rows if row[0] == "Anonymous:"))
     del read
     return sizes
@@ -60,9 +69,13 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("batches_of", "context"), [(played, "spawn"), (windows, "forkserver")])
-def test_workers_that_are_started_map_the_index_of_the_process_that_starts_them(tmp_path, alone, batches_of, context):
+def test_workers_that_are_started_map_the_index_of_the_process_that_starts_them(
+    tmp_path, alone, batches_of, context
+):
     many = record_short(tmp_path, MANY)
-    sizes = private_bytes(batches_of(many, num_workers=NUM_WORKERS, multiprocessing_context=context))
+    sizes = private_bytes(
+        batches_of(many, num_workers=NUM_WORKERS, multiprocessing_context=context)
+    )
     assert len(sizes) == NUM_WORKERS
     assert sum(sizes) - NUM_WORKERS * alone < NUM_WORKERS * MOST_BYTES * MANY
 
@@ -82,7 +95,11 @@ def test_what_is_shared_lives_as_long_as_a_process_that_has_it(tmp_path):
     found, _ = shared_at(spot)
     os.kill(process.pid, signal.SIGKILL)
     process.join(10)
-    assert found["name"] == "walk" and (found["frames"] == np.arange(1000)).all() and not len(found["none"])
+    assert (
+        found["name"] == "walk"
+        and (found["frames"] == np.arange(1000)).all()
+        and not len(found["none"])
+    )
     assert not found["frames"].flags.writeable
     assert shared_at(spot) == (None, None)  # it is not opened anew, and nothing has its name
     assert set(os.listdir("/dev/shm")) <= before

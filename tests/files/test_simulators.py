@@ -36,10 +36,28 @@ FAKES = {
     "old rsl_rl": (OldRslRl, "observation", True, False, {}),
     "legged_gym": (LeggedGym, "observation", True, False, {}),
     "silent, same step": (GymForm, "observation", False, False, {"autoreset": "same_step"}),
-    "silent, next step": (lambda: GymForm(mode="next_step"), "observation", False, True, {"autoreset": "next_step"}),
+    "silent, next step": (
+        lambda: GymForm(mode="next_step"),
+        "observation",
+        False,
+        True,
+        {"autoreset": "next_step"},
+    ),
     "isaac gym": (IsaacGym, "observation/obs", False, True, {"autoreset": "next_step"}),
-    "tensors, next step": (lambda: GymForm("torch", "next_step", "NextStep"), "observation", False, True, {}),
-    "tensors, disabled": (lambda: GymForm("torch", "disabled", "Disabled"), "observation", False, True, {}),
+    "tensors, next step": (
+        lambda: GymForm("torch", "next_step", "NextStep"),
+        "observation",
+        False,
+        True,
+        {},
+    ),
+    "tensors, disabled": (
+        lambda: GymForm("torch", "disabled", "Disabled"),
+        "observation",
+        False,
+        True,
+        {},
+    ),
 }
 ALL = pytest.mark.parametrize("name", FAKES)
 
@@ -48,7 +66,9 @@ def policy_of(env):
     def policy(observation):
         state = observation
         while hasattr(state, "items"):
-            state = next(state[name] for name in ("policy", "state", "obs") if name in list(state.keys()))
+            state = next(
+                state[name] for name in ("policy", "state", "obs") if name in list(state.keys())
+            )
         assert isinstance(state, torch.Tensor if env.library == "torch" else np.ndarray)
         return state[:, 1:] + (torch.zeros(1) if env.library == "torch" else np.float32(0))
 
@@ -75,7 +95,11 @@ def check(folder, name, has_all=True):
         if has_final:
             assert one.finals[field].tolist() == [one.env, episode, one.length]
         if has_final and has_privileged:
-            assert one.finals["privileged_observation"].tolist() == [one.env + 0.5, episode + 0.5, one.length + 0.5]
+            assert one.finals["privileged_observation"].tolist() == [
+                one.env + 0.5,
+                episode + 0.5,
+                one.length + 0.5,
+            ]
     for env in range(N if has_all else 0):
         episodes = sorted(int(one.column(field)[0, 1]) for one in found if one.env == env)
         assert episodes == list(range(1, len(episodes) + 1)), "each episode once"
@@ -86,7 +110,9 @@ def check(folder, name, has_all=True):
 def test_each_interface_is_recorded_as_it_was_played(tmp_path, name):
     make, _, has_privileged, _, options = FAKES[name]
     env = make()
-    summary = record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=14, show_progress=False, **options)
+    summary = record_demonstrations(
+        env, policy_of(env), tmp_path, min_trajectories=14, show_progress=False, **options
+    )
     assert len(check(tmp_path, name)) == summary.num_trajectories >= 14
     dataset = RolloutDataset(tmp_path, 1, num_transitions_per_env=1, device="cpu")
     batch = dataset.get_batch()
@@ -128,7 +154,11 @@ def test_the_wrapper_records_the_same_and_changes_nothing_of_what_a_loop_sees(tm
         assert play(wrapper) == play(alone)
         wrapper.close()
     wrapper.close()
-    assert sum(one.length for one in check(tmp_path, name)) == wrapper.rollout_writer.num_frames > 20 * N
+    assert (
+        sum(one.length for one in check(tmp_path, name))
+        == wrapper.rollout_writer.num_frames
+        > 20 * N
+    )
 
 
 def _plain(value):
@@ -138,7 +168,9 @@ def _plain(value):
         return [_plain(item) for item in value]
     if isinstance(value, torch.Tensor):
         return ["tensor", value.dtype, value.tolist()]
-    return ["array", value.dtype, _plain(value.tolist())] if isinstance(value, np.ndarray) else value
+    return (
+        ["array", value.dtype, _plain(value.tolist())] if isinstance(value, np.ndarray) else value
+    )
 
 
 class FourValues(GymForm):
@@ -154,7 +186,9 @@ def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, for
         record_demonstrations(env, policy_of(env), tmp_path, min_timesteps=100, show_progress=False)
     assert "autoreset='next_step', 'same_step' or 'disabled'" in str(caught.value)
     assert {end_of(one) for one in trajectories_of(tmp_path)} == {"open"}
-    with pytest.raises(UsageError, match="autoreset 'next_step', 'disabled', 'same_step', got 'nextstep'"):
+    with pytest.raises(
+        UsageError, match="autoreset 'next_step', 'disabled', 'same_step', got 'nextstep'"
+    ):
         RecordingWrapper(env, tmp_path / "x", autoreset="nextstep")
     assert not (tmp_path / "x").exists()
 
@@ -169,11 +203,16 @@ def test_a_reset_in_the_middle_of_an_episode_leaves_an_open_trajectory(tmp_path)
     assert closed == ["env"]
     found = check(tmp_path, "stable-baselines3", has_all=False)
     assert sum(one.length for one in found) == 9 * N
-    assert [one.length for one in found if one.env == 2][:2] == [4, 5], "4 of 5 frames, then the next episode"
+    assert [one.length for one in found if one.env == 2][:2] == [4, 5], (
+        "4 of 5 frames, then the next episode"
+    )
 
 
 def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
-    with RecordingWrapper(SB3(), tmp_path) as wrapper, pytest.raises(UsageError, match="reset\\(\\) or get_obs"):
+    with (
+        RecordingWrapper(SB3(), tmp_path) as wrapper,
+        pytest.raises(UsageError, match="reset\\(\\) or get_obs"),
+    ):
         wrapper.step(np.zeros((N, 2)))
 
 
@@ -181,12 +220,17 @@ def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
 def test_a_final_observation_of_the_policys_group_alone_is_recorded(tmp_path, form):
     class Partly(IsaacLab):
         def infos(self, done, success, last):
-            return {"final_obs": {"policy": self.given(last)} if form == "group" else self.given(last)}
+            return {
+                "final_obs": {"policy": self.given(last)} if form == "group" else self.given(last)
+            }
 
     env = Partly("torch")
     record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=8, show_progress=False)
     for one in check_frames(tmp_path):
-        assert one.finals["observation"].tolist() == [*one.column("observation")[0, :2].tolist(), one.length]
+        assert one.finals["observation"].tolist() == [
+            *one.column("observation")[0, :2].tolist(),
+            one.length,
+        ]
 
 
 @pytest.mark.parametrize("form", ["mask", "list"])
@@ -199,7 +243,9 @@ def test_only_ends_without_a_final_observation_have_none(tmp_path, form):
 
         def infos(self, done, success, last):
             found = super().infos(done, success, last)
-            return found | ({"_final_observation": self.given(done & (np.arange(N) != 1))} if done.any() else {})
+            return found | (
+                {"_final_observation": self.given(done & (np.arange(N) != 1))} if done.any() else {}
+            )
 
         def step_wait(self):
             *values, infos = super().step_wait()
@@ -207,14 +253,19 @@ def test_only_ends_without_a_final_observation_have_none(tmp_path, form):
             return *values, infos
 
     env = Partly(*([] if form == "list" else ["torch"]))
-    record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=6, success_only=True, show_progress=False)
+    record_demonstrations(
+        env, policy_of(env), tmp_path, min_trajectories=6, success_only=True, show_progress=False
+    )
     found = check_frames(tmp_path)
     assert len(found) == 6
     for one in found:
         assert one.length == 3 and end_of(one) == "terminated"
         assert (one.finals is None) == (one.env == 1)
         if one.finals:
-            assert one.finals["observation"].tolist() == [*one.column("observation")[0, :2].tolist(), 3]
+            assert one.finals["observation"].tolist() == [
+                *one.column("observation")[0, :2].tolist(),
+                3,
+            ]
 
 
 def check_frames(folder):
@@ -231,11 +282,15 @@ def check_frames(folder):
 def test_success_is_read_from_infos_of_every_form(tmp_path, name):
     env = FAKES[name][0]()
     options = {"min_trajectories": 8, "show_progress": False}
-    summary = record_demonstrations(env, policy_of(env), tmp_path / "a", success_only=True, **options)
+    summary = record_demonstrations(
+        env, policy_of(env), tmp_path / "a", success_only=True, **options
+    )
     found = check(tmp_path / "a", name, has_all=False)
     assert len(found) == summary.num_trajectories >= 8
     assert {int(one.column("observation")[0, 1]) % 3 for one in found} == {1}
-    assert {end_of(one) for one in found} == {"terminated", "truncated"}, "a timeout is no success by itself"
+    assert {end_of(one) for one in found} == {"terminated", "truncated"}, (
+        "a timeout is no success by itself"
+    )
 
 
 def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
@@ -248,9 +303,14 @@ def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
         seen.append(episode)
         return is_good(episode)
 
-    record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=5, keep=keep, show_progress=False)
+    record_demonstrations(
+        env, policy_of(env), tmp_path, min_trajectories=5, keep=keep, show_progress=False
+    )
     for one in seen:
-        assert one.total_reward == one.length * (one.length + 1) / 2 and one.terminated != one.truncated
+        assert (
+            one.total_reward == one.length * (one.length + 1) / 2
+            and one.terminated != one.truncated
+        )
         assert one.success == one.success_once and isinstance(one.success, bool)
     kept = [(one.env_id, one.length) for one in seen if is_good(one)]
     found = check(tmp_path, "maniskill", has_all=False)
@@ -275,7 +335,9 @@ def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
 def test_a_recording_that_drops_everything_stops_and_says_why(tmp_path, options, text):
     env = ManiSkill("torch")
     with pytest.raises(UsageError) as caught:
-        record_demonstrations(env, policy_of(env), tmp_path, min_trajectories=1, show_progress=False, **options)
+        record_demonstrations(
+            env, policy_of(env), tmp_path, min_trajectories=1, show_progress=False, **options
+        )
     assert text in str(caught.value)
     assert not trajectories_of(tmp_path)
 
@@ -330,7 +392,10 @@ def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path)
 
 def test_a_wrapped_loop_stops_where_infos_never_tell_a_success(tmp_path):
     wrapper = RecordingWrapper(Failing150(), tmp_path, success_only=True, autoreset="same_step")
-    with wrapper, pytest.raises(UsageError, match="1500 dropped in a row: infos never have 'success'"):
+    with (
+        wrapper,
+        pytest.raises(UsageError, match="1500 dropped in a row: infos never have 'success'"),
+    ):
         wrapper.reset()
         for _ in range(10):
             wrapper.step(np.zeros((150, 1), np.float32))
@@ -354,7 +419,15 @@ def on_a_gpu(make):
 
 
 #: Fakes that give tensors and reset their environments themselves.
-ON_A_GPU = ["isaac lab", "privileged", "maniskill", "rsl_rl", "old rsl_rl", "legged_gym", "tensors, next step"]
+ON_A_GPU = [
+    "isaac lab",
+    "privileged",
+    "maniskill",
+    "rsl_rl",
+    "old rsl_rl",
+    "legged_gym",
+    "tensors, next step",
+]
 
 
 @pytest.mark.each_value
@@ -367,11 +440,15 @@ def test_steps_on_a_gpu_are_recorded_without_waiting(cuda_device, tmp_path, name
     make, _, _, _, options = FAKES[name]
     env = on_a_gpu(make)
     with RecordingWrapper(env, tmp_path, **options) as wrapper:
-        observation = wrapper.get_observations() if hasattr(env, "get_observations") else wrapper.reset()
+        observation = (
+            wrapper.get_observations() if hasattr(env, "get_observations") else wrapper.reset()
+        )
         for number in range(40):
             state = observation[0] if isinstance(observation, tuple) else observation
             while hasattr(state, "items"):
-                state = next(state[name] for name in ("policy", "state", "obs") if name in list(state.keys()))
+                state = next(
+                    state[name] for name in ("policy", "state", "obs") if name in list(state.keys())
+                )
             with no_waits():
                 observation = wrapper.step(state[:, 1:])
             if number in (0, 7):
@@ -389,7 +466,9 @@ def test_tensors_on_a_gpu_stay_there(tmp_path, name):
     def policy(observation):
         while hasattr(observation, "items"):
             names = list(observation.keys())
-            observation = next(observation[name] for name in ("policy", "state", "obs") if name in names)
+            observation = next(
+                observation[name] for name in ("policy", "state", "obs") if name in names
+            )
         return observation[:, 1:].cpu()
 
     record_demonstrations(env, policy, tmp_path, min_trajectories=6, show_progress=False, **options)

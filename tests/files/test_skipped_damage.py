@@ -18,7 +18,12 @@ def damaged(tmp_path):
     """Trajectories of noise, one in each block; a late chunk of one of them has a flipped byte."""
     rng = np.random.default_rng(0)
     with RolloutWriter(
-        tmp_path, 1, obs_disassemble_mapping={"depth": "lz4"}, frames_per_chunk=2, durable=False, writer_name="w"
+        tmp_path,
+        1,
+        obs_disassemble_mapping={"depth": "lz4"},
+        frames_per_chunk=2,
+        durable=False,
+        writer_name="w",
     ) as writer:
         for number in range(NUM_TRAJECTORIES):
             for frame in range(LENGTH):
@@ -39,12 +44,16 @@ def flip(data_dir, number=DAMAGED):
     """Flip a bit of the chunk with frame 8 of a trajectory; again to heal it."""
     path = sorted(data_dir.glob("*.h5"))[number]
     data = bytearray(path.read_bytes())
-    data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= 1  # noise is stored as it is
+    data[data.index(np.array([8, 777], np.float32).tobytes()) + 100] ^= (
+        1  # noise is stored as it is
+    )
     path.write_bytes(bytes(data))
 
 
 def opened(data_dir, **options):
-    return RolloutDataset(data_dir, 2, device="cpu", num_transitions_per_env=4, flatten_observations=False, **options)
+    return RolloutDataset(
+        data_dir, 2, device="cpu", num_transitions_per_env=4, flatten_observations=False, **options
+    )
 
 
 def played(batch):
@@ -56,10 +65,16 @@ def played(batch):
 def read_by(dataset, reading):
     if reading == "workers":
         return rollout_data.loader(dataset, num_workers=2, collate_fn=lambda batch: batch)
-    return {"direct": dataset, "prefetch": dataset.prefetch(5), "loader": rollout_data.loader(dataset)}[reading]
+    return {
+        "direct": dataset,
+        "prefetch": dataset.prefetch(5),
+        "loader": rollout_data.loader(dataset),
+    }[reading]
 
 
-@pytest.mark.parametrize(("cache", "reading"), [("none", "direct"), ("none", "prefetch"), ("ram", "direct")])
+@pytest.mark.parametrize(
+    ("cache", "reading"), [("none", "direct"), ("none", "prefetch"), ("ram", "direct")]
+)
 def test_by_default_a_damaged_chunk_is_an_error_that_names_it(damaged, cache, reading):
     frames = []
     with pytest.raises(CorruptFileError, match=r"w_000002\.h5.*chunk \d+ of"):
@@ -78,7 +93,12 @@ def test_skipping_costs_the_damaged_trajectory_alone(damaged, cache, reading):
     batches = read_by(dataset, reading)
     with pytest.warns(RolloutDataWarning, match=r"w_000002\.h5.*chunk \d+ of"):
         frames = [frame for batch in batches for frame in played(batch)]
-    whole = [(number, frame) for number in range(NUM_TRAJECTORIES) if number != DAMAGED for frame in range(LENGTH)]
+    whole = [
+        (number, frame)
+        for number in range(NUM_TRAJECTORIES)
+        if number != DAMAGED
+        for frame in range(LENGTH)
+    ]
     assert sorted(frame for frame in frames if frame[0] != DAMAGED) == sorted(2 * whole)
     assert all(frame < 8 for number, frame in frames if number == DAMAGED)
     for _ in range(2):
@@ -93,7 +113,10 @@ def test_each_damaged_trajectory_of_a_batch_is_named(damaged, reading):
     dataset = opened(damaged, on_error="skip")
     list(read_by(dataset, reading))
     assert dataset.num_lost_trajectories == 2
-    assert sorted(str(one).split(".h5")[0][-8:] for one in dataset.problems) == ["w_000002", "w_000003"]
+    assert sorted(str(one).split(".h5")[0][-8:] for one in dataset.problems) == [
+        "w_000002",
+        "w_000003",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 gymnasium = pytest.importorskip("gymnasium")
-pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed: make test-trainers")
+pytest.importorskip(
+    "stable_baselines3", reason="stable-baselines3 is not installed: make test-trainers"
+)
 
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv  # noqa: E402
@@ -31,7 +33,9 @@ class Counter(gymnasium.Env):
     def observed(self) -> np.ndarray:
         return np.array([self.number, self.count], np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.count = 0
         return self.observed(), {}
@@ -82,6 +86,8 @@ def test_ends_and_final_observations_are_those_of_the_environments(tmp_path, way
     for batch in RolloutDataset(tmp_path, 1, device="cpu"):
         if batch.is_last.item():
             env, count = batch.observation.flatten().tolist()
-            ends[int(env)].append((count, batch.timeout.item(), batch.next_observation.flatten().tolist()))
+            ends[int(env)].append(
+                (count, batch.timeout.item(), batch.next_observation.flatten().tolist())
+            )
     assert ends[0] == [(2, False, [0, 3])] * 4
     assert ends[1] == [(3, True, [1, 4])] * 3

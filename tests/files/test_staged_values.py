@@ -27,7 +27,9 @@ LYING = {
 
 @settings(max_examples=40, deadline=None)
 @given(
-    parts=st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 7]), st.sampled_from(sorted(LYING))), max_size=6),
+    parts=st.lists(
+        st.tuples(st.sampled_from([0, 1, 1, 2, 7]), st.sampled_from(sorted(LYING))), max_size=6
+    ),
     seed=st.integers(0, 99),
     block_bytes=st.sampled_from([1, 50_000, 1 << 20]),
 )
@@ -38,7 +40,9 @@ def test_steps_are_copied_however_they_lie_in_memory(tmp_path_factory, parts, se
         for count, lying in parts:
             fields = {}
             for name, (shape, dtype) in SHAPES.items():
-                values = generator.integers(0, 2 if dtype == "bool" else 99, (count, N, *shape)).astype(dtype)
+                values = generator.integers(
+                    0, 2 if dtype == "bool" else 99, (count, N, *shape)
+                ).astype(dtype)
                 fields[name] = LYING[lying](values)
                 fields[name].flags.writeable = False
                 expected[name].append(fields[name].copy())
@@ -59,12 +63,22 @@ def test_steps_are_copied_however_they_lie_in_memory(tmp_path_factory, parts, se
 def test_rewards_are_summed_as_they_were_given(tmp_path, dtype, shape):
     """Trajectories of env e have e + 1 frames; NaN and Inf are data, which raise no warning."""
     generator = torch.Generator().manual_seed(0)
-    rewards = (torch.randn(12, N, *shape, generator=generator, dtype=torch.float64) * 50).to(getattr(torch, dtype))
+    rewards = (torch.randn(12, N, *shape, generator=generator, dtype=torch.float64) * 50).to(
+        getattr(torch, dtype)
+    )
     if rewards.is_floating_point():
-        rewards[3, 1], rewards[4, 1], rewards[5, 1], rewards[7, 2] = torch.nan, torch.inf, -torch.inf, torch.inf
+        rewards[3, 1], rewards[4, 1], rewards[5, 1], rewards[7, 2] = (
+            torch.nan,
+            torch.inf,
+            -torch.inf,
+            torch.inf,
+        )
     done = (torch.arange(12)[:, None] + 1) % (torch.arange(N) + 1) == 0
     action = torch.zeros(12, N, 1)
-    with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False, max_pending_blocks=1) as writer:
+    with (
+        warnings.catch_warnings(),
+        RolloutWriter(tmp_path, N, durable=False, max_pending_blocks=1) as writer,
+    ):
         warnings.simplefilter("error")
         writer.add_rollout(observation=action, action=action, reward=rewards, done=done)
     (block,) = blocks_of(tmp_path)

@@ -21,7 +21,8 @@ ALL = sorted((number, frame) for number, length in enumerate(LENGTHS) for frame 
 
 def needs(name):
     return pytest.mark.skipif(
-        importlib.util.find_spec(name) is None, reason=f"{name} is not installed: make test-trainers"
+        importlib.util.find_spec(name) is None,
+        reason=f"{name} is not installed: make test-trainers",
     )
 
 
@@ -29,7 +30,14 @@ def run_ranks(*readings):
     """Let two ranks do readings one after the other, the arguments of `ranks.read`."""
     for reading in readings:
         record(Path(reading["data_dir"]), LENGTHS, num_envs=3)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+    ]
     command += ["tests.files.ranks", json.dumps(readings)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
@@ -42,7 +50,9 @@ def found_by_ranks(folder, run):
 
 
 def read_by_ranks(folder, reading, **options):
-    return found_by_ranks(folder, run_ranks({"data_dir": str(folder / "data"), "reading": reading, **options}))
+    return found_by_ranks(
+        folder, run_ranks({"data_dir": str(folder / "data"), "reading": reading, **options})
+    )
 
 
 def delivered(ranks, stop=None):
@@ -63,7 +73,10 @@ def by_torch(tmp_path_factory):
     folders = {way: tmp_path_factory.mktemp("ranks") for way in PLAIN + LIVE + REFRESHED}
     names = ("reading", "num_workers", "start_method", "refresh_s")
     run = run_ranks(
-        *({"data_dir": str(folder / "data"), **dict(zip(names, way))} for way, folder in folders.items())  # noqa: B905
+        *(
+            {"data_dir": str(folder / "data"), **dict(zip(names, way, strict=False))}
+            for way, folder in folders.items()
+        )
     )
     return lambda way: found_by_ranks(folders[way], run)
 
@@ -88,8 +101,12 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
     assert all(counts[frame] == 3 for frame in ALL)  # of the first pass on
     assert max(counts.values()) == 3
     assert max(number for number, _ in counts) >= 20  # later passes saw what was written meanwhile
-    whole = {number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts}
-    assert all(len(found) == 1 for found in whole.values())  # a pass has all of a trajectory or nothing
+    whole = {
+        number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts
+    }
+    assert all(
+        len(found) == 1 for found in whole.values()
+    )  # a pass has all of a trajectory or nothing
 
 
 @needs("accelerate")
@@ -115,9 +132,15 @@ def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
 @needs("accelerate")
 @pytest.mark.parametrize(
     ("reading", "shard", "as_dict"),
-    [("accelerate", "none", True), ("accelerate-shard", "none", True), ("accelerate-loader", "auto", False)],
+    [
+        ("accelerate", "none", True),
+        ("accelerate-shard", "none", True),
+        ("accelerate-loader", "auto", False),
+    ],
 )
-def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(tmp_path, reading, shard, as_dict):
+def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(
+    tmp_path, reading, shard, as_dict
+):
     ranks = read_by_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
     assert [rank["error"] for rank in ranks] == [None, None]
     if reading == "accelerate-shard":  # accelerate fills its last batches up with the first ones
@@ -135,7 +158,9 @@ def test_lightning_fabric_leaves_the_loader_alone(tmp_path, num_workers):
 
 
 @needs("torchdata")
-@pytest.mark.parametrize(("num_workers", "lives_on"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "lives_on"), [(0, False), (1, False), (2, False), (1, True), (2, True)]
+)
 def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers, lives_on):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -143,7 +168,9 @@ def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers, li
 
     def loader():
         dataset = RolloutDataset(tmp_path, 4, 2, True, device="cpu", num_transitions_per_env=2)
-        return StatefulDataLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=lives_on)
+        return StatefulDataLoader(
+            dataset, batch_size=None, num_workers=num_workers, persistent_workers=lives_on
+        )
 
     def values(batches):
         return [batch.observation.tolist() for batch in batches]
@@ -153,13 +180,20 @@ def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers, li
     for batch in first:
         batches.append(batch)
         if len(batches) == 5:
-            state = json.loads(json.dumps(first.state_dict(), default=repr)) if num_workers == 0 else first.state_dict()
+            state = (
+                json.loads(json.dumps(first.state_dict(), default=repr))
+                if num_workers == 0
+                else first.state_dict()
+            )
             break
     second = loader()
     second.load_state_dict(state)
     assert values(batches) + values(second) == expected
     following = list(second)  # the next epoch, in another order
-    assert sum(int(batch.valid.sum()) for batch in following) == 2 * len(ALL) and values(following) != expected
+    assert (
+        sum(int(batch.valid.sum()) for batch in following) == 2 * len(ALL)
+        and values(following) != expected
+    )
 
 
 def test_batches_as_dicts_hold_tensors_alone(tmp_path):
@@ -168,7 +202,9 @@ def test_batches_as_dicts_hold_tensors_alone(tmp_path):
     dataset = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2, as_dict=True)
     batch = dataset.get_batch(2)
     assert all(isinstance(value, torch.Tensor) for value in batch.values())
-    assert set(batch) == {name for name, value in one._asdict().items() if isinstance(value, torch.Tensor)}
+    assert set(batch) == {
+        name for name, value in one._asdict().items() if isinstance(value, torch.Tensor)
+    }
     assert all(torch.equal(value, getattr(one, name)) for name, value in batch.items())
     collated = torch.utils.data.default_collate([batch, dataset.get_batch(2)])
     assert collated["observation"].shape == (2, 2, 4, 3)

@@ -50,10 +50,22 @@ def test_a_misspelt_field_is_an_error_of_mypy(tmp_path):
     path = tmp_path / "user.py"
     path.write_text(USER_CODE)
     # Other packages take a minute, and what the library itself contains is checked by `make lint`.
-    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "numpy", "h5py", "tqdm"))
-    (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n{skipped}")
-    options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path), "--no-error-summary"]
+    skipped = "".join(
+        f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "numpy", "h5py", "tqdm")
+    )
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n{skipped}"
+    )
+    options = [
+        "--config-file",
+        str(tmp_path / "mypy.ini"),
+        "--cache-dir",
+        str(tmp_path),
+        "--no-error-summary",
+    ]
     command = [sys.executable, "-m", "mypy", *options, str(path)]
     found = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     wrong = [number for number, line in enumerate(USER_CODE.splitlines(), 1) if "# wrong" in line]
-    assert [int(line.split(":")[1]) for line in found.stdout.splitlines() if "error:" in line] == wrong, found.stdout
+    assert [
+        int(line.split(":")[1]) for line in found.stdout.splitlines() if "error:" in line
+    ] == wrong, found.stdout

@@ -60,7 +60,12 @@ def test_mapping_named_tuple_and_object_are_the_same_record(tmp_path):
             vars(self).update(values)
 
     values = step(5)
-    forms = [values, Named(**values, next_observation=1), Plural(*values.values(), hidden_states=(1, 2)), Bare(values)]
+    forms = [
+        values,
+        Named(**values, next_observation=1),
+        Plural(*values.values(), hidden_states=(1, 2)),
+        Bare(values),
+    ]
     with make(tmp_path) as writer:
         for form in forms:
             writer.add(form)
@@ -75,13 +80,19 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
     storage = RolloutStorage(N, 6, (4,), (5,), (2,), num_rewards=2)
     for t in range(4):
         transition = storage.Transition()
-        transition.observations, transition.critic_observations = torch.full((N, 4), t), torch.full((N, 5), t + 0.5)
+        transition.observations, transition.critic_observations = (
+            torch.full((N, 4), t),
+            torch.full((N, 5), t + 0.5),
+        )
         transition.actions, transition.rewards = torch.full((N, 2), -t), torch.full((N, 2), t)
         for name in ("observations", "critic_observations", "actions", "rewards"):
             setattr(transition, name, getattr(transition, name).float())
         transition.dones = torch.tensor([t == 1, t == 2, False])
         transition.time_outs = torch.tensor([False, t == 2, False])
-        transition.values, transition.actions_log_prob = torch.full((N, 2), 9.0), torch.full((N,), 0.25)
+        transition.values, transition.actions_log_prob = (
+            torch.full((N, 2), 9.0),
+            torch.full((N,), 0.25),
+        )
         transition.action_mean = transition.action_sigma = torch.zeros(N, 2)
         storage.add_transitions(transition)
     with make(tmp_path) as writer:
@@ -107,7 +118,10 @@ def test_a_queue_is_recorded_in_the_order_of_time_wherever_its_cursor_stands(tmp
         if t % 4 == 0:
             storage.clear()
         transition = storage.Transition()
-        transition.observations, transition.actions = torch.full((N, 1), float(t)), torch.zeros(N, 1)
+        transition.observations, transition.actions = (
+            torch.full((N, 1), float(t)),
+            torch.zeros(N, 1),
+        )
         transition.rewards, transition.dones = torch.zeros(N), torch.zeros(N)
         transition.values, transition.actions_log_prob = torch.zeros(N, 1), torch.zeros(N)
         transition.action_mean = transition.action_sigma = torch.ones(N, 1)
@@ -116,7 +130,9 @@ def test_a_queue_is_recorded_in_the_order_of_time_wherever_its_cursor_stands(tmp
     with make(tmp_path) as writer:
         writer.add_rollout(storage)
     newest = list(range(max(num_steps - 8, 0), num_steps))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [newest] * N
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
+        newest
+    ] * N
     assert storage.step == cursor
 
 
@@ -127,7 +143,9 @@ def test_values_may_change_after_add(tmp_path):
         for value in values.values():
             value[...] = 7
         writer.add(**step(2))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [[1, 2]] * N
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
+        [1, 2]
+    ] * N
 
 
 def test_arrays_of_any_layout_are_taken(tmp_path):
@@ -174,7 +192,10 @@ def test_nothing_recorded_leaves_no_block(tmp_path):
         ({"done": [1, 1, 0], "timeout": [0, 1, 1]}, ["terminated", "truncated", "open"]),
         ({"done": [[True], [False], [False]]}, ["terminated", "open", "open"]),
         ({"done": None, "timeout": [0, 1, 0]}, ["open", "truncated", "open"]),
-        ({"done": None, "terminated": [1, 0, 1], "truncated": [0, 1, 1]}, ["terminated", "truncated", "both"]),
+        (
+            {"done": None, "terminated": [1, 0, 1], "truncated": [0, 1, 1]},
+            ["terminated", "truncated", "both"],
+        ),
         ({"done": [1, 1, 0], "truncated": [0, 1, 0]}, ["terminated", "truncated", "open"]),
         ({"done": [1, 1, 0], "terminated": [0, 1, 0]}, ["truncated", "terminated", "open"]),
         ({"done": [0.0, 1.0, 0.0]}, ["open", "terminated", "open"]),
@@ -185,7 +206,14 @@ def test_nothing_recorded_leaves_no_block(tmp_path):
 def test_flags_say_how_a_trajectory_ends(tmp_path, flags, ends):
     with make(tmp_path) as writer:
         writer.add(**step(done=None))
-        writer.add(**step(**{name: value if value is None else np.array(value) for name, value in flags.items()}))
+        writer.add(
+            **step(
+                **{
+                    name: value if value is None else np.array(value)
+                    for name, value in flags.items()
+                }
+            )
+        )
     found = trajectories_of(tmp_path)
     masked = [one for one in found if one.length == 1]
     assert [end_of(one) for one in found if one not in masked] == ends
@@ -194,7 +222,9 @@ def test_flags_say_how_a_trajectory_ends(tmp_path, flags, ends):
 
 def test_flat_observations_are_cut_into_segments(tmp_path):
     with make(
-        tmp_path, obs_segments={"b": (2,), "a": [1, 2]}, obs_disassemble_mapping={"a": "normalized_image"}
+        tmp_path,
+        obs_segments={"b": (2,), "a": [1, 2]},
+        obs_disassemble_mapping={"a": "normalized_image"},
     ) as writer:
         flat = torch.tensor([[5.0, 6.0, 0.25, 2.0]]).repeat(N, 1)
         writer.add(**step(observation=flat))
@@ -203,7 +233,9 @@ def test_flat_observations_are_cut_into_segments(tmp_path):
     one = trajectories_of(tmp_path)[0]
     assert list(one.fields)[:2] == ["observation/b", "observation/a"]
     assert one.column("observation/b").tolist() == [[5, 6], [1, 1]]
-    np.testing.assert_allclose(one.column("observation/a"), [[[0.25, 1]], [[0.5, 0]]], atol=0.5 / 255)
+    np.testing.assert_allclose(
+        one.column("observation/a"), [[[0.25, 1]], [[0.5, 0]]], atol=0.5 / 255
+    )
     assert one.finals["observation/b"].tolist() == [5, 6]
     metadata = read_metadata(tmp_path)
     assert list(metadata["obs_segments"].items()) == [("b", [2]), ("a", [1, 2])]
@@ -213,10 +245,14 @@ def test_a_missing_privileged_final_repeats_the_last_frame_and_says_so(tmp_path)
     with make(tmp_path) as writer:
         privileged = np.arange(N, dtype=np.float64)[:, None]
         final = np.full((N, 4), 9, np.float32)
-        writer.add(**step(done=[1, 0, 1]), privileged_observation=privileged, final_observation=final)
+        writer.add(
+            **step(done=[1, 0, 1]), privileged_observation=privileged, final_observation=final
+        )
     one, _, other = trajectories_of(tmp_path)
     assert one.flags & other.flags & FINAL_OBSERVATION_ONLY
-    assert other.finals["observation"].tolist() == [9] * 4 and other.finals["privileged_observation"].tolist() == [2]
+    assert other.finals["observation"].tolist() == [9] * 4 and other.finals[
+        "privileged_observation"
+    ].tolist() == [2]
 
 
 def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
@@ -243,14 +279,22 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
     with make(tmp_path, success_only=True, block_bytes=100) as writer:
         for t in range(6):
             ends = {"done": [t in (1, 3), t == 4, False], "timeout": [t == 1, False, False]}
-            success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}  # needed where something ends
+            success = (
+                {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
+            )  # needed where something ends
             writer.add(**step(t, **ends), **success)
-        for given, got in (({}, "expected success of shape"), ({"success": [True]}, "got shape (1,)")):
+        for given, got in (
+            ({}, "expected success of shape"),
+            ({"success": [True]}, "got shape (1,)"),
+        ):
             with pytest.raises(SchemaError) as caught:
                 writer.add(**step(6, done=[True, False, False]), **given)
             assert got in str(caught.value)
     found = trajectories_of(tmp_path)
-    assert [(one.env, one.length, end_of(one)) for one in found] == [(0, 2, "truncated"), (1, 5, "terminated")]
+    assert [(one.env, one.length, end_of(one)) for one in found] == [
+        (0, 2, "truncated"),
+        (1, 5, "terminated"),
+    ]
     assert (writer.num_frames, writer.num_trajectories) == (7, 2)
     assert "success" not in found[0].fields
     assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
@@ -324,11 +368,16 @@ def test_a_name_used_before_continues_its_numbering(tmp_path):
 @pytest.mark.parametrize("num_envs", [1, 3, 4])
 @pytest.mark.parametrize("is_step", [True, False])
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(tmp_path, num_envs, is_step, is_flat):
+def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(
+    tmp_path, num_envs, is_step, is_flat
+):
     segments, lead = {"b": (num_envs, 3), "a": (1,)}, (num_envs,) if is_step else (5, num_envs)
     values = np.arange(np.prod(lead) * num_envs * 3, dtype=np.float32).reshape(*lead, num_envs, 3)
     component = values.reshape(*lead, -1) if is_flat else values
-    record = {"observation": {"b": component, "a": np.zeros((*lead, 1), np.float32)}, "action": np.zeros((*lead, 1))}
+    record = {
+        "observation": {"b": component, "a": np.zeros((*lead, 1), np.float32)},
+        "action": np.zeros((*lead, 1)),
+    }
     ends = {
         "done": np.ones(lead, bool),
         "final_observation": {"b": component.reshape(-1, *component.shape[len(lead) :])},
@@ -338,7 +387,9 @@ def test_components_have_the_shape_of_obs_segments_whatever_the_number_of_envs(t
         (writer.add if is_step else writer.add_rollout)(**record, **ends)
     found = sorted(trajectories_of(tmp_path), key=lambda one: one.column("observation/b").flat[0])
     rows = values.reshape(-1, num_envs, 3)
-    assert [one.column("observation/b").tolist() for one in found] == [[row.tolist()] for row in rows]
+    assert [one.column("observation/b").tolist() for one in found] == [
+        [row.tolist()] for row in rows
+    ]
     assert [one.finals["observation/b"].tolist() for one in found] == rows.tolist()
 
 
@@ -348,13 +399,25 @@ def test_a_component_may_be_a_number(tmp_path, is_step, tail):
     segments, lead = {"height": (), "pose": (2,)}, (N,) if is_step else (5, N)
     height = np.arange(np.prod(lead), dtype=np.float32).reshape(*lead, *tail)
     observation = {"height": height, "pose": np.zeros((*lead, 2), np.float32)}
-    finals = {name: value.reshape(-1, *value.shape[len(lead) :]) + 1 for name, value in observation.items()}
+    finals = {
+        name: value.reshape(-1, *value.shape[len(lead) :]) + 1
+        for name, value in observation.items()
+    }
     with RolloutWriter(tmp_path, N, obs_segments=segments, durable=False) as writer:
         add = writer.add if is_step else writer.add_rollout
         for _ in range(2):
-            add(observation=observation, action=np.zeros((*lead, 1)), done=np.ones(lead), final_observation=finals)
-    found = [(one.column("observation/height").tolist(), one.finals) for one in trajectories_of(tmp_path)]
-    assert sorted(values for values, _ in found) == [[value] for value in sorted([*height.flat, *height.flat])]
+            add(
+                observation=observation,
+                action=np.zeros((*lead, 1)),
+                done=np.ones(lead),
+                final_observation=finals,
+            )
+    found = [
+        (one.column("observation/height").tolist(), one.finals) for one in trajectories_of(tmp_path)
+    ]
+    assert sorted(values for values, _ in found) == [
+        [value] for value in sorted([*height.flat, *height.flat])
+    ]
     assert all(finals["observation/height"].shape == () for _, finals in found)
     assert all(finals["observation/height"] == values[0] + 1 for values, finals in found)
 
@@ -365,7 +428,9 @@ def test_blocks_that_are_never_to_be_cut_by_size_need_no_memory_of_that_size(tmp
     assert frames_in(tmp_path) == N
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path, monkeypatch
+):
     for name in ("here", "there/walk"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")

@@ -27,7 +27,10 @@ N = 2
 
 
 def step(t=0):
-    return {"observation": np.full((N, 300), t, np.float32), "action": np.full((N, 1), t, np.float32)}
+    return {
+        "observation": np.full((N, 300), t, np.float32),
+        "action": np.full((N, 1), t, np.float32),
+    }
 
 
 def frames_in(folder):
@@ -51,11 +54,17 @@ def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, 
     with pytest.raises(BackgroundError):
         writer.flush()
     away.rename(data)
-    calls = {"add": lambda: writer.add(**step(3)), "flush": writer.flush, "discard": lambda: writer.discard([0])}
+    calls = {
+        "add": lambda: writer.add(**step(3)),
+        "flush": writer.flush,
+        "discard": lambda: writer.discard([0]),
+    }
     if call != "close":
         with pytest.raises(BackgroundError) as caught:
             calls[call]()
-        assert isinstance(caught.value, RolloutDataError) and isinstance(caught.value.__cause__, OSError)
+        assert isinstance(caught.value, RolloutDataError) and isinstance(
+            caught.value.__cause__, OSError
+        )
     with pytest.raises(BackgroundError) as caught:
         writer.close()
     assert str(caught.value) == (
@@ -71,7 +80,9 @@ def test_a_full_disk_ends_in_one_error(tmp_path):
     """With a tmpfs of 1 MiB if we may mount one, otherwise with a limit on file sizes in another process."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
@@ -85,10 +96,14 @@ def test_a_full_disk_ends_in_one_error(tmp_path):
         with open(folder / "filler", "wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
                 pass
-        with pytest.raises(DataFileError, match=r"expected a writable folder, got .*No space left on device"):
+        with pytest.raises(
+            DataFileError, match=r"expected a writable folder, got .*No space left on device"
+        ):
             RolloutWriter(data, N)
         check_left(data, frames_in(data))
-        for room in range(16_384, 200_000, 16_384):  # wherever it ends: journal, metadata, header, rows, checksums
+        for room in range(
+            16_384, 200_000, 16_384
+        ):  # wherever it ends: journal, metadata, header, rows, checksums
             os.truncate(folder / "filler", max(0, (folder / "filler").stat().st_size - 16_384))
             error = None
             try:
@@ -116,8 +131,14 @@ def test_files_that_may_not_grow_end_in_one_error(tmp_path):
         "except BackgroundError as error:\n    print(error)\n"
         "try:\n    writer.close()\nexcept BackgroundError as error:\n    print('at close')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "cannot publish a block in" in done.stdout and "File too large" in done.stdout and "at close" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert (
+        "cannot publish a block in" in done.stdout
+        and "File too large" in done.stdout
+        and "at close" in done.stdout
+    )
     check_left(tmp_path, 1)
 
 
@@ -149,11 +170,15 @@ def test_a_folder_that_takes_no_journal_is_refused_at_once(tmp_path):
 
 
 def test_a_read_only_mount_is_refused_at_once(tmp_path):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         for folder in (tmp_path, tmp_path / "new"):
-            with pytest.raises(DataFileError, match=r"expected a writable folder, got .*Read-only file system"):
+            with pytest.raises(
+                DataFileError, match=r"expected a writable folder, got .*Read-only file system"
+            ):
                 RolloutWriter(folder, N)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -170,7 +195,9 @@ def test_a_folder_that_becomes_read_only_ends_in_one_error(tmp_path):
     try:
         writer.add(**step(2))
         for call in (writer.flush, lambda: writer.add(**step(3)), writer.close):
-            with pytest.raises(BackgroundError, match=r"cannot publish a block in .*(not permitted|denied)"):
+            with pytest.raises(
+                BackgroundError, match=r"cannot publish a block in .*(not permitted|denied)"
+            ):
                 call()
         with pytest.raises(DataFileError, match="expected a writable folder"):
             RolloutWriter(data, N)
@@ -193,7 +220,9 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            with pytest.raises(DataFileError, match=r"cannot write the metadata of .* File too large"):
+            with pytest.raises(
+                DataFileError, match=r"cannot write the metadata of .* File too large"
+            ):
                 writer.add(**step())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -235,7 +264,9 @@ def test_a_slow_disk_holds_the_caller_back_and_drops_nothing(tmp_path, slow_disk
     recorder.start()
     assert has_added.wait(60)
     recorder.join(0.1)
-    assert recorder.is_alive() and num_added == most_added, "every step is a block; the caller waits"
+    assert recorder.is_alive() and num_added == most_added, (
+        "every step is a block; the caller waits"
+    )
     slow_disk.set()
     recorder.join()
     writer.close()
@@ -249,7 +280,9 @@ def test_metadata_has_one_winner_among_writers_that_start_together(tmp_path):
     def publish(number, schema):
         barrier.wait()
         try:
-            publish_metadata(tmp_path, Metadata.of_schema(schema, {"by": number}), f"w{number}", durable=False)
+            publish_metadata(
+                tmp_path, Metadata.of_schema(schema, {"by": number}), f"w{number}", durable=False
+            )
             outcomes.append(schema["observation"].shape[0])
         except SchemaError:
             pass
@@ -263,7 +296,9 @@ def test_metadata_has_one_winner_among_writers_that_start_together(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metadata.json"]
 
 
-@pytest.mark.parametrize("text", [None, "", "{", '{"fields": 3}', "[1]", '{"fields": [{"name": ""}]}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text", [None, "", "{", '{"fields": 3}', "[1]", '{"fields": [{"name": ""}]}', "\x00\xff"]
+)
 def test_metadata_that_is_missing_or_damaged_is_rebuilt_from_the_blocks(tmp_path, text):
     with RolloutWriter(tmp_path, N, metadata={"env": "walk"}) as writer:
         writer.add(**{**step(), "observation": {"a": np.zeros((N, 2)), "b": np.zeros((N, 1))}})
@@ -272,13 +307,22 @@ def test_metadata_that_is_missing_or_damaged_is_rebuilt_from_the_blocks(tmp_path
     path = tmp_path / "metadata.json"
     path.unlink() if text is None else path.write_text(text, encoding="latin-1")
     rebuilt = read_metadata(tmp_path)
-    for name in ("fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories"):
+    for name in (
+        "fields",
+        "obs_segments",
+        "obs_disassemble_mapping",
+        "total_timesteps",
+        "total_trajectories",
+    ):
         assert rebuilt[name] == whole[name]
     with RolloutWriter(tmp_path, N, metadata={"env": "run"}) as writer:
         with pytest.raises(SchemaError):
             writer.add(**step())
         writer.add(**{**step(), "observation": {"a": np.zeros((N, 2)), "b": np.zeros((N, 1))}})
-    assert read_metadata(tmp_path)["fields"] == whole["fields"] and read_metadata(tmp_path)["env"] == "run"
+    assert (
+        read_metadata(tmp_path)["fields"] == whole["fields"]
+        and read_metadata(tmp_path)["env"] == "run"
+    )
 
 
 def test_metadata_of_nothing_is_an_error(tmp_path):
@@ -287,7 +331,9 @@ def test_metadata_of_nothing_is_an_error(tmp_path):
 
 
 def test_unknown_keys_of_metadata_are_kept(tmp_path):
-    with RolloutWriter(tmp_path, N, metadata={"config": {"a": [1, None]}, "total_timesteps": 5}) as writer:
+    with RolloutWriter(
+        tmp_path, N, metadata={"config": {"a": [1, None]}, "total_timesteps": 5}
+    ) as writer:
         writer.add(**step())
     metadata = read_metadata(tmp_path)
     assert metadata["config"] == {"a": [1, None]} and metadata["total_timesteps"] == N
@@ -296,7 +342,10 @@ def test_unknown_keys_of_metadata_are_kept(tmp_path):
 
 def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
     (tmp_path / "metadata.json").write_text('{"env": "Other", "total_timesteps": 3}')
-    with RolloutWriter(tmp_path, N) as writer, pytest.raises(SchemaError, match="one of another format"):
+    with (
+        RolloutWriter(tmp_path, N) as writer,
+        pytest.raises(SchemaError, match="one of another format"),
+    ):
         writer.add(**step())
     assert (tmp_path / "metadata.json").read_text().startswith('{"env": "Other"')
 
@@ -314,17 +363,25 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
         "print(flush=True)\nsys.stdin.readline()\nwriter.flush()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(int(is_published))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.readline()
         (tmp_path / ".tmp_rollout_alive_000004.h5").write_bytes(b"half")
         with RolloutWriter(tmp_path, N) as writer:
             assert writer.recovered == [], "its writer lives"
         process.communicate("\n")
     num_lost, start_ns = 0 if is_published else 20, time.time_ns() - 10**11
-    with pytest.warns(RolloutDataWarning, match=f"'dead' ended without .* {num_lost} frames that it had not published"):
+    with pytest.warns(
+        RolloutDataWarning,
+        match=f"'dead' ended without .* {num_lost} frames that it had not published",
+    ):
         writer = RolloutWriter(tmp_path, N)
     (dead,) = writer.recovered
-    assert (dead.writer, dead.num_lost_frames) == ("dead", num_lost) and start_ns < dead.last_sign_ns < time.time_ns()
+    assert (dead.writer, dead.num_lost_frames) == (
+        "dead",
+        num_lost,
+    ) and start_ns < dead.last_sign_ns < time.time_ns()
     writer.close()
     assert [path.name for path in tmp_path.glob(".*")] == [".tmp_rollout_alive_000004.h5"]
     assert frames_in(tmp_path) == 100 - num_lost
@@ -332,15 +389,21 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
 
 def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
     (tmp_path / "rollout_a_000000.h5").write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="cannot continue the writer 'a': expected readable blocks"):
+    with pytest.raises(
+        UsageError, match="cannot continue the writer 'a': expected readable blocks"
+    ):
         RolloutWriter(tmp_path, N, writer_name="a")
     assert not list(tmp_path.glob(".rollout_*"))
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/nonexistent/block", path), os.mkdir])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: os.symlink("/nonexistent/block", path), os.mkdir]
+)
 def test_a_name_whose_block_is_no_file_is_not_continued(tmp_path, make):
     make(tmp_path / "rollout_a_000000.h5")
-    with pytest.raises(UsageError, match="cannot continue the writer 'a': expected readable blocks"):
+    with pytest.raises(
+        UsageError, match="cannot continue the writer 'a': expected readable blocks"
+    ):
         RolloutWriter(tmp_path, N, writer_name="a")
 
 

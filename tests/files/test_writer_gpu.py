@@ -55,12 +55,16 @@ def equal_recordings(folder, other):
         assert all((got.column(name) == expected.column(name)).all() for name in expected.fields)
         assert (got.finals is None) == (expected.finals is None)
         if expected.finals is not None:
-            assert all(np.array_equal(got.finals[name], rows) for name, rows in expected.finals.items())
+            assert all(
+                np.array_equal(got.finals[name], rows) for name, rows in expected.finals.items()
+            )
     return len(pairs)
 
 
 @pytest.mark.parametrize("lateness", [0, 6])
-def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(cuda_device, tmp_path, lateness):
+def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(
+    cuda_device, tmp_path, lateness
+):
     if cuda_device is not None:
         cuda_device.lateness = lateness
     steps = steps_of(40)
@@ -80,7 +84,9 @@ def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(cud
 
 
 def test_memory_on_the_host_may_change_after_a_step_with_tensors_on_a_gpu(any_device, tmp_path):
-    steps = [{name: value for name, value in step.items() if name != "infos"} for step in steps_of(9)]
+    steps = [
+        {name: value for name, value in step.items() if name != "infos"} for step in steps_of(9)
+    ]
     with RolloutWriter(tmp_path / "cpu", NUM_ENVS, durable=False) as writer:
         for step in steps:
             writer.add(**step, task=["walk"] * NUM_ENVS, policy_version=3)
@@ -98,8 +104,12 @@ def test_memory_on_the_host_may_change_after_a_step_with_tensors_on_a_gpu(any_de
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("end", ["add", "flush", "close", "num_frames", "add_rollout", "host step"])
-def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(any_device, tmp_path, end):
-    steps = [{name: value for name, value in step.items() if name != "infos"} for step in steps_of(6)]
+def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(
+    any_device, tmp_path, end
+):
+    steps = [
+        {name: value for name, value in step.items() if name != "infos"} for step in steps_of(6)
+    ]
     good = [on("cuda", step) for step in steps]
     writer = RolloutWriter(tmp_path / "gpu", NUM_ENVS, durable=False)
     writer.add(**good[0])
@@ -146,10 +156,18 @@ def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
     values["final_observation"] = {name: value + 1 for name, value in values["observation"].items()}
 
     def on(device, value):
-        return {name: on(device, item) for name, item in value.items()} if isinstance(value, dict) else value.to(device)
+        return (
+            {name: on(device, item) for name, item in value.items()}
+            if isinstance(value, dict)
+            else value.to(device)
+        )
 
     def at(t, value):
-        return {name: at(t, item) for name, item in value.items()} if isinstance(value, dict) else value[t]
+        return (
+            {name: at(t, item) for name, item in value.items()}
+            if isinstance(value, dict)
+            else value[t]
+        )
 
     options = {"obs_disassemble_mapping": {"depth": "normalized_image"}, "durable": False}
     with RolloutWriter(tmp_path / "cpu", 5, **options) as writer:
@@ -167,7 +185,9 @@ def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", ["close", "flush", "add"])
-def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(any_device, tmp_path, monkeypatch, call):
+def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(
+    any_device, tmp_path, monkeypatch, call
+):
     put = Staging.put
     for point in ("before", "after"):
 
@@ -178,7 +198,9 @@ def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(any_device, tmp_p
             raise KeyboardInterrupt
 
         writer = RolloutWriter(tmp_path / point, NUM_ENVS, durable=False)
-        steps = [{name: value for name, value in step.items() if name != "done"} for step in steps_of(4)]
+        steps = [
+            {name: value for name, value in step.items() if name != "done"} for step in steps_of(4)
+        ]
         for step in steps[:3]:
             writer.add(**on("cuda", step))
         monkeypatch.setattr(Staging, "put", interrupted)
@@ -186,11 +208,18 @@ def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(any_device, tmp_p
             writer.add(**on("cuda", steps[3])) if call == "add" else getattr(writer, call)()
         writer.close()
         expected = [0, 100, 200, 300] if call == "add" else [0, 100, 200]
-        assert trajectories_of(tmp_path / point)[0].column("reward").reshape(-1).tolist() == expected
+        assert (
+            trajectories_of(tmp_path / point)[0].column("reward").reshape(-1).tolist() == expected
+        )
 
 
-def test_a_step_on_the_host_is_recorded_although_it_raises_the_error_of_one_from_a_gpu(any_device, tmp_path):
-    steps = [{name: value for name, value in step.items() if name not in ("infos", "done")} for step in steps_of(3)]
+def test_a_step_on_the_host_is_recorded_although_it_raises_the_error_of_one_from_a_gpu(
+    any_device, tmp_path
+):
+    steps = [
+        {name: value for name, value in step.items() if name not in ("infos", "done")}
+        for step in steps_of(3)
+    ]
     with RolloutWriter(tmp_path, NUM_ENVS, durable=False) as writer:
         writer.add(**on("cuda", steps[0]))
         writer.flush()
@@ -210,11 +239,19 @@ class GpuEnv:
 
     def step(self, actions):
         flags = torch.zeros(NUM_ENVS, dtype=torch.bool, device="cuda")
-        return torch.zeros(NUM_ENVS, 2, device="cuda"), torch.zeros(NUM_ENVS, device="cuda"), flags, flags, {}
+        return (
+            torch.zeros(NUM_ENVS, 2, device="cuda"),
+            torch.zeros(NUM_ENVS, device="cuda"),
+            flags,
+            flags,
+            {},
+        )
 
 
 @pytest.mark.parametrize("call", ["step", "reset", "close"])
-def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_it(any_device, tmp_path, call):
+def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_it(
+    any_device, tmp_path, call
+):
     wrapped = RecordingWrapper(GpuEnv(), tmp_path, durable=False)
     wrapped.reset()
     wrapped.step(torch.zeros(NUM_ENVS, 1, device="cuda"))
@@ -293,7 +330,10 @@ def test_a_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda
         reached = interrupted_at(place, lambda: wrapped.step(actions))
         wrapped.step(actions)
         wrapped.rollout_writer.close()
-        recorded = {(one.env, one.length, float(one.column("reward").sum())) for one in trajectories_of(folder)}
+        recorded = {
+            (one.env, one.length, float(one.column("reward").sum()))
+            for one in trajectories_of(folder)
+        }
         assert {(one.env_id, one.length, one.total_reward) for one in ended} == recorded, place
         assert wrapped.rollout_writer.num_frames == sum(length for _, length, _ in recorded), place
         return reached

@@ -41,11 +41,17 @@ def interrupted(call: Callable[[], object]) -> None:
 
 
 def add(writer: RolloutWriter, step: int) -> None:
-    writer.add(observation=np.full((1, 64), step, np.float32), action=np.zeros((1, 1)), done=[step % 2 == 1])
+    writer.add(
+        observation=np.full((1, 64), step, np.float32),
+        action=np.zeros((1, 1)),
+        done=[step % 2 == 1],
+    )
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(step) for one in trajectories_of(folder) for step in one.column("observation")[:, 0])
+    return sorted(
+        int(step) for one in trajectories_of(folder) for step in one.column("observation")[:, 0]
+    )
 
 
 def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_path, slow_disk):
@@ -61,8 +67,12 @@ def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_pa
 
 
 @pytest.mark.parametrize("max_pending_blocks", [1, 2, 3])
-def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(tmp_path, slow_disk, max_pending_blocks):
-    writer = RolloutWriter(tmp_path, 1, durable=False, block_bytes=1, max_pending_blocks=max_pending_blocks)
+def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(
+    tmp_path, slow_disk, max_pending_blocks
+):
+    writer = RolloutWriter(
+        tmp_path, 1, durable=False, block_bytes=1, max_pending_blocks=max_pending_blocks
+    )
     for step in range(max_pending_blocks - 1):
         add(writer, step)
     interrupted(lambda: add(writer, max_pending_blocks - 1))
@@ -92,6 +102,8 @@ def test_at_exit_each_writer_is_closed_also_behind_one_that_fails(tmp_path):
         "for one in writers: one.add(observation=np.zeros((1, 1)), action=np.zeros(1))\n"
         "shutil.rmtree(sys.argv[1] + '/b')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert "cannot publish a block" in done.stderr
     assert steps_in(tmp_path / "a") == steps_in(tmp_path / "c") == [0]

@@ -17,7 +17,9 @@ from tests.files.readback import end_of, trajectories_of
 SETTINGS = settings(max_examples=12, deadline=None)
 
 
-def make_steps(rng: np.random.Generator, num_steps: int, num_envs: int, has_mask: bool) -> dict[str, np.ndarray]:
+def make_steps(
+    rng: np.random.Generator, num_steps: int, num_envs: int, has_mask: bool
+) -> dict[str, np.ndarray]:
     """Make `[T, N, ...]` values in which every number tells its step and env."""
     t, n = np.meshgrid(np.arange(num_steps), np.arange(num_envs), indexing="ij")
     code = (t * 1000 + n).astype(np.float32)
@@ -40,7 +42,11 @@ def make_steps(rng: np.random.Generator, num_steps: int, num_envs: int, has_mask
 
 
 def at(value: Any, index: Any) -> Any:
-    return {key: at(item, index) for key, item in value.items()} if isinstance(value, dict) else value[index]
+    return (
+        {key: at(item, index) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value[index]
+    )
 
 
 def naive_trajectories(
@@ -71,7 +77,10 @@ def naive_trajectories(
 
 
 def check_same(
-    folder: Path, values: dict[str, Any], success_only: bool, discards: dict[int, list[int]] | None = None
+    folder: Path,
+    values: dict[str, Any],
+    success_only: bool,
+    discards: dict[int, list[int]] | None = None,
 ) -> None:
     expected = naive_trajectories(values, success_only, discards)
     got = trajectories_of(folder)
@@ -93,13 +102,19 @@ def check_same(
             column = one.column(name)
             assert column.dtype == value.dtype and column.shape[1:] == value.shape[2:]
             np.testing.assert_array_equal(column, value[frames], err_msg=name)
-        np.testing.assert_allclose(one.reward_sum, values["reward"][frames].astype(np.float64).sum(axis=0))
+        np.testing.assert_allclose(
+            one.reward_sum, values["reward"][frames].astype(np.float64).sum(axis=0)
+        )
         last = trajectory["frames"][-1]
         if trajectory["end"] == "open":
             assert one.finals is None
         else:
-            np.testing.assert_array_equal(one.finals["observation/state"], values["final_observation"]["state"][last])
-            assert one.finals["privileged_observation"] == values["final_privileged_observation"][last]
+            np.testing.assert_array_equal(
+                one.finals["observation/state"], values["final_observation"]["state"][last]
+            )
+            assert (
+                one.finals["privileged_observation"] == values["final_privileged_observation"][last]
+            )
 
 
 def check_counts(writer: RolloutWriter, expected: list[dict[str, Any]]) -> None:
@@ -122,7 +137,9 @@ CASES: dict[str, Any] = dict(  # noqa: C408
 
 @SETTINGS
 @given(**CASES)
-def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, success_only, block_bytes, pending):
+def test_steps_come_back_as_recorded(
+    seed, num_steps, num_envs, has_mask, success_only, block_bytes, pending
+):
     rng = np.random.default_rng(seed)
     values = make_steps(rng, num_steps, num_envs, has_mask)
     with tempfile.TemporaryDirectory() as folder:
@@ -137,14 +154,19 @@ def test_steps_come_back_as_recorded(seed, num_steps, num_envs, has_mask, succes
         discards: dict[int, list[int]] = {}
         with writer:
             for t in range(num_steps):
-                writer.add(**at(values, t), **({"success": at(values["timeout"], t)} if success_only else {}))
+                writer.add(
+                    **at(values, t),
+                    **({"success": at(values["timeout"], t)} if success_only else {}),
+                )
                 if rng.random() < 0.05:
                     writer.flush()
                 if rng.random() < 0.1:
                     discards[t] = np.flatnonzero(rng.random(num_envs) < 0.5).tolist()
                     writer.discard(discards[t])
                 if rng.random() < 0.1:
-                    check_counts(writer, naive_trajectories(at(values, slice(t + 1)), success_only, discards))
+                    check_counts(
+                        writer, naive_trajectories(at(values, slice(t + 1)), success_only, discards)
+                    )
         check_same(Path(folder), values, success_only, discards)
         expected = naive_trajectories(values, success_only, discards)
         assert writer.num_trajectories == len(expected)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from rollout_data import RolloutWriter
-from storage.errors import ClosedError, FieldTypeError, MissingFieldError, RolloutDataError, SchemaError, UsageError
+from storage.errors import (
+    ClosedError,
+    FieldTypeError,
+    MissingFieldError,
+    RolloutDataError,
+    SchemaError,
+    UsageError,
+)
 from tests.files.readback import trajectories_of
 
 N = 3
@@ -82,16 +89,32 @@ LOOP["again"] = LOOP
             MissingFieldError,
             "cannot call RolloutWriter.add without the field 'action': expected a value for 'action', got only",
         ),
-        ({"done": np.zeros((N, 2))}, SchemaError, "with the flag 'done': expected shape (3,) or (3, 1), got (3, 2)."),
-        ({"action": np.array(["a"] * N)}, FieldTypeError, "with the field 'action': expected one of bool, uint8"),
+        (
+            {"done": np.zeros((N, 2))},
+            SchemaError,
+            "with the flag 'done': expected shape (3,) or (3, 1), got (3, 2).",
+        ),
+        (
+            {"action": np.array(["a"] * N)},
+            FieldTypeError,
+            "with the field 'action': expected one of bool, uint8",
+        ),
         (
             {"action": [[1], [1, 2], [3]]},
             SchemaError,
             "cannot call RolloutWriter.add with the field 'action': expected an array, got",
         ),
         ({"action": np.zeros((N, 2), complex)}, FieldTypeError, "complex128"),
-        ({"policy_version": 0.5}, FieldTypeError, "with policy_version: expected integers, got float64."),
-        ({"policy_version": [1, 2]}, SchemaError, "with policy_version: expected one integer or shape (3,), got (2,)."),
+        (
+            {"policy_version": 0.5},
+            FieldTypeError,
+            "with policy_version: expected integers, got float64.",
+        ),
+        (
+            {"policy_version": [1, 2]},
+            SchemaError,
+            "with policy_version: expected one integer or shape (3,), got (2,).",
+        ),
         (
             {"final_observation": np.zeros((2, 4), np.float32), "done": [1, 0, 0]},
             SchemaError,
@@ -99,14 +122,26 @@ LOOP["again"] = LOOP
             "expected shape (3, 4), or (1, 4) for the ends of this record, got (2, 4).",
         ),
         ({"final_observation": np.zeros((N, 4), int)}, FieldTypeError, "expected dtype float32"),
-        ({"final_privileged_observation": np.zeros((N, 4))}, MissingFieldError, "'privileged_observation'"),
-        ({"timeout": [1, 0, 0], "truncated": [0, 0, 0]}, UsageError, "with both timeout and truncated"),
+        (
+            {"final_privileged_observation": np.zeros((N, 4))},
+            MissingFieldError,
+            "'privileged_observation'",
+        ),
+        (
+            {"timeout": [1, 0, 0], "truncated": [0, 0, 0]},
+            UsageError,
+            "with both timeout and truncated",
+        ),
         (
             {"done": [1, 0, 0], "terminated": [0, 0, 0], "truncated": [0, 0, 0]},
             UsageError,
             "expected done = terminated | truncated, got a contradiction.",
         ),
-        ({"actions": np.zeros((N, 2), np.float32)}, UsageError, "with 'action': expected each value once"),
+        (
+            {"actions": np.zeros((N, 2), np.float32)},
+            UsageError,
+            "with 'action': expected each value once",
+        ),
     ],
 )
 def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change, kind, text):
@@ -119,9 +154,13 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         rollout |= {name: None if value is None else [value] for name, value in change.items()}
         if "policy_version" not in change:
             with pytest.raises(RolloutDataError):
-                writer.add_rollout(**{name: value for name, value in rollout.items() if value is not None})
+                writer.add_rollout(
+                    **{name: value for name, value in rollout.items() if value is not None}
+                )
         writer.add(**step(3))
-    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [[1, 3]] * N
+    assert [one.column("observation")[:, 0].tolist() for one in trajectories_of(tmp_path)] == [
+        [1, 3]
+    ] * N
 
 
 @pytest.mark.parametrize(
@@ -171,12 +210,24 @@ def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"writer_name": "a_b"}, "expected writer_name of 1 to 100 letters, digits and '-', got 'a_b'."),
+        (
+            {"writer_name": "a_b"},
+            "expected writer_name of 1 to 100 letters, digits and '-', got 'a_b'.",
+        ),
         ({"writer_name": "../x"}, "expected writer_name"),
         ({"block_bytes": 0}, "expected block_bytes >= 1, got 0."),
-        ({"max_pending_blocks": 1.5}, "expected max_pending_blocks >= 1 and a whole number, got 1.5."),
-        ({"nonfinite_rewards": "x"}, "expected nonfinite_rewards one of 'accept', 'refuse', got 'x'."),
-        ({"obs_segments": {"a": (0,)}}, "with obs_segments: expected named, non-empty shapes, got 'a': (0,)."),
+        (
+            {"max_pending_blocks": 1.5},
+            "expected max_pending_blocks >= 1 and a whole number, got 1.5.",
+        ),
+        (
+            {"nonfinite_rewards": "x"},
+            "expected nonfinite_rewards one of 'accept', 'refuse', got 'x'.",
+        ),
+        (
+            {"obs_segments": {"a": (0,)}},
+            "with obs_segments: expected named, non-empty shapes, got 'a': (0,).",
+        ),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"a": "nrmalized_image"}},
             "with the codec of 'a': expected 'normalized_image', 'auto', ",
@@ -261,7 +312,9 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
     ids=str,
 )
 def test_wrong_arguments_are_named_before_a_folder_is_made(tmp_path, options):
-    with pytest.raises(UsageError, match=f"cannot create a RolloutWriter.*{next(iter(options))}.*got"):
+    with pytest.raises(
+        UsageError, match=f"cannot create a RolloutWriter.*{next(iter(options))}.*got"
+    ):
         RolloutWriter(tmp_path / "data", N, **options)
     assert not (tmp_path / "data").exists()
 
@@ -276,11 +329,23 @@ def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"done": np.array([np.nan, 0, 1])}, "with the flag 'done': expected true and false values, got NaN"),
-        ({"reward": np.ma.array(np.ones(N, np.float32), mask=[1, 0, 0])}, "expected an array without masked values"),
-        ({"policy_version": np.uint64(2**63)}, "with policy_version: expected numbers below 2\\*\\*63"),
+        (
+            {"done": np.array([np.nan, 0, 1])},
+            "with the flag 'done': expected true and false values, got NaN",
+        ),
+        (
+            {"reward": np.ma.array(np.ones(N, np.float32), mask=[1, 0, 0])},
+            "expected an array without masked values",
+        ),
+        (
+            {"policy_version": np.uint64(2**63)},
+            "with policy_version: expected numbers below 2\\*\\*63",
+        ),
         ({"policy_version": 2**70}, "with policy_version"),
-        ({"frames": np.zeros(N)}, "cannot store the field 'frames': expected a name other than .* Rename the field"),
+        (
+            {"frames": np.zeros(N)},
+            "cannot store the field 'frames': expected a name other than .* Rename the field",
+        ),
         ({"a\0b": np.zeros(N)}, "Unicode text without NUL"),
         ({"a\udc80": np.zeros(N)}, "Unicode text without NUL"),
     ],
@@ -302,11 +367,21 @@ def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
 def test_nonfinite_rewards_are_refused_under_names_too(tmp_path, bad):
     with RolloutWriter(tmp_path, 1, nonfinite_rewards="refuse") as writer:
         rewards = {"walk": torch.zeros(1), "energy": torch.zeros(1)}
-        for value in (0.0, bad, 1.0, bad):  # the first record declares the fields, the others go the short way
+        for value in (
+            0.0,
+            bad,
+            1.0,
+            bad,
+        ):  # the first record declares the fields, the others go the short way
             rewards["energy"] = torch.full((1,), value)
             if value == bad or value != value:
-                with pytest.raises(UsageError, match="'reward/energy': expected finite values, got 1 NaN or infinite"):
-                    writer.add(observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards)
+                with pytest.raises(
+                    UsageError,
+                    match="'reward/energy': expected finite values, got 1 NaN or infinite",
+                ):
+                    writer.add(
+                        observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards
+                    )
             else:
                 writer.add(observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards)
         assert writer.num_frames == 2 and writer.num_nonfinite_rewards == 0

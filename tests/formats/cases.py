@@ -1,8 +1,9 @@
 """Files of other systems with what they must give: `tests/data/formats/<folder>/<name>.case.json` and `.expected.npz`.
 
-A case names its file (`path`, below `tests/data/formats`), its `format`, the arguments of `open`, and of each episode
-T, kind of end and metadata; the arrays are `<episode>/obs/<field>`, `/action`, `/reward` and `/final/<field>`. `tol`
-holds the fields that were stored with loss: the mean of each half of a picture, left and right, is off by at most that.
+A case names its file (`path`, below `tests/data/formats`), its `format`, the arguments of `open`,
+and of each episode T, kind of end and metadata; the arrays are `<episode>/obs/<field>`, `/action`,
+`/reward` and `/final/<field>`. `tol` holds the fields that were stored with loss: the mean of each
+half of a picture, left and right, is off by at most that.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def check_array(name: str, got: Any, expected: np.ndarray, tolerance: float | No
         np.testing.assert_array_equal(got, expected, err_msg=name)
         return
     width_axis = -2 if expected.ndim >= 3 and expected.shape[-1] in (1, 3, 4) else -1
-    for mine, theirs in zip(np.array_split(got, 2, width_axis), np.array_split(expected, 2, width_axis), strict=True):
+    for mine, theirs in zip(
+        np.array_split(got, 2, width_axis), np.array_split(expected, 2, width_axis), strict=True
+    ):
         axes = tuple(range(1, mine.ndim))
         off = np.abs(mine.mean(axes, dtype=np.float64) - theirs.mean(axes, dtype=np.float64))
         assert off.max() <= tolerance, f"{name} is off by {off.max()}"
@@ -92,7 +95,9 @@ def check_case(case: Mapping[str, Any], recording: rollout_data.Recording) -> No
     assert recording.format in case["format"]
     assert len(recording) == len(case["episodes"])
     tolerances = {name.removeprefix("observation."): value for name, value in case["tol"].items()}
-    for about, expected, episode in zip(case["episodes"], expected_arrays(case), recording, strict=True):
+    for about, expected, episode in zip(
+        case["episodes"], expected_arrays(case), recording, strict=True
+    ):
         got = {
             **named("observation", episode.observation, expected),
             **named("final", episode.final_observation, expected),
@@ -104,6 +109,9 @@ def check_case(case: Mapping[str, Any], recording: rollout_data.Recording) -> No
             check_array(name, got[name], array, tolerances.get(name.partition("/")[2]))
         assert len(episode) == episode.length == about["T"]
         assert (episode.terminated, episode.truncated) == ENDS[about["end"]]
-        assert (episode.reward is not None, episode.action is not None) == (about["reward"], about["action"])
+        assert (episode.reward is not None, episode.action is not None) == (
+            about["reward"],
+            about["action"],
+        )
         assert (episode.final_observation is not None) == about["final"]
         assert {name: episode.metadata.get(name) for name in about["meta"]} == about["meta"]

@@ -14,8 +14,13 @@ DATA = Path(__file__).parents[1] / "data"
 
 def set_times(data_dir: Path) -> None:
     """Give chunks rising modification times in natural order: a git checkout does not keep them."""
-    numbers = {path: [int(word) for word in path.stem.split("_")[1:]] for path in data_dir.rglob("traj_*_*.p*")}
-    for time_s, path in enumerate(sorted(numbers, key=lambda path: (int(path.parent.name[11:]), numbers[path]))):
+    numbers = {
+        path: [int(word) for word in path.stem.split("_")[1:]]
+        for path in data_dir.rglob("traj_*_*.p*")
+    }
+    for time_s, path in enumerate(
+        sorted(numbers, key=lambda path: (int(path.parent.name[11:]), numbers[path]))
+    ):
         os.utime(path, ns=(0, 10**18 + time_s * 10**9))
 
 

@@ -80,14 +80,18 @@ def read(scan: FolderScan) -> list[dict[str, np.ndarray]]:
         start = int(fragment["row"])
         stop = start + int(fragment["length"])
         part = {
-            name: layout.decoded(name, torch.from_numpy(rows[chunk][layout.column_of[name].name][start:stop])).numpy()
+            name: layout.decoded(
+                name, torch.from_numpy(rows[chunk][layout.column_of[name].name][start:stop])
+            ).numpy()
             for name in scan.schema
         }
         if fragment["flags"] & FIRST:
             assert fragment["start"] == 0 and fragment["trajectory"] == len(trajectories)
             trajectories.append({"flags": 0, "parts": []})
         trajectory = trajectories[fragment["trajectory"]]
-        assert fragment["start"] == sum(len(next(iter(part.values()))) for part in trajectory["parts"])
+        assert fragment["start"] == sum(
+            len(next(iter(part.values()))) for part in trajectory["parts"]
+        )
         trajectory["flags"] |= int(fragment["flags"])
         trajectory["parts"].append(part)
     return [
@@ -102,7 +106,10 @@ def check_valid(scan: FolderScan) -> None:
     assert len(scan.fragments) == len(scan.chunk_of)
     assert (np.diff(scan.chunk_of) >= 0).all()
     assert set(scan.chunk_of.tolist()) == set(range(len(scan.chunk_paths)))
-    ends = [scan.fragments["end_time_ns"][scan.fragments["trajectory"] == k] for k in set(scan.fragments["trajectory"])]
+    ends = [
+        scan.fragments["end_time_ns"][scan.fragments["trajectory"] == k]
+        for k in set(scan.fragments["trajectory"])
+    ]
     assert all((end == end[0]).all() for end in ends)
     assert (np.diff([end[0] for end in ends]) > 0).all()
     assert (scan.fragments["length"] > 0).all()

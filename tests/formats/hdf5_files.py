@@ -15,7 +15,9 @@ import numpy as np
 LENGTHS = {2: 3, 9: 1, 10: 4}
 
 
-def values(number: int, length: int, width: int = 3, dtype: str = "f8", first: int = 0) -> np.ndarray:
+def values(
+    number: int, length: int, width: int = 3, dtype: str = "f8", first: int = 0
+) -> np.ndarray:
     """`[T, D]`: 1000 * episode + 10 * frame + column."""
     frames = np.arange(first, first + length)[:, None]
     return (1000 * number + 10 * frames + np.arange(width)).astype(dtype)
@@ -30,7 +32,9 @@ def rewards(number: int, length: int) -> np.ndarray:
     return 100.0 * number + np.arange(length) + 0.25
 
 
-def pixels(number: int, length: int, first: int = 0, shape: tuple[int, ...] = (8, 10, 3)) -> np.ndarray:
+def pixels(
+    number: int, length: int, first: int = 0, shape: tuple[int, ...] = (8, 10, 3)
+) -> np.ndarray:
     """`[T, H, W, C]` uint8."""
     start = (number * 40 + np.arange(first, first + length)).reshape(-1, *[1] * len(shape))
     return ((start + np.arange(np.prod(shape)).reshape(shape)) % 251).astype("u1")
@@ -57,7 +61,9 @@ def robomimic(
     with h5py.File(path, "w") as file:
         data = file.create_group("data")
         data.attrs["total"] = sum(lengths.values())
-        data.attrs["env_args"] = json.dumps({"env_name": "Lift", "type": env_type, "env_kwargs": {}})
+        data.attrs["env_args"] = json.dumps(
+            {"env_name": "Lift", "type": env_type, "env_kwargs": {}}
+        )
         for number in sorted(lengths, key=str):
             length, demo = lengths[number], data.create_group(f"demo_{number}")
             demo.attrs["num_samples"] = length

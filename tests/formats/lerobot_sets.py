@@ -18,7 +18,10 @@ from tests.formats.values import action, reward, state
 FIRST = 50
 FPS = 10
 TASKS = ("pick up the blüe cube", "开抽屉")
-SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
+SCALARS = {
+    "timestamp": "float32",
+    **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64"),
+}
 DATA_3 = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_3 = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_2 = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
@@ -44,7 +47,8 @@ class LeRobotSet:
         lengths: Of the episodes.
         version: "v3.0", "v2.1" or "v2.0".
         files: In version 3, the data file of each episode; None for all in the first.
-        columns: Further columns of a row group: name -> (feature, function of (episode from 50 on, length)).
+        columns: Further columns of a row group: name -> (feature, function of (episode from 50 on,
+            length)).
         has_reward: Whether `next.reward` and `next.done` are there.
     """
 
@@ -52,7 +56,9 @@ class LeRobotSet:
     lengths: Sequence[int]
     version: str = "v3.0"
     files: Sequence[int] | None = None
-    columns: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = field(default_factory=dict)
+    columns: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = field(
+        default_factory=dict
+    )
     has_reward: bool = True
 
     def __post_init__(self) -> None:
@@ -67,7 +73,10 @@ class LeRobotSet:
             for entry, start in zip(self.entries, starts, strict=False):
                 file = self.files[entry["episode_index"]] if self.files else 0
                 entry["data/chunk_index"], entry["data/file_index"] = 0, file
-                entry["dataset_from_index"], entry["dataset_to_index"] = start, start + entry["length"]
+                entry["dataset_from_index"], entry["dataset_to_index"] = (
+                    start,
+                    start + entry["length"],
+                )
         vectors = {"observation.state": feature("float32", [3]), "action": feature("float32", [2])}
         rewards = {"next.reward": feature("float32", [1]), "next.done": feature("bool", [1])}
         self.info: dict[str, Any] = {
@@ -104,7 +113,9 @@ class LeRobotSet:
             "frame_index": frames,
             "episode_index": np.full(length, number),
         }
-        return pa.table({**found, "index": start + frames, "task_index": np.full(length, number % 2)})
+        return pa.table(
+            {**found, "index": start + frames, "task_index": np.full(length, number % 2)}
+        )
 
     def write(self, row_group_rows: int | None = None) -> Path:
         """Write it; row groups hold an episode each, or so many rows."""
@@ -117,7 +128,9 @@ class LeRobotSet:
         tasks = pa.table({"task_index": np.arange(len(TASKS)), "__index_level_0__": list(TASKS)})
         pq.write_table(tasks, meta / "tasks.parquet")
         (meta / "episodes" / "chunk-000").mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(self.entries), meta / "episodes" / "chunk-000" / "file-000.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(self.entries), meta / "episodes" / "chunk-000" / "file-000.parquet"
+        )
         groups: dict[int, list[pa.Table]] = {}
         for number, table in enumerate(self.tables):
             groups.setdefault(self.files[number] if self.files else 0, []).append(table)
@@ -135,12 +148,16 @@ class LeRobotSet:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             (meta / f"{name}.jsonl").write_text(text, encoding="utf-8")
         for number, table in enumerate(self.tables):
-            path = self.path / DATA_2.format(episode_chunk=number // self.info["chunks_size"], episode_index=number)
+            path = self.path / DATA_2.format(
+                episode_chunk=number // self.info["chunks_size"], episode_index=number
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(table, path)
 
 
-def check(recording: rollout_data.Recording, lengths: list[int], numbers: list[int] | None = None) -> None:
+def check(
+    recording: rollout_data.Recording, lengths: list[int], numbers: list[int] | None = None
+) -> None:
     """Compare vectors, reward, task and end of every episode."""
     numbers = list(range(len(lengths))) if numbers is None else numbers
     assert [episode.id for episode in recording] == [str(number) for number in numbers]
@@ -151,6 +168,12 @@ def check(recording: rollout_data.Recording, lengths: list[int], numbers: list[i
         np.testing.assert_array_equal(episode.reward, reward(FIRST + number, length))
         np.testing.assert_array_equal(episode["next.done"], np.arange(length) == length - 1)
         assert episode.task == TASKS[number % 2]
-        assert (episode.terminated, episode.truncated, episode.final_observation) == (None, None, None)
+        assert (episode.terminated, episode.truncated, episode.final_observation) == (
+            None,
+            None,
+            None,
+        )
         for start in range(length + 1):
-            np.testing.assert_array_equal(episode.read("action", start, length), action(FIRST + number, length)[start:])
+            np.testing.assert_array_equal(
+                episode.read("action", start, length), action(FIRST + number, length)[start:]
+            )

@@ -15,7 +15,17 @@ import pytest
 import rollout_data
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 from tests.formats.cases import ROOT
-from tests.formats.hdf5_files import LENGTHS, actions, edited, halves, jpeg, pixels, replace, rewards, values
+from tests.formats.hdf5_files import (
+    LENGTHS,
+    actions,
+    edited,
+    halves,
+    jpeg,
+    pixels,
+    replace,
+    rewards,
+    values,
+)
 
 
 def aloha(folder: Path, kind: str = "raw") -> Path:
@@ -26,7 +36,10 @@ def aloha(folder: Path, kind: str = "raw") -> Path:
             file.attrs["sim"] = False
             file["action"] = actions(number, length)
             file["base_action"] = values(number, length, 2)
-            file["observations/qpos"], file["observations/qvel"] = values(number, length), values(number, length)
+            file["observations/qpos"], file["observations/qvel"] = (
+                values(number, length),
+                values(number, length),
+            )
             for camera in ("high", "left"):
                 name = f"observations/images/{camera}"
                 pictures = [halves(number, frame) for frame in range(length)]
@@ -35,18 +48,26 @@ def aloha(folder: Path, kind: str = "raw") -> Path:
                     file.create_dataset(name, data=np.stack(pictures), chunks=(1, 32, 48, 3))
                 elif kind == "padded":
                     width = max(map(len, data)) + 7
-                    file[name] = np.stack([np.frombuffer(one.ljust(width, b"\0"), "u1") for one in data])
-                    file.require_dataset("compress_len", (2, length), "f4")[...] = [list(map(len, data))] * 2
+                    file[name] = np.stack(
+                        [np.frombuffer(one.ljust(width, b"\0"), "u1") for one in data]
+                    )
+                    file.require_dataset("compress_len", (2, length), "f4")[...] = [
+                        list(map(len, data))
+                    ] * 2
                 else:
                     storage = {"compression": "gzip", "shuffle": True} if camera == "left" else {}
-                    rows = file.create_dataset(name, (length,), h5py.vlen_dtype(np.uint8), **storage)
+                    rows = file.create_dataset(
+                        name, (length,), h5py.vlen_dtype(np.uint8), **storage
+                    )
                     for frame, one in enumerate(data):
                         rows[frame] = np.frombuffer(one, "u1")
     return folder
 
 
 @pytest.mark.parametrize("kind", ["raw", "padded", "ragged"])
-def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(tmp_path: Path, kind: str) -> None:
+def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(
+    tmp_path: Path, kind: str
+) -> None:
     recording = rollout_data.open(aloha(tmp_path / "x", kind))
     assert (recording.format, recording.problems) == ("aloha", [])
     assert [one.id for one in recording] == ["episode_2", "episode_9", "episode_10"]
@@ -54,7 +75,12 @@ def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(tmp_path: P
         np.testing.assert_array_equal(episode.action, actions(number, length))
         np.testing.assert_array_equal(episode["base_action"], values(number, length, 2))
         np.testing.assert_array_equal(episode.observation["qpos"], values(number, length))
-        assert (episode.reward, episode.terminated, episode.truncated, episode.final_observation) == (None,) * 4
+        assert (
+            episode.reward,
+            episode.terminated,
+            episode.truncated,
+            episode.final_observation,
+        ) == (None,) * 4
         assert episode.metadata["sim"] is False and "compress_len" not in episode
         for camera in ("high", "left"):
             found = episode.observation["images"][camera]
@@ -82,7 +108,10 @@ def test_one_file_of_aloha_is_a_recording_too(tmp_path: Path) -> None:
 #: What is wrong with episode 9 -> what its problem says.
 ALOHA_DAMAGE: dict[str, tuple[Any, str]] = {
     "no action": (lambda file: file.pop("action"), "the dataset 'action'"),
-    "other lengths": (lambda file: replace(file, "observations/qvel", np.zeros((4, 3))), "1 rows of"),
+    "other lengths": (
+        lambda file: replace(file, "observations/qvel", np.zeros((4, 3))),
+        "1 rows of",
+    ),
     "a picture that breaks off": (
         lambda file: replace(file, "observations/images/left", np.full((1, 9), 255, "u1")),
         "picture",
@@ -133,7 +162,9 @@ def test_a_row_that_claims_to_be_long_takes_no_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shift", "which"), [(0, "the same"), (1, "the next")])
 def test_actions_that_are_positions_are_reported(tmp_path: Path, shift: int, which: str) -> None:
     folder = aloha(tmp_path / "x")
-    edited(folder / "episode_2.hdf5", lambda file: replace(file, "action", values(2, 3, first=shift)))
+    edited(
+        folder / "episode_2.hdf5", lambda file: replace(file, "action", values(2, 3, first=shift))
+    )
     assert f"got those of {which} step" in str(rollout_data.open(folder).advice[0])
 
 
@@ -143,14 +174,24 @@ def maniskill(path: Path) -> Path:
         for number, length in LENGTHS.items():
             one = file.create_group(f"traj_{number}")
             one["actions"], one["rewards"] = actions(number, length), rewards(number, length)
-            one["terminated"], one["truncated"] = np.arange(length) == length - 1, np.zeros(length, bool)
+            one["terminated"], one["truncated"] = (
+                np.arange(length) == length - 1,
+                np.zeros(length, bool),
+            )
             one["success"] = np.arange(length) >= length - 2
             one["obs/agent/qpos"] = values(number, length + 1)
             cam = one.create_group("obs/sensor_data/cam")
-            cam.create_dataset("rgb", data=pixels(number, length + 1), compression="gzip", compression_opts=5)
+            cam.create_dataset(
+                "rgb", data=pixels(number, length + 1), compression="gzip", compression_opts=5
+            )
             cam["depth"] = values(number, length + 1, 4, "i2").reshape(-1, 2, 2, 1)
             one["env_states/actors/cube"] = values(number, length + 1, 13)
-            about = {"episode_id": number, "episode_seed": number, "control_mode": "pd_ee", "elapsed_steps": length}
+            about = {
+                "episode_id": number,
+                "episode_seed": number,
+                "control_mode": "pd_ee",
+                "elapsed_steps": length,
+            }
             listed.append({**about, "reset_kwargs": {}, "success": number == 9})
     about = {"env_info": {"env_id": "PickCube-v1"}, "episodes": listed}
     path.with_suffix(".json").write_text(json.dumps(about))
@@ -160,17 +201,28 @@ def maniskill(path: Path) -> Path:
 def test_trajectories_of_maniskill_have_a_final_observation(tmp_path: Path) -> None:
     recording = rollout_data.open(maniskill(tmp_path / "x.h5"))
     assert (recording.format, recording.problems) == ("maniskill", [])
-    assert recording.metadata["control_mode"] == "pd_ee" and recording.metadata["env_name"] == "PickCube-v1"
+    assert (
+        recording.metadata["control_mode"] == "pd_ee"
+        and recording.metadata["env_name"] == "PickCube-v1"
+    )
     assert recording.metadata["units"] == {"observation/sensor_data/cam/depth": "mm"}
     for (number, length), episode in zip(LENGTHS.items(), recording, strict=True):
         assert (episode.id, len(episode)) == (f"traj_{number}", length)
         np.testing.assert_array_equal(episode.action, actions(number, length))
         np.testing.assert_array_equal(episode.reward, rewards(number, length))
         np.testing.assert_array_equal(episode.observation["agent/qpos"], values(number, length))
-        np.testing.assert_array_equal(episode.final_observation["agent/qpos"], values(number, 1, first=length)[0])
-        np.testing.assert_array_equal(episode.final_observation["sensor_data/cam/rgb"], pixels(number, 1, length)[0])
+        np.testing.assert_array_equal(
+            episode.final_observation["agent/qpos"], values(number, 1, first=length)[0]
+        )
+        np.testing.assert_array_equal(
+            episode.final_observation["sensor_data/cam/rgb"], pixels(number, 1, length)[0]
+        )
         assert episode.observation["sensor_data/cam/depth"].dtype == np.int16
-        assert (episode.terminated, episode.truncated, episode.success) == (True, False, number == 9)
+        assert (episode.terminated, episode.truncated, episode.success) == (
+            True,
+            False,
+            number == 9,
+        )
         np.testing.assert_array_equal(episode["success"], np.arange(length) >= length - 2)
         np.testing.assert_array_equal(episode["env_states/actors/cube"], values(number, length, 13))
         last = episode.metadata["final/env_states/actors/cube"]
@@ -190,15 +242,22 @@ def test_actions_may_be_a_group_and_observations_absent(tmp_path: Path) -> None:
 
 
 def test_flags_before_the_last_step_are_reported_and_cut_nothing(tmp_path: Path) -> None:
-    path = edited(maniskill(tmp_path / "x.h5"), lambda file: file["traj_10/terminated"].__setitem__(1, True))
+    path = edited(
+        maniskill(tmp_path / "x.h5"), lambda file: file["traj_10/terminated"].__setitem__(1, True)
+    )
     recording = rollout_data.open(path)
     assert len(recording[2]) == 4 and "True for step 1" in str(recording.advice[0])
     assert recording.problems == []
 
 
-def test_a_json_of_other_trajectories_is_refused_unless_the_index_is_rebuilt(tmp_path: Path) -> None:
+def test_a_json_of_other_trajectories_is_refused_unless_the_index_is_rebuilt(
+    tmp_path: Path,
+) -> None:
     path = edited(maniskill(tmp_path / "x.h5"), lambda file: file.pop("traj_9"))
-    with pytest.raises(CorruptFileError, match=r"expected the 2 trajectories of 'x\.h5', got 3, of which 2 are there"):
+    with pytest.raises(
+        CorruptFileError,
+        match=r"expected the 2 trajectories of 'x\.h5', got 3, of which 2 are there",
+    ):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
     assert [one.id for one in recording] == ["traj_2", "traj_10"] and len(recording.problems) == 1
@@ -207,7 +266,9 @@ def test_a_json_of_other_trajectories_is_refused_unless_the_index_is_rebuilt(tmp
 def test_a_maniskill_file_without_its_json_is_read_and_reported(tmp_path: Path) -> None:
     shutil.copy(next((ROOT / "maniskill").glob("*.h5")), tmp_path / "x.h5")
     recording = rollout_data.open(tmp_path / "x.h5")
-    assert [one.success for one in recording] == [True, False, True] and "x.json" in str(recording.problems[0])
+    assert [one.success for one in recording] == [True, False, True] and "x.json" in str(
+        recording.problems[0]
+    )
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(CorruptFileError, match="JSON"):
         rollout_data.open(tmp_path / "x.h5")
@@ -217,9 +278,17 @@ def test_a_maniskill_file_without_its_json_is_read_and_reported(tmp_path: Path) 
         rollout_data.open(tmp_path / "x.h5")
 
 
-@pytest.mark.parametrize(("name", "rows"), [("obs/agent/qpos", 4), ("rewards", 5), ("terminated", 3)])
-def test_a_trajectory_with_wrong_rows_is_left_out_alone(tmp_path: Path, name: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"), [("obs/agent/qpos", 4), ("rewards", 5), ("terminated", 3)]
+)
+def test_a_trajectory_with_wrong_rows_is_left_out_alone(
+    tmp_path: Path, name: str, rows: int
+) -> None:
     change = values(10, rows) if name.startswith("obs") else np.zeros(rows)
-    path = edited(maniskill(tmp_path / "x.h5"), lambda file: replace(file, f"traj_10/{name}", change))
+    path = edited(
+        maniskill(tmp_path / "x.h5"), lambda file: replace(file, f"traj_10/{name}", change)
+    )
     recording = rollout_data.open(path)
-    assert [one.id for one in recording] == ["traj_2", "traj_9"] and "traj_10" in str(recording.problems[0])
+    assert [one.id for one in recording] == ["traj_2", "traj_9"] and "traj_10" in str(
+        recording.problems[0]
+    )

@@ -21,7 +21,9 @@ def spoken(root: Path, kind: str = "hdf5") -> Path:
     text = {"type": "Text", "max_length": 9, "min_length": 1, "charset": "w0123456789"}
     box = {"type": "Box", "dtype": "float32", "shape": [1], "low": [0], "high": [9]}
     about: dict[str, Any] = {"total_episodes": 2, "total_steps": 6, "data_format": kind}
-    about["observation_space"] = json.dumps({"type": "Dict", "subspaces": {"at": box, "word": text}})
+    about["observation_space"] = json.dumps(
+        {"type": "Dict", "subspaces": {"at": box, "word": text}}
+    )
     about["action_space"] = json.dumps({"type": "Discrete", "n": 2, "start": 0, "dtype": "int64"})
     (data / "metadata.json").write_text(json.dumps(about))
     words = [[f"w{episode}{frame}" for frame in range(4)] for episode in range(2)]
@@ -32,7 +34,9 @@ def spoken(root: Path, kind: str = "hdf5") -> Path:
                 group = file.create_group(f"episode_{number}")
                 group.attrs.update(id=number, total_steps=3)
                 group["observations/at"] = places
-                group.create_dataset("observations/word", data=words[number], dtype=h5py.string_dtype())
+                group.create_dataset(
+                    "observations/word", data=words[number], dtype=h5py.string_dtype()
+                )
                 group["actions"], group["rewards"] = np.arange(3), np.ones(3)
                 group["terminations"], group["truncations"] = is_last, [False] * 3
         return data.parent
@@ -40,8 +44,13 @@ def spoken(root: Path, kind: str = "hdf5") -> Path:
     parquet = pytest.importorskip("pyarrow.parquet")
     for number in range(2):
         (data / str(number)).mkdir()
-        (data / str(number) / "metadata.json").write_text(json.dumps({"id": number, "total_steps": 3}))
-        observed = [{"at": [float(at)], "word": word} for at, word in zip(range(4), words[number], strict=True)]
+        (data / str(number) / "metadata.json").write_text(
+            json.dumps({"id": number, "total_steps": 3})
+        )
+        observed = [
+            {"at": [float(at)], "word": word}
+            for at, word in zip(range(4), words[number], strict=True)
+        ]
         rows = {"observations": observed, "actions": [0, 1, 2, 0], "rewards": [1.0] * 4}
         ends = {"terminations": [*is_last, False], "truncations": [False] * 4}
         parquet.write_table(pyarrow.table({**rows, **ends}), data / str(number) / "part-0.parquet")
@@ -57,7 +66,9 @@ def test_the_final_text_of_a_text_space_is_read_and_stays_in_our_format(tmp_path
             assert episode["observation/word"] == [f"w{number}0", f"w{number}1", f"w{number}2"]
             assert episode.final_observation["word"] == f"w{number}3"
             assert episode.final_observation["at"].tolist() == [3]
-    assert not [one for one in done.changes if "word" in one or "final" in one] and not done.problems
+    assert (
+        not [one for one in done.changes if "word" in one or "final" in one] and not done.problems
+    )
 
 
 @pytest.mark.parametrize("name", ["robomimic", "rlinf", "isaaclab", "minari", "d4rl"])
@@ -65,7 +76,11 @@ def test_what_holds_no_final_text_says_so(tmp_path, name):
     source = rollout_data.open(spoken(tmp_path))
     target = tmp_path / ("x.hdf5" if name in ("robomimic", "isaaclab", "d4rl") else "x")
     changes = " ".join(rollout_data.convert(source, target, name, progress=False).changes)
-    assert "texts of the final observation" in changes or "texts of steps" in changes or "texts and metadata" in changes
+    assert (
+        "texts of the final observation" in changes
+        or "texts of steps" in changes
+        or "texts and metadata" in changes
+    )
 
 
 def test_texts_below_a_name_are_recorded_with_their_final_ones(tmp_path):
@@ -75,10 +90,18 @@ def test_texts_below_a_name_are_recorded_with_their_final_ones(tmp_path):
             observation = {"at": row, "said": {"word": [f"a{frame}", f"b{frame}"]}}
             final = {"at": row, "said": {"word": ["a3", "b3"]}}
             end = {"final_observation": final} if frame == 2 else {}
-            writer.add(observation=observation, action=row, terminated=[frame == 2, frame == 2], **end)
+            writer.add(
+                observation=observation, action=row, terminated=[frame == 2, frame == 2], **end
+            )
     first, second = rollout_data.open(tmp_path / "a")
-    assert first["observation/said/word"] == ["a0", "a1", "a2"] and first.final_observation["said/word"] == "a3"
-    assert second["observation/said/word"] == ["b0", "b1", "b2"] and second.final_observation["said/word"] == "b3"
+    assert (
+        first["observation/said/word"] == ["a0", "a1", "a2"]
+        and first.final_observation["said/word"] == "a3"
+    )
+    assert (
+        second["observation/said/word"] == ["b0", "b1", "b2"]
+        and second.final_observation["said/word"] == "b3"
+    )
 
 
 def test_texts_that_some_episodes_lack_are_left_out_of_our_format_and_named(tmp_path):
@@ -90,4 +113,7 @@ def test_texts_that_some_episodes_lack_are_left_out_of_our_format_and_named(tmp_
                 demo["words"] = ["a", "b", "c"]
     done = rollout_data.convert(tmp_path / "x.hdf5", tmp_path / "own", progress=False)
     assert done.changes["field 'words' is left out: expected a field of all episodes"] == ["demo_1"]
-    assert [one.texts for one in rollout_data.open(tmp_path / "own")] == [(), ()] and not done.problems
+    assert [one.texts for one in rollout_data.open(tmp_path / "own")] == [
+        (),
+        (),
+    ] and not done.problems

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 import rollout_data
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.cases import ROOT
 from tests.formats.hdf5_files import edited, replace, values
 
@@ -29,9 +35,13 @@ def flat(path: Path, timeouts: bool = True, nexts: bool = False, wide: bool = Fa
         if end:
             flags[end][stop - 1] = True
     with h5py.File(path, "w") as file:
-        file["observations"] = np.concatenate([values(number, length) for number, (length, _) in enumerate(EPISODES)])
+        file["observations"] = np.concatenate(
+            [values(number, length) for number, (length, _) in enumerate(EPISODES)]
+        )
         if nexts:
-            pieces = [values(number, length, first=1) for number, (length, _) in enumerate(EPISODES)]
+            pieces = [
+                values(number, length, first=1) for number, (length, _) in enumerate(EPISODES)
+            ]
             file["next_observations"] = np.concatenate(pieces)
         file["actions"] = np.arange(rows * 2, dtype="f4").reshape(rows, 2)
         column = (slice(None), None) if wide else slice(None)
@@ -48,7 +58,9 @@ def check_flat(recording: rollout_data.Recording, has_final: bool = False) -> No
     assert [len(one) for one in recording] == [length for length, _ in EPISODES]
     for number, (episode, (length, end)) in enumerate(zip(recording, EPISODES, strict=True)):
         np.testing.assert_array_equal(episode.observation, values(number, length))
-        np.testing.assert_array_equal(episode.reward, np.arange(STOPS[number] - length, STOPS[number]))
+        np.testing.assert_array_equal(
+            episode.reward, np.arange(STOPS[number] - length, STOPS[number])
+        )
         assert (episode.terminated, episode.truncated) == (end == "terminals", end == "timeouts")
         final = values(number, 1, first=length)[0] if has_final else None
         np.testing.assert_array_equal(episode.final_observation, final)
@@ -85,13 +97,17 @@ def test_terminals_that_mark_goals_end_no_episode_on_request(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
-def test_groups_of_a_chunked_set_are_read_one_after_the_other(tmp_path: Path, is_joined: bool) -> None:
+def test_groups_of_a_chunked_set_are_read_one_after_the_other(
+    tmp_path: Path, is_joined: bool
+) -> None:
     flat(tmp_path / "whole.hdf5")
     with h5py.File(tmp_path / "whole.hdf5") as whole, h5py.File(tmp_path / "x.hdf5", "w") as file:
         names = ["observations", "actions", "rewards", "terminals", "timeouts", "infos/qpos"]
         for part, rows in enumerate(np.array_split(np.arange(10), 11)):  # the last part has no row
             for name in names:
-                file[f"virtual/{part}/{name}"] = whole[name][list(rows)] if len(rows) else whole[name][:0]
+                file[f"virtual/{part}/{name}"] = (
+                    whole[name][list(rows)] if len(rows) else whole[name][:0]
+                )
         for name in names if is_joined else ():
             layout = h5py.VirtualLayout(whole[name].shape, whole[name].dtype)
             file.create_virtual_dataset(name, layout)
@@ -110,16 +126,26 @@ def test_more_episodes_than_fit_in_memory_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_matches_several_formats_needs_the_name_of_its_format(tmp_path: Path) -> None:
-    path = edited(flat(tmp_path / "x.hdf5"), lambda file: file.create_dataset("traj_0/actions", data=[[1], [2]]))
-    with pytest.raises(ForeignFileError, match=r"expected one format, got what may be maniskill or d4rl\. Name its"):
+    path = edited(
+        flat(tmp_path / "x.hdf5"),
+        lambda file: file.create_dataset("traj_0/actions", data=[[1], [2]]),
+    )
+    with pytest.raises(
+        ForeignFileError, match=r"expected one format, got what may be maniskill or d4rl\. Name its"
+    ):
         rollout_data.open(path)
-    assert len(rollout_data.open(path, "d4rl")) == len(EPISODES) and len(rollout_data.open(path, "maniskill")) == 1
+    assert (
+        len(rollout_data.open(path, "d4rl")) == len(EPISODES)
+        and len(rollout_data.open(path, "maniskill")) == 1
+    )
 
 
 def test_the_error_of_a_folder_of_recordings_lists_its_content(tmp_path: Path) -> None:
     for name in ("walk-v10", "walk-v9"):
         shutil.copytree(ROOT / "minari" / "cartpole-hdf5-v0", tmp_path / name)
-    with pytest.raises(UsageError, match=r"holds 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them"):
+    with pytest.raises(
+        UsageError, match=r"holds 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them"
+    ):
         rollout_data.open(tmp_path)
 
 
@@ -132,7 +158,12 @@ def test_real_files_of_d4rl_are_cut_at_their_flags() -> None:
 
 @pytest.mark.parametrize(
     ("name", "array"),
-    [("actions", np.zeros((9, 2))), ("rewards", np.zeros(11)), ("terminals", np.zeros((10, 2))), ("observations", 3.0)],
+    [
+        ("actions", np.zeros((9, 2))),
+        ("rewards", np.zeros(11)),
+        ("terminals", np.zeros((10, 2))),
+        ("observations", 3.0),
+    ],
 )
 def test_rows_that_do_not_fit_are_refused(tmp_path: Path, name: str, array: Any) -> None:
     path = edited(flat(tmp_path / "x.hdf5"), lambda file: replace(file, name, array))
@@ -141,7 +172,9 @@ def test_rows_that_do_not_fit_are_refused(tmp_path: Path, name: str, array: Any)
 
 
 def test_links_and_empty_files_are_refused(tmp_path: Path) -> None:
-    path = edited(flat(tmp_path / "x.hdf5"), lambda file: file.update(more=h5py.SoftLink("/actions")))
+    path = edited(
+        flat(tmp_path / "x.hdf5"), lambda file: file.update(more=h5py.SoftLink("/actions"))
+    )
     with pytest.raises(UnsafeFileError):
         rollout_data.open(path)
     with h5py.File(tmp_path / "y.hdf5", "w") as file:
@@ -155,14 +188,27 @@ def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 
     """Write a ring of the steps 0, 1, 2 ..., the newest before `at`. Every fourth step ends an episode."""
     folder.mkdir()
     newest = at + capacity * is_full  # steps that were ever written
-    steps = np.array([place if place < at else place - capacity for place in range(capacity)]) + newest - at
+    steps = (
+        np.array([place if place < at else place - capacity for place in range(capacity)])
+        + newest
+        - at
+    )
     steps[steps < 0] = 99
     with h5py.File(folder / "buffer.hdf5", "w") as file:
         file["observation-state"] = np.stack([steps, steps], 1).astype("f4")
         file["next-observation-state"] = np.stack([steps, steps], 1).astype("f4") + 1
         file["action"], file["reward"] = steps[:, None].astype("f4"), steps[:, None].astype("f4")
-        file[f"{flags}terminated"], file[f"{flags}truncated"] = steps[:, None] % 8 == 3, steps[:, None] % 8 == 7
-    about = {"capacity": capacity, "device": "cpu", "nested_key_separator": "-", "_idx": at, "_is_full": is_full}
+        file[f"{flags}terminated"], file[f"{flags}truncated"] = (
+            steps[:, None] % 8 == 3,
+            steps[:, None] % 8 == 7,
+        )
+    about = {
+        "capacity": capacity,
+        "device": "cpu",
+        "nested_key_separator": "-",
+        "_idx": at,
+        "_is_full": is_full,
+    }
     (folder / "config.json").write_text(json.dumps({**about, "__target__": "os.system"}))
     return folder
 
@@ -183,7 +229,9 @@ def test_a_ring_is_read_in_the_order_of_writing(
     recording = rollout_data.open(ring(tmp_path / "x", at, is_full, flags))
     assert recording.format == "bfm_zero"
     assert recording.problems == []
-    assert all("expected observations of their own" in str(one) for one in recording.advice)  # the run has no resets
+    assert all(
+        "expected observations of their own" in str(one) for one in recording.advice
+    )  # the run has no resets
     assert [one.reward.tolist() for one in recording] == expected
     for episode, steps in zip(recording, expected, strict=True):
         np.testing.assert_array_equal(episode.observation["state"][:, 0], steps)
@@ -191,7 +239,9 @@ def test_a_ring_is_read_in_the_order_of_writing(
         assert (episode.terminated, episode.truncated) == (steps[-1] % 8 == 3, steps[-1] % 8 == 7)
 
 
-@pytest.mark.parametrize("change", [{"_idx": 11}, {"_idx": "1"}, {"_is_full": None}, {"capacity": 12}, {"_idx": 0}])
+@pytest.mark.parametrize(
+    "change", [{"_idx": 11}, {"_idx": "1"}, {"_is_full": None}, {"capacity": 12}, {"_idx": 0}]
+)
 def test_a_ring_with_a_wrong_cursor_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = ring(tmp_path / "x", 6, False)
     about = json.loads((folder / "config.json").read_text())
@@ -208,7 +258,9 @@ def test_motions_of_a_list_are_named_by_their_files(tmp_path: Path) -> None:
     assert [len(one) for one in recording] == [9, 5]
     assert rollout_data.open(source).ids == recording.ids  # the folder by itself
     for episode in recording:
-        assert episode.action is None and episode.reward is None and episode.final_observation is None
+        assert (
+            episode.action is None and episode.reward is None and episode.final_observation is None
+        )
         assert (episode.terminated, episode.truncated) == (False, True)
         assert {"qpos", "qvel", "motion_id"} <= set(episode.keys())
     alone = rollout_data.open(source / "0-CMU_02_01_poses.hdf5")
@@ -233,7 +285,15 @@ def test_episodes_of_humenv_are_numbered_and_checked(tmp_path: Path) -> None:
             one = file.create_group(f"ep_{number}")
             one.attrs["length"] = length + (number == 9)
             one["observation"], one["reward"] = values(number, length), np.ones((length, 1))
-            one["terminated"], one["truncated"] = np.zeros((length, 1), bool), np.zeros((length, 1), bool)
+            one["terminated"], one["truncated"] = (
+                np.zeros((length, 1), bool),
+                np.zeros((length, 1), bool),
+            )
     recording = rollout_data.open(tmp_path / "x.hdf5")
-    assert [one.id for one in recording] == ["ep_2", "ep_10"] and "'ep_9'" in str(recording.problems[0])
-    assert recording[1].reward.shape == (4,) and (recording[1].terminated, recording[1].truncated) == (False, False)
+    assert [one.id for one in recording] == ["ep_2", "ep_10"] and "'ep_9'" in str(
+        recording.problems[0]
+    )
+    assert recording[1].reward.shape == (4,) and (
+        recording[1].terminated,
+        recording[1].truncated,
+    ) == (False, False)

@@ -50,7 +50,9 @@ def imported() -> dict[Path, list[str]]:
 
 
 @pytest.mark.parametrize("path", first_case_of_each_folder(), ids=lambda path: path.parent.name)
-def test_opening_a_path_imports_only_the_reader_of_its_format(path: Path, imported: dict[Path, list[str]]) -> None:
+def test_opening_a_path_imports_only_the_reader_of_its_format(
+    path: Path, imported: dict[Path, list[str]]
+) -> None:
     load(path)  # skips the test if a package is missing
     name, *modules = imported[path]
     readers = {READERS[module] for module in modules if module in READERS}

@@ -26,14 +26,18 @@ def record(
 ) -> Path:
     """Record two episodes of 30 frames; `time_hz` adds the field `timestamp`."""
     rng = np.random.default_rng(0)
-    with RolloutWriter(folder, 1, writer_name=folder.name, durable=False, metadata=metadata) as writer:
+    with RolloutWriter(
+        folder, 1, writer_name=folder.name, durable=False, metadata=metadata
+    ) as writer:
         for frame in range(60):
             row = np.full((1, 2), frame, np.float32)
             is_last = frame % 30 == 29
             fields: dict[str, Any] = {}
             if time_hz is not None:
                 time_s = frame % 30 / time_hz + rng.uniform(0, jitter_s)
-                fields["timestamp"] = np.array([time_s if decimals is None else round(time_s, decimals)])
+                fields["timestamp"] = np.array(
+                    [time_s if decimals is None else round(time_s, decimals)]
+                )
             if notes and is_last:
                 fields["episode"] = [notes]
             writer.add(observation=row, action=row, terminated=[is_last], **fields)
@@ -54,7 +58,10 @@ STATED: dict[str, tuple[dict[str, Any], float]] = {
     "recorded times": ({"time_hz": 20}, 20),
     "recorded times that vary": ({"time_hz": 15, "jitter_s": 0.0001}, 15),
     "recorded times in whole milliseconds": ({"time_hz": 30, "decimals": 3}, 30),
-    "a statement and times in whole milliseconds": ({"metadata": {"fps": 30}, "time_hz": 30, "decimals": 3}, 30),
+    "a statement and times in whole milliseconds": (
+        {"metadata": {"fps": 30}, "time_hz": 30, "decimals": 3},
+        30,
+    ),
     "recorded times of 29.97 Hz": ({"time_hz": 29.97}, 29.97),
     "a statement before recorded times": ({"metadata": {"fps": 20}, "time_hz": 20.1}, 20),
 }
@@ -71,11 +78,23 @@ def test_the_rate_of_the_set_is_the_rate_that_is_stated(tmp_path: Path, name: st
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nothing": ({}, {}, "Say fps="),
-    "a value that is no rate": ({"metadata": {"frame_rate_hz": "fast"}}, {}, "frame_rate_hz of the recording"),
-    "another fps=": ({"metadata": {"frame_rate_hz": 30}}, {"fps": 10}, "frame_rate_hz of the recording"),
+    "a value that is no rate": (
+        {"metadata": {"frame_rate_hz": "fast"}},
+        {},
+        "frame_rate_hz of the recording",
+    ),
+    "another fps=": (
+        {"metadata": {"frame_rate_hz": 30}},
+        {"fps": 10},
+        "frame_rate_hz of the recording",
+    ),
     "another fps= than the times": ({"time_hz": 20}, {"fps": 50}, "'timestamp' of episode"),
     "two statements": ({"metadata": {"frame_rate_hz": 30, "fps": 50}}, {}, "fps of the recording"),
-    "times against a statement": ({"metadata": {"fps": 30}, "time_hz": 20}, {}, "'timestamp' of episode"),
+    "times against a statement": (
+        {"metadata": {"fps": 30}, "time_hz": 20},
+        {},
+        "'timestamp' of episode",
+    ),
     "a note against the recording": (
         {"metadata": {"fps": 30}, "notes": {"frame_rate_hz": 20}},
         {},
@@ -86,7 +105,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_rate_that_is_unknown_contradicted_or_too_high_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_rate_that_is_unknown_contradicted_or_too_high_is_refused_by_name(
+    tmp_path: Path, name: str
+) -> None:
     recorded, options, words = REFUSED[name]
     with pytest.raises(UsageError) as caught:
         converted_fps(record(tmp_path / "own", **recorded), tmp_path / "set", **options)
@@ -104,14 +125,18 @@ def test_merged_episodes_keep_their_rates_and_one_rate_is_not_made_of_two(tmp_pa
     sources = [
         record(tmp_path / "slow", {"frame_rate_hz": 20, "env": "x"}),
         record(tmp_path / "fast", {"fps": 50, "env": "x"}),
-        record(tmp_path / "noted", {"frame_rate_hz": 20, "env": "x"}, notes={"frame_rate_hz": 20.1}),
+        record(
+            tmp_path / "noted", {"frame_rate_hz": 20, "env": "x"}, notes={"frame_rate_hz": 20.1}
+        ),
         record(tmp_path / "silent", {"env": "x"}),
     ]
     rollout_data.merge(sources, tmp_path / "all")
     merged = rollout_data.open(tmp_path / "all")
     rates = {episode.id: episode.metadata.get("frame_rate_hz") for episode in merged}
     expected = {"slow": 20, "fast": 50, "noted": 20.1, "silent": None}
-    assert rates == {f"{name}:{number}": rate for name, rate in expected.items() for number in (0, 1)}
+    assert rates == {
+        f"{name}:{number}": rate for name, rate in expected.items() for number in (0, 1)
+    }
     assert "frame_rate_hz" not in merged.metadata
     assert merged.metadata["env"] == "x"
     with pytest.raises(UsageError, match=r"frame_rate_hz of episode 'fast:0'"):
@@ -119,7 +144,9 @@ def test_merged_episodes_keep_their_rates_and_one_rate_is_not_made_of_two(tmp_pa
     fast = merged.filter(lambda episode: episode.id.startswith("fast"))
     assert converted_fps(fast, tmp_path / "fast_set") == 50
     rollout_data.merge([tmp_path / "all", sources[1]], tmp_path / "again")
-    again = {one.id: one.metadata.get("frame_rate_hz") for one in rollout_data.open(tmp_path / "again")}
+    again = {
+        one.id: one.metadata.get("frame_rate_hz") for one in rollout_data.open(tmp_path / "again")
+    }
     assert {name: rate for name, rate in again.items() if name in rates} == rates
 
 
@@ -153,7 +180,9 @@ def test_a_rate_from_numpy_is_recorded_as_a_number(tmp_path: Path) -> None:
     assert converted_fps(source, tmp_path / "set") == 12.5
 
 
-@pytest.mark.parametrize("target", ["robomimic", "minari", "d4rl", "isaaclab", "rlinf", "trajectory-folders"])
+@pytest.mark.parametrize(
+    "target", ["robomimic", "minari", "d4rl", "isaaclab", "rlinf", "trajectory-folders"]
+)
 def test_a_target_keeps_the_rate_or_names_it_as_left_out(tmp_path: Path, target: str) -> None:
     source = record(tmp_path / "own", {"frame_rate_hz": 20})
     options = {} if target in ("isaaclab", "rlinf") else {"missing_reward": 0.0}

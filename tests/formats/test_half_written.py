@@ -28,7 +28,9 @@ def test_a_chunk_that_is_being_written_is_no_problem_and_comes_at_the_next_pass(
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-@pytest.mark.parametrize("why", ["it is old", "it is not the last", "it was whole", "it is garbage"])
+@pytest.mark.parametrize(
+    "why", ["it is old", "it is not the last", "it was whole", "it is garbage"]
+)
 def test_what_no_writer_is_at_is_reported(tmp_path, why):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 4, done=True)

@@ -32,7 +32,9 @@ def _chunk(data: bytes, **storage: Any) -> Any:
     """Return a change that writes an observation of one chunk with any data."""
 
     def change(file: h5py.File) -> None:
-        dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 6), "f8", chunks=(1, 6), **storage)
+        dataset = file.create_dataset(
+            "data/demo_9/obs/bomb", (1, 6), "f8", chunks=(1, 6), **storage
+        )
         dataset.id.write_direct_chunk((0, 0), data)
 
     return change
@@ -40,7 +42,9 @@ def _chunk(data: bytes, **storage: Any) -> Any:
 
 def _zeros(file: h5py.File) -> None:
     """A gigabyte of zeros in small chunks of the stated size."""
-    dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 1 << 30), "u1", chunks=(1, 1 << 23), compression="gzip")
+    dataset = file.create_dataset(
+        "data/demo_9/obs/bomb", (1, 1 << 30), "u1", chunks=(1, 1 << 23), compression="gzip"
+    )
     for place in range(0, 1 << 30, 1 << 23):
         dataset.id.write_direct_chunk((0, place), zlib.compress(bytes(1 << 23), 9))
 
@@ -54,9 +58,13 @@ def _packed_twice(file: h5py.File) -> None:
     h5py.h5d.create(file["data/demo_9/obs"].id, b"bomb", kind, space, settings)
 
 
-#: What unpacks to more than a file should hold -> what is said, at the opening or the reading of its demo.
+#: What unpacks to more than a file should hold -> what is said, at the opening or the reading of
+#: its demo.
 BOMBS: dict[str, tuple[Any, str]] = {
-    "a chunk of gzip": (_chunk(zlib.compress(random.Random(0).randbytes(600_000)), compression="gzip"), "got more"),
+    "a chunk of gzip": (
+        _chunk(zlib.compress(random.Random(0).randbytes(600_000)), compression="gzip"),
+        "got more",
+    ),
     "a chunk of LZF": (_chunk(b"\0a" + b"\xe0\xff\0" * (1 << 21), compression="lzf"), "got more"),
     "zeros": (_zeros, "1073741824 bytes in a file of"),
     "gzip in gzip": (_packed_twice, r"filters \[1, 1\]"),
@@ -65,11 +73,17 @@ BOMBS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_data_that_unpack_to_too_much_are_refused_before_they_are_unpacked(tmp_path: Path, what: str) -> None:
+def test_data_that_unpack_to_too_much_are_refused_before_they_are_unpacked(
+    tmp_path: Path, what: str
+) -> None:
     change, said = BOMBS[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
     with pytest.raises(CorruptFileError, match=said):
-        raise recording.problems[0] if recording.problems else AssertionError(recording[1].observation["bomb"].shape)
+        raise (
+            recording.problems[0]
+            if recording.problems
+            else AssertionError(recording[1].observation["bomb"].shape)
+        )
     check_demo(recording[0], 2, 3)
 
 
@@ -89,7 +103,9 @@ def test_a_text_that_claims_gigabytes_takes_no_memory(tmp_path: Path, user_block
         file["data/demo_0/actions"], file["data/demo_0/obs/low"] = actions(0, 3), values(0, 3)
     whole = (tmp_path / "x.hdf5").read_bytes()
     assert rollout_data.open(tmp_path / "x.hdf5").metadata["env_name"] == "Lift"
-    described = len(text).to_bytes(4, "little") + (whole.index(b"GCOL") - user_block).to_bytes(8, "little")
+    described = len(text).to_bytes(4, "little") + (whole.index(b"GCOL") - user_block).to_bytes(
+        8, "little"
+    )
     assert whole.count(described) == 1
     (tmp_path / "x.hdf5").write_bytes(whole.replace(described, b"\0\0\0\xf0" + described[4:]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

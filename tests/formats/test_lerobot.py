@@ -30,7 +30,9 @@ LENGTHS = [3, 1, 4, 2]
 
 @pytest.mark.parametrize("row_group_rows", [None, 2, 1000])
 @pytest.mark.parametrize("files", [None, [0, 0, 1, 2]])
-def test_version_3_in_any_files_and_row_groups(tmp_path: Path, row_group_rows: int | None, files: Any) -> None:
+def test_version_3_in_any_files_and_row_groups(
+    tmp_path: Path, row_group_rows: int | None, files: Any
+) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, files=files).write(row_group_rows)
     before = sorted(path.rglob("*"))
     recording = rollout_data.open(path)
@@ -41,7 +43,9 @@ def test_version_3_in_any_files_and_row_groups(tmp_path: Path, row_group_rows: i
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v2.0"])
-def test_version_2_has_a_file_for_each_episode_in_numbered_folders(tmp_path: Path, version: str) -> None:
+def test_version_2_has_a_file_for_each_episode_in_numbered_folders(
+    tmp_path: Path, version: str
+) -> None:
     made = LeRobotSet(tmp_path / "set", LENGTHS, version)
     made.info["chunks_size"] = 2
     path = made.write()
@@ -65,18 +69,29 @@ def test_every_kind_of_column_is_delivered_in_its_shape_and_dtype(tmp_path: Path
         )
 
     columns = {
-        "observation.fine": (feature("float64", [2]), lambda e, n: lists(state(e, n, 2, "float64") + 1e-9)),
-        "observation.plain": (feature("float32", [3]), lambda e, n: lists(state(e, n), is_fixed=False)),
+        "observation.fine": (
+            feature("float64", [2]),
+            lambda e, n: lists(state(e, n, 2, "float64") + 1e-9),
+        ),
+        "observation.plain": (
+            feature("float32", [3]),
+            lambda e, n: lists(state(e, n), is_fixed=False),
+        ),
         "observation.one": (feature("float32", [1]), lambda e, n: state(e, n, 1)[:, 0]),
         "observation.environment_state": (feature("float64", [2, 3]), grid("float64", 2, 3)),
         "observation.deep": (feature("int64", [2, 1, 2, 3]), grid("int64", 2, 1, 2, 3)),
         "observation.small": (feature("uint8", [2]), lambda e, n: lists(state(0, n, 2, "uint8"))),
         "count": (feature("int32", [1]), lambda e, n: np.arange(n, dtype="int32")),
         "note": (feature("string", [1]), lambda e, n: [f"нота {e}-{t}" for t in range(n)]),
-        "with.nan": (feature("float32", [2]), lambda e, n: lists(np.full((n, 2), np.nan, "float32"))),
+        "with.nan": (
+            feature("float32", [2]),
+            lambda e, n: lists(np.full((n, 2), np.nan, "float32")),
+        ),
         "language_events": (
             feature("language", [1]),
-            lambda e, n: pa.array([[{"role": "user", "content": "стоп", "raw": b"x"}] if t else [] for t in range(n)]),
+            lambda e, n: pa.array(
+                [[{"role": "user", "content": "стоп", "raw": b"x"}] if t else [] for t in range(n)]
+            ),
         ),
     }
     made = LeRobotSet(tmp_path / "set", [3, 2], columns=columns, has_reward=False)
@@ -91,9 +106,15 @@ def test_every_kind_of_column_is_delivered_in_its_shape_and_dtype(tmp_path: Path
         np.testing.assert_array_equal(got["fine"], state(e, n, 2, "float64") + 1e-9)
         np.testing.assert_array_equal(got["plain"], state(e, n))
         np.testing.assert_array_equal(got["one"], state(e, n, 1))
-        np.testing.assert_array_equal(got["environment_state"], state(e, n, 6, "float64").reshape(n, 2, 3))
+        np.testing.assert_array_equal(
+            got["environment_state"], state(e, n, 6, "float64").reshape(n, 2, 3)
+        )
         np.testing.assert_array_equal(got["deep"], state(e, n, 12, "int64").reshape(n, 2, 1, 2, 3))
-        assert (got["small"].dtype, got["deep"].dtype, got["fine"].dtype) == ("uint8", "int64", "float64")
+        assert (got["small"].dtype, got["deep"].dtype, got["fine"].dtype) == (
+            "uint8",
+            "int64",
+            "float64",
+        )
         assert episode["count"].dtype == np.dtype("int32")
         assert episode["count"].shape == (n,)
         assert episode["note"] == [f"нота {e}-{t}" for t in range(n)]
@@ -115,7 +136,9 @@ def test_success_comes_from_its_column(tmp_path: Path) -> None:
     about = feature("bool", [1])
     for version in ("v3.0", "v2.1"):
         columns = {"next.success": (about, lambda e, n: (np.arange(n) == n - 1) & (e % 2 == 0))}
-        recording = rollout_data.open(LeRobotSet(tmp_path / version, LENGTHS, version, columns=columns).write())
+        recording = rollout_data.open(
+            LeRobotSet(tmp_path / version, LENGTHS, version, columns=columns).write()
+        )
         assert [episode.success for episode in recording] == [True, False, True, False]
 
 
@@ -150,23 +173,35 @@ def pictures(kind: str) -> Callable[[int, int], Any]:
     return make
 
 
-def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(tmp_path: Path) -> None:
+def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(
+    tmp_path: Path,
+) -> None:
     chw = feature("image", [3, 8, 10]) | {"names": ["channels", "height", "width"]}
     columns = {
         "observation.images.chw": (chw, pictures("png")),
         "observation.images.jpeg": (feature("image", [8, 10, 3]), pictures("jpeg")),
         "observation.images.mm": (feature("image", [8, 10, 1]), pictures("uint16")),
-        "observation.images.m": (feature("image", [8, 10, 1], info={"is_depth_map": True}), pictures("float32")),
+        "observation.images.m": (
+            feature("image", [8, 10, 1], info={"is_depth_map": True}),
+            pictures("float32"),
+        ),
     }
     recording = rollout_data.open(LeRobotSet(tmp_path / "set", [2, 1], columns=columns).write(1000))
     assert recording.metadata["lossy"] == ["observation/images.jpeg"]
-    assert recording.metadata["units"] == {"observation/images.mm": "mm", "observation/images.m": "m"}
+    assert recording.metadata["units"] == {
+        "observation/images.mm": "mm",
+        "observation/images.m": "m",
+    }
     assert sum("by its dtype" in str(remark) for remark in recording.advice) == 2
     for number, episode in enumerate(recording):
         expected = picture(FIRST + number, len(episode))
         np.testing.assert_array_equal(episode.observation["images.chw"], expected)
-        np.testing.assert_array_equal(episode.observation["images.mm"], expected[..., 0].astype("uint16"))
-        np.testing.assert_array_equal(episode.observation["images.m"], expected[..., 0].astype("float32"))
+        np.testing.assert_array_equal(
+            episode.observation["images.mm"], expected[..., 0].astype("uint16")
+        )
+        np.testing.assert_array_equal(
+            episode.observation["images.m"], expected[..., 0].astype("float32")
+        )
         assert np.abs(episode.observation["images.jpeg"].astype(int) - expected).mean() < 20
 
 
@@ -191,9 +226,13 @@ def sample(tmp_path: Path, name: str) -> Path:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("damage", ["missing", "a folder", "empty", "a playlist", "cut", "another codec", "flipped"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "a folder", "empty", "a playlist", "cut", "another codec", "flipped"]
+)
 @pytest.mark.parametrize("version", ["lerobot_v3/video_h264", "lerobot_v21/groot_video"])
-def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(tmp_path: Path, version: str, damage: str) -> None:
+def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(
+    tmp_path: Path, version: str, damage: str
+) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     path = sample(tmp_path, version)
     whole = rollout_data.open(path)
@@ -219,23 +258,37 @@ def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(tmp_path: Pa
     assert recording.ids == whole.ids and recording.problems
     expected, found = (WindowDataset(one, 2, fields=["action"]) for one in (ROOT / version, path))
     everything = range(len(expected))
-    assert torch.equal(found.__getitems__(everything)["action"], expected.__getitems__(everything)["action"])
-    assert all(isinstance(one, DataFileError) and one.kind == "undecodable" for one in recording.problems)
-    assert all(file.name in str(one) and "left out of this episode" in str(one) for one in recording.problems)
+    assert torch.equal(
+        found.__getitems__(everything)["action"], expected.__getitems__(everything)["action"]
+    )
+    assert all(
+        isinstance(one, DataFileError) and one.kind == "undecodable" for one in recording.problems
+    )
+    assert all(
+        file.name in str(one) and "left out of this episode" in str(one)
+        for one in recording.problems
+    )
     lost = {problem.episode for problem in recording.problems}
     for episode, before in zip(recording, whole, strict=True):
         missing = [name for name in before.schema if name not in episode.schema]
         assert len(missing) == (episode.id in lost)
         for name in episode.schema:
             np.testing.assert_array_equal(episode.read(name), before.read(name))
-    assert any(finding.code == "IMG09" for finding in rollout_data.doctor(path, only=["IMG09"]).findings)
+    assert any(
+        finding.code == "IMG09" for finding in rollout_data.doctor(path, only=["IMG09"]).findings
+    )
 
 
-def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_rebuilt(tmp_path: Path) -> None:
+def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_rebuilt(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     path = sample(tmp_path, "lerobot_v3/video_h264")
     file = path / "videos" / "observation.images.left" / "chunk-000" / "file-000.mp4"
-    other = ROOT / "lerobot_v21/groot_video/videos/chunk-000/observation.images.ego_view/episode_000000.mp4"
+    other = (
+        ROOT
+        / "lerobot_v21/groot_video/videos/chunk-000/observation.images.ego_view/episode_000000.mp4"
+    )
     shutil.copy(other, file)
     with pytest.raises(CorruptFileError, match=r"open episode \d of"):
         rollout_data.open(path)
@@ -254,7 +307,10 @@ def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Pa
     with pytest.raises(CorruptFileError, match="open episode 0 of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
-    assert ["observation/images.ego_view" in episode.schema for episode in recording] == [False, True]
+    assert ["observation/images.ego_view" in episode.schema for episode in recording] == [
+        False,
+        True,
+    ]
 
 
 def test_a_range_of_a_video_equals_the_same_frames_of_the_whole_video(tmp_path: Path) -> None:
@@ -265,7 +321,9 @@ def test_a_range_of_a_video_equals_the_same_frames_of_the_whole_video(tmp_path: 
         for name in ("observation/images.left", "observation/images.depth"):
             whole = episode.read(name)
             for start in range(len(episode)):
-                np.testing.assert_array_equal(episode.read(name, start, start + 1), whole[start : start + 1])
+                np.testing.assert_array_equal(
+                    episode.read(name, start, start + 1), whole[start : start + 1]
+                )
 
 
 def test_frames_of_another_size_are_refused(tmp_path: Path) -> None:
@@ -280,7 +338,9 @@ def test_frames_of_another_size_are_refused(tmp_path: Path) -> None:
     assert recording[0].read("observation/images.right").shape == (3, 64, 64, 3)
 
 
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording = rollout_data.open(ROOT / "lerobot_v3/video_av1")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UsageError, match=r"rollout-data\[video\]"):
@@ -305,8 +365,12 @@ def test_parts_of_a_groot_set_are_delivered_on_request_and_annotations_become_te
     split = rollout_data.open(path, components=True)
     for number, episode in enumerate(split):
         n = len(episode)
-        np.testing.assert_array_equal(episode["observation/state.arm"], state(FIRST + number, n)[:, :2])
-        np.testing.assert_array_equal(episode["observation/state.gripper"], state(FIRST + number, n)[:, 2:])
+        np.testing.assert_array_equal(
+            episode["observation/state.arm"], state(FIRST + number, n)[:, :2]
+        )
+        np.testing.assert_array_equal(
+            episode["observation/state.gripper"], state(FIRST + number, n)[:, 2:]
+        )
         np.testing.assert_array_equal(episode["action.gripper"], action(FIRST + number, n)[:, 1:])
         np.testing.assert_array_equal(episode.action, action(FIRST + number, n))
 
@@ -319,7 +383,9 @@ def test_parts_outside_a_vector_are_left_out(tmp_path: Path) -> None:
         "c": {"start": 0, "end": 3, "original_key": ["no"]},
         "d": 3,
     }
-    (path / "meta" / "modality.json").write_text(json.dumps({"state": {**wrong, "good": {"start": 0, "end": 1}}}))
+    (path / "meta" / "modality.json").write_text(
+        json.dumps({"state": {**wrong, "good": {"start": 0, "end": 1}}})
+    )
     recording = rollout_data.open(path, components=True)
     assert len(recording.problems) == 4
     assert recording[0]["observation/state.good"].shape == (2, 1)

@@ -25,7 +25,9 @@ LENGTHS = [3, 1, 4, 2]
 
 def entry(number: int, **changes: Any) -> Callable[[LeRobotSet], None]:
     def change(made: LeRobotSet) -> None:
-        made.entries[number] |= {name.replace("data_", "data/"): value for name, value in changes.items()}
+        made.entries[number] |= {
+            name.replace("data_", "data/"): value for name, value in changes.items()
+        }
 
     return change
 
@@ -33,7 +35,9 @@ def entry(number: int, **changes: Any) -> Callable[[LeRobotSet], None]:
 def column(number: int, name: str, values: Any) -> Callable[[LeRobotSet], None]:
     def change(made: LeRobotSet) -> None:
         table = made.tables[number]
-        made.tables[number] = table.set_column(table.column_names.index(name), name, pa.array(values))
+        made.tables[number] = table.set_column(
+            table.column_names.index(name), name, pa.array(values)
+        )
 
     return change
 
@@ -60,7 +64,9 @@ WRONG_3 = {
 
 
 @pytest.mark.parametrize("name", WRONG_3)
-def test_an_index_of_version_3_that_contradicts_its_data_is_refused_or_rebuilt(tmp_path: Path, name: str) -> None:
+def test_an_index_of_version_3_that_contradicts_its_data_is_refused_or_rebuilt(
+    tmp_path: Path, name: str
+) -> None:
     change, named = WRONG_3[name]
     made = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 0, 1, 1])
     change(made)
@@ -75,7 +81,9 @@ def test_an_index_of_version_3_that_contradicts_its_data_is_refused_or_rebuilt(t
     elif name == "rows of another episode":
         assert [episode.id for episode in recording] == ["0", "1", "2", "7"]
     elif name == "frames in another order":
-        np.testing.assert_array_equal(recording[2].observation["state"], state(FIRST + 2, 4)[[0, 2, 1, 3]])
+        np.testing.assert_array_equal(
+            recording[2].observation["state"], state(FIRST + 2, 4)[[0, 2, 1, 3]]
+        )
     else:
         check(recording, LENGTHS)
 
@@ -90,7 +98,9 @@ WRONG_2 = {
 
 
 @pytest.mark.parametrize("name", WRONG_2)
-def test_an_index_of_version_2_that_contradicts_its_data_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_index_of_version_2_that_contradicts_its_data_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     change, named = WRONG_2[name]
     made = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1")
     del made.info["total_frames"]
@@ -123,7 +133,9 @@ def test_a_set_without_an_index_can_be_rebuilt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "name"), [("v3.0", "tasks.parquet"), ("v2.1", "tasks.jsonl")])
-def test_tasks_come_from_the_index_if_their_file_is_missing(tmp_path: Path, version: str, name: str) -> None:
+def test_tasks_come_from_the_index_if_their_file_is_missing(
+    tmp_path: Path, version: str, name: str
+) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, version).write()
     (path / "meta" / name).unlink()
     recording = rollout_data.open(path)
@@ -146,7 +158,9 @@ def test_a_damaged_file_leaves_out_its_only_episode(tmp_path: Path, damage: str)
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 @pytest.mark.parametrize("choice", ["refuse", "rebuild"])
-def test_a_damaged_file_leaves_out_all_of_its_episodes(tmp_path: Path, damage: str, choice: str) -> None:
+def test_a_damaged_file_leaves_out_all_of_its_episodes(
+    tmp_path: Path, damage: str, choice: str
+) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 1, 1, 2]).write()
     file = path / "data" / "chunk-000" / "file-001.parquet"
     data = file.read_bytes()
@@ -155,7 +169,9 @@ def test_a_damaged_file_leaves_out_all_of_its_episodes(tmp_path: Path, damage: s
         file.write_bytes(data[: len(data) // 2 if damage == "cut" else 0])
     recording = rollout_data.open(path, on_bad_index=choice)
     check(recording, LENGTHS, [0, 3])
-    assert "file-001" in str(recording.problems[0]) and "episodes 1, 2 are left out" in str(recording.problems[0])
+    assert "file-001" in str(recording.problems[0]) and "episodes 1, 2 are left out" in str(
+        recording.problems[0]
+    )
     for other in ("file-000", "file-002"):
         (path / "data" / "chunk-000" / f"{other}.parquet").unlink()
     with pytest.raises(DataFileError, match="file-000"):
@@ -239,7 +255,9 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
         ({"data_path": 3}, CorruptFileError),
     ],
 )
-def test_an_invalid_description_is_refused(tmp_path: Path, change: dict, error: type[Exception]) -> None:
+def test_an_invalid_description_is_refused(
+    tmp_path: Path, change: dict, error: type[Exception]
+) -> None:
     made = LeRobotSet(tmp_path / "set", [2])
     made.info |= change
     with pytest.raises(error):
@@ -265,7 +283,9 @@ def test_a_row_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
 
 
 def test_pages_that_hold_more_than_the_footer_says_are_refused(tmp_path: Path) -> None:
-    nulls = pa.ListArray.from_arrays(pa.array([0, 3, 3_000_000], pa.int32()), pa.nulls(3_000_000, pa.float32()))
+    nulls = pa.ListArray.from_arrays(
+        pa.array([0, 3, 3_000_000], pa.int32()), pa.nulls(3_000_000, pa.float32())
+    )
     made = LeRobotSet(tmp_path / "set", [2])
     made.tables[0] = made.tables[0].set_column(0, "observation.state", nulls)
     file = made.write() / "data" / "chunk-000" / "file-000.parquet"
@@ -278,9 +298,15 @@ def test_pages_that_hold_more_than_the_footer_says_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["ragged", "null", "other"])
-def test_rows_of_another_shape_or_without_a_value_are_refused_by_their_episode(tmp_path: Path, kind: str) -> None:
+def test_rows_of_another_shape_or_without_a_value_are_refused_by_their_episode(
+    tmp_path: Path, kind: str
+) -> None:
     made = LeRobotSet(tmp_path / "set", [2, 2])
-    values = {"ragged": [[1.0], [2.0, 3.0, 4.0]], "null": [[1.0, 2.0, 3.0], None], "other": [[1.0, 2.0]] * 2}[kind]
+    values = {
+        "ragged": [[1.0], [2.0, 3.0, 4.0]],
+        "null": [[1.0, 2.0, 3.0], None],
+        "other": [[1.0, 2.0]] * 2,
+    }[kind]
     for number, rows in enumerate((state(FIRST, 2).tolist(), values)):
         made.tables[number] = made.tables[number].set_column(
             0, "observation.state", pa.array(rows, pa.list_(pa.float32()))
@@ -296,7 +322,11 @@ def test_every_truncated_or_changed_file_is_refused_or_read_as_before(tmp_path: 
     path = LeRobotSet(tmp_path / "set", [3, 2]).write()
     expected = [episode.action for episode in rollout_data.open(path)]
     random = np.random.default_rng(0)
-    for file in (path / "data/chunk-000/file-000.parquet", path / "meta/tasks.parquet", path / "meta/info.json"):
+    for file in (
+        path / "data/chunk-000/file-000.parquet",
+        path / "meta/tasks.parquet",
+        path / "meta/info.json",
+    ):
         data = file.read_bytes()
         for number in range(60):
             changed = bytearray(data[: len(data) * number // 30] if number < 30 else data)
@@ -312,11 +342,20 @@ def test_every_truncated_or_changed_file_is_refused_or_read_as_before(tmp_path: 
 
 
 @pytest.mark.parametrize("choice", ["refuse", "rebuild"])
-def test_more_rows_than_a_file_can_hold_are_refused_before_they_are_read(tmp_path: Path, choice: str) -> None:
+def test_more_rows_than_a_file_can_hold_are_refused_before_they_are_read(
+    tmp_path: Path, choice: str
+) -> None:
     path = LeRobotSet(tmp_path / "set", [2]).write()
     zeros = pa.array(np.zeros(1 << 21, "int64"))
-    table = pa.table(dict.fromkeys(("action", "frame_index", "episode_index", "index", "task_index"), zeros))
-    pq.write_table(table, path / "data" / "chunk-000" / "file-000.parquet", compression="zstd", row_group_size=1 << 21)
+    table = pa.table(
+        dict.fromkeys(("action", "frame_index", "episode_index", "index", "task_index"), zeros)
+    )
+    pq.write_table(
+        table,
+        path / "data" / "chunk-000" / "file-000.parquet",
+        compression="zstd",
+        row_group_size=1 << 21,
+    )
     if choice == "refuse":
         with pytest.raises(CorruptFileError, match="rows in"):
             rollout_data.open(path)
@@ -349,7 +388,9 @@ def test_a_picture_that_unpacks_to_more_than_its_file_is_refused(tmp_path: Path)
     data = b"\x89PNG\r\n\x1a\n" + bytes(136 << 20)
     made = LeRobotSet(tmp_path / "set", [1])
     path = made.write()
-    bomb = made.tables[0].append_column("observation.images.a", pa.array([{"bytes": data, "path": ""}]))
+    bomb = made.tables[0].append_column(
+        "observation.images.a", pa.array([{"bytes": data, "path": ""}])
+    )
     pq.write_table(bomb, path / "data" / "chunk-000" / "file-000.parquet", compression="zstd")
     with pytest.raises(CorruptFileError, match=r"bytes of 'observation\.images\.a'"):
         rollout_data.open(path)
@@ -368,7 +409,11 @@ def test_a_long_text_of_all_frames_is_in_memory_once(tmp_path: Path, version: st
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             texts = rollout_data.open(path)[0].read("note")
             grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            status = 0 if len(texts) == num_frames and set(texts) == {text} and grown_kib < 400 << 10 else 2
+            status = (
+                0
+                if len(texts) == num_frames and set(texts) == {text} and grown_kib < 400 << 10
+                else 2
+            )
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -29,7 +29,9 @@ def subtask_set(folder: Path, table: dict[int, str], text_type: Any) -> Path:
     made.info["features"]["subtask_index"] = feature("int64", [1])
     made.write()
     texts = pa.array(list(table.values()), text_type)
-    pq.write_table(pa.table({"subtask_index": pa.array(numbers, pa.int64()), "subtask": texts}), folder / TABLE)
+    pq.write_table(
+        pa.table({"subtask_index": pa.array(numbers, pa.int64()), "subtask": texts}), folder / TABLE
+    )
     return folder
 
 
@@ -40,28 +42,38 @@ def numbers_of_set(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 @pytest.mark.parametrize("is_through_ours", [False, True])
-def test_the_table_of_subtasks_keeps_its_types_and_values(tmp_path: Path, version: str, is_through_ours: bool) -> None:
+def test_the_table_of_subtasks_keeps_its_types_and_values(
+    tmp_path: Path, version: str, is_through_ours: bool
+) -> None:
     table = {2: "lift", 0: "reach", 5: "öffne", 7: "in no frame"}
     source = subtask_set(tmp_path / "source", table, pa.large_string())
     between = source
     if is_through_ours:
         between = tmp_path / "own"
         assert rollout_data.convert(source, between, progress=False).changes == {}
-    done = rollout_data.convert(between, tmp_path / "set", "lerobot", version=version, progress=False)
+    done = rollout_data.convert(
+        between, tmp_path / "set", "lerobot", version=version, progress=False
+    )
     assert not [change for change in done.changes if "subtask" in change or "text" in change]
     assert pq.read_table(tmp_path / "set" / TABLE).equals(pq.read_table(source / TABLE))
     assert numbers_of_set(tmp_path / "set") == numbers_of_set(source)
 
 
-def test_windows_and_streams_have_the_same_subtasks_in_a_set_and_in_our_copy(tmp_path: Path) -> None:
+def test_windows_and_streams_have_the_same_subtasks_in_a_set_and_in_our_copy(
+    tmp_path: Path,
+) -> None:
     table = {0: "reach", 1: "lift", 2: "place"}
     source = subtask_set(tmp_path / "source", table, pa.string())
     rollout_data.convert(source, tmp_path / "own", progress=False)
     expected = [table[number] for number in numbers_of_set(source)]
-    assert [text for episode in rollout_data.open(source) for text in episode["subtask"]] == expected
+    assert [
+        text for episode in rollout_data.open(source) for text in episode["subtask"]
+    ] == expected
     for path in (source, tmp_path / "own"):
         windows = rollout_data.WindowDataset(path, length=1, texts=True)
-        assert [windows.texts[int(windows[place]["subtask"])] for place in range(len(windows))] == expected
+        assert [
+            windows.texts[int(windows[place]["subtask"])] for place in range(len(windows))
+        ] == expected
         stream = rollout_data.RolloutDataset(path, 1, texts=True)
         numbers = [int(stream.get_batch().extras["subtask"]) for _ in range(len(expected))]
         assert [stream.texts[number] for number in numbers] == expected
@@ -71,7 +83,9 @@ def test_merged_sets_get_a_joint_table_of_subtasks_and_keep_their_texts(tmp_path
     first = subtask_set(tmp_path / "first", {0: "reach", 1: "lift"}, pa.string())
     second = subtask_set(tmp_path / "second", {0: "lift", 1: "place"}, pa.string())
     rollout_data.merge([first, second], tmp_path / "merged", progress=False)
-    expected = [episode["subtask"] for path in (first, second) for episode in rollout_data.open(path)]
+    expected = [
+        episode["subtask"] for path in (first, second) for episode in rollout_data.open(path)
+    ]
     merged = rollout_data.open(tmp_path / "merged")
     assert sorted(episode["subtask"] for episode in merged) == sorted(expected)
     done = rollout_data.convert(merged, tmp_path / "set", "lerobot", progress=False)

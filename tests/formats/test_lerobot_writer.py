@@ -40,7 +40,10 @@ def written(source: Any, target: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_copy_has_fields_of_every_kind_as_recorded(tmp_path: Path, version: str) -> None:
     columns = {
-        "observation.fine": (feature("float64", [2]), lambda e, n: lists(state(e, n, 2, "float64") + 1e-9)),
+        "observation.fine": (
+            feature("float64", [2]),
+            lambda e, n: lists(state(e, n, 2, "float64") + 1e-9),
+        ),
         "observation.grid": (
             feature("float32", [2, 3]),
             lambda e, n: pa.array(state(e, n, 6).reshape(n, 2, 3).tolist()),
@@ -80,18 +83,26 @@ def test_a_copy_has_pictures_and_depth_as_recorded(tmp_path: Path) -> None:
         "field 'observation/images.depth_mm' is called 'observation/depth_mm'",
     ]
     for mine, theirs in zip(source, older, strict=True):
-        np.testing.assert_array_equal(theirs["observation/images.hwc"], mine["observation/images.hwc"])
-        np.testing.assert_array_equal(theirs["observation/depth_m"], mine["observation/images.depth_m"])
+        np.testing.assert_array_equal(
+            theirs["observation/images.hwc"], mine["observation/images.hwc"]
+        )
+        np.testing.assert_array_equal(
+            theirs["observation/depth_m"], mine["observation/images.depth_m"]
+        )
 
 
-@pytest.mark.parametrize(("version", "video"), [("v3.0", "h264"), ("v2.1", "h264"), ("v3.0", "av1")])
+@pytest.mark.parametrize(
+    ("version", "video"), [("v3.0", "h264"), ("v2.1", "h264"), ("v3.0", "av1")]
+)
 def test_pictures_become_video_on_request(tmp_path: Path, version: str, video: str) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
 
     def smooth(episode: int, length: int) -> Any:
         from rollout_data.formats.encoded_images import encode_picture
 
-        return pa.array([{"bytes": encode_picture(one), "path": ""} for one in picture(episode, length, 64, 96)])
+        return pa.array(
+            [{"bytes": encode_picture(one), "path": ""} for one in picture(episode, length, 64, 96)]
+        )
 
     columns = {"observation.images.left": (feature("image", [64, 96, 3]), smooth)}
     lengths = [3, 1, 60]  # the last is read in two parts
@@ -112,7 +123,9 @@ def test_a_groot_set_names_its_parts(tmp_path: Path) -> None:
     back, _ = written(source, tmp_path / "set", version="v2.1", video="h264", groot=True)
     assert back.problems == []
     modality = json.loads((tmp_path / "set" / "meta" / "modality.json").read_text())
-    assert modality["state"] == {"state": {"start": 0, "end": 3, "original_key": "observation.state"}}
+    assert modality["state"] == {
+        "state": {"start": 0, "end": 3, "original_key": "observation.state"}
+    }
     assert modality["video"] == {"ego_view": {"original_key": "observation.images.ego_view"}}
     assert back[1]["annotation.human.task_description"] == [TASKS[1]] * 2
     with pytest.raises(UsageError, match=r"v2\.1"):
@@ -131,7 +144,11 @@ def check_statistics(got: Any, rows: np.ndarray, where: str) -> None:
     assert set(got) == {*expected, "count"}, where
     for name, values in expected.items():
         np.testing.assert_allclose(
-            np.squeeze(got[name]), np.squeeze(values), rtol=1e-9, atol=1e-12, err_msg=f"{where} {name}"
+            np.squeeze(got[name]),
+            np.squeeze(values),
+            rtol=1e-9,
+            atol=1e-12,
+            err_msg=f"{where} {name}",
         )
     assert list(got["count"]) == [len(rows)], where
 
@@ -139,7 +156,9 @@ def check_statistics(got: Any, rows: np.ndarray, where: str) -> None:
 def rows_of(target: Path, number: int | None) -> dict[str, np.ndarray]:
     """Read the numbers of one episode, or of all, with pyarrow alone."""
     files = sorted(target.glob("data/*/*.parquet"))
-    tables = [pq.read_table(one) for one in (files if number is None else files[number : number + 1])]
+    tables = [
+        pq.read_table(one) for one in (files if number is None else files[number : number + 1])
+    ]
     found: dict[str, np.ndarray] = {}
     for name, kind in zip(tables[0].column_names, tables[0].schema.types, strict=True):
         if not pa.types.is_struct(kind) and not pa.types.is_string(kind):
@@ -148,15 +167,22 @@ def rows_of(target: Path, number: int | None) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_statistics_have_exact_quantiles_of_each_episode_and_of_all_frames(tmp_path: Path, version: str) -> None:
+def test_statistics_have_exact_quantiles_of_each_episode_and_of_all_frames(
+    tmp_path: Path, version: str
+) -> None:
     lengths = [3, 1, 40, 23]
     rng = np.random.default_rng(1)
     columns = {
         "observation.grid": (
             feature("float32", [2, 3]),
-            lambda e, n: pa.array(rng.normal(size=(n, 2, 3)).astype("f4").tolist(), pa.list_(pa.list_(pa.float32()))),
+            lambda e, n: pa.array(
+                rng.normal(size=(n, 2, 3)).astype("f4").tolist(), pa.list_(pa.list_(pa.float32()))
+            ),
         ),
-        "observation.skewed": (feature("float64", [2]), lambda e, n: lists(rng.exponential(size=(n, 2)) + 1e6 * e)),
+        "observation.skewed": (
+            feature("float64", [2]),
+            lambda e, n: lists(rng.exponential(size=(n, 2)) + 1e6 * e),
+        ),
         "next.success": (feature("bool", [1]), lambda e, n: np.arange(n) == n - 1),
     }
     source = LeRobotSet(tmp_path / "source", lengths, columns=columns).write()
@@ -166,13 +192,20 @@ def test_statistics_have_exact_quantiles_of_each_episode_and_of_all_frames(tmp_p
     else:
         lines = (tmp_path / "set" / "meta" / "episodes_stats.jsonl").read_text().splitlines()
         stats = [json.loads(line)["stats"] for line in lines]
-        entries = [{f"stats/{a}/{b}": v for a, told in one.items() for b, v in told.items()} for one in stats]
+        entries = [
+            {f"stats/{a}/{b}": v for a, told in one.items() for b, v in told.items()}
+            for one in stats
+        ]
     for number, entry in enumerate(entries):
         rows = rows_of(tmp_path / "set", number)
         assert {*NUMBERED, "action", "next.success"} <= rows.keys()
         for name, values in rows.items():
             prefix = f"stats/{name}/"
-            got = {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
+            got = {
+                key.removeprefix(prefix): value
+                for key, value in entry.items()
+                if key.startswith(prefix)
+            }
             check_statistics(got, values, f"episode {number}, {name}")
     if version == "v3.0":
         total = json.loads((tmp_path / "set" / "meta" / "stats.json").read_text())
@@ -197,21 +230,29 @@ def test_statistics_of_pictures_and_depth_are_those_of_all_pixels(tmp_path: Path
         groups = [(total[feature_name], np.concatenate(pictures))]
         for entry, mine in zip(entries, pictures, strict=True):
             prefix = f"stats/{feature_name}/"
-            got = {key.removeprefix(prefix): value for key, value in entry.items() if key.startswith(prefix)}
+            got = {
+                key.removeprefix(prefix): value
+                for key, value in entry.items()
+                if key.startswith(prefix)
+            }
             groups.append((got, mine))
         for got, mine in groups:
             assert np.shape(got["q01"]) == (num_channels, 1, 1)
             assert list(got["count"]) == [len(mine)]
             pixels = mine.reshape(-1, num_channels).astype(np.float64) / scale
             for key, share in QUANTILES.items():
-                np.testing.assert_allclose(np.ravel(got[key]), np.quantile(pixels, share, axis=0), err_msg=key)
+                np.testing.assert_allclose(
+                    np.ravel(got[key]), np.quantile(pixels, share, axis=0), err_msg=key
+                )
             for key in ("min", "max", "mean", "std"):
                 np.testing.assert_allclose(
                     np.ravel(got[key]), getattr(pixels, key)(0), rtol=1e-6, atol=1e-9, err_msg=key
                 )
 
 
-def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_large_columns_are_the_same_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limits are internals: a column of 64 MiB would make the test slow."""
     from rollout_data.formats.lerobot import lerobot_statistics
 
@@ -219,7 +260,10 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, mo
     monkeypatch.setattr(lerobot_statistics, "_MEMORY_BYTES", 0)
     monkeypatch.setattr(lerobot_statistics, "_NUM_SUMMED", 3)
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_files")
-    found = [json.loads((tmp_path / name / "meta" / "stats.json").read_text()) for name in ("in_memory", "in_files")]
+    found = [
+        json.loads((tmp_path / name / "meta" / "stats.json").read_text())
+        for name in ("in_memory", "in_files")
+    ]
     assert found[0].keys() == found[1].keys()
     for name, told in found[0].items():
         for key, values in told.items():
@@ -228,7 +272,9 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_a_resumed_conversion_has_the_statistics_of_one_that_was_not_stopped(tmp_path: Path, version: str) -> None:
+def test_a_resumed_conversion_has_the_statistics_of_one_that_was_not_stopped(
+    tmp_path: Path, version: str
+) -> None:
     source = demos(tmp_path / "source.hdf5")
     name = {"v3.0": "lerobot 3.0", "v2.1": "lerobot 2.1"}[version]
     conversions.convert(source, tmp_path / "whole", name)
@@ -245,7 +291,13 @@ def test_missing_values_are_left_out_of_statistics(tmp_path: Path) -> None:
     made.tables[0] = made.tables[0].append_column("observation.gaps", lists(values))
     written(made.write(), tmp_path / "set")
     got = json.loads((tmp_path / "set" / "meta" / "stats.json").read_text())["observation.gaps"]
-    assert (got["min"], got["max"], got["mean"], got["q50"], got["count"]) == ([3, 1], [5, 2], [4, 1.5], [4, 1.5], [3])
+    assert (got["min"], got["max"], got["mean"], got["q50"], got["count"]) == (
+        [3, 1],
+        [5, 2],
+        [4, 1.5],
+        [4, 1.5],
+        [3],
+    )
 
 
 def test_the_texts_of_tasks_are_the_index_that_pandas_reads(tmp_path: Path) -> None:
@@ -264,7 +316,9 @@ def record_unlike(folder: Path) -> Any:
     lacking = {"a": "", "b": "contact", "c": "effort count words camera reward"}
     for name, missing in lacking.items():
         paths.append(folder / name)
-        with RolloutWriter(folder / name, 1, writer_name=name, durable=False, metadata={"frame_rate_hz": 10}) as writer:
+        with RolloutWriter(
+            folder / name, 1, writer_name=name, durable=False, metadata={"frame_rate_hz": 10}
+        ) as writer:
             for frame in range(4):
                 row = np.full((1, 2), 10 * ord(name) + frame, np.float32)
                 more = {
@@ -275,10 +329,20 @@ def record_unlike(folder: Path) -> Any:
                     "reward": row[:, 0],
                 }
                 more = {key: value for key, value in more.items() if key not in missing.split()}
-                camera = {} if "camera" in missing else {"camera": np.full((1, 8, 8, 3), frame, np.uint8)}
+                camera = (
+                    {}
+                    if "camera" in missing
+                    else {"camera": np.full((1, 8, 8, 3), frame, np.uint8)}
+                )
                 is_end = name == "a" and frame == 3
                 notes = {"episode": [{"success": True, "task": "lift"}]} if is_end else {}
-                writer.add(observation={"state": row, **camera}, action=row, terminated=[is_end], **more, **notes)
+                writer.add(
+                    observation={"state": row, **camera},
+                    action=row,
+                    terminated=[is_end],
+                    **more,
+                    **notes,
+                )
     return paths
 
 
@@ -291,7 +355,9 @@ def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_lef
     tmp_path: Path, version: str
 ) -> None:
     episodes = Together(one for path in record_unlike(tmp_path) for one in rollout_data.open(path))
-    made = writer_class("lerobot")(tmp_path / "set", episodes, {"frame_rate_hz": 10}, {"version": version})
+    made = writer_class("lerobot")(
+        tmp_path / "set", episodes, {"frame_rate_hz": 10}, {"version": version}
+    )
     for episode in episodes:
         made.add(episode)
     made.close()
@@ -322,7 +388,9 @@ def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_lef
 def test_fields_with_the_same_feature_are_refused(tmp_path: Path) -> None:
     from rollout_data import RolloutWriter
 
-    with RolloutWriter(tmp_path / "own", 1, durable=False, metadata={"frame_rate_hz": 10}) as writer:
+    with RolloutWriter(
+        tmp_path / "own", 1, durable=False, metadata={"frame_rate_hz": 10}
+    ) as writer:
         row = np.ones((1, 2), np.float32)
         writer.add(observation={"a": {"b": row}, "a.b": 2 * row}, action=row, terminated=[True])
     with pytest.raises(UsageError, match=r"two called 'observation\.a\.b'"):
@@ -339,16 +407,35 @@ def speaking(lengths: list[int], folder: Path) -> LeRobotSet:
     tables = []
     for number, (table, length) in enumerate(zip(made.tables, lengths, strict=True)):
         held = [
-            {"role": "assistant", "content": f"наклони {number}", "style": "subtask", "timestamp": 0.1 * place}
+            {
+                "role": "assistant",
+                "content": f"наклони {number}",
+                "style": "subtask",
+                "timestamp": 0.1 * place,
+            }
             for place in range(2)
         ]
-        calls = [{"role": "user", "content": "стоп", "style": None, "camera": "front", "tool_calls": ["a", None]}]
+        calls = [
+            {
+                "role": "user",
+                "content": "стоп",
+                "style": None,
+                "camera": "front",
+                "tool_calls": ["a", None],
+            }
+        ]
         table = table.append_column("language_persistent", pa.array([held] * length, persistent))
         spoken = [None, [], calls]
         table = table.append_column("language_events", pa.array((spoken * length)[:length], events))
-        tables.append(table.append_column("subtasks", pa.array([["grasp", "lift"]] * length, pa.list_(pa.string()))))
+        tables.append(
+            table.append_column(
+                "subtasks", pa.array([["grasp", "lift"]] * length, pa.list_(pa.string()))
+            )
+        )
     made.tables = tables
-    made.info["features"] |= {name: feature("language", [1]) for name in ("language_persistent", "language_events")}
+    made.info["features"] |= {
+        name: feature("language", [1]) for name in ("language_persistent", "language_events")
+    }
     return made
 
 
@@ -356,7 +443,9 @@ def speaking(lengths: list[int], folder: Path) -> LeRobotSet:
 def test_columns_of_language_keep_their_types_and_values(tmp_path: Path, way: str) -> None:
     lengths = [4, 1, 3]
     source: Any = speaking(lengths, tmp_path / "source").write()
-    expected = pa.concat_tables([pq.read_table(one) for one in sorted((source / "data").rglob("*.parquet"))])
+    expected = pa.concat_tables(
+        [pq.read_table(one) for one in sorted((source / "data").rglob("*.parquet"))]
+    )
     if way != "to LeRobot":
         assert rollout_data.convert(source, tmp_path / "own", progress=False).changes == {}
         source = tmp_path / "own"
@@ -375,8 +464,12 @@ def test_columns_of_language_keep_their_types_and_values(tmp_path: Path, way: st
 EVENTS = pa.list_(pa.struct([("role", pa.string()), ("at", pa.int64())]))
 #: Column of language -> its array by episode and length.
 UNUSUAL_LANGUAGE: dict[str, Callable[[int, int], pa.Array]] = {
-    "plain texts": lambda episode, length: pa.array([f"take {episode} {row}" for row in range(length)]),
-    "large texts": lambda episode, length: pa.array([f"take {episode} {row}" for row in range(length)], "large_string"),
+    "plain texts": lambda episode, length: pa.array(
+        [f"take {episode} {row}" for row in range(length)]
+    ),
+    "large texts": lambda episode, length: pa.array(
+        [f"take {episode} {row}" for row in range(length)], "large_string"
+    ),
     "no value in the first file": lambda episode, length: (
         pa.array([[]] * length, pa.list_(pa.null()))
         if not episode
@@ -389,11 +482,16 @@ UNUSUAL_LANGUAGE: dict[str, Callable[[int, int], pa.Array]] = {
 @pytest.mark.parametrize("is_through_ours", [False, True])
 @pytest.mark.parametrize("name", ["language_events", "subtask"])
 @pytest.mark.parametrize("kind", UNUSUAL_LANGUAGE)
-def test_columns_of_language_keep_unusual_types(tmp_path: Path, kind: str, name: str, is_through_ours: bool) -> None:
+def test_columns_of_language_keep_unusual_types(
+    tmp_path: Path, kind: str, name: str, is_through_ours: bool
+) -> None:
     lengths, files = [4, 1, 3], [0, 1, 2]
     made = LeRobotSet(tmp_path / "source", lengths, files=files)
     columns = [UNUSUAL_LANGUAGE[kind](episode, length) for episode, length in enumerate(lengths)]
-    made.tables = [table.append_column(name, column) for table, column in zip(made.tables, columns, strict=True)]
+    made.tables = [
+        table.append_column(name, column)
+        for table, column in zip(made.tables, columns, strict=True)
+    ]
     source = made.write()
     if is_through_ours:
         rollout_data.convert(source, tmp_path / "own", progress=False)
@@ -410,7 +508,9 @@ def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> 
     rows = [{"role": "user", "content": "stop"}]
     for name, row in (("one", rows), ("other", [{**rows[0], "speaker": "Ann"}])):
         made = LeRobotSet(tmp_path / name, [2])
-        made.tables = [table.append_column("language_events", pa.array([row] * 2)) for table in made.tables]
+        made.tables = [
+            table.append_column("language_events", pa.array([row] * 2)) for table in made.tables
+        ]
         made.write()
     rollout_data.merge([tmp_path / "one", tmp_path / "other"], tmp_path / "merged")
     with pytest.raises(UsageError, match=r"'language_events' in episode .* the key 'speaker'"):
@@ -420,7 +520,10 @@ def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> 
 def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_reported(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "source", [4, 3])
     times = [pa.array([10**18 + 1] * length, pa.timestamp("ns")) for length in made.lengths]
-    made.tables = [table.append_column("when", column) for table, column in zip(made.tables, times, strict=True)]
+    made.tables = [
+        table.append_column("when", column)
+        for table, column in zip(made.tables, times, strict=True)
+    ]
     recording = rollout_data.open(made.write())
     assert [str(problem) for problem in recording.problems if "'when'" in str(problem)]
     assert len(recording) == 2 and "when" not in recording[0].schema
@@ -439,7 +542,9 @@ def test_columns_of_extension_types_that_another_package_registers_are_read(tmp_
 
     class Array2D(pa.ExtensionType):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__(pa.list_(pa.list_(pa.float32())), "datasets.features.features.Array2DExtensionType")
+            super().__init__(
+                pa.list_(pa.list_(pa.float32())), "datasets.features.features.Array2DExtensionType"
+            )
 
         def __arrow_ext_serialize__(self) -> bytes:
             return b'[[2, 3], "float32"]'
@@ -449,11 +554,17 @@ def test_columns_of_extension_types_that_another_package_registers_are_read(tmp_
             return cls()
 
     made = LeRobotSet(tmp_path / "set", [3, 2])
-    grids = [state(number, length, 6).reshape(length, 2, 3) for number, length in enumerate(made.lengths)]
+    grids = [
+        state(number, length, 6).reshape(length, 2, 3) for number, length in enumerate(made.lengths)
+    ]
     tables = []
     for table, grid in zip(made.tables, grids, strict=True):
         stored = pa.array(grid.tolist(), pa.list_(pa.list_(pa.float32())))
-        tables.append(table.append_column("observation.grid", pa.ExtensionArray.from_storage(Array2D(), stored)))
+        tables.append(
+            table.append_column(
+                "observation.grid", pa.ExtensionArray.from_storage(Array2D(), stored)
+            )
+        )
     made.tables = tables
     made.info["features"]["observation.grid"] = feature("float32", [2, 3])
     path = made.write()
@@ -481,7 +592,10 @@ def off_by(seconds: float) -> Callable[[LeRobotSet], None]:
 
 def in_words(made: LeRobotSet) -> None:
     said = [pa.array([[{"role": "user", "content": "стоп"}]] * length) for length in made.lengths]
-    made.tables = [table.append_column("language_events", one) for table, one in zip(made.tables, said, strict=True)]
+    made.tables = [
+        table.append_column("language_events", one)
+        for table, one in zip(made.tables, said, strict=True)
+    ]
 
 
 REPORTED: dict[str, tuple[Callable[[LeRobotSet], None], dict[str, list[str]]]] = {
@@ -514,7 +628,12 @@ def test_a_long_episode_is_written_a_row_group_at_a_time(tmp_path: Path) -> None
     made.tables[0] = made.tables[0].append_column("observation.long", lists(rows))
     back, changes = written(made.write(), tmp_path / "set")
     assert changes == {}
-    assert pq.read_metadata(tmp_path / "set" / "data" / "chunk-000" / "file-000.parquet").num_row_groups == 2
+    assert (
+        pq.read_metadata(
+            tmp_path / "set" / "data" / "chunk-000" / "file-000.parquet"
+        ).num_row_groups
+        == 2
+    )
     np.testing.assert_array_equal(back[0]["observation/long"], rows)
     np.testing.assert_array_equal(back[0].action, action(FIRST, 1200))
 
@@ -524,7 +643,9 @@ def test_episodes_without_actions_are_refused(tmp_path: Path) -> None:
         written(ROOT / "motion_npz/clips", tmp_path / "set")
 
 
-def test_foreign_folders_are_not_overwritten_and_a_refused_option_leaves_no_files(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_overwritten_and_a_refused_option_leaves_no_files(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
     with pytest.raises(UsageError, match=r"a folder without 'rollout_conversion\.jsonl'"):
@@ -547,7 +668,9 @@ def test_a_killed_writer_leaves_complete_episodes_and_resumes(tmp_path: Path, ve
     lengths = [3, 1, 4, 2] * 20
     source, target = LeRobotSet(tmp_path / "source", lengths).write(), tmp_path / "set"
     command = [sys.executable, "-c", KILLED, str(source), str(target), version]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     while len(list(target.glob("data/*/*.parquet"))) < 10:
         time.sleep(0.002)
         assert process.poll() is None or len(list(target.glob("data/*/*.parquet"))) >= 10
@@ -565,7 +688,9 @@ def test_a_killed_writer_leaves_complete_episodes_and_resumes(tmp_path: Path, ve
 
 
 def test_lerobot_reads_what_is_written(tmp_path: Path) -> None:
-    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset", reason="its tests need the package lerobot")
+    lerobot = pytest.importorskip(
+        "lerobot.datasets.lerobot_dataset", reason="its tests need the package lerobot"
+    )
     version = lerobot.CODEBASE_VERSION
     source = rollout_data.open(ROOT / "lerobot_v3/images")
     written(source, tmp_path / "set", version=version)
@@ -575,7 +700,9 @@ def test_lerobot_reads_what_is_written(tmp_path: Path) -> None:
     for mine in source:
         for frame in range(len(mine)):
             got = read[next(rows)]
-            np.testing.assert_array_equal(got["observation.state"].numpy(), mine.observation["state"][frame])
+            np.testing.assert_array_equal(
+                got["observation.state"].numpy(), mine.observation["state"][frame]
+            )
             np.testing.assert_array_equal(got["action"].numpy(), mine.action[frame])
             pixels = (got["observation.images.hwc"].numpy() * 255).round().transpose(1, 2, 0)
             np.testing.assert_array_equal(pixels, mine.observation["images.hwc"][frame])
@@ -593,7 +720,9 @@ def test_windows_and_streams_have_the_same_numbered_language_in_a_set_and_in_our
     for path in (source, tmp_path / "own"):
         windows = rollout_data.WindowDataset(path, length=1, texts=True)
         for name in names:
-            assert [windows.texts[int(windows[place][name])] for place in range(len(windows))] == expected[name]
+            assert [
+                windows.texts[int(windows[place][name])] for place in range(len(windows))
+            ] == expected[name]
         stream = rollout_data.RolloutDataset(path, 1, texts=True)
         texts = stream.texts
         got: dict[str, list[str]] = {name: [] for name in names}
@@ -605,15 +734,27 @@ def test_windows_and_streams_have_the_same_numbered_language_in_a_set_and_in_our
 
 
 def test_statistics_leave_out_nan_and_keep_infinite_neighbours_infinite(tmp_path: Path) -> None:
-    values = np.array([[np.nan, 1, np.nan], [2, np.inf, np.nan], [4, 3, np.nan], [6, 5, np.nan]], np.float32)
-    columns = {"observation.odd": (feature("float32", [3]), lambda e, n: lists(values[:n] * (1 - 2 * (e % 2))))}
+    values = np.array(
+        [[np.nan, 1, np.nan], [2, np.inf, np.nan], [4, 3, np.nan], [6, 5, np.nan]], np.float32
+    )
+    columns = {
+        "observation.odd": (
+            feature("float32", [3]),
+            lambda e, n: lists(values[:n] * (1 - 2 * (e % 2))),
+        )
+    }
     source = LeRobotSet(tmp_path / "source", [4, 4], columns=columns).write()
     written(source, tmp_path / "set")
     for number, sign in enumerate((1, -1)):
         [table] = [
-            row for row in pq.read_table(tmp_path / "set/meta/episodes").to_pylist() if row["episode_index"] == number
+            row
+            for row in pq.read_table(tmp_path / "set/meta/episodes").to_pylist()
+            if row["episode_index"] == number
         ]
-        got = {name: table[f"stats/observation.odd/{name}"] for name in ("min", "max", "mean", "q50", "q99", "q01")}
+        got = {
+            name: table[f"stats/observation.odd/{name}"]
+            for name in ("min", "max", "mean", "q50", "q99", "q01")
+        }
         assert (got["q50"][:2], got["mean"][0]) == ([sign * 4, sign * 4], sign * 4)
         assert got["q99" if sign > 0 else "q01"][1] == sign * np.inf
         assert all(np.isnan(value[2]) for value in got.values())
@@ -644,6 +785,8 @@ def test_a_column_of_language_whose_values_json_cannot_hold_is_left_out_and_repo
     recording = rollout_data.open(made.write())
     assert any("'language_events'" in str(problem) for problem in recording.problems)
     done = rollout_data.convert(recording, tmp_path / "own", progress=False)
-    assert done.num_episodes == 2 and any("'language_events'" in str(problem) for problem in done.problems)
+    assert done.num_episodes == 2 and any(
+        "'language_events'" in str(problem) for problem in done.problems
+    )
     for mine, theirs in zip(recording, rollout_data.open(tmp_path / "own"), strict=True):
         np.testing.assert_array_equal(mine["observation/state"], theirs["observation/state"])

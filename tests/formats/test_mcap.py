@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 import rollout_data
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.values import action, state
 
 zstandard = pytest.importorskip("zstandard")
@@ -38,17 +44,38 @@ def channels(topics: Sequence[str], encoding: str, schema: Mapping[str, Any]) ->
     found = b""
     for number, topic in enumerate(topics, 1):
         about = json.dumps(schema.get(topic, {})).encode()
-        body = struct.pack("<H", number) + text(topic) + text("jsonschema") + struct.pack("<I", len(about)) + about
+        body = (
+            struct.pack("<H", number)
+            + text(topic)
+            + text("jsonschema")
+            + struct.pack("<I", len(about))
+            + about
+        )
         found += record(3, body)
-        found += record(4, struct.pack("<HH", number, number) + text(topic) + text(encoding) + struct.pack("<I", 0))
+        found += record(
+            4,
+            struct.pack("<HH", number, number)
+            + text(topic)
+            + text(encoding)
+            + struct.pack("<I", 0),
+        )
     return found
 
 
-def chunk(body: bytes, compression: str, checksum: int | None = None, num_bytes: int | None = None) -> bytes:
+def chunk(
+    body: bytes, compression: str, checksum: int | None = None, num_bytes: int | None = None
+) -> bytes:
     packed = COMPRESS[compression](body)
-    crc, size = zlib.crc32(body) if checksum is None else checksum, len(body) if num_bytes is None else num_bytes
+    crc, size = (
+        zlib.crc32(body) if checksum is None else checksum,
+        len(body) if num_bytes is None else num_bytes,
+    )
     return record(
-        6, struct.pack("<QQQI", 0, 0, size, crc) + text(compression) + struct.pack("<Q", len(packed)) + packed
+        6,
+        struct.pack("<QQQI", 0, 0, size, crc)
+        + text(compression)
+        + struct.pack("<Q", len(packed))
+        + packed,
     )
 
 
@@ -67,7 +94,9 @@ def write(
     for topic, time_ms, value in messages:
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         stamp = time_ms * 1_000_000
-        parts.append(record(5, struct.pack("<HIQQ", topics.index(topic) + 1, 0, stamp, stamp) + content))
+        parts.append(
+            record(5, struct.pack("<HIQQ", topics.index(topic) + 1, 0, stamp, stamp) + content)
+        )
     whole = MAGIC + record(1, text("") + text("test"))
     if compression is None:
         whole += head + b"".join(parts)
@@ -85,17 +114,30 @@ def write(
 def session(number: int, length: int) -> list[Message]:
     """Commands each 20 ms and states each 10 ms; a state that is written at the time of a command belongs to it."""
     found: list[Message] = [(NOTE, 0, {"text": "pick up the blüe cube"})]
-    acts, states = action(number, length).tolist(), state(number, 2 * length, dtype="float64").tolist()
+    acts, states = (
+        action(number, length).tolist(),
+        state(number, 2 * length, dtype="float64").tolist(),
+    )
     found += [(ARM, 20 * row, {"target": one}) for row, one in enumerate(acts)]
-    return found + [(STATE, 10 * row, {"position": one, "count": row}) for row, one in enumerate(states)]
+    return found + [
+        (STATE, 10 * row, {"position": one, "count": row}) for row, one in enumerate(states)
+    ]
 
 
 def check(episode: Any, number: int, length: int, first: int = 0) -> None:
     assert len(episode) == length - first
     np.testing.assert_array_equal(episode.action, action(number, length)[first:])
-    np.testing.assert_array_equal(episode.observation["arm/state/position"], state(number, 2 * length)[::2][first:])
-    assert episode.observation["/arm/state/position"] is episode.observation["arm"]["state"]["position"]
-    assert "/arm/state/position" in episode.observation and episode.observation.get("arm/nothing") is None
+    np.testing.assert_array_equal(
+        episode.observation["arm/state/position"], state(number, 2 * length)[::2][first:]
+    )
+    assert (
+        episode.observation["/arm/state/position"]
+        is episode.observation["arm"]["state"]["position"]
+    )
+    assert (
+        "/arm/state/position" in episode.observation
+        and episode.observation.get("arm/nothing") is None
+    )
     np.testing.assert_array_equal(episode["log_time"], np.arange(first, length) * 20_000_000)
     assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
     assert episode.metadata["end_time_ns"] == 20_000_000 * (length - 1)
@@ -108,11 +150,17 @@ def test_steps_hold_the_last_message_of_every_topic_whatever_the_order_in_the_fi
     messages = session(50, 9)
     np.random.default_rng(0).shuffle(messages)
     path = write(
-        tmp_path / "a.mcap", messages, compression, {"operator": "оператор", "success": "True", "task": "cube"}
+        tmp_path / "a.mcap",
+        messages,
+        compression,
+        {"operator": "оператор", "success": "True", "task": "cube"},
     )
     episode = rollout_data.open(path, action=ARM)[0]
     check(episode, 50, 9)
-    assert episode.metadata["operator"] == "оператор" and episode.metadata["note/text"] == "pick up the blüe cube"
+    assert (
+        episode.metadata["operator"] == "оператор"
+        and episode.metadata["note/text"] == "pick up the blüe cube"
+    )
     assert (episode.success, episode.task) == (True, "cube")
     np.testing.assert_array_equal(episode.read("action", 3, 5), action(50, 9)[3:5])
 
@@ -127,7 +175,9 @@ def test_a_folder_is_in_the_order_of_the_numbers_in_its_names(tmp_path: Path) ->
 
 
 def test_another_clock_makes_other_steps(tmp_path: Path) -> None:
-    recording = rollout_data.open(write(tmp_path / "a.mcap", session(50, 4)), action=ARM, clock=STATE)
+    recording = rollout_data.open(
+        write(tmp_path / "a.mcap", session(50, 4)), action=ARM, clock=STATE
+    )
     assert len(recording[0]) == 8
     np.testing.assert_array_equal(recording[0].action, action(50, 4).repeat(2, axis=0))
     only = rollout_data.open(tmp_path / "a.mcap", clock=STATE)[0]
@@ -139,7 +189,9 @@ def test_another_clock_makes_other_steps(tmp_path: Path) -> None:
 
 
 def test_several_topics_of_actions_go_by_their_names(tmp_path: Path) -> None:
-    messages = session(50, 4) + [("/grip", 5 * row, {"width": row / 4, "force": [row]}) for row in range(16)]
+    messages = session(50, 4) + [
+        ("/grip", 5 * row, {"width": row / 4, "force": [row]}) for row in range(16)
+    ]
     episode = rollout_data.open(write(tmp_path / "a.mcap", messages), action=[ARM, "/grip"])[0]
     assert sorted(episode.action) == ["arm/command/target", "grip/force", "grip/width"]
     np.testing.assert_array_equal(episode.action["grip/width"], np.arange(4))
@@ -158,24 +210,36 @@ def test_steps_before_the_first_message_of_a_topic_are_dropped_and_reported(tmp_
 
 
 @pytest.mark.parametrize("options", [{}, {"action": "/other"}, {"action": ARM, "clock": "/other"}])
-def test_without_a_topic_the_file_s_topics_are_listed(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_without_a_topic_the_file_s_topics_are_listed(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     path = write(tmp_path / "a.mcap", session(50, 6))
     with pytest.raises(
-        UsageError, match=r"'/arm/command' \(json, 6 messages, 50 Hz\).*'/arm/state' \(json, 12 messages"
+        UsageError,
+        match=r"'/arm/command' \(json, 6 messages, 50 Hz\).*'/arm/state' \(json, 12 messages",
     ):
         rollout_data.open(path, **options)
 
 
-@pytest.mark.parametrize("options", [{"action": 3}, {"action": [ARM, 3]}, {"action": ARM, "clock": [STATE]}])
-def test_what_is_no_name_of_a_topic_is_the_callers_mistake(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"action": 3}, {"action": [ARM, 3]}, {"action": ARM, "clock": [STATE]}]
+)
+def test_what_is_no_name_of_a_topic_is_the_callers_mistake(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     with pytest.raises(UsageError, match="names of topics"):
         rollout_data.open(write(tmp_path / "a.mcap", session(50, 3)), **options)
 
 
 def test_texts_that_are_too_many_for_metadata_are_told(tmp_path: Path) -> None:
     texts = [(NOTE, row, {"text": str(row)}) for row in range(5000)]
-    recording = rollout_data.open(write(tmp_path / "a.mcap", [*session(50, 3)[1:], *texts], per_chunk=999), action=ARM)
-    assert recording[0].metadata["note/text"][-1] == "4095" and len(recording[0].metadata["note/text"]) == 4096
+    recording = rollout_data.open(
+        write(tmp_path / "a.mcap", [*session(50, 3)[1:], *texts], per_chunk=999), action=ARM
+    )
+    assert (
+        recording[0].metadata["note/text"][-1] == "4095"
+        and len(recording[0].metadata["note/text"]) == 4096
+    )
     assert ["at most 4096, got 5000" in str(problem) for problem in recording.problems] == [True]
 
 
@@ -184,16 +248,31 @@ def test_what_has_no_name_or_place_of_its_own_is_told(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mcap", [*session(50, 3), *twice], metadata={"long": "x" * (1 << 20)})
     recording = rollout_data.open(path, action=ARM)
     found = [str(problem) for problem in recording.problems]
-    assert any("one topic for 'observation/arm/state/position', got '/arm' and '/arm/state'" in one for one in found)
+    assert any(
+        "one topic for 'observation/arm/state/position', got '/arm' and '/arm/state'" in one
+        for one in found
+    )
     assert any("fewer and shorter records of metadata, got 1 more" in one for one in found)
     assert recording[0].observation["arm/state/position"].dtype == np.float64
 
 
 def test_values_keep_their_kinds(tmp_path: Path) -> None:
     schema = {
-        "/all": {"properties": {"id": {"type": "integer"}, "ids": {"type": "array", "items": {"type": "integer"}}}}
+        "/all": {
+            "properties": {
+                "id": {"type": "integer"},
+                "ids": {"type": "array", "items": {"type": "integer"}},
+            }
+        }
     }
-    value = {"id": 2**53 + 1, "ids": [1, 2], "flag": True, "grid": [[1, 2.5], [3, 4]], "pose": {"x": 1}, "mode": "go"}
+    value = {
+        "id": 2**53 + 1,
+        "ids": [1, 2],
+        "flag": True,
+        "grid": [[1, 2.5], [3, 4]],
+        "pose": {"x": 1},
+        "mode": "go",
+    }
     path = write(
         tmp_path / "a.mcap",
         [("/all", row, value | {"odd": [{}], "ragged": [[1], []]}) for row in range(3)],
@@ -201,7 +280,11 @@ def test_values_keep_their_kinds(tmp_path: Path) -> None:
     )
     recording = rollout_data.open(path, clock="/all")
     episode = recording[0]
-    found = {name.removeprefix("all/"): one[1] for name, one in episode.observation.items() if name != "all/mode"}
+    found = {
+        name.removeprefix("all/"): one[1]
+        for name, one in episode.observation.items()
+        if name != "all/mode"
+    }
     assert {name: one.dtype.name for name, one in found.items()} == {
         "id": "int64", "ids": "int64", "flag": "bool", "grid": "float64", "pose/x": "float64",
     }  # fmt: skip
@@ -213,7 +296,8 @@ def test_values_keep_their_kinds(tmp_path: Path) -> None:
 def test_integers_that_become_other_floats_are_counted_in_the_changes(tmp_path: Path) -> None:
     big = 2**53
     values = [
-        {"target": [0.5, big + 2 * row + 1], "grid": [[row, 3 * big + 1], [1.5, 2]], "n": row} for row in range(3)
+        {"target": [0.5, big + 2 * row + 1], "grid": [[row, 3 * big + 1], [1.5, 2]], "n": row}
+        for row in range(3)
     ]
     path = write(tmp_path / "a.mcap", [(ARM, 20 * row, value) for row, value in enumerate(values)])
     line = "field 'action/target' (integers) is written as float64: 3 values change, by at most 1"
@@ -239,7 +323,8 @@ def test_an_integer_that_its_schema_cannot_hold_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "value", [{"target": [1.0]}, {"target": "ab"}, {"target": None}, {}, [1], b"{", {"target": [True] * 2}]
+    "value",
+    [{"target": [1.0]}, {"target": "ab"}, {"target": None}, {}, [1], b"{", {"target": [True] * 2}],
 )
 def test_a_message_of_another_kind_is_named_when_it_is_read(tmp_path: Path, value: Any) -> None:
     path = write(tmp_path / "a.mcap", [*session(50, 3), (ARM, 60, value)])
@@ -256,7 +341,9 @@ def test_messages_of_other_encodings_name_the_package_that_reads_them(tmp_path: 
 
 
 @pytest.mark.parametrize("compression", [None, "", "lz4", "zstd"])
-def test_a_file_cut_anywhere_gives_what_is_whole_or_is_refused(tmp_path: Path, compression: Any) -> None:
+def test_a_file_cut_anywhere_gives_what_is_whole_or_is_refused(
+    tmp_path: Path, compression: Any
+) -> None:
     whole = write(tmp_path / "whole.mcap", session(50, 9), compression).read_bytes()
     path, lengths = tmp_path / "a.mcap", set()
     for size in range(0, len(whole), 37):
@@ -279,12 +366,16 @@ def test_one_damaged_file_costs_only_itself(tmp_path: Path, compression: str) ->
     content[len(content) // 2] ^= 255
     (tmp_path / "1.mcap").write_bytes(content)
     recording = rollout_data.open(tmp_path, action=ARM)
-    assert [episode.id for episode in recording] == ["0", "2"] and "1.mcap" in str(recording.problems[0])
+    assert [episode.id for episode in recording] == ["0", "2"] and "1.mcap" in str(
+        recording.problems[0]
+    )
     check(recording[1], 2, 4)
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_chunks_that_unpack_to_more_than_they_may_are_refused(tmp_path: Path, compression: str) -> None:
+def test_chunks_that_unpack_to_more_than_they_may_are_refused(
+    tmp_path: Path, compression: str
+) -> None:
     zeros = record(9, bytes((1 << 24) - 9))
     for content in (
         chunk(zeros, compression, num_bytes=100),
@@ -299,9 +390,14 @@ def test_chunks_that_unpack_to_more_than_they_may_are_refused(tmp_path: Path, co
 
 
 def test_changed_bytes_raise_nothing_else(tmp_path: Path) -> None:
-    whole, rng = write(tmp_path / "a.mcap", session(50, 4), None).read_bytes(), np.random.default_rng(0)
+    whole, rng = (
+        write(tmp_path / "a.mcap", session(50, 4), None).read_bytes(),
+        np.random.default_rng(0),
+    )
     for at in rng.integers(0, len(whole), 300):
-        (tmp_path / "a.mcap").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        (tmp_path / "a.mcap").write_bytes(
+            whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+        )
         try:
             for episode in rollout_data.open(tmp_path / "a.mcap", format="mcap", action=ARM):
                 _ = episode.action, episode.observation

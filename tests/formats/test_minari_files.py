@@ -17,10 +17,25 @@ import pytest
 import rollout_data
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 from tests.formats.cases import ROOT
-from tests.formats.hdf5_files import LENGTHS, actions, edited, halves, jpeg, replace, rewards, values
+from tests.formats.hdf5_files import (
+    LENGTHS,
+    actions,
+    edited,
+    halves,
+    jpeg,
+    replace,
+    rewards,
+    values,
+)
 
 CAMERA = {"type": "Box", "dtype": "uint8", "shape": [32, 48, 3], "low": 0, "high": 255}
-LOW = {"type": "Box", "dtype": "float64", "shape": [3], "low": [float("-inf")] * 3, "high": [float("inf")] * 3}
+LOW = {
+    "type": "Box",
+    "dtype": "float64",
+    "shape": [3],
+    "low": [float("-inf")] * 3,
+    "high": [float("inf")] * 3,
+}
 DICT = {"type": "Dict", "subspaces": {"camera": CAMERA, "low": LOW}}
 BOX = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
 END = {2: (True, False), 9: (False, True), 10: (False, False)}
@@ -28,8 +43,15 @@ END = {2: (True, False), 9: (False, True), 10: (False, False)}
 
 def describe(folder: Path, kind: str, **changes: Any) -> None:
     spaces = {"observation_space": json.dumps(DICT), "action_space": json.dumps(BOX)}
-    about = {"total_episodes": 3, "total_steps": 8, "data_format": kind, "env_spec": json.dumps({"id": "Lift-v1"})}
-    told = {name: value for name, value in {**about, **spaces, **changes}.items() if value is not None}
+    about = {
+        "total_episodes": 3,
+        "total_steps": 8,
+        "data_format": kind,
+        "env_spec": json.dumps({"id": "Lift-v1"}),
+    }
+    told = {
+        name: value for name, value in {**about, **spaces, **changes}.items() if value is not None
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metadata.json").write_text(json.dumps(told))
 
@@ -39,7 +61,9 @@ def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
     with h5py.File(root / "data" / "main_data.hdf5", "w") as file:
         for number, length in LENGTHS.items():
             one = file.create_group(f"episode_{number}")
-            one.attrs.update({"id": number, "seed": 100 + number, "total_steps": length, "options/goal": 3})
+            one.attrs.update(
+                {"id": number, "seed": 100 + number, "total_steps": length, "options/goal": 3}
+            )
             one["actions"], one["rewards"] = actions(number, length), rewards(number, length)
             for name, is_end in zip(("terminations", "truncations"), END[number], strict=True):
                 one[name] = (np.arange(length) == length - 1) & is_end
@@ -53,24 +77,32 @@ def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
             if len({len(row) for row in data}) == 1:
                 one["observations/camera"] = np.stack(data)
             else:
-                rows = one.create_dataset("observations/camera", (length + 1,), h5py.vlen_dtype(np.uint8))
+                rows = one.create_dataset(
+                    "observations/camera", (length + 1,), h5py.vlen_dtype(np.uint8)
+                )
                 for frame, row in enumerate(data):
                     rows[frame] = row
     return root
 
 
-def in_tables(root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, **changes: Any) -> Path:
+def in_tables(
+    root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, **changes: Any
+) -> Path:
     """Write a table per episode, in `num_parts` files of two batches."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     describe(root / "data", kind, **{"jpeg_encoding": is_jpeg, **changes})
     for number, length in LENGTHS.items():
         folder = root / "data" / str(number)
         folder.mkdir()
-        (folder / "metadata.json").write_text(json.dumps({"id": number, "total_steps": length, "seed": 100 + number}))
+        (folder / "metadata.json").write_text(
+            json.dumps({"id": number, "total_steps": length, "seed": 100 + number})
+        )
 
         def flat(array: np.ndarray) -> Any:
             rows = np.ascontiguousarray(array).reshape(len(array), -1)
-            return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.ravel()), rows.shape[1])
+            return pyarrow.FixedSizeListArray.from_arrays(
+                pyarrow.array(rows.ravel()), rows.shape[1]
+            )
 
         def padded(array: np.ndarray) -> np.ndarray:
             return np.concatenate([array, array[-1:]])
@@ -78,7 +110,9 @@ def in_tables(root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, 
         pictures = np.stack([halves(number, frame) for frame in range(length + 1)])
         camera = pyarrow.array([jpeg(one) for one in pictures]) if is_jpeg else flat(pictures)
         low = flat(values(number, length + 1))
-        infos = pyarrow.StructArray.from_arrays([pyarrow.array(values(number, length + 1, 1)[:, 0])], ["force"])
+        infos = pyarrow.StructArray.from_arrays(
+            [pyarrow.array(values(number, length + 1, 1)[:, 0])], ["force"]
+        )
         columns = {
             "observations": pyarrow.StructArray.from_arrays([camera, low], ["camera", "low"]),
             "actions": flat(padded(actions(number, length))),
@@ -89,24 +123,36 @@ def in_tables(root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, 
         }
         table = pyarrow.table(columns)
         for part, rows in enumerate(np.array_split(np.arange(length + 1), num_parts)):
-            path, piece = folder / f"part-{part}.{kind}", table.slice(rows[0], len(rows)) if len(rows) else table[:0]
+            path, piece = (
+                folder / f"part-{part}.{kind}",
+                table.slice(rows[0], len(rows)) if len(rows) else table[:0],
+            )
             if kind == "parquet":
                 parquet.write_table(piece, path, row_group_size=2)
             else:
-                with pyarrow.OSFile(str(path), "wb") as out, pyarrow.ipc.new_file(out, table.schema) as writer:
+                with (
+                    pyarrow.OSFile(str(path), "wb") as out,
+                    pyarrow.ipc.new_file(out, table.schema) as writer,
+                ):
                     writer.write_table(piece, max_chunksize=2)
     return root
 
 
-def check_all(recording: rollout_data.Recording, is_jpeg: bool = False, names: Mapping[int, str] | None = None) -> None:
+def check_all(
+    recording: rollout_data.Recording, is_jpeg: bool = False, names: Mapping[int, str] | None = None
+) -> None:
     assert (recording.format, recording.problems) == ("minari", [])
-    assert [one.id for one in recording] == [(names or {}).get(number, f"episode_{number}") for number in LENGTHS]
+    assert [one.id for one in recording] == [
+        (names or {}).get(number, f"episode_{number}") for number in LENGTHS
+    ]
     for (number, length), episode in zip(LENGTHS.items(), recording, strict=True):
         assert len(episode) == length
         np.testing.assert_array_equal(episode.action, actions(number, length))
         np.testing.assert_array_equal(episode.reward, rewards(number, length))
         np.testing.assert_array_equal(episode.observation["low"], values(number, length))
-        np.testing.assert_array_equal(episode.final_observation["low"], values(number, 1, first=length)[0])
+        np.testing.assert_array_equal(
+            episode.final_observation["low"], values(number, 1, first=length)[0]
+        )
         pictures = np.stack([halves(number, frame) for frame in range(length + 1)])
         found = episode.observation["camera"], episode.final_observation["camera"]
         for got, expected in zip(found, (pictures[:-1], pictures[-1]), strict=True):
@@ -129,25 +175,43 @@ def test_groups_have_steps_and_final_observations(tmp_path: Path, is_jpeg: bool)
 
 @pytest.mark.parametrize("is_jpeg", [False, True])
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_tables_and_groups_of_the_same_data_are_read_alike(tmp_path: Path, kind: str, is_jpeg: bool) -> None:
+def test_tables_and_groups_of_the_same_data_are_read_alike(
+    tmp_path: Path, kind: str, is_jpeg: bool
+) -> None:
     names = {number: str(number) for number in LENGTHS}
     check_all(rollout_data.open(in_tables(tmp_path / "one", kind, is_jpeg)), is_jpeg, names)
-    check_all(rollout_data.open(in_tables(tmp_path / "two", kind, is_jpeg, num_parts=2) / "data"), is_jpeg, names)
+    check_all(
+        rollout_data.open(in_tables(tmp_path / "two", kind, is_jpeg, num_parts=2) / "data"),
+        is_jpeg,
+        names,
+    )
 
 
-def test_encoded_pictures_are_jpeg_by_default_and_raw_pictures_are_recognized_by_their_axes(tmp_path: Path) -> None:
+def test_encoded_pictures_are_jpeg_by_default_and_raw_pictures_are_recognized_by_their_axes(
+    tmp_path: Path,
+) -> None:
     check_all(rollout_data.open(in_groups(tmp_path / "raw", jpeg_encoding=None)))
     check_all(rollout_data.open(in_groups(tmp_path / "jpeg", True, jpeg_encoding=None)), True)
 
 
 def test_a_dataset_without_spaces_is_read(tmp_path: Path) -> None:
-    check_all(rollout_data.open(in_groups(tmp_path / "x", True, observation_space=None, action_space=None)), True)
+    check_all(
+        rollout_data.open(
+            in_groups(tmp_path / "x", True, observation_space=None, action_space=None)
+        ),
+        True,
+    )
 
 
 def test_metadata_of_older_datasets_are_attributes_of_the_file(tmp_path: Path) -> None:
     root = in_groups(tmp_path / "x")
     (root / "data" / "metadata.json").unlink()
-    told = {"total_episodes": 3, "author": "lab", "env_spec": json.dumps({"id": "Lift-v1"}), "lossy": "no list"}
+    told = {
+        "total_episodes": 3,
+        "author": "lab",
+        "env_spec": json.dumps({"id": "Lift-v1"}),
+        "lossy": "no list",
+    }
     edited(root / "data" / "main_data.hdf5", lambda file: file.attrs.update(told))
     for path in (root, root / "data", root / "data" / "main_data.hdf5"):
         recording = rollout_data.open(path)
@@ -166,7 +230,12 @@ def test_shades_of_grey_have_the_shape_of_their_space(tmp_path: Path, kind: str)
         path = root / "data" / "main_data.hdf5"
         for number, length in LENGTHS.items():
             rows = np.tile(shade, (length + 1, 1))
-            edited(path, lambda file, at=f"episode_{number}/observations", rows=rows: replace(file, at, rows))
+            edited(
+                path,
+                lambda file, at=f"episode_{number}/observations", rows=rows: replace(
+                    file, at, rows
+                ),
+            )
     else:
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         root = in_tables(tmp_path / "x", kind, **about)
@@ -180,7 +249,8 @@ def test_shades_of_grey_have_the_shape_of_their_space(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("hdf5", "data"), ("hdf5", "data/main_data.hdf5"), ("parquet", "data"), ("arrow", "data")]
+    ("kind", "what"),
+    [("hdf5", "data"), ("hdf5", "data/main_data.hdf5"), ("parquet", "data"), ("arrow", "data")],
 )
 def test_links_out_of_the_dataset_are_refused(tmp_path: Path, kind: str, what: str) -> None:
     root = in_groups(tmp_path / "x") if kind == "hdf5" else in_tables(tmp_path / "x", kind)
@@ -210,7 +280,9 @@ def test_tuples_and_texts_are_observations_too(tmp_path: Path) -> None:
         for number, length in LENGTHS.items():
             del file[f"episode_{number}/observations"]
             file[f"episode_{number}/observations/_index_0"] = values(number, length + 1)
-            file[f"episode_{number}/observations/_index_1"] = [f"å{frame}" for frame in range(length + 1)]
+            file[f"episode_{number}/observations/_index_1"] = [
+                f"å{frame}" for frame in range(length + 1)
+            ]
 
     edited(root / "data" / "main_data.hdf5", change)
     episode = rollout_data.open(root)[2]
@@ -221,8 +293,14 @@ def test_tuples_and_texts_are_observations_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["total_episodes", "total_steps"])
 @pytest.mark.parametrize("kind", ["hdf5", "parquet"])
-def test_wrong_totals_are_refused_unless_the_index_is_rebuilt(tmp_path: Path, kind: str, name: str) -> None:
-    root = in_groups(tmp_path / "x", **{name: 11}) if kind == "hdf5" else in_tables(tmp_path / "x", kind, **{name: 11})
+def test_wrong_totals_are_refused_unless_the_index_is_rebuilt(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    root = (
+        in_groups(tmp_path / "x", **{name: 11})
+        if kind == "hdf5"
+        else in_tables(tmp_path / "x", kind, **{name: 11})
+    )
     with pytest.raises(CorruptFileError, match=f"{name}.*expected 11"):
         rollout_data.open(root)
     recording = rollout_data.open(root, on_bad_index="rebuild")
@@ -231,10 +309,16 @@ def test_wrong_totals_are_refused_unless_the_index_is_rebuilt(tmp_path: Path, ki
 
 #: What is wrong with episode 9 of the file -> what its problem says.
 GROUP_DAMAGE: dict[str, tuple[Any, str]] = {
-    "T observations": (lambda one: replace(one, "observations/low", np.zeros((1, 3))), "2 rows of 'observations/low'"),
+    "T observations": (
+        lambda one: replace(one, "observations/low", np.zeros((1, 3))),
+        "2 rows of 'observations/low'",
+    ),
     "other steps": (lambda one: one.attrs.update(total_steps=2), "1 steps"),
     "no ends": (lambda one: replace(one, "terminations", np.zeros(3, bool)), "1 truth values"),
-    "a link": (lambda one: one.update(more=h5py.ExternalLink("other.hdf5", "x")), "a link to elsewhere"),
+    "a link": (
+        lambda one: one.update(more=h5py.ExternalLink("other.hdf5", "x")),
+        "a link to elsewhere",
+    ),
 }
 
 
@@ -268,7 +352,9 @@ def test_a_damaged_table_leaves_out_its_episode_only(tmp_path: Path, kind: str, 
         path.write_bytes(b"")
     recording = rollout_data.open(root)
     assert [one.id for one in recording] == ["2", "10"]
-    assert isinstance(recording.problems[0], UnsafeFileError if what == "a link" else CorruptFileError)
+    assert isinstance(
+        recording.problems[0], UnsafeFileError if what == "a link" else CorruptFileError
+    )
 
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
@@ -292,11 +378,17 @@ def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec:
     for path in root.glob("data/*/*.arrow"):
         table = pyarrow.ipc.open_file(path).read_all()
         options = pyarrow.ipc.IpcWriteOptions(compression=codec)
-        with pyarrow.OSFile(str(path), "wb") as out, pyarrow.ipc.new_file(out, table.schema, options=options) as writer:
+        with (
+            pyarrow.OSFile(str(path), "wb") as out,
+            pyarrow.ipc.new_file(out, table.schema, options=options) as writer,
+        ):
             writer.write_table(table)
     check_all(rollout_data.open(root), names={number: str(number) for number in LENGTHS})
     path = root / "data" / "9" / "part-0.arrow"
-    intact, claim = path.read_bytes(), struct.pack("<q", (LENGTHS[9] + 1) * 32 * 48 * 3)  # of the pictures
+    intact, claim = (
+        path.read_bytes(),
+        struct.pack("<q", (LENGTHS[9] + 1) * 32 * 48 * 3),
+    )  # of the pictures
     assert claim in intact
     for lie in (1 << 28, 1 << 50, (1 << 63) - 1):
         path.write_bytes(intact.replace(claim, struct.pack("<q", lie)))
@@ -321,9 +413,13 @@ def test_a_text_that_a_parquet_table_stores_once_is_in_memory_once(tmp_path: Pat
 
 
 def test_real_datasets_of_both_kinds_agree() -> None:
-    groups, tables = (rollout_data.open(ROOT / "minari" / f"cartpole-{kind}-v0") for kind in ("hdf5", "parquet"))
+    groups, tables = (
+        rollout_data.open(ROOT / "minari" / f"cartpole-{kind}-v0") for kind in ("hdf5", "parquet")
+    )
     for one, other in zip(groups, tables, strict=True):
         for name in ("observation", "action", "reward"):
             np.testing.assert_array_equal(one[name], other[name])
         np.testing.assert_array_equal(one.final_observation, other.final_observation)
-        assert (one.terminated, one.truncated) == (other.terminated, other.truncated) == (False, True)
+        assert (
+            (one.terminated, one.truncated) == (other.terminated, other.truncated) == (False, True)
+        )

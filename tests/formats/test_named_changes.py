@@ -30,7 +30,10 @@ def record(folder: Path, num_episodes: int = 2) -> rollout_data.Recording:
                     "state": np.full((1, 2), frame, np.float32),
                     "eye": np.full((1, 4, 4, 3), frame, np.uint8),
                 },
-                action={"arm": np.full((1, 2), frame / 3, np.float32), "grip": np.array([frame % 2 == 0])},
+                action={
+                    "arm": np.full((1, 2), frame / 3, np.float32),
+                    "grip": np.array([frame % 2 == 0]),
+                },
                 reward=np.full((1, 1), frame, np.float32),
                 terminated=[frame % 3 == 2],
                 privileged_observation={"mass": np.full((1, 2), frame, np.float32)},
@@ -78,13 +81,16 @@ def test_fields_that_lerobot_has_under_another_name_are_named(tmp_path, version)
         ("rollout-data", "copy", {}),
     ],
 )
-def test_a_number_that_becomes_a_vector_of_one_or_a_vector_that_becomes_a_number_is_named(tmp_path, name, file, shapes):
+def test_a_number_that_becomes_a_vector_of_one_or_a_vector_that_becomes_a_number_is_named(
+    tmp_path, name, file, shapes
+):
     source = record(tmp_path / "ours")
     changes = convert(source, tmp_path / file, name, **({"fps": 10} if name == "lerobot" else {}))
     back = rollout_data.open(tmp_path / file)
     own = {field: source.schema[field].shape for field in ("reward", "action/grip")}
     reshaped = {
-        f"field {field!r} has the shape {list(shape)}, not {list(own[field])}" for field, shape in shapes.items()
+        f"field {field!r} has the shape {list(shape)}, not {list(own[field])}"
+        for field, shape in shapes.items()
     }
     assert {change for change in changes if "shape" in change} == reshaped
     for field, shape in shapes.items():
@@ -97,7 +103,9 @@ def record_open_end(folder: Path) -> rollout_data.Recording:
         for frame in range(7):
             row = np.full((1, 2), frame, np.float32)
             final = {"final_observation": row + 100} if frame == 2 else {}
-            writer.add(observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **final)
+            writer.add(
+                observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **final
+            )
     return rollout_data.open(folder)
 
 
@@ -109,9 +117,13 @@ def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path)
     convert(tmp_path / "copy", tmp_path / "second", "rollout-data")
     for name in ("copy", "second"):
         copy = rollout_data.open(tmp_path / name)
-        assert copy.table["ends"].tolist() == source.table["ends"].tolist() == ["terminated", "open"]
+        assert (
+            copy.table["ends"].tolist() == source.table["ends"].tolist() == ["terminated", "open"]
+        )
         np.testing.assert_array_equal(copy[1].final_observation, source[1].final_observation)
-        assert [bool(one) for one in ends_of(tmp_path / name)] == [bool(one) for one in ends_of(tmp_path / "minari")]
+        assert [bool(one) for one in ends_of(tmp_path / name)] == [
+            bool(one) for one in ends_of(tmp_path / "minari")
+        ]
     convert(tmp_path / "second", tmp_path / "back", "minari")
     back = rollout_data.open(tmp_path / "back")
     assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
@@ -155,7 +167,9 @@ def test_an_open_end_is_added_to_a_copy_after_a_kill_around_the_mark(tmp_path):
         shutil.copytree(before, copy)
         assert in_child(partial(grow, Kills(number))) == -signal.SIGKILL
         convert(tmp_path / "minari", copy, "rollout-data")
-        assert rollout_data.open(copy).table["ends"].tolist() == ["terminated", "open"], counted.calls[number]
+        assert rollout_data.open(copy).table["ends"].tolist() == ["terminated", "open"], (
+            counted.calls[number]
+        )
 
 
 def test_ends_are_the_same_without_metadata(tmp_path):
@@ -212,7 +226,9 @@ def record_with_notes(folder: Path, metadata: dict[str, Any], task: str) -> Path
         for frame in range(3):
             row = np.full((1, 2), frame, np.float32)
             note = {"episode": [{"task": task, "success": True}]} if frame == 2 else {}
-            writer.add(observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **note)
+            writer.add(
+                observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **note
+            )
     return folder
 
 
@@ -239,8 +255,13 @@ def test_metadata_that_no_reader_takes_are_left_out_of_a_copy(tmp_path, name):
     pa = pytest.importorskip("pyarrow")
     source = record_with_notes(tmp_path / "ours", {"frame_rate_hz": 20}, "open")
     convert(source, tmp_path / "set", "lerobot")
-    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array(["x" * (1 << 20)]))
-    pq.write_table(pa.table({"task_index": range(40), "task": texts}), tmp_path / "set" / "meta" / "tasks.parquet")
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 40, pa.int32()), pa.array(["x" * (1 << 20)])
+    )
+    pq.write_table(
+        pa.table({"task_index": range(40), "task": texts}),
+        tmp_path / "set" / "meta" / "tasks.parquet",
+    )
     assert len(rollout_data.open(tmp_path / "set").metadata["tasks"]) == 40
     changes = convert(tmp_path / "set", tmp_path / "copy", name)
     assert changes["metadata 'tasks' of the recording are left out: they are too large"] == ["0"]
@@ -255,12 +276,22 @@ def test_metadata_that_no_reader_takes_are_refused_by_a_writer(tmp_path):
     assert list((tmp_path / "ours").glob("*.h5")) == []
 
 
-@pytest.mark.parametrize(("order", "stated"), [("unknown", "wxyz"), ("mixed", "wxyz"), ("xyzw", None), ("wxyz", None)])
-def test_quaternions_of_another_order_than_an_isaac_lab_file_states_are_named(tmp_path, order, stated):
-    with RolloutWriter(tmp_path / "own", 1, durable=False, metadata={"quaternion_order": order}) as writer:
+@pytest.mark.parametrize(
+    ("order", "stated"), [("unknown", "wxyz"), ("mixed", "wxyz"), ("xyzw", None), ("wxyz", None)]
+)
+def test_quaternions_of_another_order_than_an_isaac_lab_file_states_are_named(
+    tmp_path, order, stated
+):
+    with RolloutWriter(
+        tmp_path / "own", 1, durable=False, metadata={"quaternion_order": order}
+    ) as writer:
         writer.add(observation=[[0.0, 0.0, 0.0, 1.0]], action=[[0.0]], done=[True])
     conversion = rollout_data.convert(tmp_path / "own", tmp_path / "new.hdf5", to="isaaclab")
     named = [change for change in conversion.changes if "quaternions" in change]
-    assert named == ([f"quaternions of the order {order!r} stand in a file that states {stated!r}"] if stated else [])
+    assert named == (
+        [f"quaternions of the order {order!r} stand in a file that states {stated!r}"]
+        if stated
+        else []
+    )
     recording = rollout_data.open(tmp_path / "new.hdf5", format="isaaclab")
     assert recording.metadata["quaternion_order"] == (stated or order)

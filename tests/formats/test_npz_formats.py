@@ -30,11 +30,16 @@ def ogbench_arrays(lengths: list[int], first: int = 50) -> dict[str, np.ndarray]
     """Trajectories of so many steps, each with a dummy action of 777 in its last row."""
     numbers = range(first, first + len(lengths))
     pairs = list(zip(numbers, lengths, strict=True))
-    acts = [np.vstack([action(number, length), np.full((1, 2), 777, "float32")]) for number, length in pairs]
+    acts = [
+        np.vstack([action(number, length), np.full((1, 2), 777, "float32")])
+        for number, length in pairs
+    ]
     return {
         "observations": np.vstack([state(number, length + 1) for number, length in pairs]),
         "actions": np.vstack(acts),
-        "terminals": np.hstack([np.arange(length + 1) == length for length in lengths]).astype("float32"),
+        "terminals": np.hstack([np.arange(length + 1) == length for length in lengths]).astype(
+            "float32"
+        ),
     }
 
 
@@ -70,19 +75,25 @@ class TestOGBench:
         for number, episode in enumerate(recording, 50):
             np.testing.assert_array_equal(episode.observation, state(number, len(episode)))
             np.testing.assert_array_equal(episode.action, action(number, len(episode)))
-            np.testing.assert_array_equal(episode.final_observation, state(number, len(episode) + 1)[-1])
+            np.testing.assert_array_equal(
+                episode.final_observation, state(number, len(episode) + 1)[-1]
+            )
             assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
         np.testing.assert_array_equal(recording[1]["qpos"], [4.0])
         assert recording.problems == []
 
-    @pytest.mark.parametrize(("name", "split"), [("x-v0.npz", "train"), ("x-v0-val.npz", "validation")])
+    @pytest.mark.parametrize(
+        ("name", "split"), [("x-v0.npz", "train"), ("x-v0-val.npz", "validation")]
+    )
     def test_the_name_tells_the_split(self, tmp_path: Path, name: str, split: str) -> None:
         np.savez(tmp_path / name, **ogbench_arrays([2]))
         recording = rollout_data.open(tmp_path / name)
         assert recording.metadata["split"] == recording[0].metadata["split"] == split
 
     @pytest.mark.parametrize("dtype", [">f4", ">f8", "<f8", "<f2", ">i2", "uint8"])
-    def test_numbers_keep_their_width_whatever_their_byte_order(self, tmp_path: Path, save: Any, dtype: str) -> None:
+    def test_numbers_keep_their_width_whatever_their_byte_order(
+        self, tmp_path: Path, save: Any, dtype: str
+    ) -> None:
         arrays = ogbench_arrays([4, 2], first=0)
         arrays["observations"] = np.minimum(arrays["observations"], 250).astype(dtype)
         save(tmp_path / "a.npz", **arrays)
@@ -90,10 +101,14 @@ class TestOGBench:
         assert found.dtype == np.dtype(dtype).newbyteorder("<")
         np.testing.assert_array_equal(found, arrays["observations"][:4])
 
-    def test_columns_that_follow_each_other_in_the_file_give_the_same_rows(self, tmp_path: Path, save: Any) -> None:
+    def test_columns_that_follow_each_other_in_the_file_give_the_same_rows(
+        self, tmp_path: Path, save: Any
+    ) -> None:
         arrays = {name: np.asfortranarray(one) for name, one in ogbench_arrays([4, 2]).items()}
         save(tmp_path / "a.npz", **arrays)
-        np.testing.assert_array_equal(rollout_data.open(tmp_path / "a.npz")[1].observation, state(51, 2))
+        np.testing.assert_array_equal(
+            rollout_data.open(tmp_path / "a.npz")[1].observation, state(51, 2)
+        )
 
     def test_an_unfinished_trajectory_is_given_up_to_its_last_state(self, tmp_path: Path) -> None:
         arrays = ogbench_arrays([3, 4])
@@ -116,19 +131,29 @@ class TestOGBench:
             {"actions": np.zeros((3, 2), "float32")},
             {"terminals": np.full(9, 2.0)},
             {"observations": np.zeros((9, 3), "complex64")},
-            {name: np.zeros((0, 1), "float32") for name in ("observations", "actions", "terminals")},
+            {
+                name: np.zeros((0, 1), "float32")
+                for name in ("observations", "actions", "terminals")
+            },
         ],
         ids=["short actions", "no flags", "complex", "empty"],
     )
-    def test_arrays_that_do_not_fit_are_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
+    def test_arrays_that_do_not_fit_are_refused(
+        self, tmp_path: Path, change: dict[str, Any]
+    ) -> None:
         np.savez(tmp_path / "a.npz", **{**ogbench_arrays([3, 4]), **change})
         with pytest.raises(CorruptFileError):
             rollout_data.open(tmp_path / "a.npz", format="ogbench")
 
     def test_pieces_of_a_large_packed_array_are_read_in_any_order(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
-        arrays = {"observations": rng.integers(0, 9, (3000, 400)).astype("float32"), "actions": np.zeros((3000, 1))}
-        np.savez_compressed(tmp_path / "a.npz", **arrays, terminals=(np.arange(3000) % 100 == 99).astype("float32"))
+        arrays = {
+            "observations": rng.integers(0, 9, (3000, 400)).astype("float32"),
+            "actions": np.zeros((3000, 1)),
+        }
+        np.savez_compressed(
+            tmp_path / "a.npz", **arrays, terminals=(np.arange(3000) % 100 == 99).astype("float32")
+        )
         recording = rollout_data.open(tmp_path / "a.npz")
         reader = pickle.loads(pickle.dumps(recording))
         for number in [29, 0, 15, 14, 16, 29]:
@@ -145,7 +170,9 @@ class TestOGBench:
 
 
 class TestMotion:
-    def test_a_folder_is_in_the_order_of_the_numbers_in_its_names(self, tmp_path: Path, save: Any) -> None:
+    def test_a_folder_is_in_the_order_of_the_numbers_in_its_names(
+        self, tmp_path: Path, save: Any
+    ) -> None:
         for number in (2, 10, 1):
             save(tmp_path / f"run_{number}.npz", **clip_arrays(number, number))
         recording = rollout_data.open(tmp_path)
@@ -182,11 +209,17 @@ class TestMotion:
         np.savez(tmp_path / "a.npz", **arrays, **({} if names is None else {"body_names": names}))
         episode = rollout_data.open(tmp_path / "a.npz", body_order=option)[0]
         assert episode.metadata["body_order"] == expected
-        assert episode.metadata.get("body_names") == (names or (option if isinstance(option, list) else None))
+        assert episode.metadata.get("body_names") == (
+            names or (option if isinstance(option, list) else None)
+        )
         np.testing.assert_array_equal(episode.observation["body_quat_w"], arrays["body_quat_w"])
 
-    @pytest.mark.parametrize("option", ["deepest", 3, ["a", "b"], [1, 2, 3, 4], np.array(list("abcd"))])
-    def test_an_order_of_other_bodies_is_the_callers_mistake(self, tmp_path: Path, option: Any) -> None:
+    @pytest.mark.parametrize(
+        "option", ["deepest", 3, ["a", "b"], [1, 2, 3, 4], np.array(list("abcd"))]
+    )
+    def test_an_order_of_other_bodies_is_the_callers_mistake(
+        self, tmp_path: Path, option: Any
+    ) -> None:
         np.savez(tmp_path / "a.npz", **clip_arrays())
         with pytest.raises(UsageError, match="body_order"):
             rollout_data.open(tmp_path / "a.npz", body_order=option)
@@ -196,20 +229,35 @@ class TestMotion:
         [
             ({"body_pos_w": np.zeros((5, 4, 3), "float32")}, "above the ground"),
             ({"body_quat_w": np.ones((5, 4, 4), "float32")}, "unit quaternions"),
-            ({"body_pos_w": np.full((5, 4, 3), [[[0.5]]] * 3 + [[[-1]], [[0.5]]], "float32")}, "frame 3 of"),
-            ({"body_quat_w": np.full((5, 4, 4), [[[0.5]]] * 4 + [[[0.6]]], "float32")}, "frame 4 of"),
-            ({"joint_pos": np.zeros((5, 7), "f4"), "joint_vel": np.zeros((5, 7), "f4")}, "merged links"),
+            (
+                {"body_pos_w": np.full((5, 4, 3), [[[0.5]]] * 3 + [[[-1]], [[0.5]]], "float32")},
+                "frame 3 of",
+            ),
+            (
+                {"body_quat_w": np.full((5, 4, 4), [[[0.5]]] * 4 + [[[0.6]]], "float32")},
+                "frame 4 of",
+            ),
+            (
+                {"joint_pos": np.zeros((5, 7), "f4"), "joint_vel": np.zeros((5, 7), "f4")},
+                "merged links",
+            ),
         ],
     )
-    def test_hints_at_other_poses_are_reported(self, tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    def test_hints_at_other_poses_are_reported(
+        self, tmp_path: Path, change: dict[str, Any], word: str
+    ) -> None:
         np.savez(tmp_path / "a.npz", **{**clip_arrays(), **change})
         recording = rollout_data.open(tmp_path / "a.npz")
         assert len(recording) == 1 and recording.problems == []
-        remarks = [str(remark) for remark in recording.advice if "order of quaternions" not in str(remark)]
+        remarks = [
+            str(remark) for remark in recording.advice if "order of quaternions" not in str(remark)
+        ]
         assert [word in remark for remark in remarks] == [True]
 
     @pytest.mark.parametrize("stored", ["wxyz", "xyzw"])
-    def test_the_order_of_quaternions_is_unknown_without_a_mark(self, tmp_path: Path, stored: str) -> None:
+    def test_the_order_of_quaternions_is_unknown_without_a_mark(
+        self, tmp_path: Path, stored: str
+    ) -> None:
         half = np.linspace(0, 0.15, 5)
         rows = np.zeros((5, 4, 4), "f4")
         rows[..., "wxyz".index("z") if stored == "wxyz" else 2] = np.sin(half)[:, None]
@@ -217,15 +265,22 @@ class TestMotion:
         name, other = "observation/body_quat_w", {"wxyz": "xyzw", "xyzw": "wxyz"}[stored]
         np.savez(tmp_path / "plain.npz", **{**clip_arrays(), "body_quat_w": rows})
         plain = rollout_data.open(tmp_path / "plain.npz")
-        assert plain.metadata["quaternion_order"] == plain[0].metadata["quaternion_order"] == "unknown"
+        assert (
+            plain.metadata["quaternion_order"] == plain[0].metadata["quaternion_order"] == "unknown"
+        )
         assert [f'quaternions="{stored}"' in str(remark) for remark in plain.advice] == [True]
         said = rollout_data.open(tmp_path / "plain.npz", quaternions=stored)
         assert (said.metadata["quaternion_order"], said.advice, said.problems) == (stored, [], [])
         doubted = rollout_data.open(tmp_path / "plain.npz", quaternions=other)
-        assert doubted.metadata["quaternion_order"] == other and f"as {other}" in str(doubted.advice[0])
+        assert doubted.metadata["quaternion_order"] == other and f"as {other}" in str(
+            doubted.advice[0]
+        )
         for recording in (plain, said, doubted):
             np.testing.assert_array_equal(recording[0].read(name), rows)
-        np.savez(tmp_path / "marked.npz", **{**clip_arrays(), "body_quat_w": rows, "quaternion_order": stored})
+        np.savez(
+            tmp_path / "marked.npz",
+            **{**clip_arrays(), "body_quat_w": rows, "quaternion_order": stored},
+        )
         marked = rollout_data.open(tmp_path / "marked.npz")
         assert (marked.metadata["quaternion_order"], marked.advice) == (stored, [])
         turned = rollout_data.open(tmp_path / "marked.npz", quaternions=other)
@@ -233,17 +288,27 @@ class TestMotion:
         expected = np.stack([rows[..., stored.index(axis)] for axis in other], axis=-1)
         np.testing.assert_array_equal(turned[0].read(name), expected)
         windows = rollout_data.WindowDataset(turned, length=2)
-        np.testing.assert_array_equal(windows[1]["observation"]["body_quat_w"].numpy(), expected[1:3])
+        np.testing.assert_array_equal(
+            windows[1]["observation"]["body_quat_w"].numpy(), expected[1:3]
+        )
 
-    def test_clips_of_several_orders_of_quaternions_in_one_folder_are_advice(self, tmp_path: Path) -> None:
+    def test_clips_of_several_orders_of_quaternions_in_one_folder_are_advice(
+        self, tmp_path: Path
+    ) -> None:
         for order in ("wxyz", "xyzw"):
             np.savez(tmp_path / f"{order}.npz", **clip_arrays(), quaternion_order=order)
         mixed = rollout_data.open(tmp_path)
         assert mixed.metadata["quaternion_order"] == "mixed" and mixed.problems == []
         remarks = [str(remark) for remark in mixed.advice if "mix the quaternions" in str(remark)]
         assert len(remarks) == 1 and "got wxyz, xyzw" in remarks[0]
-        wrong = [str(remark) for remark in mixed.advice if "expected quaternions as xyzw" in str(remark)]
-        assert len(wrong) == 1 and "xyzw.npz" in wrong[0] and "The mark in the file is believed" in wrong[0]
+        wrong = [
+            str(remark) for remark in mixed.advice if "expected quaternions as xyzw" in str(remark)
+        ]
+        assert (
+            len(wrong) == 1
+            and "xyzw.npz" in wrong[0]
+            and "The mark in the file is believed" in wrong[0]
+        )
         turned = rollout_data.open(tmp_path, quaternions="wxyz")
         assert turned.metadata["quaternion_order"] == "wxyz"
         assert not [remark for remark in turned.advice if "mix the quaternions" in str(remark)]
@@ -255,26 +320,40 @@ class TestMotion:
         paths = []
         for number, order in enumerate(orders):
             paths.append(tmp_path / f"{number}.npz")
-            np.savez(paths[-1], **clip_arrays(number), **({} if order is None else {"quaternion_order": order}))
-        expected = f"expected one order, got {', '.join(sorted(order or 'unknown' for order in orders))}"
+            np.savez(
+                paths[-1],
+                **clip_arrays(number),
+                **({} if order is None else {"quaternion_order": order}),
+            )
+        expected = (
+            f"expected one order, got {', '.join(sorted(order or 'unknown' for order in orders))}"
+        )
         mixtures = [
             lambda: rollout_data.WindowDataset(paths, length=1),
             lambda: rollout_data.WindowMixture(paths, length=1),
-            lambda: rollout_data.RolloutDataset([rollout_data.open(path) for path in paths], 1).get_batch(1),
+            lambda: rollout_data.RolloutDataset(
+                [rollout_data.open(path) for path in paths], 1
+            ).get_batch(1),
         ]
         for mix in mixtures:
             with pytest.warns(RolloutDataWarning, match=expected):
                 mix()
         merged = rollout_data.merge(paths, tmp_path / "merged")
-        assert [expected in str(remark) for remark in merged.advice].count(True) == 1 and merged.problems == []
+        assert [expected in str(remark) for remark in merged.advice].count(
+            True
+        ) == 1 and merged.problems == []
         recording = rollout_data.open(tmp_path / "merged")
         assert recording.metadata["quaternion_order"] == "mixed"
-        assert [episode.metadata["quaternion_order"] for episode in recording] == [one or "unknown" for one in orders]
+        assert [episode.metadata["quaternion_order"] for episode in recording] == [
+            one or "unknown" for one in orders
+        ]
         with pytest.warns(RolloutDataWarning, match="expected one order, got mixed"):
             windows = rollout_data.WindowDataset(tmp_path / "merged", length=1)
         assert ("quaternion_order", "mixed") in windows.conventions
 
-    def test_recordings_of_one_order_of_quaternions_mix_without_a_remark(self, tmp_path: Path) -> None:
+    def test_recordings_of_one_order_of_quaternions_mix_without_a_remark(
+        self, tmp_path: Path
+    ) -> None:
         paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
         for number, path in enumerate(paths):
             np.savez(path, **clip_arrays(number), quaternion_order="wxyz")
@@ -306,7 +385,10 @@ class TestMotion:
         (tmp_path / "-.npz").write_bytes((tmp_path / "0.npz").read_bytes()[:200])
         recording = rollout_data.open(tmp_path)
         assert [episode.id for episode in recording] == ["0", "2"]
-        assert ["/1.npz" in str(recording.problems[0]), "/-.npz" in str(recording.problems[1])] == [True, True]
+        assert ["/1.npz" in str(recording.problems[0]), "/-.npz" in str(recording.problems[1])] == [
+            True,
+            True,
+        ]
         np.testing.assert_array_equal(recording[1].observation["joint_pos"], state(2, 5))
         with pytest.raises(CorruptFileError):
             rollout_data.open(tmp_path / "1.npz")
@@ -326,16 +408,32 @@ class TestMotion:
             weight_kg=31.5,
         )
         episode = rollout_data.open(tmp_path / "walk.npz")[0]
-        assert sorted(episode.observation) == ["body_positions", "body_rotations", "dof_positions", "dof_velocities"]
+        assert sorted(episode.observation) == [
+            "body_positions",
+            "body_rotations",
+            "dof_positions",
+            "dof_velocities",
+        ]
         assert episode.observation["body_rotations"].dtype == np.float64
         np.testing.assert_array_equal(episode["contact"], np.arange(5))
-        assert episode.metadata["dof_names"] == ["hip", "knee", "ankle"] and episode.metadata["weight_kg"] == 31.5
+        assert (
+            episode.metadata["dof_names"] == ["hip", "knee", "ankle"]
+            and episode.metadata["weight_kg"] == 31.5
+        )
 
     def test_joints_alone_are_a_clip(self, tmp_path: Path) -> None:
-        np.savez(tmp_path / "a.npz", dof_positions=state(50, 4, 2), body_names=["root", "arm"], dof_names=["a", "b"])
+        np.savez(
+            tmp_path / "a.npz",
+            dof_positions=state(50, 4, 2),
+            body_names=["root", "arm"],
+            dof_names=["a", "b"],
+        )
         episode = rollout_data.open(tmp_path / "a.npz")[0]
         np.testing.assert_array_equal(episode.observation["dof_positions"], state(50, 4, 2))
-        assert (episode.metadata["body_order"], episode.metadata["body_names"]) == ("names", ["root", "arm"])
+        assert (episode.metadata["body_order"], episode.metadata["body_names"]) == (
+            "names",
+            ["root", "arm"],
+        )
 
     def test_json_clips_give_poses_and_how_long_each_lasts(self) -> None:
         for folder in ("deepmimic_humanoid", "motion_imitation_keyframed"):
@@ -344,7 +442,11 @@ class TestMotion:
             for episode in recording:
                 clip = json.loads((CLIPS / folder / episode.id).read_text())
                 rows = np.array(clip["Frames"])
-                each = np.full(len(rows), clip["FrameDuration"]) if "FrameDuration" in clip else rows[:, 0]
+                each = (
+                    np.full(len(rows), clip["FrameDuration"])
+                    if "FrameDuration" in clip
+                    else rows[:, 0]
+                )
                 np.testing.assert_array_equal(episode["duration_s"], each)
                 np.testing.assert_array_equal(
                     episode.observation, rows[:, rows.shape[1] - episode.observation.shape[1] :]
@@ -385,14 +487,19 @@ class TestHostileFiles:
     @pytest.mark.parametrize("name", ["observations", "joint_pos", "extra"])
     def test_a_pickle_is_refused_and_not_run(self, tmp_path: Path, format: str, name: str) -> None:
         arrays = ogbench_arrays([3]) if format == "ogbench" else clip_arrays()
-        np.savez(tmp_path / "a.npz", **{**arrays, name: np.array([Touch(tmp_path / "run")], object)})
+        np.savez(
+            tmp_path / "a.npz", **{**arrays, name: np.array([Touch(tmp_path / "run")], object)}
+        )
         for named in (format, None):  # also where the content tells the format
             with pytest.raises(UnsafeFileError, match="pickled"):
                 rollout_data.open(tmp_path / "a.npz", format=named)
         assert not (tmp_path / "run").exists()
 
     def test_an_array_that_declares_more_than_its_bytes_is_refused(self, tmp_path: Path) -> None:
-        head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f4', 'fortran_order': False, 'shape': (%d,), }"
+        head = (
+            b"\x93NUMPY\x01\x00v\x00"
+            + b"{'descr': '<f4', 'fortran_order': False, 'shape': (%d,), }"
+        )
         with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
             for name in ("observations", "actions", "terminals"):
                 archive.writestr(f"{name}.npy", (head % (1 << 60)).ljust(127) + b"\n" + bytes(100))
@@ -416,13 +523,17 @@ class TestHostileFiles:
             _ = episode.observation
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
-    def test_a_file_cut_or_changed_anywhere_is_refused_or_read_as_it_was(self, tmp_path: Path) -> None:
+    def test_a_file_cut_or_changed_anywhere_is_refused_or_read_as_it_was(
+        self, tmp_path: Path
+    ) -> None:
         np.savez_compressed(tmp_path / "whole.npz", **ogbench_arrays([3, 2]))
         data = (tmp_path / "whole.npz").read_bytes()
         path, rng = tmp_path / "a.npz", np.random.default_rng(0)
         damaged = [data[:size] for size in range(0, len(data), 41)]
         for at in rng.integers(0, len(data), 300):
-            damaged.append(data[:at] + bytes([data[at] ^ 1 << int(rng.integers(8))]) + data[at + 1 :])
+            damaged.append(
+                data[:at] + bytes([data[at] ^ 1 << int(rng.integers(8))]) + data[at + 1 :]
+            )
         for content in damaged:
             path.write_bytes(content)
             try:
@@ -457,10 +568,14 @@ def test_an_array_that_the_directory_of_an_npz_file_hides_is_damage(tmp_path):
         num_members = len(archive.infolist())
     sizes = [int.from_bytes(data[first + at : first + at + 2], "little") for at in (28, 30, 32)]
     second = first + 46 + sum(sizes)
-    hidden = 46 + sum(int.from_bytes(data[second + at : second + at + 2], "little") for at in (28, 30, 32))
+    hidden = 46 + sum(
+        int.from_bytes(data[second + at : second + at + 2], "little") for at in (28, 30, 32)
+    )
     data[first + 32 : first + 34] = (sizes[2] + hidden).to_bytes(2, "little")
     path.write_bytes(data)
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == num_members - 1
-    with pytest.raises(DataFileError, match=f"{num_members - 1} members are listed, but its end says {num_members}"):
+    with pytest.raises(
+        DataFileError, match=f"{num_members - 1} members are listed, but its end says {num_members}"
+    ):
         rollout_data.open(path, format="motion")

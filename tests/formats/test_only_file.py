@@ -37,7 +37,9 @@ def test_a_folder_with_one_file_opens_streams_and_converts_as_that_file(tmp_path
     batch = rollout_data.RolloutDataset(tmp_path / "set", num_envs=1).get_batch(6)
     assert batch.action[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert len(rollout_data.WindowDataset(tmp_path / "set", length=2)) == 4
-    assert rollout_data.convert(tmp_path / "set", tmp_path / "own", progress=False).num_episodes == 2
+    assert (
+        rollout_data.convert(tmp_path / "set", tmp_path / "own", progress=False).num_episodes == 2
+    )
     codes = {finding.code for finding in rollout_data.doctor(tmp_path / "set").findings}
     assert not codes & {"FIL02", "FIL06"}
 

@@ -63,7 +63,9 @@ def test_big_endian_depth_is_delivered_in_this_machines_order() -> None:
     data = bytearray(encode_picture(made((8, 10), "uint16")))
     head = b"MM\0*" + (8).to_bytes(4, "big") + (7).to_bytes(2, "big")
     tags = [(256, 10), (257, 8), (258, 16), (259, 1), (262, 1), (273, 98), (279, 160)]
-    entries = b"".join(tag.to_bytes(2, "big") + b"\0\4\0\0\0\1" + value.to_bytes(4, "big") for tag, value in tags)
+    entries = b"".join(
+        tag.to_bytes(2, "big") + b"\0\4\0\0\0\1" + value.to_bytes(4, "big") for tag, value in tags
+    )
     data = bytearray(head + entries + b"\0\0\0\0")
     assert len(data) == 98
     got = decode_picture(bytes(data) + made((8, 10), ">u2").tobytes(), "", (8, 10))
@@ -73,7 +75,10 @@ def test_big_endian_depth_is_delivered_in_this_machines_order() -> None:
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")  # pillow's word for cut tags of a TIFF
 def test_every_truncated_picture_is_refused() -> None:
-    for data in (encode_picture(made((8, 10, 3), "uint8")), encode_picture(made((8, 10), "uint16"))):
+    for data in (
+        encode_picture(made((8, 10, 3), "uint8")),
+        encode_picture(made((8, 10), "uint16")),
+    ):
         pixels = decode_picture(data, "")
         for length in range(len(data)):
             try:

@@ -1,6 +1,7 @@
 """Files that we write, read with h5py, torch and pickle alone, by what is known of each format.
 
-No reader of ours takes part: the values encode episode, frame and column, and are compared with arithmetic.
+No reader of ours takes part: the values encode episode, frame and column, and are compared with
+arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ CAMERAS = {"front": 10, "wrist": 90}
 
 
 def observed(episode: int, frame: int) -> dict[str, Any]:
-    images = {name: np.full((1, 6, 7, 3), first + 20 * episode + frame, np.uint8) for name, first in CAMERAS.items()}
+    images = {
+        name: np.full((1, 6, 7, 3), first + 20 * episode + frame, np.uint8)
+        for name, first in CAMERAS.items()
+    }
     return {"state": np.array([[100 * episode + frame, -frame]], np.float32), "images": images}
 
 
@@ -82,7 +86,10 @@ def test_demos_of_isaac_lab(source, tmp_path):
 
 def test_flat_arrays_of_d4rl(source, tmp_path):
     with h5py.File(convert(source, tmp_path / "x.hdf5", "d4rl")) as file:
-        rows = {name: file[name][:] for name in ("observations", "actions", "rewards", "terminals", "timeouts")}
+        rows = {
+            name: file[name][:]
+            for name in ("observations", "actions", "rewards", "terminals", "timeouts")
+        }
         assert {len(one) for one in rows.values()} == {sum(LENGTHS)}
         ends = np.flatnonzero(rows["terminals"] | rows["timeouts"])
         assert (ends + 1).tolist() == np.cumsum(LENGTHS).tolist() and rows["terminals"].sum() == 1
@@ -91,9 +98,17 @@ def test_flat_arrays_of_d4rl(source, tmp_path):
         for number, stop in enumerate(np.cumsum(LENGTHS)):
             part = slice(stop - LENGTHS[number], stop)
             joined = rows["observations"][part]
-            first = [np.flatnonzero(joined[0] == CAMERAS[camera] + 20 * number)[0] for camera in CAMERAS]
-            pictures = {camera: joined[:, at : at + pixels] for camera, at in zip(CAMERAS, first, strict=True)}
-            check(number, {"action": rows["actions"][part], "reward": rows["rewards"][part], **pictures})
+            first = [
+                np.flatnonzero(joined[0] == CAMERAS[camera] + 20 * number)[0] for camera in CAMERAS
+            ]
+            pictures = {
+                camera: joined[:, at : at + pixels]
+                for camera, at in zip(CAMERAS, first, strict=True)
+            }
+            check(
+                number,
+                {"action": rows["actions"][part], "reward": rows["rewards"][part], **pictures},
+            )
 
 
 def episodes_of_minari(file: h5py.File) -> Iterator[h5py.Group]:
@@ -104,15 +119,30 @@ def episodes_of_minari(file: h5py.File) -> Iterator[h5py.Group]:
 def test_groups_of_minari(source, tmp_path):
     folder = convert(source, tmp_path / "lab" / "walk-v0", "minari") / "data"
     about = json.loads((folder / "metadata.json").read_text())
-    assert (about["total_episodes"], about["data_format"], about["jpeg_encoding"]) == (3, "hdf5", False)
+    assert (about["total_episodes"], about["data_format"], about["jpeg_encoding"]) == (
+        3,
+        "hdf5",
+        False,
+    )
     space = json.loads(about["observation_space"])
     assert space["subspaces"]["images"]["subspaces"]["wrist"]["shape"] == [6, 7, 3]
     with h5py.File(folder / "main_data.hdf5") as file:
         for number, group in enumerate(episodes_of_minari(file)):
             steps = LENGTHS[number] - (number == 2)  # what follows the last step is not known
-            assert group.attrs["total_steps"] == len(group["actions"]) == len(group["rewards"]) == steps
-            assert len(group["observations/state"]) == len(group["observations/images/front"]) == steps + 1
-            assert group["observations/state"][:, 0].tolist() == [100 * number + frame for frame in range(steps + 1)]
+            assert (
+                group.attrs["total_steps"]
+                == len(group["actions"])
+                == len(group["rewards"])
+                == steps
+            )
+            assert (
+                len(group["observations/state"])
+                == len(group["observations/images/front"])
+                == steps + 1
+            )
+            assert group["observations/state"][:, 0].tolist() == [
+                100 * number + frame for frame in range(steps + 1)
+            ]
             ends = group["terminations"][-1], group["truncations"][-1]
             assert ends == [(True, False), (False, True), (False, False)][number]
 
@@ -121,7 +151,11 @@ def test_blocks_of_rlinf(source, tmp_path):
     folder = convert(source, tmp_path / "x", "rlinf")
     index = json.loads((folder / "trajectory_index.json").read_text())
     about = json.loads((folder / "metadata.json").read_text())
-    assert (about["trajectory_format"], about["size"], about["total_samples"]) == ("pt", 3, sum(LENGTHS))
+    assert (about["trajectory_format"], about["size"], about["total_samples"]) == (
+        "pt",
+        3,
+        sum(LENGTHS),
+    )
     for number in index["trajectory_id_list"]:
         (path,) = folder.glob(f"trajectory_{number}_*.pt")
         block = torch.load(path, weights_only=True)
@@ -144,6 +178,19 @@ def test_chunks_of_trajectory_folders(source, tmp_path):
         assert re.fullmatch(r"traj_000000_0*(\d+)\.pickle", path.name)[1] == str(LENGTHS[number])
         chunk = pickle.loads(path.read_bytes())
         images = {camera: chunk[f"obs_images_{camera}"] for camera in CAMERAS}
-        check(number, {"state": chunk["obs_state"], "action": chunk["actions"], "reward": chunk["rewards"], **images})
-        assert chunk["dones"].reshape(-1)[-1] == (number < 2) and chunk["timeouts"][-1] == (number == 1)
-        assert not chunk["values"].any() and about["obs_disassemble_mapping"]["images_front"] == "normalized_image"
+        check(
+            number,
+            {
+                "state": chunk["obs_state"],
+                "action": chunk["actions"],
+                "reward": chunk["rewards"],
+                **images,
+            },
+        )
+        assert chunk["dones"].reshape(-1)[-1] == (number < 2) and chunk["timeouts"][-1] == (
+            number == 1
+        )
+        assert (
+            not chunk["values"].any()
+            and about["obs_disassemble_mapping"]["images_front"] == "normalized_image"
+        )

@@ -15,11 +15,18 @@ from storage.errors import UsageError
 
 LENGTHS = (4, 9, 1)
 SIDES = (10, 12)
-PICTURES = {"rgb": ((*SIDES, 3), "uint8"), "first": ((3, *SIDES), "uint8"), "depth": (SIDES, "uint16")}
+PICTURES = {
+    "rgb": ((*SIDES, 3), "uint8"),
+    "first": ((3, *SIDES), "uint8"),
+    "depth": (SIDES, "uint16"),
+}
 
 
 def values(number: int, t: int, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-    return np.full((1, *shape), 20 * number + t, dtype) + np.arange(np.prod(shape)).reshape(shape).astype(dtype) % 3
+    return (
+        np.full((1, *shape), 20 * number + t, dtype)
+        + np.arange(np.prod(shape)).reshape(shape).astype(dtype) % 3
+    )
 
 
 @pytest.fixture
@@ -41,7 +48,9 @@ def walk(tmp_path: Path) -> Path:
                     final_observation={
                         "pos": values(number, length, (3,), "float32"),
                         "matrix": values(number, length, (2, 2), "float64"),
-                        **{name: values(number, length, *about) for name, about in PICTURES.items()},
+                        **{
+                            name: values(number, length, *about) for name, about in PICTURES.items()
+                        },
                     },
                     timestamp=np.array([[0.25 * t]]),
                     count=np.array([t]),
@@ -53,7 +62,9 @@ def walk(tmp_path: Path) -> Path:
 
 def chunks_of(path: Path) -> dict[str, dict[str, Any]]:
     """Entity path -> column -> one value for each row, and those of static columns."""
-    reader = pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)").RrdReader
+    reader = pytest.importorskip(
+        "rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)"
+    ).RrdReader
     found: dict[str, dict[str, Any]] = {}
     for chunk in reader(path).stream():
         columns = chunk.to_record_batch().to_pydict()
@@ -71,28 +82,44 @@ def test_a_missing_sdk_is_named_with_its_extra(walk: Path, monkeypatch: pytest.M
     assert not (walk.parent / "x.rrd").exists()
 
 
-def test_every_value_is_there_with_its_frame_and_time(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_is_there_with_its_frame_and_time(
+    walk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
     monkeypatch.setattr("rollout_data.formats.rerun_writer._PORTION_BYTES", 5000)  # some rows each
     done = convert(walk, walk.parent / "walk.rrd", to="rerun", progress=False)
     assert done.num_episodes == 3 and done.changes == {
-        "field 'observation/matrix' is flattened: scalars of a step are a list": rollout_data.open(walk).ids,
+        "field 'observation/matrix' is flattened: scalars of a step are a list": rollout_data.open(
+            walk
+        ).ids,
     }
     found = chunks_of(walk.parent / "walk.rrd")
     assert json.loads(found["/recording"]["metadata"][0][0])["env"] == "walk"
     for number, episode in enumerate(rollout_data.open(walk)):
         root, length = f"/{episode.id}", episode.length
-        for name in ("observation/pos", "observation/matrix", "action", "reward", "timestamp", "count"):
+        for name in (
+            "observation/pos",
+            "observation/matrix",
+            "action",
+            "reward",
+            "timestamp",
+            "count",
+        ):
             entity = found[f"{root}/{name}"]
             wanted = np.asarray(episode[name], np.float64).reshape(length, -1).tolist()
             if name.startswith("observation"):
                 rest = name.partition("/")[2]
                 wanted.append(np.float64(episode.final_observation[rest]).reshape(-1).tolist())
-            assert entity["frame"] == list(range(len(wanted))) and entity["Scalars:scalars"] == wanted
+            assert (
+                entity["frame"] == list(range(len(wanted))) and entity["Scalars:scalars"] == wanted
+            )
         seconds = [one.total_seconds() for one in found[f"{root}/action"]["time"]]
         assert seconds == [0.25 * t for t in range(length)]
         for name, (shape, dtype) in PICTURES.items():
-            entity, kind = found[f"{root}/observation/{name}"], "DepthImage" if name == "depth" else "Image"
+            entity, kind = (
+                found[f"{root}/observation/{name}"],
+                "DepthImage" if name == "depth" else "Image",
+            )
             wanted = [values(number, t, shape, dtype)[0] for t in range(length + 1)]
             wanted = [np.moveaxis(one, 0, -1) if name == "first" else one for one in wanted]
             got = [np.array(row[0], np.uint8).tobytes() for row in entity[f"{kind}:buffer"]]
@@ -101,8 +128,13 @@ def test_every_value_is_there_with_its_frame_and_time(walk: Path, monkeypatch: p
             assert (about["height"], about["width"]) == SIDES
         assert found[f"{root}/note"]["TextLog:text"] == [[text] for text in episode["note"]]
         end = found[f"{root}/end"]
-        assert end["frame"] == [length - 1] and end["TextLog:text"] == [["truncated" if number == 1 else "terminated"]]
-        told = {name: found[root][name][0][0] for name in ("terminated", "truncated", "success", "task", "length")}
+        assert end["frame"] == [length - 1] and end["TextLog:text"] == [
+            ["truncated" if number == 1 else "terminated"]
+        ]
+        told = {
+            name: found[root][name][0][0]
+            for name in ("terminated", "truncated", "success", "task", "length")
+        }
         assert told == {name: getattr(episode, name) for name in told}
 
 
@@ -126,7 +158,9 @@ def test_a_stopped_conversion_goes_on_and_a_whole_one_is_not_replaced(
     assert convert(walk, target, to="rerun", progress=False).num_present == 1
     assert [path.name for path in target.parent.iterdir()] == ["walk.rrd"]
     entities = chunks_of(target)
-    assert [len(entities[f"/{one.id}/action"]["frame"]) for one in rollout_data.open(walk)] == list(LENGTHS)
+    assert [len(entities[f"/{one.id}/action"]["frame"]) for one in rollout_data.open(walk)] == list(
+        LENGTHS
+    )
     content = target.read_bytes()
     assert convert(walk, target, to="rerun", progress=False).num_present == len(LENGTHS)
     assert target.read_bytes() == content
@@ -138,6 +172,10 @@ def test_integers_that_no_float_holds_are_counted(tmp_path: Path) -> None:
     with rollout_data.RolloutWriter(tmp_path / "ours", 1, durable=False) as writer:
         for frame in range(4):
             stamp = np.array([[2**53 + frame]])
-            writer.add(observation=row, action=row, stamp=stamp, small=stamp % 8, terminated=[frame == 3])
+            writer.add(
+                observation=row, action=row, stamp=stamp, small=stamp % 8, terminated=[frame == 3]
+            )
     changes = convert(tmp_path / "ours", tmp_path / "x.rrd", to="rerun", progress=False).changes
-    assert [*changes] == ["field 'stamp' (int64) is written as float64: 2 values change, by at most 1"]
+    assert [*changes] == [
+        "field 'stamp' (int64) is written as float64: 2 values change, by at most 1"
+    ]

@@ -16,7 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.formats.trajectory_folders.restricted_pickle import MAX_OPERATIONS, describe_pickle
+from rollout_data.formats.trajectory_folders.restricted_pickle import (
+    MAX_OPERATIONS,
+    describe_pickle,
+)
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError
 
 PATH = Path("chunk.pickle")
@@ -44,23 +47,37 @@ def call(module: str, name: str, arguments: bytes = b")") -> bytes:
 
 DTYPE = short("numpy") + short("dtype") + b"\x93" + short("f4") + b"\x89\x88\x87R"
 DTYPE_STATE = b"(K\x03" + short("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-NEW_ARRAY = short(f"{CORE}.multiarray") + short("_reconstruct") + b"\x93" + short("numpy") + short("ndarray")
+NEW_ARRAY = (
+    short(f"{CORE}.multiarray")
+    + short("_reconstruct")
+    + b"\x93"
+    + short("numpy")
+    + short("ndarray")
+)
 NEW_ARRAY += b"\x93K\x00\x85C\x01b\x87R"
 
 
-def array(shape: bytes, data: bytes = b"C\x04\x00\x00\x80?", dtype: bytes = DTYPE + DTYPE_STATE) -> bytes:
+def array(
+    shape: bytes, data: bytes = b"C\x04\x00\x00\x80?", dtype: bytes = DTYPE + DTYPE_STATE
+) -> bytes:
     """A dict with one array, its state written by hand."""
-    return b"\x80\x04}" + short("a") + NEW_ARRAY + b"(K\x01" + shape + dtype + b"\x89" + data + b"tbs."
+    return (
+        b"\x80\x04}" + short("a") + NEW_ARRAY + b"(K\x01" + shape + dtype + b"\x89" + data + b"tbs."
+    )
 
 
 numbers = st.sampled_from(
     ["b1", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", ">f4", ">i8"]
 )
-arrays = numbers.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4)))
+arrays = numbers.flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
 
 
 @given(arrays, st.integers(3, 5), st.randoms(use_true_random=False))
-def test_what_numpy_pickles_is_read_exactly(written: np.ndarray, protocol: int, chance: Any) -> None:
+def test_what_numpy_pickles_is_read_exactly(
+    written: np.ndarray, protocol: int, chance: Any
+) -> None:
     axes = list(range(written.ndim))
     chance.shuffle(axes)
     written = written.transpose(axes)
@@ -81,7 +98,9 @@ def test_both_spellings_of_numpy_are_read(protocol: int) -> None:
 
 
 def test_plain_containers_and_scalars_are_read() -> None:
-    written = collections.OrderedDict(a=np.float32(0.1), t=(np.ones(2),), l=[1, -2.5, True, None, "x", 2**70, b"y"])
+    written = collections.OrderedDict(
+        a=np.float32(0.1), t=(np.ones(2),), l=[1, -2.5, True, None, "x", 2**70, b"y"]
+    )
     written["d"] = {"e": (1, 2, 3, 4)}
     data = pickle.dumps(written)
     content = describe(data)
@@ -118,10 +137,17 @@ class Plain:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("function", [os.system, builtins.eval, builtins.exec, getattr, __import__, np.load, open])
-def test_code_is_refused_by_name_and_never_run(function: Any, protocol: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "function", [os.system, builtins.eval, builtins.exec, getattr, __import__, np.load, open]
+)
+def test_code_is_refused_by_name_and_never_run(
+    function: Any, protocol: int, tmp_path: Path
+) -> None:
     marker = tmp_path / "ran"
-    for content in ({"a": Gadget(function, f"touch {marker}")}, Gadget(function, f"open({str(marker)!r}, 'w')")):
+    for content in (
+        {"a": Gadget(function, f"touch {marker}")},
+        Gadget(function, f"open({str(marker)!r}, 'w')"),
+    ):
         with pytest.raises(
             UnsafeFileError, match=r"got the global '\w+(\.\w+)*'\. Nothing in the file was run"
         ) as error:
@@ -194,8 +220,14 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
         (call("numpy", "dtype", b"N\x89\x88\x87"), "a dtype of NoneType"),
         (call(f"{CORE}.multiarray", "_reconstruct", b"NNN\x87"), "an array of the type NoneType"),
         (array(b"K\x01\x85", b"](K\x01e"), "an array of objects"),
-        (array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"NNN", b"N})")), "the state of another dtype"),
-        (array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"K\x00tb", b"K\x3ftb")), "the state of another dtype"),
+        (
+            array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"NNN", b"N})")),
+            "the state of another dtype",
+        ),
+        (
+            array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"K\x00tb", b"K\x3ftb")),
+            "the state of another dtype",
+        ),
         (array(b"K\x01\x85")[:-2] + b"(K\x01K\x01\x85N\x89C\x00tbs.", "a state for PickledArray"),
     ],
 )
@@ -236,9 +268,21 @@ BIG = b"\x8a\x08" + struct.pack("<q", 1 << 60)
         array(b"K\x01\x85", data=b"T\xff\xff\xff\xff"),
         array(b"K\x01\x85", data=b"N"),
         array(b"K\x01\x85", dtype=b"N"),
-        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + BIG + b"\x85" + short("C") + b"t"),
-        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("X") + b"t"),
-        call(f"{CORE}.numeric", "_frombuffer", b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("K") + b"K\x09\x85t"),
+        call(
+            f"{CORE}.numeric",
+            "_frombuffer",
+            b"(C\x04abcd" + DTYPE + BIG + b"\x85" + short("C") + b"t",
+        ),
+        call(
+            f"{CORE}.numeric",
+            "_frombuffer",
+            b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("X") + b"t",
+        ),
+        call(
+            f"{CORE}.numeric",
+            "_frombuffer",
+            b"(C\x04abcd" + DTYPE + b"K\x01\x85" + short("K") + b"K\x09\x85t",
+        ),
         call(f"{CORE}.multiarray", "scalar", DTYPE + b"C\x01a\x86"),
         b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"}.",
         b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b".",
@@ -277,7 +321,9 @@ def test_a_memo_at_a_huge_index_costs_nothing() -> None:
     ],
 )
 def test_bombs_of_nesting_memo_and_copies_are_cut_off(bomb: bytes) -> None:
-    with pytest.raises(UnsafeFileError, match=f"expected at most {MAX_OPERATIONS} operations, got more"):
+    with pytest.raises(
+        UnsafeFileError, match=f"expected at most {MAX_OPERATIONS} operations, got more"
+    ):
         describe(b"\x80\x04" + bomb)
 
 
@@ -319,7 +365,16 @@ def test_noise_is_an_error_of_the_file(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"not a pickle at all", b"PK\x03\x04" + bytes(30), b"\x89HDF\r\n\x1a\n", bytes(64), b"{}", b"."]
+    "garbage",
+    [
+        b"",
+        b"not a pickle at all",
+        b"PK\x03\x04" + bytes(30),
+        b"\x89HDF\r\n\x1a\n",
+        bytes(64),
+        b"{}",
+        b".",
+    ],
 )
 def test_garbage_is_reported_as_damage(garbage: bytes) -> None:
     with pytest.raises(CorruptFileError, match=r"cannot read the pickle 'chunk\.pickle'"):
@@ -327,7 +382,9 @@ def test_garbage_is_reported_as_damage(garbage: bytes) -> None:
 
 
 def test_bytes_behind_the_end_are_reported() -> None:
-    with pytest.raises(CorruptFileError, match="expected nothing behind the end of the pickle, got 3 bytes"):
+    with pytest.raises(
+        CorruptFileError, match="expected nothing behind the end of the pickle, got 3 bytes"
+    ):
         describe(pickle.dumps({}) + b"abc")
 
 

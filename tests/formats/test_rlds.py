@@ -15,12 +15,21 @@ import pytest
 
 import rollout_data
 from rollout_data.formats.records.tfrecord import crc32c
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.values import action, picture, reward, state
 
 image = pytest.importorskip("PIL.Image")
 PREFIX = "tensorflow_datasets.core.features."
-TEMPLATES = ["{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"]
+TEMPLATES = [
+    "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+    "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}",
+]
 
 
 def slow_crc32c(data: bytes) -> int:
@@ -35,7 +44,10 @@ def slow_crc32c(data: bytes) -> int:
 
 def framed(payload: bytes) -> bytes:
     head = struct.pack("<Q", len(payload))
-    masks = [((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF for crc in (slow_crc32c(head), crc32c(payload))]
+    masks = [
+        ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        for crc in (slow_crc32c(head), crc32c(payload))
+    ]
     return head + struct.pack("<I", masks[0]) + payload + struct.pack("<I", masks[1])
 
 
@@ -57,11 +69,18 @@ def example(values: Mapping[str, Any]) -> bytes:
     entries = []
     for name, value in values.items():
         if isinstance(value, list):
-            feature = part(1, b"".join(part(1, item if isinstance(item, bytes) else item.encode()) for item in value))
+            feature = part(
+                1,
+                b"".join(
+                    part(1, item if isinstance(item, bytes) else item.encode()) for item in value
+                ),
+            )
         elif value.dtype.kind == "f":
             feature = part(2, part(1, value.astype("<f4").tobytes()))
         else:
-            feature = part(3, part(1, b"".join(map(varint, value.astype(np.int64).ravel().tolist()))))
+            feature = part(
+                3, part(1, b"".join(map(varint, value.astype(np.int64).ravel().tolist())))
+            )
         entries.append(part(1, part(1, name.encode()) + part(2, feature)))
     return part(1, b"".join(entries))
 
@@ -75,7 +94,11 @@ def tensor(dtype: str, *shape: int, encoding: str = "none") -> dict[str, Any]:
 
 
 def pictures(encoding: str, *shape: int, dtype: str = "uint8") -> dict[str, Any]:
-    about = {"dtype": dtype, "encodingFormat": encoding, "shape": {"dimensions": list(map(str, shape))}}
+    about = {
+        "dtype": dtype,
+        "encodingFormat": encoding,
+        "shape": {"dimensions": list(map(str, shape))},
+    }
     return {"pythonClassName": f"{PREFIX}image_feature.Image", "image": about}
 
 
@@ -83,7 +106,10 @@ TEXT = {"pythonClassName": f"{PREFIX}text_feature.Text", "text": {}}
 
 
 def tree(**children: Any) -> dict[str, Any]:
-    return {"pythonClassName": f"{PREFIX}features_dict.FeaturesDict", "featuresDict": {"features": children}}
+    return {
+        "pythonClassName": f"{PREFIX}features_dict.FeaturesDict",
+        "featuresDict": {"features": children},
+    }
 
 
 def steps(**children: Any) -> dict[str, Any]:
@@ -126,13 +152,23 @@ def write_set(
     folder.mkdir(parents=True)
     splits = []
     for split, listed in shards.items():
-        splits.append({"name": split, "shardLengths": [str(len(one)) for one in listed], "filepathTemplate": template})
+        splits.append(
+            {
+                "name": split,
+                "shardLengths": [str(len(one)) for one in listed],
+                "filepathTemplate": template,
+            }
+        )
         for number, episodes in enumerate(listed):
             of_total = f"{number:05d}-of-{len(listed):05d}"
-            name = template.replace("{SHARD_X_OF_Y}", of_total).replace("{SHARD_INDEX}", f"{number:05d}")
+            name = template.replace("{SHARD_X_OF_Y}", of_total).replace(
+                "{SHARD_INDEX}", f"{number:05d}"
+            )
             name = name.format(DATASET="walk", SPLIT=split, FILEFORMAT="tfrecord")
             (folder / name).write_bytes(b"".join(framed(example(episode)) for episode in episodes))
-    (folder / "dataset_info.json").write_text(json.dumps({"name": "walk", "fileFormat": "tfrecord", "splits": splits}))
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"name": "walk", "fileFormat": "tfrecord", "splits": splits})
+    )
     (folder / "features.json").write_text(json.dumps(features or tree(steps=steps(**USUAL))))
     return folder
 
@@ -146,7 +182,9 @@ def encoded(pixels: np.ndarray, kind: str) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("data", [b"", b"a", b"123456789", bytes(100), bytes(range(256)) * 5, b"\xff" * 3001])
+@pytest.mark.parametrize(
+    "data", [b"", b"a", b"123456789", bytes(100), bytes(range(256)) * 5, b"\xff" * 3001]
+)
 def test_the_checksum_is_that_of_its_definition(data: bytes) -> None:
     assert crc32c(data) == slow_crc32c(data)
     assert crc32c(b"123456789") == 0xE3069283
@@ -155,7 +193,10 @@ def test_the_checksum_is_that_of_its_definition(data: bytes) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_splits_and_shards_are_read_in_order(tmp_path: Path, template: str) -> None:
     numbers = {"train": [[50, 51], [52]], "test": [[60]]}
-    shards = {split: [[usual_steps(one, one - 48) for one in shard] for shard in all] for split, all in numbers.items()}
+    shards = {
+        split: [[usual_steps(one, one - 48) for one in shard] for shard in all]
+        for split, all in numbers.items()
+    }
     folder = write_set(tmp_path, shards, template=template)
     for path in (folder, folder.parent):  # one level up is the same set
         recording = rollout_data.open(path)
@@ -169,16 +210,26 @@ def test_splits_and_shards_are_read_in_order(tmp_path: Path, template: str) -> N
     assert len({episode.id for episode in recording}) == 4
 
 
-@pytest.mark.parametrize(("flags", "ends"), [((True, True), (True, False)), ((True, False), (False, True))])
+@pytest.mark.parametrize(
+    ("flags", "ends"), [((True, True), (True, False)), ((True, False), (False, True))]
+)
 def test_ends_are_as_the_flags_of_the_last_step_tell(tmp_path: Path, flags: Any, ends: Any) -> None:
     episode = rollout_data.open(write_set(tmp_path, {"train": [[usual_steps(50, 3, flags[1])]]}))[0]
     assert (episode.terminated, episode.truncated) == ends
 
 
 def test_an_end_without_flags_is_unknown_and_a_missing_reward_is_none(tmp_path: Path) -> None:
-    only = {name: value for name, value in usual_steps(50, 3).items() if "is_" not in name and "reward" not in name}
+    only = {
+        name: value
+        for name, value in usual_steps(50, 3).items()
+        if "is_" not in name and "reward" not in name
+    }
     recording = rollout_data.open(write_set(tmp_path, {"train": [[only, usual_steps(51, 2)]]}))
-    assert (recording[0].terminated, recording[0].truncated, recording[0].reward) == (None, None, None)
+    assert (recording[0].terminated, recording[0].truncated, recording[0].reward) == (
+        None,
+        None,
+        None,
+    )
     np.testing.assert_array_equal(recording[1].reward, reward(51, 2))
 
 
@@ -194,17 +245,25 @@ def test_the_last_step_can_be_the_final_observation(tmp_path: Path) -> None:
 
 
 def test_terminal_flags_on_every_last_step_are_reported(tmp_path: Path) -> None:
-    recording = rollout_data.open(write_set(tmp_path, {"train": [[usual_steps(50, 3), usual_steps(51, 3)]]}))
+    recording = rollout_data.open(
+        write_set(tmp_path, {"train": [[usual_steps(50, 3), usual_steps(51, 3)]]})
+    )
     assert "is_terminal" in str(recording.advice[0]) and recording.problems == []
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
 def test_integers_of_every_kind_come_back(tmp_path: Path, dtype: str) -> None:
     limits = np.iinfo(dtype) if dtype != "bool" else None
-    values = np.array([[0, 1], [1, 0]] if limits is None else [[limits.min, 0], [1, limits.max]], dtype)
+    values = np.array(
+        [[0, 1], [1, 0]] if limits is None else [[limits.min, 0], [1, limits.max]], dtype
+    )
     features = tree(steps=steps(**USUAL, count=tensor(dtype, 2)))
     folder = write_set(
-        tmp_path, {"train": [[{**usual_steps(50, 2), "steps/count": values.astype(np.uint64)}]]}, features
+        tmp_path,
+        {"train": [[{**usual_steps(50, 2), "steps/count": values.astype(np.uint64)}]]},
+        features,
     )
     found = rollout_data.open(folder)[0]["count"]
     assert found.dtype == values.dtype
@@ -248,9 +307,13 @@ def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
     np.testing.assert_array_equal(episode.observation["any_size"], pixels[:, :5])
     np.testing.assert_array_equal(episode.observation["depth"], depth[..., None])
     np.testing.assert_array_equal(episode.observation["raw"], fine)
-    np.testing.assert_array_equal(episode.observation["grid"], np.arange(12, dtype="int32").reshape(3, 2, 2))
+    np.testing.assert_array_equal(
+        episode.observation["grid"], np.arange(12, dtype="int32").reshape(3, 2, 2)
+    )
     assert np.abs(episode.observation["jpeg"].mean() - pixels.mean()) < 2
-    assert "absent" not in episode.observation and any("'observation/absent'" in str(one) for one in recording.problems)
+    assert "absent" not in episode.observation and any(
+        "'observation/absent'" in str(one) for one in recording.problems
+    )
     assert recording.metadata["lossy"] == ["observation/jpeg"]
     assert (episode.task, episode.success) == ("开抽屉", True)
     assert episode["note"] == ["a", "", "ü"] and episode["language_instruction"] == ["开抽屉"] * 3
@@ -258,9 +321,16 @@ def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
-    ragged = {"sequence": {"feature": tensor("float32", 2), "length": "-1"}, "pythonClassName": "Sequence"}
+    ragged = {
+        "sequence": {"feature": tensor("float32", 2), "length": "-1"},
+        "pythonClassName": "Sequence",
+    }
     box = {"pythonClassName": "BBoxFeature", "boundingBox": {}}
-    features = tree(steps=steps(**USUAL, points=ragged, box=box, fine=tensor("float64", 1), pair=tensor("string", 2)))
+    features = tree(
+        steps=steps(
+            **USUAL, points=ragged, box=box, fine=tensor("float64", 1), pair=tensor("string", 2)
+        )
+    )
     values = usual_steps(50, 2) | {
         "steps/points/ragged_flat_values": np.zeros(6),
         "steps/points/ragged_row_lengths_0": np.array([1, 2]),
@@ -269,7 +339,11 @@ def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
         "steps/fine": np.array([[0.5], [1.5]]),
     }
     recording = rollout_data.open(write_set(tmp_path, {"train": [[values]]}, features))
-    assert "points" not in recording[0] and "box" not in recording[0] and recording[0]["fine"].dtype == np.float32
+    assert (
+        "points" not in recording[0]
+        and "box" not in recording[0]
+        and recording[0]["fine"].dtype == np.float32
+    )
     assert ["[2] texts" in str(one) for one in recording.problems] == [False] * 2 + [True]
     assert ["ragged" in str(one) for one in recording.problems[:2]] == [True] * 2
     assert ["float32" in str(one) for one in recording.advice] == [True]
@@ -286,7 +360,9 @@ def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
     ],
     ids=["half a step", "another kind", "no steps", "texts"],
 )
-def test_an_episode_that_is_not_as_declared_costs_only_itself(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_episode_that_is_not_as_declared_costs_only_itself(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     episodes = [usual_steps(50, 3), usual_steps(51, 3) | change, usual_steps(52, 3)]
     recording = rollout_data.open(write_set(tmp_path, {"train": [episodes]}))
     assert [episode.id for episode in recording] == ["train_0", "train_2"] and "record 1 of" in str(
@@ -305,7 +381,9 @@ def test_shards_that_disagree_with_the_index_are_refused_or_rebuilt(tmp_path: Pa
         with pytest.raises(CorruptFileError, match="on_bad_index='rebuild'"):
             rollout_data.open(folder)
         recording = rollout_data.open(folder, on_bad_index="rebuild")
-        assert recording.problems and len(recording) == len([one for one in recording if one.action is not None])
+        assert recording.problems and len(recording) == len(
+            [one for one in recording if one.action is not None]
+        )
     second.unlink()
     with pytest.raises(CorruptFileError):
         rollout_data.open(folder)
@@ -330,7 +408,9 @@ def test_changed_bytes_are_refused_or_told_when_they_are_read(tmp_path: Path) ->
     shard = next(folder.glob("*.tfrecord-*"))
     whole, rng = shard.read_bytes(), np.random.default_rng(0)
     for at in rng.integers(0, len(whole), 150):
-        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        shard.write_bytes(
+            whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+        )
         try:
             recording = rollout_data.open(folder)
             found = [(episode.observation, episode.action, episode.reward) for episode in recording]
@@ -368,7 +448,9 @@ def test_a_link_to_another_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsafeFileError):
         rollout_data.open(folder)
     (tmp_path / "versions").mkdir()
-    (tmp_path / "versions" / "1.0.0").symlink_to(write_set(tmp_path / "b", {"train": [[usual_steps(50, 2)]]}))
+    (tmp_path / "versions" / "1.0.0").symlink_to(
+        write_set(tmp_path / "b", {"train": [[usual_steps(50, 2)]]})
+    )
     with pytest.raises(UnsafeFileError):
         rollout_data.open(tmp_path / "versions")
 

@@ -21,7 +21,9 @@ from tests.formats.values import action, reward, state
 DONES = {0: [2, 3], 1: [5]}
 
 
-def block(number: int, rows: int = 6, dones: Mapping[int, list[int]] = DONES, is_reset: bool = False) -> dict[str, Any]:
+def block(
+    number: int, rows: int = 6, dones: Mapping[int, list[int]] = DONES, is_reset: bool = False
+) -> dict[str, Any]:
     """A block of two columns; the observation after a done is row + 1 of its own column, or 0 where reset."""
     observations = np.stack([state(10 * number + column, rows + 1) for column in dones], 1)
     done = np.zeros((rows, len(dones), 1), bool)
@@ -44,26 +46,42 @@ def block(number: int, rows: int = 6, dones: Mapping[int, list[int]] = DONES, is
         "states": torch.from_numpy(observations[:-1]),
         "main_images": torch.zeros(rows, len(dones), 2, 2, 3),
     }
-    found["next_obs"] = {"states": torch.from_numpy(after), "main_images": torch.zeros(rows, len(dones), 2, 2, 3)}
+    found["next_obs"] = {
+        "states": torch.from_numpy(after),
+        "main_images": torch.zeros(rows, len(dones), 2, 2, 3),
+    }
     found["curr_obs"]["task"] = [[f"task {number}", "другое"]] * rows
     return {**found, "max_episode_length": 8, "model_weights_id": "w0"}
 
 
-def write(folder: Path, blocks: Mapping[int, Any], index: str = "trajectory_index.json", middle: str = "w0") -> Path:
+def write(
+    folder: Path,
+    blocks: Mapping[int, Any],
+    index: str = "trajectory_index.json",
+    middle: str = "w0",
+) -> Path:
     folder.mkdir(parents=True)
     entries = {}
     for number, content in blocks.items():
         torch.save(content, folder / f"trajectory_{number}_{middle}.pt")
         rows, columns = content["prev_logprobs"].shape[:2]
-        entries[str(number)] = {"num_samples": rows * columns, "trajectory_id": number, "model_weights_id": "w0"}
+        entries[str(number)] = {
+            "num_samples": rows * columns,
+            "trajectory_id": number,
+            "model_weights_id": "w0",
+        }
     about = {"trajectory_index": entries, "trajectory_id_list": list(blocks)}
     (folder / index).write_text(json.dumps(about))
-    (folder / "metadata.json").write_text(json.dumps({"trajectory_format": "pt", "size": len(blocks)}))
+    (folder / "metadata.json").write_text(
+        json.dumps({"trajectory_format": "pt", "size": len(blocks)})
+    )
     return folder
 
 
 def spans(recording: Any) -> list[tuple[str, int, Any, Any]]:
-    return [(episode.id, len(episode), episode.terminated, episode.truncated) for episode in recording]
+    return [
+        (episode.id, len(episode), episode.terminated, episode.truncated) for episode in recording
+    ]
 
 
 def test_episodes_lie_between_the_dones_of_a_column(tmp_path: Path) -> None:
@@ -81,16 +99,26 @@ def test_episodes_lie_between_the_dones_of_a_column(tmp_path: Path) -> None:
         np.testing.assert_array_equal(episode.reward, reward(source, 6)[rows])
         assert episode["observation/task"] == [["task 7", "другое"][column]] * len(episode)
         assert (episode.task, episode.metadata["env"]) == (["task 7", "другое"][column], column)
-        assert episode.metadata["trajectory_id"] == 7 and episode.metadata["max_episode_length"] == 8
+        assert (
+            episode.metadata["trajectory_id"] == 7 and episode.metadata["max_episode_length"] == 8
+        )
         shift = 0 if episode.terminated is None else 5
-        np.testing.assert_array_equal(episode.final_observation["states"], state(source, 7)[rows.stop] + shift)
-    assert recording.problems == [] and not any(name.startswith("next") for name in recording.schema)
+        np.testing.assert_array_equal(
+            episode.final_observation["states"], state(source, 7)[rows.stop] + shift
+        )
+    assert recording.problems == [] and not any(
+        name.startswith("next") for name in recording.schema
+    )
 
 
-def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(tmp_path: Path) -> None:
+def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
+    tmp_path: Path,
+) -> None:
     recording = rollout_data.open(write(tmp_path / "a", {0: block(0, is_reset=True)}))
     finals = [episode.final_observation["states"] for episode in recording]
-    np.testing.assert_array_equal(finals, [state(0, 7)[3], state(0, 7)[4], state(0, 7)[6], state(1, 7)[6]])
+    np.testing.assert_array_equal(
+        finals, [state(0, 7)[3], state(0, 7)[4], state(0, 7)[6], state(1, 7)[6]]
+    )
     assert ["first one of the next episode" in str(remark) for remark in recording.advice] == [True]
 
 
@@ -109,7 +137,9 @@ def test_a_row_more_for_each_epoch_is_before_its_steps(tmp_path: Path, epochs: i
     content = block(0)
     for name in ("dones", "terminations", "truncations"):
         parts = content[name].reshape(epochs, 6 // epochs, 2, 1)
-        content[name] = torch.cat([torch.ones_like(parts[:, :1]), parts], 1).reshape(6 + epochs, 2, 1)
+        content[name] = torch.cat([torch.ones_like(parts[:, :1]), parts], 1).reshape(
+            6 + epochs, 2, 1
+        )
     recording = rollout_data.open(write(tmp_path / "a", {0: content}))
     assert [len(episode) for episode in recording] == [3, 1, 2, 6]
 
@@ -124,19 +154,28 @@ def test_rewards_of_chunks_of_actions_keep_their_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", [("terminations", "truncations"), ("dones", "terminations", "truncations"), ("dones",)]
+    "missing",
+    [("terminations", "truncations"), ("dones", "terminations", "truncations"), ("dones",)],
 )
 def test_ends_are_as_far_known_as_they_are_told(tmp_path: Path, missing: tuple[str, ...]) -> None:
     content = {name: one for name, one in block(0).items() if name not in missing}
-    lengths = [(len(episode), episode.terminated) for episode in rollout_data.open(write(tmp_path / "a", {0: content}))]
+    lengths = [
+        (len(episode), episode.terminated)
+        for episode in rollout_data.open(write(tmp_path / "a", {0: content}))
+    ]
     cut = [(3, None), (1, None), (2, None), (6, None)]
     assert (
-        lengths == {2: cut, 3: [(6, None), (6, None)], 1: [(3, True), (1, False), (2, None), (6, False)]}[len(missing)]
+        lengths
+        == {2: cut, 3: [(6, None), (6, None)], 1: [(3, True), (1, False), (2, None), (6, False)]}[
+            len(missing)
+        ]
     )
 
 
 def test_order_is_that_of_the_index_and_names_are_matched_by_their_id(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", {10: block(10), 2: block(2), 1: block(1)}, "trajector_index.json", "a1b2_17")
+    folder = write(
+        tmp_path / "a", {10: block(10), 2: block(2), 1: block(1)}, "trajector_index.json", "a1b2_17"
+    )
     recording = rollout_data.open(folder)
     assert [episode.id for episode in recording][::4] == ["10_0_0", "2_0_0", "1_0_0"]
     np.testing.assert_array_equal(recording[4].action, action(20, 3))
@@ -153,12 +192,18 @@ def test_ranks_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_entries_without_a_file_and_files_without_an_entry_are_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {0: block(0), 1: block(1)})
     (folder / "trajectory_1_w0.pt").rename(folder / "trajectory_9_w0.pt")
-    recording, rebuilt = rollout_data.open(folder), rollout_data.open(folder, on_bad_index="rebuild")
+    recording, rebuilt = (
+        rollout_data.open(folder),
+        rollout_data.open(folder, on_bad_index="rebuild"),
+    )
     assert [episode.metadata["trajectory_id"] for episode in recording] == [0] * 4
     assert [episode.metadata["trajectory_id"] for episode in rebuilt] == [0] * 4 + [9] * 4
     np.testing.assert_array_equal(rebuilt[4].action, action(10, 3))
     for problems in (recording.problems, rebuilt.problems):
-        assert ["no file of 1" in str(problems[0]), "trajectory_9" in str(problems[1])] == [True, True]
+        assert ["no file of 1" in str(problems[0]), "trajectory_9" in str(problems[1])] == [
+            True,
+            True,
+        ]
 
 
 @pytest.mark.parametrize("ids", [[0, 0], ["a"], 3, [[0]]])
@@ -182,13 +227,19 @@ def test_an_index_of_other_sizes_is_refused_or_rebuilt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"dones": torch.zeros(10, 2, 1)}, {"prev_logprobs": torch.zeros(0, 2), "rewards": 3, "actions": 3}]
+    "change",
+    [
+        {"dones": torch.zeros(10, 2, 1)},
+        {"prev_logprobs": torch.zeros(0, 2), "rewards": 3, "actions": 3},
+    ],
 )
 def test_one_bad_file_costs_only_itself(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = write(tmp_path / "a", {0: block(0), 1: block(1)})
     torch.save(block(0) | change, folder / "trajectory_0_w0.pt")
     recording = rollout_data.open(folder)
-    assert [episode.metadata["trajectory_id"] for episode in recording] == [1] * 4 and len(recording.problems) == 1
+    assert [episode.metadata["trajectory_id"] for episode in recording] == [1] * 4 and len(
+        recording.problems
+    ) == 1
 
 
 class Touch:
@@ -229,11 +280,17 @@ def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [torch.zeros(1, 1, 1).expand(1 << 40, 2, 1), torch.zeros(6, 2, 1, device="meta"), torch.zeros(6, 2).to_sparse()],
+    [
+        torch.zeros(1, 1, 1).expand(1 << 40, 2, 1),
+        torch.zeros(6, 2, 1, device="meta"),
+        torch.zeros(6, 2).to_sparse(),
+    ],
     ids=["repeated", "meta", "sparse"],
 )
 @pytest.mark.parametrize("name", ["dones", "prev_logprobs"])
-def test_tensors_without_values_of_their_own_are_refused(tmp_path: Path, name: str, value: torch.Tensor) -> None:
+def test_tensors_without_values_of_their_own_are_refused(
+    tmp_path: Path, name: str, value: torch.Tensor
+) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
     torch.save(block(0) | {name: value}, folder / "trajectory_0_w0.pt")
     with pytest.raises(DataFileError):

@@ -16,9 +16,25 @@ import pytest
 
 import rollout_data
 from rollout_data.formats.registry import open_foreign
-from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataWarning,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.cases import ROOT
-from tests.formats.hdf5_files import LENGTHS, STORAGE, actions, edited, pixels, replace, rewards, robomimic, values
+from tests.formats.hdf5_files import (
+    LENGTHS,
+    STORAGE,
+    actions,
+    edited,
+    pixels,
+    replace,
+    rewards,
+    robomimic,
+    values,
+)
 
 
 def check_demo(episode: Any, number: int, length: int, has_final: bool = True) -> None:
@@ -34,13 +50,19 @@ def check_demo(episode: Any, number: int, length: int, has_final: bool = True) -
         np.testing.assert_array_equal(episode.reward, rewards(number, length))
     assert (episode.terminated, episode.truncated, episode.success) == (None, None, None)
     if has_final:
-        np.testing.assert_array_equal(episode.final_observation["low"], values(number, 1, first=length)[0])
-        np.testing.assert_array_equal(episode.final_observation["nested/cam"], pixels(number, 1, length)[0])
+        np.testing.assert_array_equal(
+            episode.final_observation["low"], values(number, 1, first=length)[0]
+        )
+        np.testing.assert_array_equal(
+            episode.final_observation["nested/cam"], pixels(number, 1, length)[0]
+        )
     else:
         assert episode.final_observation is None
 
 
-def check_all(recording: rollout_data.Recording, lengths: dict[int, int] = LENGTHS, has_final: bool = True) -> None:
+def check_all(
+    recording: rollout_data.Recording, lengths: dict[int, int] = LENGTHS, has_final: bool = True
+) -> None:
     assert [episode.id for episode in recording] == [f"demo_{number}" for number in sorted(lengths)]
     for number, episode in zip(sorted(lengths), recording, strict=True):
         check_demo(episode, number, lengths[number], has_final)
@@ -54,7 +76,9 @@ def test_demos_come_in_numeric_order_with_their_own_fields(tmp_path: Path, stora
     assert recording[0].metadata["lang"] == recording[0].task == "öffne 2"
     assert recording[0].metadata["mask"] == ["train"] and "mask" not in recording[1].metadata
     assert "dones" in recording[0] and "next_obs/low" not in recording[0]
-    assert recording.metadata["env_name"] == "Lift" and recording.metadata["control_mode"] == "unknown"
+    assert (
+        recording.metadata["env_name"] == "Lift" and recording.metadata["control_mode"] == "unknown"
+    )
 
 
 def test_plain_rows_are_mapped_and_cannot_be_written(tmp_path: Path) -> None:
@@ -65,7 +89,10 @@ def test_plain_rows_are_mapped_and_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_user_block_before_the_file_moves_every_row(tmp_path: Path) -> None:
     robomimic(tmp_path / "x.hdf5")
-    with h5py.File(tmp_path / "x.hdf5") as file, h5py.File(tmp_path / "y.hdf5", "w", userblock_size=1024) as moved:
+    with (
+        h5py.File(tmp_path / "x.hdf5") as file,
+        h5py.File(tmp_path / "y.hdf5", "w", userblock_size=1024) as moved,
+    ):
         for name in file:
             file.copy(name, moved)
     check_all(rollout_data.open(tmp_path / "y.hdf5"))
@@ -73,7 +100,8 @@ def test_a_user_block_before_the_file_moves_every_row(tmp_path: Path) -> None:
 
 def test_big_endian_numbers_are_delivered_in_native_byte_order(tmp_path: Path) -> None:
     path = edited(
-        robomimic(tmp_path / "x.hdf5"), lambda file: replace(file, "data/demo_2/obs/low", values(2, 3, dtype=">f8"))
+        robomimic(tmp_path / "x.hdf5"),
+        lambda file: replace(file, "data/demo_2/obs/low", values(2, 3, dtype=">f8")),
     )
     found = rollout_data.open(path)[0].observation["low"]
     assert found.dtype == np.dtype("<f8")
@@ -87,7 +115,12 @@ def test_a_pickled_reader_and_threads_read_the_same(tmp_path: Path) -> None:
     check_all(recording, lengths)
     check_all(pickle.loads(pickle.dumps(recording)), lengths)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda at: check_demo(recording[at], sorted(lengths)[at], len(recording[at])), range(15)))
+        list(
+            pool.map(
+                lambda at: check_demo(recording[at], sorted(lengths)[at], len(recording[at])),
+                range(15),
+            )
+        )
 
 
 def test_a_forked_process_opens_the_file_for_itself(tmp_path: Path) -> None:
@@ -106,7 +139,9 @@ def test_a_forked_process_opens_the_file_for_itself(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> None:
     reader = open_foreign(robomimic(tmp_path / "x.hdf5"))
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3), actions(2, 3))
+    np.testing.assert_array_equal(
+        pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3), actions(2, 3)
+    )
     robomimic(tmp_path / "y.hdf5", {2: 3})
     os.replace(tmp_path / "y.hdf5", tmp_path / "x.hdf5")
     with pytest.raises(CorruptFileError, match=r"Call refresh\(\) of the recording"):
@@ -121,17 +156,29 @@ def _wrong(name: str, array: Any) -> Any:
 DAMAGE: dict[str, tuple[Any, str]] = {
     "too few actions": (_wrong("actions", np.zeros((3, 2), "f4")), "num_samples 1"),
     "no actions": (lambda file: file["data/demo_9"].pop("actions"), "the dataset 'actions'"),
-    "too many observations": (_wrong("obs/low", np.zeros((2, 3))), r"expected 1 rows of 'obs/low', got shape \(2, 3\)"),
+    "too many observations": (
+        _wrong("obs/low", np.zeros((2, 3))),
+        r"expected 1 rows of 'obs/low', got shape \(2, 3\)",
+    ),
     "no steps": (lambda file: file["data/demo_9"].attrs.update(num_samples=0), "num_samples 0"),
     "a scalar action": (_wrong("actions", 3.0), "the dataset 'actions'"),
-    "a soft link": (lambda file: file["data/demo_9"].update(rewards=h5py.SoftLink("/data/demo_2/dones")), "a link"),
+    "a soft link": (
+        lambda file: file["data/demo_9"].update(rewards=h5py.SoftLink("/data/demo_2/dones")),
+        "a link",
+    ),
     "an external link": (
         lambda file: file["data/demo_9"].update(rewards=h5py.ExternalLink("/etc/passwd", "x")),
         "a link to elsewhere",
     ),
-    "a dataset in the place of the group": (lambda file: replace(file, "data/demo_9", np.zeros(3)), "a group"),
+    "a dataset in the place of the group": (
+        lambda file: replace(file, "data/demo_9", np.zeros(3)),
+        "a group",
+    ),
     "a soft link in the place of the group": (
-        lambda file: (file["data"].pop("demo_9"), file["data"].update(demo_9=h5py.SoftLink("/data/demo_2"))),
+        lambda file: (
+            file["data"].pop("demo_9"),
+            file["data"].update(demo_9=h5py.SoftLink("/data/demo_2")),
+        ),
         "a link",
     ),
     "a circle": (lambda file: file["data/demo_9"].update(obs2=file["data"]), "links in circles"),
@@ -168,11 +215,18 @@ def test_attributes_of_other_exporters_have_the_same_meaning(tmp_path: Path, lib
             demo = file.create_group("data/demo_0")
             file["data"].attrs["env_args"], demo.attrs["num_samples"] = value, np.array([3], "u1")
             demo.attrs["nothing"], demo.attrs["texts"] = h5py.Empty("f4"), ["a", "ü"]
-            demo["actions"], demo["rewards"] = actions(0, 3).astype(">f8"), rewards(0, 3)[:, None].astype(">i8")
+            demo["actions"], demo["rewards"] = (
+                actions(0, 3).astype(">f8"),
+                rewards(0, 3)[:, None].astype(">i8"),
+            )
             demo["obs/low"], demo["obs/ünï/deep"] = values(0, 3), values(1, 3)
         (episode,) = recording = rollout_data.open(tmp_path / f"{kind}.hdf5")
         assert recording.metadata["env_name"] == "Lift" and episode.metadata["texts"] == ["a", "ü"]
-        assert episode.reward.dtype == np.int64 and episode.reward.shape == (3,) and "nothing" not in episode.metadata
+        assert (
+            episode.reward.dtype == np.int64
+            and episode.reward.shape == (3,)
+            and "nothing" not in episode.metadata
+        )
         np.testing.assert_array_equal(episode.action, actions(0, 3).astype(float))
         np.testing.assert_array_equal(episode.observation["ünï/deep"], values(1, 3))
 
@@ -188,10 +242,16 @@ def test_texts_among_many_attributes_are_read_and_bounded_too(tmp_path: Path, li
         demo.attrs["long"] = "q" * 3001
     (episode,) = rollout_data.open(path)
     assert episode.metadata["long"] == "q" * 3001
-    assert all(episode.metadata[f"note{number}"] == f"text {number} " * (number + 1) for number in range(60))
+    assert all(
+        episode.metadata[f"note{number}"] == f"text {number} " * (number + 1)
+        for number in range(60)
+    )
     damaged, length = path.read_bytes(), (3001).to_bytes(4, "little")
     path.write_bytes(damaged.replace(length, (0xF0000000).to_bytes(4, "little")))
-    with pytest.raises(CorruptFileError, match="text of 4026531840" if libver == "earliest" else "metadata checksum"):
+    with pytest.raises(
+        CorruptFileError,
+        match="text of 4026531840" if libver == "earliest" else "metadata checksum",
+    ):
         rollout_data.open(path)[0].metadata["long"]
 
 
@@ -200,7 +260,9 @@ def test_data_in_other_files_are_refused(tmp_path: Path) -> None:
 
     def lead_out(file: h5py.File) -> None:
         del file["data/demo_9/actions"]
-        file.create_dataset("data/demo_9/actions", (1, 2), "f4", external=[(str(tmp_path / "secret"), 0, 8)])
+        file.create_dataset(
+            "data/demo_9/actions", (1, 2), "f4", external=[(str(tmp_path / "secret"), 0, 8)]
+        )
         layout = h5py.VirtualLayout((4, 2), "f4")
         layout[:] = h5py.VirtualSource(str(tmp_path / "other.hdf5"), "x", (4, 2))
         del file["data/demo_10/actions"]
@@ -213,7 +275,10 @@ def test_data_in_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_a_good_demo_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match="expected a demo, got none"):
-        rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), lambda file: replace_all(file)), format="robomimic")
+        rollout_data.open(
+            edited(robomimic(tmp_path / "x.hdf5"), lambda file: replace_all(file)),
+            format="robomimic",
+        )
     path = edited(robomimic(tmp_path / "y.hdf5", {9: 1}), DAMAGE["no actions"][0])
     with pytest.raises(CorruptFileError, match="the dataset 'actions'"):
         rollout_data.open(path)
@@ -246,17 +311,26 @@ def test_fields_that_are_no_steps_are_metadata_or_left_out_by_name(tmp_path: Pat
     np.testing.assert_array_equal(episode.metadata["goal"], np.arange(5))
     np.testing.assert_array_equal(episode.metadata["init"], np.arange(4.0))
     assert episode["notes"] == ["å", "b", "c"] and episode.texts == ("notes",)
-    assert "complex" not in episode and ["'complex'" in str(one) for one in recording.problems] == [True]
+    assert "complex" not in episode and ["'complex'" in str(one) for one in recording.problems] == [
+        True
+    ]
     np.testing.assert_array_equal(episode.action, actions(2, 3))
     np.testing.assert_array_equal(episode["other/action"], np.arange(3))
 
 
-def test_next_observations_that_differ_from_the_next_rows_are_reported_and_can_be_read(tmp_path: Path) -> None:
-    path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/next_obs/low"].__setitem__((1, 0), 7))
+def test_next_observations_that_differ_from_the_next_rows_are_reported_and_can_be_read(
+    tmp_path: Path,
+) -> None:
+    path = edited(
+        robomimic(tmp_path / "x.hdf5"),
+        lambda file: file["data/demo_10/next_obs/low"].__setitem__((1, 0), 7),
+    )
     recording = rollout_data.open(path)
     check_demo(recording[2], 10, 4)
     assert len(recording.problems) == 1
-    assert "'next_obs/low' of 'demo_10'" in str(recording.problems[0]) and "row 1" in str(recording.problems[0])
+    assert "'next_obs/low' of 'demo_10'" in str(recording.problems[0]) and "row 1" in str(
+        recording.problems[0]
+    )
     kept = rollout_data.open(path, keep_next_obs=True)
     assert kept.problems == [] and kept[2]["next_obs/low"][1, 0] == 7
     check_all(kept)
@@ -266,7 +340,9 @@ def test_next_observations_without_observations_are_fields(tmp_path: Path) -> No
     path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_9/obs"].pop("low"))
     episode = rollout_data.open(path)[1]
     np.testing.assert_array_equal(episode["next_obs/low"], values(9, 1, first=1))
-    assert list(episode.final_observation) == ["nested/cam"] and "next_obs/nested/cam" not in episode
+    assert (
+        list(episode.final_observation) == ["nested/cam"] and "next_obs/nested/cam" not in episode
+    )
 
 
 def test_next_observations_of_later_demos_are_compared_when_they_are_read(tmp_path: Path) -> None:
@@ -287,9 +363,15 @@ def test_nan_equals_nan_in_the_comparison_of_next_observations(tmp_path: Path) -
 
 
 def test_dones_end_an_episode_only_on_request(tmp_path: Path) -> None:
-    path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/dones"].__setitem__(3, 1))
+    path = edited(
+        robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/dones"].__setitem__(3, 1)
+    )
     assert [one.terminated for one in rollout_data.open(path)] == [None, None, None]
-    assert [one.terminated for one in rollout_data.open(path, terminated_from_dones=True)] == [False, True, True]
+    assert [one.terminated for one in rollout_data.open(path, terminated_from_dones=True)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_wrong_total_is_reported(tmp_path: Path) -> None:
@@ -303,7 +385,9 @@ def test_a_wrong_total_is_reported(tmp_path: Path) -> None:
 def test_the_controller_determines_the_control_mode(tmp_path: Path) -> None:
     kwargs = {"controller_configs": {"type": "OSC_POSE", "control_delta": True}}
     text = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": kwargs})
-    path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data"].attrs.update(env_args=text))
+    path = edited(
+        robomimic(tmp_path / "x.hdf5"), lambda file: file["data"].attrs.update(env_args=text)
+    )
     assert rollout_data.open(path).metadata["control_mode"] == "OSC_POSE delta"
 
 
@@ -354,7 +438,9 @@ def isaaclab(path: Path, version: int | None = None, gzip: bool = True) -> Path:
             demo.create_dataset("obs", data=values(number, length), **storage)
             pose = values(number, length, 7, "f4")
             demo.create_dataset("states/articulation/robot/root_pose", data=pose, **storage)
-            demo.create_dataset("initial_state/articulation/robot/root_pose", data=pose[:1], **storage)
+            demo.create_dataset(
+                "initial_state/articulation/robot/root_pose", data=pose[:1], **storage
+            )
             demo.create_dataset("initial_state/rigid_object/root_pose", data=pose[:1], **storage)
     return path
 
@@ -374,7 +460,9 @@ def test_demos_of_isaac_lab_have_no_reward_and_no_end(tmp_path: Path, version: i
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_quaternions_are_turned_on_request_and_positions_never(tmp_path: Path, version: int) -> None:
+def test_quaternions_are_turned_on_request_and_positions_never(
+    tmp_path: Path, version: int
+) -> None:
     path, name = isaaclab(tmp_path / "x.hdf5", version), "states/articulation/robot/root_pose"
     stored, initial = rollout_data.open(path)[2][name], "initial_state/rigid_object/root_pose"
     own, other = ("xyzw", "wxyz") if version else ("wxyz", "xyzw")
@@ -395,13 +483,22 @@ def test_the_newest_files_of_isaac_lab_have_groups_of_actions(tmp_path: Path) ->
         for number, length in LENGTHS.items():
             demo = file[f"data/demo_{number}"]
             del demo["actions"], demo["obs"]
-            demo["actions/pose"], demo["actions/joints"] = values(number, length, 7), values(number, length, 2)
-            demo["obs/policy/joints"], demo["obs/datagen_info/eef"] = values(number, length), values(number, length)
+            demo["actions/pose"], demo["actions/joints"] = (
+                values(number, length, 7),
+                values(number, length, 2),
+            )
+            demo["obs/policy/joints"], demo["obs/datagen_info/eef"] = (
+                values(number, length),
+                values(number, length),
+            )
 
     recording = rollout_data.open(edited(isaaclab(tmp_path / "x.hdf5"), change))
     assert recording.format == "isaaclab" and recording.metadata["fps"] == 50
     np.testing.assert_array_equal(recording[2].action["joints"], values(10, 4, 2))
-    assert list(recording[2].observation) == ["policy/joints"] and "obs/datagen_info/eef" in recording[2]
+    assert (
+        list(recording[2].observation) == ["policy/joints"]
+        and "obs/datagen_info/eef" in recording[2]
+    )
 
 
 def test_real_demos_without_next_observations_have_no_final_one(tmp_path: Path) -> None:

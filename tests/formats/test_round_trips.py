@@ -36,7 +36,11 @@ TASKS = ("", "pick up the cube", "поднять куб", "立方体を拾う")
 def recordings(draw: Any) -> dict[str, Any]:
     """Draw what to record: lengths, fields, ends and notes of episodes."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    names = draw(st.lists(st.sampled_from(["a", "b/c", "b/d", "picture"]), min_size=1, max_size=4, unique=True))
+    names = draw(
+        st.lists(
+            st.sampled_from(["a", "b/c", "b/d", "picture"]), min_size=1, max_size=4, unique=True
+        )
+    )
     shapes = st.sampled_from([(1,), (3,), (2, 3)])
     fields = {name: (draw(shapes), draw(st.sampled_from(DTYPES))) for name in names}
     return {
@@ -118,19 +122,27 @@ def test_ours_as_x_is_ours(tmp_path_factory, name):
     def check(plan: dict[str, Any]) -> None:
         folder = tmp_path_factory.mktemp(f"{name}_{next(numbers)}")
         source = record(folder / "ours", plan)
-        report = rollout_data.convert(source, folder / "theirs.hdf5", name, progress=False, **OPTIONS.get(name, {}))
+        report = rollout_data.convert(
+            source, folder / "theirs.hdf5", name, progress=False, **OPTIONS.get(name, {})
+        )
         said = " ".join(report.changes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RolloutDataWarning)
             back = rollout_data.open(folder / "theirs.hdf5")
         assert [len(one) for one in back] == plan["lengths"] and not report.problems
         for mine, theirs in zip(source, back, strict=True):
-            if not any(word in said for word in ("joined", "as float32", "is called", "is read as")):
+            if not any(
+                word in said for word in ("joined", "as float32", "is called", "is read as")
+            ):
                 check_same(mine.observation, theirs.observation, "observation")
             if "as float32" not in said:
                 check_same(mine.action, theirs.action, "action")
                 assert np.asarray(mine.reward).tobytes() == np.asarray(theirs.reward).tobytes()
-            if "after the last step is left out" not in said and "joined" not in said and "is called" not in said:
+            if (
+                "after the last step is left out" not in said
+                and "joined" not in said
+                and "is called" not in said
+            ):
                 check_same(mine.final_observation, theirs.final_observation, "final")
             if "ended" not in said and "isaaclab" not in back.format:
                 assert (mine.terminated, mine.truncated) == (theirs.terminated, theirs.truncated)

@@ -31,8 +31,9 @@ def test_a_folder_without_its_first_chunk_is_skipped(folder: NaiveFolder) -> Non
     folder.chunk(1, 0, 2, done=True)
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(1000, 2, TERMINATED)]
-    assert "expected a chunk from frame 0 on, got only 'traj_000004_000008.pickle'. Skipped the folder." in one_problem(
-        scan, CorruptFileError
+    assert (
+        "expected a chunk from frame 0 on, got only 'traj_000004_000008.pickle'. Skipped the folder."
+        in one_problem(scan, CorruptFileError)
     )
 
 
@@ -69,7 +70,10 @@ def test_the_length_of_the_arrays_rules_over_the_name(folder: NaiveFolder) -> No
     folder.chunk(0, 4, 6)
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 6, OPEN)]
-    assert "expected 5 frames, as its name says, got 4. Read at the length of its arrays." in one_problem(scan)
+    assert (
+        "expected 5 frames, as its name says, got 4. Read at the length of its arrays."
+        in one_problem(scan)
+    )
 
 
 def test_a_wrong_length_that_breaks_the_chain_is_a_gap(folder: NaiveFolder) -> None:
@@ -97,7 +101,12 @@ def test_ends_inside_a_folder_split_it(folder: NaiveFolder) -> None:
     folder.chunk(0, 6, 8, done=True)
     folder.chunk(0, 8, 9)
     scan = scan_of(folder.data_dir)
-    assert frames_of(scan) == [(0, 2, TERMINATED), (2, 1, TRUNCATED), (3, 5, TERMINATED), (8, 1, OPEN)]
+    assert frames_of(scan) == [
+        (0, 2, TERMINATED),
+        (2, 1, TRUNCATED),
+        (3, 5, TERMINATED),
+        (8, 1, OPEN),
+    ]
     assert one_problem(scan) == (
         "cannot read as one trajectory 'DIR/trajectory_0': expected an end at the last frame, "
         "got 3 inside, the first at frame 1. Split into 4 trajectories."
@@ -122,7 +131,9 @@ def test_every_truncation_of_a_chunk_is_reported_and_the_rest_loads(folder: Naiv
         assert "trajectory_0/traj_000000_000004.pickle" in one_problem(scan, CorruptFileError)
 
 
-def test_every_changed_byte_of_a_chunk_is_data_or_a_problem_and_never_a_crash(folder: NaiveFolder) -> None:
+def test_every_changed_byte_of_a_chunk_is_data_or_a_problem_and_never_a_crash(
+    folder: NaiveFolder,
+) -> None:
     path = folder.chunk(0, 0, 2)
     folder.chunk(1, 0, 4, done=True)
     whole = path.read_bytes()
@@ -141,7 +152,9 @@ class Gadget:
         return os.system, (self.command,)
 
 
-def test_a_hostile_chunk_is_refused_and_the_good_ones_stream(folder: NaiveFolder, tmp_path: Path) -> None:
+def test_a_hostile_chunk_is_refused_and_the_good_ones_stream(
+    folder: NaiveFolder, tmp_path: Path
+) -> None:
     folder.chunk(0, 0, 4, infos=Gadget(f"touch {tmp_path / 'ran'}"))
     folder.chunk(1, 0, 4, done=True)
     scan = scan_of(folder.data_dir)
@@ -163,12 +176,16 @@ def test_links_that_lead_out_are_refused(folder: NaiveFolder, tmp_path: Path) ->
     stolen.parent.rmdir()
     (folder.data_dir / "trajectory_7").symlink_to(outside / "trajectory_7")
     (folder.data_dir / "elsewhere").symlink_to(outside)
-    (folder.data_dir / "trajectory_0" / "traj_000004_000008.pickle").symlink_to(outside / "trajectory_7" / stolen.name)
+    (folder.data_dir / "trajectory_0" / "traj_000004_000008.pickle").symlink_to(
+        outside / "trajectory_7" / stolen.name
+    )
     (folder.data_dir / "metadata.json").symlink_to(outside / "metadata.json")
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN)]
     assert [type(problem) for problem in scan.problems] == [UnsafeFileError] * 4
-    assert all("got a link that leads out of it. Skipped." in str(problem) for problem in scan.problems)
+    assert all(
+        "got a link that leads out of it. Skipped." in str(problem) for problem in scan.problems
+    )
 
 
 def test_links_inside_are_followed_for_files_and_not_for_folders(folder: NaiveFolder) -> None:
@@ -187,7 +204,9 @@ def test_links_inside_are_followed_for_files_and_not_for_folders(folder: NaiveFo
 def test_what_is_not_a_plain_file_is_not_opened(folder: NaiveFolder) -> None:
     path = folder.chunk(0, 0, 4)
     os.mkfifo(path.with_name("traj_000004_000008.pickle"))
-    assert "expected a plain file, got something else. Skipped." in one_problem(scan_of(folder.data_dir))
+    assert "expected a plain file, got something else. Skipped." in one_problem(
+        scan_of(folder.data_dir)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -202,7 +221,9 @@ def test_a_chunk_that_is_gone_or_changed_after_the_scan_is_an_error(folder: Naiv
     scan = scan_of(folder.data_dir)
     for change in ({"actions": np.zeros((3, 9), np.float32)}, {"drop": ("rewards",)}):
         folder.chunk(0, 0, 3, name=path.name, **change)
-        with pytest.raises(CorruptFileError, match=r"as it was when it was opened, got another\. Call refresh\(\)"):
+        with pytest.raises(
+            CorruptFileError, match=r"as it was when it was opened, got another\. Call refresh\(\)"
+        ):
             read_chunk_rows(scan, 0)
     path.unlink()
     with pytest.raises(FileNotFoundError):

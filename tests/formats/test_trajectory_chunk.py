@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from rollout_data.blocks.block_header import OPEN, TERMINATED, TRUNCATED
-from rollout_data.formats.trajectory_folders.trajectory_folder import read_chunk_rows, scan_trajectory_folder
+from rollout_data.formats.trajectory_folders.trajectory_folder import (
+    read_chunk_rows,
+    scan_trajectory_folder,
+)
 from storage.errors import ForeignFileError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of, write_metadata
 
@@ -26,9 +29,13 @@ from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, sca
     ],
 )
 @pytest.mark.parametrize("key", ["timeouts", "timeout", None])
-def test_ends_are_read_in_every_form(folder: NaiveFolder, dones: np.ndarray, key: str | None) -> None:
+def test_ends_are_read_in_every_form(
+    folder: NaiveFolder, dones: np.ndarray, key: str | None
+) -> None:
     extra = {key: dones} if key else {}
-    folder.chunk(0, 0, 3, **{"dones": dones, **extra}, drop=() if key == "timeouts" else ("timeouts",))
+    folder.chunk(
+        0, 0, 3, **{"dones": dones, **extra}, drop=() if key == "timeouts" else ("timeouts",)
+    )
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 3, TRUNCATED if key else TERMINATED)]
     assert scan.problems == ()
@@ -74,27 +81,43 @@ def test_arrays_that_are_no_part_of_the_layout_are_named_once(folder: NaiveFolde
     folder.chunk(0, 0, 2, log_probs=np.zeros(2), infos={})
     folder.chunk(1, 0, 2, log_probs=np.zeros(2), infos={})
     text = one_problem(scan_of(folder.data_dir))
-    assert "and 1 more: expected the arrays of this layout, got also 'log_probs', 'infos'. Left out." in text
+    assert (
+        "and 1 more: expected the arrays of this layout, got also 'log_probs', 'infos'. Left out."
+        in text
+    )
 
 
 def test_other_dtypes_are_kept(folder: NaiveFolder) -> None:
     observations = np.random.default_rng(0).random((4, 3))
-    folder.chunk(0, 0, 4, observations=observations, actions=np.arange(4), rewards=np.ones((4, 1), ">f4"))
+    folder.chunk(
+        0, 0, 4, observations=observations, actions=np.arange(4), rewards=np.ones((4, 1), ">f4")
+    )
     scan = scan_of(folder.data_dir)
-    assert [scan.schema[name].dtype for name in ("observation", "action", "reward")] == ["float64", "int64", "float32"]
+    assert [scan.schema[name].dtype for name in ("observation", "action", "reward")] == [
+        "float64",
+        "int64",
+        "float32",
+    ]
     np.testing.assert_array_equal(read(scan)[0]["observation"], observations)
     np.testing.assert_array_equal(read(scan)[0]["reward"], np.ones((4, 1)))
 
 
 def test_a_large_field_has_a_column_of_its_own(folder: NaiveFolder) -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 8192), np.uint8)
-    folder.chunk(0, 0, 3, obs_image=images, obs_pose=np.ones((3, 2), np.float32), drop=("observations",))
+    folder.chunk(
+        0, 0, 3, obs_image=images, obs_pose=np.ones((3, 2), np.float32), drop=("observations",)
+    )
     write_metadata(
-        folder, obs_segments={"pose": [2], "image": [2, 64, 64]}, obs_disassemble_mapping={"image": "normalized_image"}
+        folder,
+        obs_segments={"pose": [2], "image": [2, 64, 64]},
+        obs_disassemble_mapping={"image": "normalized_image"},
     )
     scan = scan_of(folder.data_dir)
     rows = read_chunk_rows(scan, 0)
-    assert {name: array.shape for name, array in rows.items()} == {"frames": (3, 32), "observation/image": (3, 8192)}
+    assert {name: array.shape for name, array in rows.items()} == {
+        "frames": (3, 32),
+        "observation/image": (3, 8192),
+    }
     np.testing.assert_array_equal(rows["observation/image"], images)
     assert list(read_chunk_rows(scan, 0, ["frames"])) == ["frames"]
     assert all(array.dtype == np.uint8 and array.flags.c_contiguous for array in rows.values())
@@ -119,7 +142,9 @@ def test_a_large_field_has_a_column_of_its_own(folder: NaiveFolder) -> None:
         ({"timeouts": np.zeros(3, bool)}, "expected 4 frames in 'timeouts', as in 'dones', got 3"),
     ],
 )  # fmt: skip
-def test_a_chunk_of_another_kind_cuts_its_trajectory_and_no_other(folder: NaiveFolder, change: Any, text: str) -> None:
+def test_a_chunk_of_another_kind_cuts_its_trajectory_and_no_other(
+    folder: NaiveFolder, change: Any, text: str
+) -> None:
     folder.chunk(0, 0, 4)
     folder.chunk(0, 4, 8, **change)
     folder.chunk(0, 8, 10, done=True)
@@ -127,7 +152,9 @@ def test_a_chunk_of_another_kind_cuts_its_trajectory_and_no_other(folder: NaiveF
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN), (1000, 9, TERMINATED)]
     assert len(scan.problems) == 2
-    assert text in str(scan.problems[0]) and "trajectory_0/traj_000004_000008.pickle" in str(scan.problems[0])
+    assert text in str(scan.problems[0]) and "trajectory_0/traj_000004_000008.pickle" in str(
+        scan.problems[0]
+    )
     assert "Left out, with what follows it in its trajectory" in str(scan.problems[0])
     assert "got only 'traj_000008_000010.pickle'. Read the first 4 frames" in str(scan.problems[1])
 
@@ -144,7 +171,11 @@ def test_the_odd_chunk_out_is_refused_also_where_it_comes_first(folder: NaiveFol
 
 
 def components(folder: NaiveFolder, number: int = 0, **overrides: Any) -> None:
-    arrays = {"obs_b": np.full((3, 2), 5, np.float32), "obs_a": np.full((3, 4), 51, np.uint8), **overrides}
+    arrays = {
+        "obs_b": np.full((3, 2), 5, np.float32),
+        "obs_a": np.full((3, 4), 51, np.uint8),
+        **overrides,
+    }
     folder.chunk(number, 0, 3, **arrays, drop=("observations",))
 
 
@@ -158,8 +189,12 @@ def test_metadata_keeps_order_and_unknown_keys(folder: NaiveFolder) -> None:
     assert (field.shape, field.dtype, field.codec) == ((2, 2), "uint8", "raw")
 
 
-@pytest.mark.parametrize("text", [None, "", '{"obs_segments": {"a": [4', "[1, 2]", "\x00", "[" * 100_000])
-def test_without_metadata_the_chunks_say_what_is_there(folder: NaiveFolder, text: str | None) -> None:
+@pytest.mark.parametrize(
+    "text", [None, "", '{"obs_segments": {"a": [4', "[1, 2]", "\x00", "[" * 100_000]
+)
+def test_without_metadata_the_chunks_say_what_is_there(
+    folder: NaiveFolder, text: str | None
+) -> None:
     components(folder)
     if text is not None:
         (folder.data_dir / "metadata.json").write_text(text)
@@ -175,7 +210,9 @@ def test_without_metadata_the_chunks_say_what_is_there(folder: NaiveFolder, text
     assert text is None or str(scan.problems[0]).count("expected") == 1
 
 
-def test_metadata_that_is_whole_a_moment_later_is_read(folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_that_is_whole_a_moment_later_is_read(
+    folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.chunk(0, 0, 2)
     (folder.data_dir / "metadata.json").write_text('{"env": "A')
     sleeps = []
@@ -197,22 +234,36 @@ def test_metadata_that_is_whole_a_moment_later_is_read(folder: NaiveFolder, monk
         ({"obs_segments": {"b": [2], "a": [4], "c": [1]}}, "got no obs_c in them. The chunks rule"),
         ({"obs_segments": ["b", "a"]}, "got something else. Read without them"),
         ({"obs_segments": {"b": [2], "a": [-4]}}, "got something else. Read without them"),
-        ({"obs_segments": {"b": [2], "a": [4]}, "obs_disassemble_mapping": {"b": "normalized_image"}}, "Read as it is"),
+        (
+            {
+                "obs_segments": {"b": [2], "a": [4]},
+                "obs_disassemble_mapping": {"b": "normalized_image"},
+            },
+            "Read as it is",
+        ),
     ],
 )
-def test_chunks_rule_over_metadata_that_contradicts_them(folder: NaiveFolder, metadata: Any, text: str) -> None:
+def test_chunks_rule_over_metadata_that_contradicts_them(
+    folder: NaiveFolder, metadata: Any, text: str
+) -> None:
     components(folder)
     write_metadata(folder, **metadata)
     scan = scan_of(folder.data_dir)
-    assert any(text in str(problem) and "metadata.json" in str(problem) for problem in scan.problems)
+    assert any(
+        text in str(problem) and "metadata.json" in str(problem) for problem in scan.problems
+    )
     assert read(scan)[0]["observation/a"].shape == (3, 4)
     np.testing.assert_array_equal(read(scan)[0]["observation/b"], 5)
 
 
 def test_an_unknown_codec_is_one_clear_error(folder: NaiveFolder) -> None:
     components(folder)
-    write_metadata(folder, obs_segments={"b": [2], "a": [4]}, obs_disassemble_mapping={"a": "normalised_image"})
-    with pytest.raises(ForeignFileError, match="expected 'normalized_image', 'raw', got 'normalised_image'"):
+    write_metadata(
+        folder, obs_segments={"b": [2], "a": [4]}, obs_disassemble_mapping={"a": "normalised_image"}
+    )
+    with pytest.raises(
+        ForeignFileError, match="expected 'normalized_image', 'raw', got 'normalised_image'"
+    ):
         scan_trajectory_folder(folder.data_dir)
 
 

@@ -36,7 +36,10 @@ def test_real_rollouts_are_read_exactly(sample: Callable[[str], Path]) -> None:
     with np.load(DATA_DIR / "mujoco" / "Ant-v5.npz") as expected:
         assert len(trajectories) == 6
         for number, got in enumerate(trajectories):
-            episode = {name: expected[f"ep{number}/{name}"] for name in ("observations", "actions", "rewards")}
+            episode = {
+                name: expected[f"ep{number}/{name}"]
+                for name in ("observations", "actions", "rewards")
+            }
             np.testing.assert_array_equal(got["observation"], episode["observations"][:-1])
             np.testing.assert_array_equal(got["action"], episode["actions"])
             np.testing.assert_array_equal(got["reward"][:, 0], episode["rewards"])
@@ -55,17 +58,28 @@ def test_components_keep_their_order_shape_and_codec(sample: Callable[[str], Pat
         (2, 3), "float32", "normalized_image", "uint8"
     )  # fmt: skip
     trajectories = read(scan)
-    assert [(len(t["action"]), t["flags"]) for t in trajectories] == [(5, TRUNCATED), (4, TERMINATED)]
+    assert [(len(t["action"]), t["flags"]) for t in trajectories] == [
+        (5, TRUNCATED),
+        (4, TERMINATED),
+    ]
     with open(data_dir / "trajectory_1" / "traj_000000_000004.pickle", "rb") as file:
         written = pickle.load(file)
     counts = written["obs_depth"].reshape(4, 2, 3)
-    np.testing.assert_array_equal(trajectories[1]["observation/depth"], counts.astype(np.float32) / 255)
+    np.testing.assert_array_equal(
+        trajectories[1]["observation/depth"], counts.astype(np.float32) / 255
+    )
     np.testing.assert_array_equal(trajectories[1]["observation/cmd"], written["obs_cmd"])
 
 
 def test_chunks_with_unpadded_names_stand_in_numeric_order(sample: Callable[[str], Path]) -> None:
     scan = scan_of(sample("unpadded_names"))
-    names = ["traj_0_8.pickle", "traj_8_12.pickle", "traj_12_15.pickle", "traj_0_9.pickle", "traj_9_12.pickle"]
+    names = [
+        "traj_0_8.pickle",
+        "traj_8_12.pickle",
+        "traj_12_15.pickle",
+        "traj_0_9.pickle",
+        "traj_9_12.pickle",
+    ]
     assert [path.name for path in scan.chunk_paths] == names
     assert scan.fragments["length"].tolist() == [8, 4, 3, 9, 3]
     assert scan.problems == ()
@@ -114,7 +128,9 @@ def test_what_is_not_a_folder_is_the_callers_mistake(tmp_path: Path) -> None:
 def test_order_is_last_chunk_then_number_then_path(folder: NaiveFolder) -> None:
     paths = {
         number: folder.chunk(name, 0, 1, actions=np.full((1, 2), 300_000 + number, np.float32))
-        for number, name in enumerate(["trajectory_9", "trajectory_10", "b/trajectory_2", "a/trajectory_2"])
+        for number, name in enumerate(
+            ["trajectory_9", "trajectory_10", "b/trajectory_2", "a/trajectory_2"]
+        )
     }
     for path in paths.values():
         os.utime(path, ns=(0, 10**18))
@@ -155,7 +171,11 @@ def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder) -> None:
     with opened(".pickle") as paths:
         second = scan_trajectory_folder(folder.data_dir, previous=first)
     assert paths == list(map(str, new))
-    assert frames_of(second) == frames_of(scan_of(folder.data_dir)) == [(0, 6, TERMINATED), (1000, 4, OPEN)]
+    assert (
+        frames_of(second)
+        == frames_of(scan_of(folder.data_dir))
+        == [(0, 6, TERMINATED), (1000, 4, OPEN)]
+    )
     assert second.problems == ()
 
 
@@ -166,12 +186,18 @@ def test_a_scan_can_be_sent_to_another_process(sample: Callable[[str], Path]) ->
 
 
 @pytest.mark.parametrize("num_chunks", [3, 40])
-def test_threads_change_nothing(folder: NaiveFolder, num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing(
+    folder: NaiveFolder, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(num_chunks):
         folder.chunk(number, 0, 2)
     expected = frames_of(scan_of(folder.data_dir))
     monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # as if the disk were waited for
-    assert frames_of(scan_of(folder.data_dir)) == expected == [(1000 * k, 2, OPEN) for k in range(num_chunks)]
+    assert (
+        frames_of(scan_of(folder.data_dir))
+        == expected
+        == [(1000 * k, 2, OPEN) for k in range(num_chunks)]
+    )
 
 
 # Laws.
@@ -188,16 +214,21 @@ trajectories = st.lists(
     st.sampled_from(["traj_{:06d}_{:06d}.pickle", "traj_{}_{}.pkl"]),
     st.data(),
 )
-def test_whatever_a_naive_writer_wrote_comes_back(wanted: Any, protocol: int, name: str, data: Any) -> None:
+def test_whatever_a_naive_writer_wrote_comes_back(
+    wanted: Any, protocol: int, name: str, data: Any
+) -> None:
     from_writer = []
     with tempfile.TemporaryDirectory() as temporary:
         for number, (lengths, kind) in enumerate(wanted):
             total = sum(lengths)
             arrays = {
-                "observations": np.arange(total * 3, dtype=np.float32).reshape(total, 3) + 1000 * number,
+                "observations": np.arange(total * 3, dtype=np.float32).reshape(total, 3)
+                + 1000 * number,
                 "actions": np.arange(total * 2, dtype=np.float32).reshape(total, 2) - 1000 * number,
                 "rewards": np.arange(total, dtype=np.float32).reshape(total, 1) / 8,
-                "dones": (np.arange(total)[:, None] == (total - 1 if kind != OPEN else total)).astype(np.uint8),
+                "dones": (
+                    np.arange(total)[:, None] == (total - 1 if kind != OPEN else total)
+                ).astype(np.uint8),
                 "timeouts": np.arange(total) == (total - 1 if kind == TRUNCATED else total),
             }
             from_writer.append((kind, arrays))
@@ -215,10 +246,16 @@ def test_whatever_a_naive_writer_wrote_comes_back(wanted: Any, protocol: int, na
         scan = scan_of(Path(temporary))
         got = read(scan)
     assert scan.problems == ()
-    expected = [item for _, item in sorted(zip(mtimes, from_writer, strict=True), key=lambda pair: pair[0])]
+    expected = [
+        item for _, item in sorted(zip(mtimes, from_writer, strict=True), key=lambda pair: pair[0])
+    ]
     for trajectory, (kind, arrays) in zip(got, expected, strict=True):
         assert trajectory["flags"] == kind
-        for field, key in (("observation", "observations"), ("action", "actions"), ("reward", "rewards")):
+        for field, key in (
+            ("observation", "observations"),
+            ("action", "actions"),
+            ("reward", "rewards"),
+        ):
             np.testing.assert_array_equal(trajectory[field], arrays[key])
 
 

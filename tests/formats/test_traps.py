@@ -23,15 +23,24 @@ from tests.formats.values import action, state
 
 
 @pytest.mark.parametrize(
-    ("shift", "said"), [(0, "those of the same step"), (1, "those of the next step"), (None, "the same in all steps")]
+    ("shift", "said"),
+    [(0, "those of the same step"), (1, "those of the next step"), (None, "the same in all steps")],
 )
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_actions_that_are_copies_are_reported(tmp_path: Path, version: str, shift: int | None, said: str) -> None:
+def test_actions_that_are_copies_are_reported(
+    tmp_path: Path, version: str, shift: int | None, said: str
+) -> None:
     made = LeRobotSet(tmp_path / "x", [1, 4], version)
     for number, length in enumerate(made.lengths):
-        rows = state(50 + number, length + 1, 2)[shift : length + shift] if shift is not None else np.ones((length, 2))
+        rows = (
+            state(50 + number, length + 1, 2)[shift : length + shift]
+            if shift is not None
+            else np.ones((length, 2))
+        )
         column = made.tables[number].schema.get_field_index("observation.state")
-        table = made.tables[number].set_column(column, "observation.state", lists(state(50 + number, length, 2)))
+        table = made.tables[number].set_column(
+            column, "observation.state", lists(state(50 + number, length, 2))
+        )
         made.tables[number] = table.set_column(column + 1, "action", lists(rows.astype("float32")))
     made.info["features"]["observation.state"]["shape"] = [2]
     recording = rollout_data.open(made.write())
@@ -49,8 +58,17 @@ def test_copied_actions_of_trajectory_folders_are_reported(folder: NaiveFolder, 
         assert len(opened.advice) == 1 and opened.problems == []
 
 
-def test_a_sound_trajectory_folder_with_constant_actions_has_advice_and_no_problem(folder: NaiveFolder) -> None:
-    folder.chunk(0, 0, 4, done=True, observations=state(50, 4, 3).astype(np.float32), actions=np.ones((4, 2), "f4"))
+def test_a_sound_trajectory_folder_with_constant_actions_has_advice_and_no_problem(
+    folder: NaiveFolder,
+) -> None:
+    folder.chunk(
+        0,
+        0,
+        4,
+        done=True,
+        observations=state(50, 4, 3).astype(np.float32),
+        actions=np.ones((4, 2), "f4"),
+    )
     with pytest.warns(RolloutDataWarning, match="the same in all steps"):
         stream = rollout_data.RolloutDataset(folder.data_dir, 1, device="cpu")
         assert stream.problems == []
@@ -70,7 +88,9 @@ def test_copied_actions_of_a_group_are_reported(tmp_path: Path) -> None:
         file["data/demo_1/actions/pose"] = file["data/demo_1/obs/low"][:]
         file["data/demo_1/actions/gripper"] = np.arange(3.0)[:, None]
         file["data"].attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 2})
-    assert "'action/pose' that differs from 'observation/low'" in str(rollout_data.open(path, "isaaclab").advice)
+    assert "'action/pose' that differs from 'observation/low'" in str(
+        rollout_data.open(path, "isaaclab").advice
+    )
 
 
 def d4rl(path: Path, has_dummy_step: bool) -> Path:
@@ -94,16 +114,22 @@ def with_finals(path: Path, has_dummy_step: bool) -> Path:
             demo, length = file.create_group(f"data/demo_{number}"), len(rows[first:]) - 1
             demo.attrs["num_samples"], demo["actions"] = length, action(50 + number, length)
             demo["obs/low"], demo["next_obs/low"] = rows[first:-1], rows[first + 1 :]
-        file["data"].attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {}})
+        file["data"].attrs["env_args"] = json.dumps(
+            {"env_name": "Lift", "type": 1, "env_kwargs": {}}
+        )
     return path
 
 
 @pytest.mark.parametrize("write", [d4rl, with_finals])
-def test_a_dummy_step_after_an_end_is_reported(tmp_path: Path, write: Callable[[Path, bool], Path]) -> None:
+def test_a_dummy_step_after_an_end_is_reported(
+    tmp_path: Path, write: Callable[[Path, bool], Path]
+) -> None:
     assert not rollout_data.open(write(tmp_path / "a.hdf5", False)).advice
     recording = rollout_data.open(write(tmp_path / "b.hdf5", True))
     (remark,) = recording.advice
-    assert "the first one of the next episode, 1 times" in str(remark) and "autoreset" in str(remark)
+    assert "the first one of the next episode, 1 times" in str(remark) and "autoreset" in str(
+        remark
+    )
     assert recording.problems == []
 
 
@@ -120,17 +146,24 @@ def parts(kind: str) -> dict[str, Any]:
 
 
 def of_robomimic(folder: Path) -> list[Path]:
-    return [controlled(folder / f"{kind}.hdf5", {"type": kind}) for kind in ("JOINT_POSITION", "OSC_POSE")]
+    return [
+        controlled(folder / f"{kind}.hdf5", {"type": kind})
+        for kind in ("JOINT_POSITION", "OSC_POSE")
+    ]
 
 
 def of_parts(folder: Path) -> list[Path]:
-    return [controlled(folder / f"{kind}.hdf5", parts(kind)) for kind in ("JOINT_POSITION", "OSC_POSE")]
+    return [
+        controlled(folder / f"{kind}.hdf5", parts(kind)) for kind in ("JOINT_POSITION", "OSC_POSE")
+    ]
 
 
 def of_ours(folder: Path) -> list[Path]:
     for kind in ("JOINT_POSITION", "OSC_POSE"):
         with RolloutWriter(folder / kind, 1, metadata={"control_mode": kind}) as writer:
-            writer.add(observation=np.zeros((1, 2)), action=np.ones((1, 1)), reward=[0.0], done=[True])
+            writer.add(
+                observation=np.zeros((1, 2)), action=np.ones((1, 1)), reward=[0.0], done=[True]
+            )
     return [folder / "JOINT_POSITION", folder / "OSC_POSE"]
 
 
@@ -150,15 +183,21 @@ def test_sources_of_different_control_modes_do_not_mix_silently(
     datasets = [rollout_data.WindowDataset(path, length=1) for path in paths]
     for mix in (
         lambda: rollout_data.WindowDataset(paths, length=1),
-        lambda: rollout_data.RolloutDataset([rollout_data.open(path) for path in paths], 1).get_batch(),
+        lambda: rollout_data.RolloutDataset(
+            [rollout_data.open(path) for path in paths], 1
+        ).get_batch(),
         lambda: rollout_data.WindowMixture(datasets),
         lambda: rollout_data.WindowMixture(paths),
     ):
-        with pytest.warns(RolloutDataWarning, match="one control mode, got .*JOINT_POSITION.*, .*OSC_POSE"):
+        with pytest.warns(
+            RolloutDataWarning, match="one control mode, got .*JOINT_POSITION.*, .*OSC_POSE"
+        ):
             mix()
 
 
-def test_episodes_of_different_control_modes_in_one_file_do_not_mix_silently(tmp_path: Path) -> None:
+def test_episodes_of_different_control_modes_in_one_file_do_not_mix_silently(
+    tmp_path: Path,
+) -> None:
     path = maniskill(tmp_path / "x.h5")
     about = json.loads(path.with_suffix(".json").read_text())
     about["episodes"][0]["control_mode"] = "pd_joint_pos"

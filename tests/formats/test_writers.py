@@ -39,13 +39,18 @@ def record(
     ) as writer:
         for episode, length in enumerate(LENGTHS):
             for frame in range(length + 1):
-                state = torch.tensor([[1000 * episode + 10 * frame + column for column in range(3)]], dtype=dtype)
+                state = torch.tensor(
+                    [[1000 * episode + 10 * frame + column for column in range(3)]], dtype=dtype
+                )
                 picture = torch.full((1, 4, 5, 3), (10 * episode + frame) % 256, dtype=torch.uint8)
                 observation = {"state": state, "images": {"left": picture}} if is_nested else state
                 if frame == length:
                     break
                 is_last = frame == length - 1
-                final = torch.tensor([[1000 * episode + 10 * (frame + 1) + column for column in range(3)]], dtype=dtype)
+                final = torch.tensor(
+                    [[1000 * episode + 10 * (frame + 1) + column for column in range(3)]],
+                    dtype=dtype,
+                )
                 following = {
                     "state": final,
                     "images": {"left": torch.full_like(picture, (10 * episode + frame + 1) % 256)},
@@ -54,7 +59,11 @@ def record(
                 writer.add(
                     observation=observation,
                     action=-state[:, :2].float(),
-                    **({"reward": torch.tensor([100.0 * episode + frame + 0.25])} if with_reward else {}),
+                    **(
+                        {"reward": torch.tensor([100.0 * episode + frame + 0.25])}
+                        if with_reward
+                        else {}
+                    ),
                     terminated=torch.tensor([is_last and ends]),
                     truncated=torch.tensor([is_last and not ends]),
                     **({"final_observation": following if is_nested else final} if is_last else {}),
@@ -72,7 +81,11 @@ def write(recording: Any, path: Path, name: str, **options: Any) -> Any:
 
 
 def arrays(fields: Any) -> dict[str, np.ndarray]:
-    return {"": fields} if not isinstance(fields, dict) else {name: np.asarray(value) for name, value in fields.items()}
+    return (
+        {"": fields}
+        if not isinstance(fields, dict)
+        else {name: np.asarray(value) for name, value in fields.items()}
+    )
 
 
 def same(mine: Any, theirs: Any) -> None:
@@ -100,17 +113,27 @@ def test_episodes_come_back_from_every_format(tmp_path, name, is_nested):
             pictures = np.asarray(theirs.observation["images_left"]) * 255
             same(
                 mine.observation,
-                {"state": theirs.observation["state"], "images/left": pictures.round().astype(np.uint8)},
+                {
+                    "state": theirs.observation["state"],
+                    "images/left": pictures.round().astype(np.uint8),
+                },
             )
         elif name == "lerobot" and is_nested:
-            same({one.replace("/", "."): rows for one, rows in mine.observation.items()}, theirs.observation)
+            same(
+                {one.replace("/", "."): rows for one, rows in mine.observation.items()},
+                theirs.observation,
+            )
         elif not (name == "d4rl" and is_nested):
             same(mine.observation, theirs.observation)
         same(mine.action, theirs.action)
-        assert np.array_equal(np.asarray(mine.reward).reshape(-1), np.asarray(theirs.reward).reshape(-1))
+        assert np.array_equal(
+            np.asarray(mine.reward).reshape(-1), np.asarray(theirs.reward).reshape(-1)
+        )
         if "how an episode ended" not in " ".join(writer.report) and name not in ("isaaclab",):
             assert (mine.terminated, mine.truncated) == (theirs.terminated, theirs.truncated)
-        if "after the last step" not in " ".join(writer.report) and not (name == "d4rl" and is_nested):
+        if "after the last step" not in " ".join(writer.report) and not (
+            name == "d4rl" and is_nested
+        ):
             same(mine.final_observation, theirs.final_observation)
     with pytest.raises(UsageError, match="cannot write"):
         write(source, target, name, **OPTIONS.get(name, {}))
@@ -129,18 +152,26 @@ def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
     assert again.written == {one.id for one in source}
     write(source, whole, name)
     files = [
-        sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path] for path in (target, whole)
+        sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+        for path in (target, whole)
     ]
     assert [one.name for one in files[0]] == [one.name for one in files[1]]
     for one, other in zip(*files, strict=True):
         if one.suffix in (".hdf5", ".pickle"):
-            # The last line of a note has the times of the files, and the name of the set in their sizes.
-            contents = [re.sub(rb'\n\{"files": .*', b"", file.read_bytes()) for file in (one, other)]
+            # The last line of a note has the times of the files, and the name of the set in their
+            # sizes.
+            contents = [
+                re.sub(rb'\n\{"files": .*', b"", file.read_bytes()) for file in (one, other)
+            ]
             assert contents[0] == contents[1]
-    assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], "nothing is left beside it"
+    assert not [one for one in tmp_path.rglob(".*") if one.parent.name != "ours"], (
+        "nothing is left beside it"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if not writer_class(name).is_laid_out_first])
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if not writer_class(name).is_laid_out_first]
+)
 def test_what_a_killed_writer_left_opens_with_the_episodes_that_are_whole(tmp_path, name):
     source = record(tmp_path / "ours", dtype=torch.float32)
     writer = writer_class(name)(tmp_path / "set.hdf5", source, source.metadata, {})
@@ -148,21 +179,32 @@ def test_what_a_killed_writer_left_opens_with_the_episodes_that_are_whole(tmp_pa
         writer.add(source[number])
         back = rollout_data.open(tmp_path / "set.hdf5")
         assert [len(one) for one in back] == LENGTHS[: number + 1]
-        assert all(np.array_equal(mine.action, theirs.action) for mine, theirs in zip(source, back, strict=False))
+        assert all(
+            np.array_equal(mine.action, theirs.action)
+            for mine, theirs in zip(source, back, strict=False)
+        )
 
 
 def test_tasks_and_texts_come_back_from_rlinf_and_what_is_reshaped_is_told(tmp_path):
     with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
         for frame in range(3):
-            notes = {"episode": [{"task": "поднять куб"}], "terminated": [True]} if frame == 2 else {}
+            notes = (
+                {"episode": [{"task": "поднять куб"}], "terminated": [True]} if frame == 2 else {}
+            )
             grid = torch.full((1, 2, 2), float(frame))
-            recorder.add(observation=grid, action=grid, reward=grid[:, :1, 0], note=[[f"ü{frame}"]], **notes)
+            recorder.add(
+                observation=grid, action=grid, reward=grid[:, :1, 0], note=[[f"ü{frame}"]], **notes
+            )
     source = rollout_data.open(tmp_path / "ours")
     report = write(source, tmp_path / "rlinf", "rlinf").report
     (episode,) = rollout_data.open(tmp_path / "rlinf")
     assert (episode.task, episode["forward_inputs/note"]) == ("поднять куб", ["ü0", "ü1", "ü2"])
-    assert np.array_equal(episode.action, source[0].action) and any("rows of one" in one for one in report)
-    clips = rollout_data.open(Path(__file__).parents[1] / "data" / "formats" / "motion_npz" / "clips")
+    assert np.array_equal(episode.action, source[0].action) and any(
+        "rows of one" in one for one in report
+    )
+    clips = rollout_data.open(
+        Path(__file__).parents[1] / "data" / "formats" / "motion_npz" / "clips"
+    )
     write(clips, tmp_path / "clips", "rlinf")  # observations only
     for mine, theirs in zip(clips, rollout_data.open(tmp_path / "clips"), strict=True):
         same(mine.observation, theirs.observation)
@@ -175,7 +217,10 @@ def test_coded_components_are_written_as_the_bytes_that_were_read(tmp_path, samp
     source = latest = sample("components")
     for step, name in enumerate(way):
         rollout_data.convert(latest, latest := tmp_path / str(step), to=name, progress=False)
-    chunks = [[pickle.loads(path.read_bytes()) for path in sorted(one.rglob("traj_*"))] for one in (source, latest)]
+    chunks = [
+        [pickle.loads(path.read_bytes()) for path in sorted(one.rglob("traj_*"))]
+        for one in (source, latest)
+    ]
     mine, theirs = (np.concatenate([chunk["obs_depth"] for chunk in one]) for one in chunks)
     assert theirs.dtype == np.uint8 and np.array_equal(mine, theirs)
     about = json.loads((latest / "metadata.json").read_text())
@@ -184,13 +229,17 @@ def test_coded_components_are_written_as_the_bytes_that_were_read(tmp_path, samp
 
 @pytest.mark.parametrize("victim", [1, 3])
 @pytest.mark.parametrize("name", [OWN, *WRITERS, *EXPORTS])
-def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(tmp_path, name, victim):
+def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
+    tmp_path, name, victim
+):
     if name in EXPORTS:
         pytest.importorskip("rerun", reason="its tests need the package rerun-sdk")
     record(tmp_path / "ours", dtype=torch.float32, codecs={"images/left": "lz4"})
     (block,) = (tmp_path / "ours").glob("*.h5")
     chunks = read_header(block).chunks["data"]["observation/images/left"]
-    _, end = chunks.byte_ranges(np.array([sum(LENGTHS[:victim])]), np.array([sum(LENGTHS[: victim + 1])]))
+    _, end = chunks.byte_ranges(
+        np.array([sum(LENGTHS[:victim])]), np.array([sum(LENGTHS[: victim + 1])])
+    )
     content = bytearray(block.read_bytes())
     content[int(end[0]) - 1] ^= 0xFF
     block.write_bytes(content)
@@ -198,7 +247,9 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(tmp
     kept = [one for number, one in enumerate(source) if number != victim]
     done = rollout_data.convert(source, target, to=name, progress=False)
     assert done.num_episodes == len(kept)
-    assert [f"of trajectory {victim}" in str(one) and "images/left" in str(one) for one in done.problems] == [True]
+    assert [
+        f"of trajectory {victim}" in str(one) and "images/left" in str(one) for one in done.problems
+    ] == [True]
     assert not list(target.parent.glob(".*")), "nothing is left beside it"
     if name not in EXPORTS:
         back = rollout_data.open(target)
@@ -226,14 +277,20 @@ def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):
         if write(source, tmp_path / "robomimic.hdf5", "robomimic")
         else None as file
     ):
-        assert "rewards" not in file["data/demo_0"] and json.loads(file["data"].attrs["env_args"])["env_kwargs"] == {}
+        assert (
+            "rewards" not in file["data/demo_0"]
+            and json.loads(file["data"].attrs["env_args"])["env_kwargs"] == {}
+        )
 
 
 def test_parts_that_would_lie_over_each_other_in_a_trajectory_folder_are_refused(tmp_path):
     with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
         row = torch.ones(1, 2)
         recorder.add(
-            observation={"a": {"b": row}, "a_b": 2 * row}, action=row, reward=row[:, 0], terminated=torch.ones(1).bool()
+            observation={"a": {"b": row}, "a_b": 2 * row},
+            action=row,
+            reward=row[:, 0],
+            terminated=torch.ones(1).bool(),
         )
     with pytest.raises(UsageError, match="several called 'a_b'"):
         write(rollout_data.open(tmp_path / "ours"), tmp_path / "folders", "trajectory-folders")
@@ -245,7 +302,13 @@ def record_more(folder: Path, **fields: Any) -> Any:
         for frame in range(3):
             state, is_last = torch.full((1, 2), float(frame)), torch.tensor([frame == 2])
             final = {"final_observation": {"state": state + 1}} if frame == 2 else {}
-            told = {"action": state, "reward": state[:, 0], "terminated": is_last, **final, **fields}
+            told = {
+                "action": state,
+                "reward": state[:, 0],
+                "terminated": is_last,
+                **final,
+                **fields,
+            }
             writer.add(observation={"state": state}, **told)
     return rollout_data.open(folder)
 
@@ -256,7 +319,9 @@ def test_other_fields_keep_their_names_in_d4rl_or_the_report_says_how_they_are_c
     report = write(source, tmp_path / "x.hdf5", "d4rl").report
     write(rollout_data.open(tmp_path / "x.hdf5"), tmp_path / "again.hdf5", "d4rl")
     for name in ("x", "again"):
-        assert {"infos/qvel", "infos/value"} <= set(rollout_data.open(tmp_path / f"{name}.hdf5")[0].keys())
+        assert {"infos/qvel", "infos/value"} <= set(
+            rollout_data.open(tmp_path / f"{name}.hdf5")[0].keys()
+        )
     for what in ("other fields are called infos/<name>", "bfloat16 is written as float32"):
         assert report[what] == [source[0].id]
 
@@ -264,7 +329,9 @@ def test_other_fields_keep_their_names_in_d4rl_or_the_report_says_how_they_are_c
 def test_two_fields_for_one_dataset_are_refused(tmp_path):
     arm = {"arm": torch.ones(1, 2)}
     source = record_more(tmp_path / "ours", action=arm, action_dict=arm)
-    with pytest.raises(UsageError, match=r"expected one field for a dataset, got two for 'action_dict/arm'"):
+    with pytest.raises(
+        UsageError, match=r"expected one field for a dataset, got two for 'action_dict/arm'"
+    ):
         write(source, tmp_path / "x.hdf5", "robomimic")
 
 

@@ -22,7 +22,13 @@ import pytest
 import rollout_data
 from rollout_data.formats.records.tfrecord import crc32c
 from rollout_data.tools.cli.command_line import main
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.values import action, picture, state
 
 numcodecs = pytest.importorskip("numcodecs")
@@ -34,7 +40,9 @@ def arrays(lengths: tuple[int, ...] = LENGTHS) -> dict[str, np.ndarray]:
     pairs = list(enumerate(lengths, 50))
     return {
         "data/action": np.vstack([action(number, length) for number, length in pairs]),
-        "data/state": np.vstack([state(number, length, dtype="float64") for number, length in pairs]),
+        "data/state": np.vstack(
+            [state(number, length, dtype="float64") for number, length in pairs]
+        ),
         "data/img": np.vstack([picture(number, length) for number, length in pairs]),
         "meta/episode_ends": np.cumsum(lengths),
     }
@@ -52,8 +60,13 @@ def chunks_of(values: np.ndarray, shape: tuple[int, ...]) -> Any:
     """Yield the place and values of each chunk; those at the edges are filled up."""
     grid = [range(-(-size // chunk)) for size, chunk in zip(values.shape, shape, strict=True)]
     for place in product(*grid):
-        part = values[tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, shape, strict=True))]
-        yield place, np.pad(part, [(0, size - got) for size, got in zip(shape, part.shape, strict=True)])
+        part = values[
+            tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, shape, strict=True))
+        ]
+        yield (
+            place,
+            np.pad(part, [(0, size - got) for size, got in zip(shape, part.shape, strict=True)]),
+        )
 
 
 def write_2(
@@ -69,8 +82,19 @@ def write_2(
     for name, values in found.items():
         shape = (rows, *(-(-size // 2) for size in values.shape[1:]))
         (folder / name).mkdir(parents=True)
-        about = {"zarr_format": 2, "shape": values.shape, "chunks": shape, "dtype": values.dtype.str, "order": order}
-        about |= {"compressor": compressor, "fill_value": 0, "filters": None, "dimension_separator": separator}
+        about = {
+            "zarr_format": 2,
+            "shape": values.shape,
+            "chunks": shape,
+            "dtype": values.dtype.str,
+            "order": order,
+        }
+        about |= {
+            "compressor": compressor,
+            "fill_value": 0,
+            "filters": None,
+            "dimension_separator": separator,
+        }
         (folder / name / ".zarray").write_text(json.dumps(about))
         for place, chunk in chunks_of(values, shape):
             path = folder / name / separator.join(map(str, place))
@@ -87,23 +111,42 @@ def write_3(folder: Path, found: Mapping[str, np.ndarray], at_end: bool = True) 
         inner = (3, *values.shape[1:])
         outer = (6, *values.shape[1:])
         (folder / name / "c").mkdir(parents=True)
-        little, checked = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
+        little, checked = (
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        )
         location = {"index_location": "end" if at_end else "start"}
-        settings = {"chunk_shape": inner, "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}, checked]}
+        settings = {
+            "chunk_shape": inner,
+            "codecs": [little, {"name": "zstd", "configuration": {"level": 1}}, checked],
+        }
         shard = {
             "name": "sharding_indexed",
             "configuration": {**settings, "index_codecs": [little, checked], **location},
         }
-        about = {"zarr_format": 3, "node_type": "array", "shape": values.shape, "data_type": values.dtype.name}
-        about |= {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}}, "fill_value": 0}
-        about |= {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}}, "codecs": [shard]}
+        about = {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": values.shape,
+            "data_type": values.dtype.name,
+        }
+        about |= {
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}},
+            "fill_value": 0,
+        }
+        about |= {
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": [shard],
+        }
         (folder / name / "zarr.json").write_text(json.dumps(about))
         for place, piece in chunks_of(values, outer):
             index, body = [], b""
             for part in (piece[:3], piece[3:]):
                 data = bytes(numcodecs.Zstd(1).encode(part.tobytes())) if part.any() else b""
                 data += crc32c(data).to_bytes(4, "little") if data else b""
-                index += [len(body) + (0 if at_end else 36), len(data)] if data else [(1 << 64) - 1] * 2
+                index += (
+                    [len(body) + (0 if at_end else 36), len(data)] if data else [(1 << 64) - 1] * 2
+                )
                 body += data
             head = np.array(index, "<u8").tobytes()
             head += crc32c(head).to_bytes(4, "little")
@@ -119,9 +162,13 @@ def check(recording: Any, lengths: tuple[int, ...] = LENGTHS) -> None:
     for number, episode in enumerate(recording, 50):
         length = len(episode)
         np.testing.assert_array_equal(episode.action, action(number, length))
-        np.testing.assert_array_equal(episode.observation["state"], state(number, length, dtype="float64"))
+        np.testing.assert_array_equal(
+            episode.observation["state"], state(number, length, dtype="float64")
+        )
         np.testing.assert_array_equal(episode.observation["img"], picture(number, length))
-        np.testing.assert_array_equal(episode.read("action", length - 1, length), action(number, length)[-1:])
+        np.testing.assert_array_equal(
+            episode.read("action", length - 1, length), action(number, length)[-1:]
+        )
         assert (episode.reward, episode.terminated, episode.truncated) == (None, None, None)
 
 
@@ -132,9 +179,13 @@ CODECS = [None] + [
 CODECS += [{"id": name} for name in ("zstd", "lz4", "gzip", "zlib")]
 
 
-@pytest.mark.parametrize("compressor", CODECS, ids=lambda one: "-".join(map(str, one.values())) if one else "none")
+@pytest.mark.parametrize(
+    "compressor", CODECS, ids=lambda one: "-".join(map(str, one.values())) if one else "none"
+)
 @pytest.mark.parametrize("separator", [".", "/"])
-def test_format_2_gives_every_row(tmp_path: Path, compressor: dict[str, Any] | None, separator: str) -> None:
+def test_format_2_gives_every_row(
+    tmp_path: Path, compressor: dict[str, Any] | None, separator: str
+) -> None:
     check(rollout_data.open(write_2(tmp_path / "a.zarr", arrays(), compressor, separator)))
 
 
@@ -159,8 +210,12 @@ def test_a_zip_file_is_as_its_folder(tmp_path: Path, write: Any, compression: in
     check(pickle.loads(pickle.dumps(rollout_data.open(tmp_path / "a.zarr.zip"))))
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))])
-def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(tmp_path: Path, first: int) -> None:
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))]
+)
+def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(
+    tmp_path: Path, first: int
+) -> None:
     """Every third character is flipped in turn, from number `first` on."""
     folder, path = write_2(tmp_path / "a.zarr", arrays()), tmp_path / "a.zarr.zip"
     with zipfile.ZipFile(path, "w") as archive:
@@ -200,7 +255,9 @@ def test_damaged_zip_files_beside_good_recordings_are_listed_and_the_rest_opens(
     with zipfile.ZipFile(many / "good.zarr.zip") as archive:
         member = archive.getinfo("meta/episode_ends/.zarray")
     checksum = member.CRC.to_bytes(4, "little")
-    (many / "checksum.zarr.zip").write_bytes(whole.replace(checksum, (member.CRC ^ 1).to_bytes(4, "little")))
+    (many / "checksum.zarr.zip").write_bytes(
+        whole.replace(checksum, (member.CRC ^ 1).to_bytes(4, "little"))
+    )
     packed(folder, many / "json.zarr.zip", ("data/action/.zarray", b"{no json"))
     packed(folder, many / "list.zarr.zip", ("data/action/.zarray", b"[]"))
     packed(folder, many / "chunk.zarr.zip", ("meta/episode_ends/0", b"\0" * 5))
@@ -218,7 +275,9 @@ def test_damaged_zip_files_beside_good_recordings_are_listed_and_the_rest_opens(
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_damaged_zip_file_raises_errors_of_ours_and_gives_no_other_rows(tmp_path: Path, compression: int) -> None:
+def test_a_damaged_zip_file_raises_errors_of_ours_and_gives_no_other_rows(
+    tmp_path: Path, compression: int
+) -> None:
     folder = write_2(tmp_path / "folder", arrays(), {"id": "zlib"})
     path = tmp_path / "a.zarr.zip"
     with zipfile.ZipFile(path, "w", compression) as archive:
@@ -227,7 +286,10 @@ def test_a_damaged_zip_file_raises_errors_of_ours_and_gives_no_other_rows(tmp_pa
                 archive.write(piece, piece.relative_to(folder))
     whole = path.read_bytes()
     cuts = [whole[: len(whole) * part // 12] for part in range(12)]
-    flips = [whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :] for place in range(0, len(whole), 97)]
+    flips = [
+        whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
+        for place in range(0, len(whole), 97)
+    ]
     refused = []
     for damaged in [*cuts, b"no zip file at all" * 9, *flips]:
         path.write_bytes(damaged)
@@ -255,15 +317,25 @@ def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> Non
 
 
 def test_a_single_observation_and_rewards_go_by_their_names(tmp_path: Path) -> None:
-    found = {"data/obs": state(50, 4), "data/reward": np.arange(4.0), "meta/episode_ends": np.array([4])}
-    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found | {"meta/gain": np.array([2.5])}))[0]
+    found = {
+        "data/obs": state(50, 4),
+        "data/reward": np.arange(4.0),
+        "meta/episode_ends": np.array([4]),
+    }
+    episode = rollout_data.open(
+        write_2(tmp_path / "a.zarr", found | {"meta/gain": np.array([2.5])})
+    )[0]
     np.testing.assert_array_equal(episode.observation, state(50, 4))
     np.testing.assert_array_equal(episode.reward, np.arange(4.0))
     assert episode.action is None
 
 
 def test_an_array_whose_name_is_taken_keeps_its_own(tmp_path: Path) -> None:
-    found = {"data/action": state(50, 4), "data/actions": state(51, 4), "meta/episode_ends": np.array([4])}
+    found = {
+        "data/action": state(50, 4),
+        "data/actions": state(51, 4),
+        "meta/episode_ends": np.array([4]),
+    }
     episode = rollout_data.open(write_2(tmp_path / "a.zarr", found))[0]
     np.testing.assert_array_equal(episode.action, state(50, 4))
     np.testing.assert_array_equal(episode.observation["actions"], state(51, 4))
@@ -318,16 +390,27 @@ def test_an_empty_set_has_no_episode(tmp_path: Path) -> None:
         ({"fill_value": {}}, CorruptFileError),
     ],
 )
-def test_hostile_descriptions_are_refused(tmp_path: Path, change: dict[str, Any], error: type[Exception]) -> None:
+def test_hostile_descriptions_are_refused(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception]
+) -> None:
     path = write_2(tmp_path / "a.zarr", arrays()) / "data" / "action" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(error):
         rollout_data.open(tmp_path / "a.zarr")
 
 
-@pytest.mark.parametrize("change", [{"dtype": "|O", "filters": [{"id": "vlen-utf8"}]}, {"dtype": "<U9"}, {"shape": []}])
-def test_texts_and_single_values_are_left_out_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = write_2(tmp_path / "a.zarr", arrays() | {"meta/task": np.arange(3)}) / "meta" / "task" / ".zarray"
+@pytest.mark.parametrize(
+    "change", [{"dtype": "|O", "filters": [{"id": "vlen-utf8"}]}, {"dtype": "<U9"}, {"shape": []}]
+)
+def test_texts_and_single_values_are_left_out_by_name(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = (
+        write_2(tmp_path / "a.zarr", arrays() | {"meta/task": np.arange(3)})
+        / "meta"
+        / "task"
+        / ".zarray"
+    )
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     recording = rollout_data.open(tmp_path / "a.zarr")
     assert ["meta/task" in str(problem) for problem in recording.problems] == [True]
@@ -338,7 +421,10 @@ def test_pictures_of_jpeg_xl_are_decoded_or_name_the_package_that_they_need(tmp_
     found = {"data/img": picture(50, 2), "meta/episode_ends": np.array([2])}
     folder = write_2(tmp_path / "a.zarr", found, rows=1)
     path = folder / "data" / "img" / ".zarray"
-    settings = {"chunks": [1, 8, 10, 3], "compressor": {"id": "imagecodecs_jpegxl", "lossless": True}}
+    settings = {
+        "chunks": [1, 8, 10, 3],
+        "compressor": {"id": "imagecodecs_jpegxl", "lossless": True},
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     episode = rollout_data.open(folder)[0]
     if importlib.util.find_spec("imagecodecs") is None:
@@ -360,8 +446,12 @@ def test_a_link_to_another_place_is_refused(tmp_path: Path, where: str) -> None:
         _ = rollout_data.open(tmp_path / "a.zarr")[0].action
 
 
-@pytest.mark.parametrize("compressor", [{"id": "zlib"}, {"id": "zstd"}, {"id": "blosc", "cname": "lz4"}, {"id": "lz4"}])
-def test_a_chunk_that_unpacks_to_more_than_it_may_is_refused(tmp_path: Path, compressor: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "compressor", [{"id": "zlib"}, {"id": "zstd"}, {"id": "blosc", "cname": "lz4"}, {"id": "lz4"}]
+)
+def test_a_chunk_that_unpacks_to_more_than_it_may_is_refused(
+    tmp_path: Path, compressor: dict[str, Any]
+) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays(), compressor)
     (folder / "data" / "action" / "0.0").write_bytes(encoded(bytes(1 << 24), compressor))
     episode = rollout_data.open(folder)[0]
@@ -371,18 +461,30 @@ def test_a_chunk_that_unpacks_to_more_than_it_may_is_refused(tmp_path: Path, com
 
 def test_changed_and_cut_chunks_raise_nothing_else(tmp_path: Path) -> None:
     rng, num_refused = np.random.default_rng(0), 0
-    folders = [shutil.copytree(SAMPLES / name, tmp_path / name) for name in ("v2_dir.zarr", "v3_shards.zarr")]
+    folders = [
+        shutil.copytree(SAMPLES / name, tmp_path / name)
+        for name in ("v2_dir.zarr", "v3_shards.zarr")
+    ]
     paths = [
-        path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 2
+        path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.stat().st_size > 2
     ]
     for number in range(120):
         path = paths[number % len(paths)]
         whole = path.read_bytes()
         at = int(rng.integers(len(whole)))
-        changed = bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :] if rng.integers(2) else b""
+        changed = (
+            bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :]
+            if rng.integers(2)
+            else b""
+        )
         path.write_bytes(whole[:at] + changed)
         try:
-            for episode in rollout_data.open(folders[path.is_relative_to(folders[1])], format="zarr"):
+            for episode in rollout_data.open(
+                folders[path.is_relative_to(folders[1])], format="zarr"
+            ):
                 _ = episode.action, episode.observation
         except RolloutDataError as error:
             assert isinstance(error, DataFileError)

@@ -14,7 +14,9 @@ def state(episode: int, num_rows: int, columns: int = 3, dtype: str = "float32")
 
 def action(episode: int, num_rows: int, columns: int = 2) -> Array:
     """`[num_rows, columns]` float32: -(100 * episode + row) - column / 8."""
-    return (-(100 * episode + np.arange(num_rows)[:, None]) - np.arange(columns) / 8).astype("float32")
+    return (-(100 * episode + np.arange(num_rows)[:, None]) - np.arange(columns) / 8).astype(
+        "float32"
+    )
 
 
 def reward(episode: int, num_rows: int) -> Array:

@@ -16,7 +16,9 @@ NUM_FLIPS = 5000
 def test_flipped_bits_of_a_coded_block_are_reported_or_without_effect(tmp_path):
     (path,) = coded.record(tmp_path / "data", num_steps=4, num_envs=2).glob("*.h5")
     positions = used_bytes(path)
-    chosen = np.random.default_rng(0).choice(positions, min(NUM_FLIPS, len(positions)), replace=False)
+    chosen = np.random.default_rng(0).choice(
+        positions, min(NUM_FLIPS, len(positions)), replace=False
+    )
     counts = check_flips(path, tmp_path / path.name, sorted(chosen.tolist()), [2])
     assert counts["CorruptFileError"] > 0.1 * sum(counts.values())
     print(f"flipped {sum(counts.values())} bits: {counts}")

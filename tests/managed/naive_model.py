@@ -37,7 +37,11 @@ class PriorityModel:
         self.total += 1
 
     def drop_stale(self, iteration: int) -> None:
-        self.rows = [r for r in self.rows if r.collected is None or iteration - r.collected < self.max_staleness]
+        self.rows = [
+            r
+            for r in self.rows
+            if r.collected is None or iteration - r.collected < self.max_staleness
+        ]
 
     def drawn(self, row_ids: list[int]) -> list[int]:
         """Count uses; give those of each copy, and drop what is used up."""
@@ -80,7 +84,10 @@ def item(number: int, **more: Any) -> dict[str, Any]:
     import torch
 
     return {
-        "observation": {"joints": torch.full((3,), float(number)), "depth": torch.full((2, 2), number)},
+        "observation": {
+            "joints": torch.full((3,), float(number)),
+            "depth": torch.full((2, 2), number),
+        },
         "reward": torch.tensor(float(number)),
         "array": np.full(2, number, np.float64),
         "note": f"item {number}",
@@ -92,8 +99,12 @@ def item(number: int, **more: Any) -> dict[str, Any]:
 def number_of(found: dict[str, Any]) -> int:
     """Read the number of an item, after checking that all of its leaves agree."""
     number = int(found["reward"])
-    assert (found["observation"]["joints"] == number).all() and found["observation"]["joints"].shape == (3,)
-    assert (found["observation"]["depth"] == number).all() and found["observation"]["depth"].shape == (2, 2)
+    assert (found["observation"]["joints"] == number).all() and found["observation"][
+        "joints"
+    ].shape == (3,)
+    assert (found["observation"]["depth"] == number).all() and found["observation"][
+        "depth"
+    ].shape == (2, 2)
     assert (found["array"] == number).all() and found["array"].dtype == "float64"
     assert found["note"] == f"item {number}" and found["sequence"] == [number, {"deep": (number,)}]
     return number

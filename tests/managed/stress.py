@@ -18,9 +18,16 @@ SIZE, WIDTH, BATCH = 2000, 64, 32
 
 def make() -> BufferManager:
     """Make a manager of two prioritized buffers with every limit that there is."""
-    options = {"replay_buffer_size": SIZE, "max_use": 20, "max_staleness": 400, "min_sample_ratio": 0.1}
+    options = {
+        "replay_buffer_size": SIZE,
+        "max_use": 20,
+        "max_staleness": 400,
+        "min_sample_ratio": 0.1,
+    }
     cfg = {name: {**options, "generator": place} for place, name in enumerate(NAMES)}
-    return BufferManager({"buffer_name": NAMES, "sample_ratio": {"agent_1": 0.75, "demo": 0.25}, **cfg}, generator=0)
+    return BufferManager(
+        {"buffer_name": NAMES, "sample_ratio": {"agent_1": 0.75, "demo": 0.25}, **cfg}, generator=0
+    )
 
 
 def row(number: int) -> dict[str, Any]:
@@ -55,7 +62,12 @@ class Stress:
 
     def run(self, duration_s: float) -> None:
         """Run; raise what any thread raised."""
-        jobs = [lambda: self.push("agent_1"), lambda: self.push("demo"), self.sample_items, self.sample_tensors]
+        jobs = [
+            lambda: self.push("agent_1"),
+            lambda: self.push("demo"),
+            self.sample_items,
+            self.sample_tensors,
+        ]
         threads = [threading.Thread(target=self.repeat, args=(job,)) for job in jobs]
         for thread in threads:
             thread.start()
@@ -94,7 +106,9 @@ class Stress:
             assert one["note"] == [number] and one["replay_unique_id"].endswith(f"_{number}")
             assert 0 < one["IS"] <= 1 and one["use"] >= 1
         names = [one["replay_unique_id"] for one in found]
-        applied = self.manager.update({"replay_unique_id": names, "priority": [len(x) % 5 + 0.5 for x in names]})
+        applied = self.manager.update(
+            {"replay_unique_id": names, "priority": [len(x) % 5 + 0.5 for x in names]}
+        )
         self.count(BATCH, applied, BATCH)
 
     def sample_tensors(self) -> None:
@@ -104,13 +118,17 @@ class Stress:
         for batch, weights, ids in found.values():
             assert ((weights > 0) & (weights <= 1)).all()
             numbers = batch["number"]
-            assert torch.equal(numbers, ids) and batch["note"] == [[number] for number in numbers.tolist()]
+            assert torch.equal(numbers, ids) and batch["note"] == [
+                [number] for number in numbers.tolist()
+            ]
             for values, number, checksum in zip(
                 batch["x"]["values"], numbers.tolist(), batch["checksum"].tolist(), strict=True
             ):
                 check_row(values, number, checksum)
         ids = {name: part[2] for name, part in found.items()}
-        applied = self.manager.update_priorities(ids, {name: its % 3 + 0.1 for name, its in ids.items()})
+        applied = self.manager.update_priorities(
+            ids, {name: its % 3 + 0.1 for name, its in ids.items()}
+        )
         self.count(BATCH * 3 // 2, applied, BATCH * 3 // 2)
 
     def count(self, num_sampled: int, num_updated: int, num_given: int) -> None:

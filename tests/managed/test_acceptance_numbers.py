@@ -31,12 +31,19 @@ def test_sizes_and_iterations_of_numpy_are_taken(make: Callable[..., NaiveReplay
     assert buffer.replay_buffer_size == 5 and type(buffer.replay_buffer_size) is int
     found = buffer.sample(np.int64(3), np.int32(9))
     assert found is not None and len(found) == 3
-    assert all(item.get("staleness", 9 - item["collect_iter"]) == 9 - item["collect_iter"] for item in found)
-    assert buffer.sample_check(np.int64(5), np.int64(9)) and not buffer.sample_check(np.int64(6), np.int64(9))
+    assert all(
+        item.get("staleness", 9 - item["collect_iter"]) == 9 - item["collect_iter"]
+        for item in found
+    )
+    assert buffer.sample_check(np.int64(5), np.int64(9)) and not buffer.sample_check(
+        np.int64(6), np.int64(9)
+    )
     assert buffer.sample(np.int64(6)) is None and buffer.sample(np.int64(0)) == []
 
 
-@pytest.mark.parametrize("size", [True, 1.0, np.float64(1), np.bool_(True), "1", None, -1, np.int64(-1)])
+@pytest.mark.parametrize(
+    "size", [True, 1.0, np.float64(1), np.bool_(True), "1", None, -1, np.int64(-1)]
+)
 def test_what_is_no_count_is_refused(size: object) -> None:
     buffer = NaiveReplayBuffer(5)
     buffer.push(_item(0))
@@ -51,16 +58,26 @@ def test_episodes_take_counts_of_numpy() -> None:
 
 
 def test_a_manager_takes_sizes_iterations_and_ratios_of_numpy() -> None:
-    options = {"replay_buffer_size": np.int64(10), "rate_limiter": {"samples_per_insert": 100, "tolerance": 10_000}}
+    options = {
+        "replay_buffer_size": np.int64(10),
+        "rate_limiter": {"samples_per_insert": 100, "tolerance": 10_000},
+    }
     shares = np.array([0.5, 0.5], np.float32)
-    cfg = {"buffer_name": ["a", "b"], "sample_ratio": dict(zip("ab", shares, strict=True)), "a": options, "b": options}
+    cfg = {
+        "buffer_name": ["a", "b"],
+        "sample_ratio": dict(zip("ab", shares, strict=True)),
+        "a": options,
+        "b": options,
+    }
     manager = BufferManager(cfg)
     manager.push_data([_item(number) for number in range(10)], ["a", "b"])
     assert len(manager.sample(np.int64(6), np.int64(9))) == 6
     found = manager.sample({"a": np.int64(2), "b": np.int64(3)}, np.int64(9))
     assert [len(found[name]) for name in "ab"] == [2, 3]
     state = manager["a"].rate_limiter.state_dict()
-    assert all(type(count) is int for count in state.values())  # so that they can be written as JSON
+    assert all(
+        type(count) is int for count in state.values()
+    )  # so that they can be written as JSON
 
 
 def test_a_limiter_counts_numbers_of_numpy_as_python_s() -> None:
@@ -80,7 +97,9 @@ def test_a_tree_reduces_ranges_of_numpy() -> None:
 
 
 def test_a_push_through_a_manager_tells_the_monitor_its_time() -> None:
-    manager = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "monitor": BufferMonitor()}})
+    manager = BufferManager(
+        {"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "monitor": BufferMonitor()}}
+    )
     manager.push_data(_item(0))
     found = manager["a"].monitor.snapshot()
     assert found["in/time_mean"] > 0 and found["in/ticks"] == found["in/size_max"] == 1
@@ -90,11 +109,15 @@ def test_the_trees_under_the_front_are_exported() -> None:
     tree = storage.SumTree(3)
     tree.write(torch.tensor([0, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert tree.reduce() == 3.0
-    assert storage.MinTree(3).reduce() == float("inf") and storage.MaxTree(3).reduce() == -float("inf")
+    assert storage.MinTree(3).reduce() == float("inf") and storage.MaxTree(3).reduce() == -float(
+        "inf"
+    )
 
 
 @pytest.mark.parametrize(("make", "applied"), [(NaiveReplayBuffer, 0), (AdvancedReplayBuffer, 2)])
-def test_an_update_takes_ids_as_an_array(make: Callable[..., NaiveReplayBuffer], applied: int) -> None:
+def test_an_update_takes_ids_as_an_array(
+    make: Callable[..., NaiveReplayBuffer], applied: int
+) -> None:
     buffer = make(4)
     buffer.extend(_item(number) for number in range(3))
     ids = np.array(["buffer_0", "buffer_2"])
@@ -102,7 +125,9 @@ def test_an_update_takes_ids_as_an_array(make: Callable[..., NaiveReplayBuffer],
     assert buffer.update({"replay_unique_id": ids[:0], "priority": []}) == 0
     assert buffer.update({"replay_unique_id": None}) == 0
     with pytest.raises(KeyError):
-        buffer.update({"replay_unique_id": np.array(["other_0", "buffer_1"]), "priority": [1.0, 2.0]})
+        buffer.update(
+            {"replay_unique_id": np.array(["other_0", "buffer_1"]), "priority": [1.0, 2.0]}
+        )
 
 
 def test_when_an_item_was_collected_may_be_any_kind_of_number() -> None:
@@ -110,5 +135,10 @@ def test_when_an_item_was_collected_may_be_any_kind_of_number() -> None:
     for collected in (torch.tensor(3), np.int64(4), 5, None):
         item = {"obs": torch.zeros(2)}
         buffer.push(item if collected is None else {**item, "collect_iter": collected})
-    assert sorted({one["staleness"] for one in buffer.sample(40, cur_learner_iter=7)}) == [-1, 2, 3, 4]
+    assert sorted({one["staleness"] for one in buffer.sample(40, cur_learner_iter=7)}) == [
+        -1,
+        2,
+        3,
+        4,
+    ]
     assert {one["staleness"] for one in buffer.sample(40, cur_learner_iter=9)} == {-1, 4}

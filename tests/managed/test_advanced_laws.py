@@ -26,28 +26,51 @@ def check(buffer: AdvancedReplayBuffer, model: PriorityModel) -> None:
     expected = model.probabilities()
     assert float(weights.sum()) > 0 or not expected
     for row_id, chance in expected.items():
-        assert float(weights[row_id % model.size] / weights.sum()) == pytest.approx(chance, rel=1e-9, abs=1e-300)
+        assert float(weights[row_id % model.size] / weights.sum()) == pytest.approx(
+            chance, rel=1e-9, abs=1e-300
+        )
     assert int((weights > 0).sum()) == sum(chance > 0 for chance in expected.values())
 
 
 @settings(max_examples=60)
-@given(data=st.data(), size=st.integers(1, 40), max_use=LIMIT, max_staleness=LIMIT, alpha=st.sampled_from([0, 0.6, 1]))
+@given(
+    data=st.data(),
+    size=st.integers(1, 40),
+    max_use=LIMIT,
+    max_staleness=LIMIT,
+    alpha=st.sampled_from([0, 0.6, 1]),
+)
 def test_any_sequence_of_calls_equals_the_model(
     data: st.DataObject, size: int, max_use: float, max_staleness: float, alpha: float
 ) -> None:
     buffer = AdvancedReplayBuffer(
-        size, max_use=max_use, max_staleness=max_staleness, alpha=alpha, anneal_step=10, generator=0, min_sample_ratio=0
+        size,
+        max_use=max_use,
+        max_staleness=max_staleness,
+        alpha=alpha,
+        anneal_step=10,
+        generator=0,
+        min_sample_ratio=0,
     )
-    model, iteration, num_draws, given_out = PriorityModel(size, max_use, max_staleness, alpha), 0, 0, [0]
+    model, iteration, num_draws, given_out = (
+        PriorityModel(size, max_use, max_staleness, alpha),
+        0,
+        0,
+        [0],
+    )
     for _ in range(data.draw(st.integers(1, 12))):
         kind = data.draw(st.sampled_from(["push", "push", "batch", "sample", "tensors", "update"]))
         iteration += data.draw(st.integers(0, 2))
         if kind == "push":
-            new = data.draw(st.lists(st.tuples(PRIORITY, st.one_of(st.none(), st.integers(-3, 0))), max_size=5))
+            new = data.draw(
+                st.lists(st.tuples(PRIORITY, st.one_of(st.none(), st.integers(-3, 0))), max_size=5)
+            )
             items = []
             for number, (priority, age) in enumerate(new, model.total):
                 more = {} if age is None else {"collect_iter": [iteration, iteration + age]}
-                items.append(item(number, **more, **({} if priority is None else {"priority": priority})))
+                items.append(
+                    item(number, **more, **({} if priority is None else {"priority": priority}))
+                )
             buffer.push(items)
             for number, (priority, age) in enumerate(new, model.total):
                 model.push(number, priority, None if age is None else iteration + age)
@@ -65,9 +88,14 @@ def test_any_sequence_of_calls_equals_the_model(
             assert [number_of(x) for x in found] == row_ids
             for x, row_id in zip(found, row_ids, strict=True):
                 row = model.row(row_id)
-                assert x["IS"] == pytest.approx(model.importance(row_id, beta), rel=1e-9) and 0 < x["IS"] <= 1
+                assert (
+                    x["IS"] == pytest.approx(model.importance(row_id, beta), rel=1e-9)
+                    and 0 < x["IS"] <= 1
+                )
                 assert x["priority"] == pytest.approx(row.priority, rel=1e-12)
-                assert x["staleness"] == (-1 if row.collected is None else iteration - row.collected)
+                assert x["staleness"] == (
+                    -1 if row.collected is None else iteration - row.collected
+                )
                 assert x["replay_buffer_idx"] == row_id % size
             assert [x["use"] for x in found] == model.drawn(row_ids)
             # One draw per interval of equal mass: never more than one away from what is expected.
@@ -76,7 +104,9 @@ def test_any_sequence_of_calls_equals_the_model(
             given_out += row_ids
         elif kind == "update":
             ids = data.draw(st.lists(st.sampled_from(given_out), max_size=6))
-            priorities = data.draw(st.lists(st.floats(0, 100), min_size=len(ids), max_size=len(ids)))
+            priorities = data.draw(
+                st.lists(st.floats(0, 100), min_size=len(ids), max_size=len(ids))
+            )
             names = [f"buffer_{row_id}" for row_id in ids]
             dead_before = buffer.num_dead_updates
             applied = buffer.update({"replay_unique_id": names, "priority": priorities})
@@ -87,14 +117,20 @@ def test_any_sequence_of_calls_equals_the_model(
 
 @settings(max_examples=40)
 @given(data=st.data(), size=st.integers(1, 100), alpha=st.sampled_from([0.3, 1.0]), max_use=LIMIT)
-def test_the_tensor_front_equals_the_model(data: st.DataObject, size: int, alpha: float, max_use: float) -> None:
-    buffer = AdvancedReplayBuffer(size, alpha=alpha, max_use=max_use, generator=0, min_sample_ratio=0, anneal_step=0)
+def test_the_tensor_front_equals_the_model(
+    data: st.DataObject, size: int, alpha: float, max_use: float
+) -> None:
+    buffer = AdvancedReplayBuffer(
+        size, alpha=alpha, max_use=max_use, generator=0, min_sample_ratio=0, anneal_step=0
+    )
     model = PriorityModel(size, max_use, alpha=alpha)
     for _ in range(data.draw(st.integers(1, 6))):
         num_rows = data.draw(st.integers(0, 130))
         numbers = torch.arange(model.total, model.total + num_rows)
         priorities = data.draw(st.one_of(st.none(), st.floats(0, 10)))
-        ids = buffer.extend_tensors({"x": {"y": numbers.float().unsqueeze(1)}, "z": numbers.numpy()}, priorities)
+        ids = buffer.extend_tensors(
+            {"x": {"y": numbers.float().unsqueeze(1)}, "z": numbers.numpy()}, priorities
+        )
         for number in numbers.tolist():
             model.push(number, priorities, None)
         assert ids.tolist() == list(range(max(model.total - min(size, num_rows), 0), model.total))
@@ -110,7 +146,9 @@ def test_the_tensor_front_equals_the_model(data: st.DataObject, size: int, alpha
             assert weight == pytest.approx(model.importance(row_id, 0.4), rel=1e-6)
         model.drawn(ids.tolist())
         new = torch.rand(len(ids), generator=torch.Generator().manual_seed(0)) * 5
-        assert buffer.update_priorities(ids, new) == model.update(ids.tolist(), new.double().tolist())
+        assert buffer.update_priorities(ids, new) == model.update(
+            ids.tolist(), new.double().tolist()
+        )
         check(buffer, model)
 
 

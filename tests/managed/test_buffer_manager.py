@@ -16,10 +16,16 @@ from tests.managed.test_managed_traps import assert_equal_states
 NAMES = ["agent", "demo_of_a_human", "x_7"]
 
 
-def make(names: list[str] = NAMES, ratio: Any = None, seed: int = 0, size: int = 20, **options: Any) -> BufferManager:
-    cfg = {name: {"replay_buffer_size": size, "generator": seed + i, **options} for i, name in enumerate(names)}
+def make(
+    names: list[str] = NAMES, ratio: Any = None, seed: int = 0, size: int = 20, **options: Any
+) -> BufferManager:
+    cfg = {
+        name: {"replay_buffer_size": size, "generator": seed + i, **options}
+        for i, name in enumerate(names)
+    }
     return BufferManager(
-        {"buffer_name": names, **({} if ratio is None else {"sample_ratio": ratio}), **cfg}, generator=seed
+        {"buffer_name": names, **({} if ratio is None else {"sample_ratio": ratio}), **cfg},
+        generator=seed,
     )
 
 
@@ -62,14 +68,22 @@ def test_d1_ratios_are_compared_with_a_tolerance() -> None:
             make(ratio=ratio)
     with pytest.raises(KeyError, match="'agent'"):
         make(ratio={"agents": 1.0})
-    assert make(ratio={"agent": 1.0}).sample_ratio == {"agent": 1.0, "demo_of_a_human": 0.0, "x_7": 0.0}
+    assert make(ratio={"agent": 1.0}).sample_ratio == {
+        "agent": 1.0,
+        "demo_of_a_human": 0.0,
+        "x_7": 0.0,
+    }
 
 
 def test_d2_ids_are_routed_by_their_last_underscore() -> None:
     manager = make(["a", "a_b", "a_b_1"], {"a": 0.25, "a_b": 0.25, "a_b_1": 0.5})
     fill(manager)
     found = manager.sample({"a": 3, "a_b": 2, "a_b_1": 4})
-    mixed = [x for items in zip(found["a_b_1"][:2], found["a_b"], found["a"][:2], strict=True) for x in items]
+    mixed = [
+        x
+        for items in zip(found["a_b_1"][:2], found["a_b"], found["a"][:2], strict=True)
+        for x in items
+    ]
     names = [x["replay_unique_id"] for x in mixed]
     priorities = [2.0 + place for place in range(len(mixed))]
     assert manager.update({"replay_unique_id": names, "priority": priorities}) == len(mixed)
@@ -117,7 +131,10 @@ def test_d3_a_ratio_counts_for_one_call_and_no_name_is_a_default() -> None:
     first = manager.sample(10, sample_ratio={"demo_of_a_human": 1.0})
     assert {x["replay_unique_id"].rpartition("_")[0] for x in first} == {"demo_of_a_human"}
     assert manager.sample_ratio == {"agent": 0.5, "demo_of_a_human": 0.0, "x_7": 0.5}
-    assert {x["replay_unique_id"].rpartition("_")[0] for x in manager.sample(10)} == {"agent", "x_7"}
+    assert {x["replay_unique_id"].rpartition("_")[0] for x in manager.sample(10)} == {
+        "agent",
+        "x_7",
+    }
     with pytest.raises(ValueError, match="the name of one of 'agent', 'demo_of_a_human', 'x_7'"):
         manager.push_data(item(1))
     manager["agent"].clear()
@@ -132,7 +149,9 @@ def test_d3_a_ratio_counts_for_one_call_and_no_name_is_a_default() -> None:
 
 
 def test_d4_all_buffers_give_or_none_does_and_nothing_else_changes() -> None:
-    manager = make(ratio={"agent": 0.5, "demo_of_a_human": 0.25, "x_7": 0.25}, max_use=3, max_staleness=10)
+    manager = make(
+        ratio={"agent": 0.5, "demo_of_a_human": 0.25, "x_7": 0.25}, max_use=3, max_staleness=10
+    )
     manager.push_data([item(n, collect_iter=0 if n < 5 else 9) for n in range(20)], "agent")
     manager.push_data([item(n, collect_iter=9) for n in range(20)], "demo_of_a_human")
     manager.push_data([item(n, collect_iter=0) for n in range(20)], "x_7")
@@ -146,7 +165,9 @@ def test_d4_all_buffers_give_or_none_does_and_nothing_else_changes() -> None:
     assert state["numbers"]["buffers"]["agent"]["num_draws"] == 0
     assert not state["tensors"]["buffer/0/uses"].any()
     assert manager.sample_check({"agent": 15}, 12) and not manager.sample_check({"agent": 16}, 12)
-    assert not manager.sample_check(8, 12) and manager.sample_check(8, 12, {"agent": 0.5, "demo_of_a_human": 0.5})
+    assert not manager.sample_check(8, 12) and manager.sample_check(
+        8, 12, {"agent": 0.5, "demo_of_a_human": 0.5}
+    )
     generator = manager.rng.get_state()
     assert manager.sample(8, 12) is None and torch.equal(manager.rng.get_state(), generator)
 
@@ -155,7 +176,10 @@ def test_d5_items_for_several_buffers_are_copies() -> None:
     manager = make()
     one = item(3)
     manager.push_data([one, item(4)], ["agent", "x_7"])
-    assert manager.count("agent") == manager.count("x_7") == 2 and manager.count("demo_of_a_human") == 0
+    assert (
+        manager.count("agent") == manager.count("x_7") == 2
+        and manager.count("demo_of_a_human") == 0
+    )
     for found in manager.sample({"agent": 2})["agent"]:
         found["sequence"].append("changed")
         found["observation"]["joints"].fill_(-1)
@@ -180,7 +204,9 @@ def test_a_push_that_one_buffer_refuses_reaches_none() -> None:
     manager["x_7"].clear()
     before = manager.state_dict()
     with pytest.raises(KeyError, match="reward"):
-        manager.push_data({k: v for k, v in item(9).items() if k != "reward"}, ["demo_of_a_human", "agent"])
+        manager.push_data(
+            {k: v for k, v in item(9).items() if k != "reward"}, ["demo_of_a_human", "agent"]
+        )
     assert_equal_states(manager.state_dict(), before)
     limited = BufferManager(
         {
@@ -188,7 +214,12 @@ def test_a_push_that_one_buffer_refuses_reaches_none() -> None:
             "a": {"replay_buffer_size": 9},
             "b": {
                 "replay_buffer_size": 9,
-                "rate_limiter": {"samples_per_insert": 1, "tolerance": 2, "min_inserts": 1, "blocking": False},
+                "rate_limiter": {
+                    "samples_per_insert": 1,
+                    "tolerance": 2,
+                    "min_inserts": 1,
+                    "blocking": False,
+                },
             },
         }
     )
@@ -197,7 +228,9 @@ def test_a_push_that_one_buffer_refuses_reaches_none() -> None:
     with pytest.raises(RateLimitedError):
         limited.push_data({"x": torch.zeros(1)}, ["a", "b"])
     assert limited.count("a") == limited.count("b") == 3
-    assert limited.sample({"a": 9, "b": 1}) is None, "a refuses, and b's limiter gets back what it let pass"
+    assert limited.sample({"a": 9, "b": 1}) is None, (
+        "a refuses, and b's limiter gets back what it let pass"
+    )
     assert limited["b"].rate_limiter.num_sampled == 0
 
 
@@ -218,7 +251,9 @@ def test_batches_of_tensors_come_by_name_and_are_updated_by_name() -> None:
         manager[name].extend_tensors({"x": 1000.0 * place + torch.arange(100.0)})
     found = manager.sample_tensors(64)
     assert set(found) == {"agent", "demo_of_a_human"}
-    assert sum(len(ids) for _, _, ids in found.values()) == 64 and 47 <= len(found["agent"][2]) <= 49
+    assert (
+        sum(len(ids) for _, _, ids in found.values()) == 64 and 47 <= len(found["agent"][2]) <= 49
+    )
     priorities = {name: batch["x"] % 7 for name, (batch, _, _) in found.items()}
     assert manager.update_priorities({n: ids for n, (_, _, ids) in found.items()}, priorities) == 64
     assert manager.sample_tensors({"agent": 200}) is None
@@ -243,7 +278,10 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         found = manager.sample({"p": 2, "n": 3, "e": 1})
         assert len(found["e"][0]) == 2
         names = [x["replay_unique_id"] for x in found["p"] + found["n"]]
-        assert manager.update({"replay_unique_id": names, "priority": [1.0] * 5, "used_id": [5, 6]}) == 2
+        assert (
+            manager.update({"replay_unique_id": names, "priority": [1.0] * 5, "used_id": [5, 6]})
+            == 2
+        )
         with pytest.raises(ValueError, match="type 'advanced'"):
             manager.used_data("n")
         with pytest.raises(ValueError, match="type 'advanced'"):
@@ -265,11 +303,20 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         ({"buffer_name": "agent"}, "a list of names"),
         ({"buffer_name": ["a", "a"], "a": {"replay_buffer_size": 1}}, "different"),
         ({"buffer_name": [""], "": {"replay_buffer_size": 1}}, "non-empty"),
-        ({"buffer_name": ["sample_ratio"], "sample_ratio": {"replay_buffer_size": 1}}, "not one of"),
+        (
+            {"buffer_name": ["sample_ratio"], "sample_ratio": {"replay_buffer_size": 1}},
+            "not one of",
+        ),
         ({"buffer_name": ["a"]}, "arguments of 'a'"),
-        ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "type": "advance"}}, "type of 'a' one of 'advanced'"),
+        (
+            {"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "type": "advance"}},
+            "type of 'a' one of 'advanced'",
+        ),
         ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "size": 2}}, "AdvancedReplayBuffer"),
-        ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1}, "sample_ration": {"a": 1}}, "'sample_ratio'"),
+        (
+            {"buffer_name": ["a"], "a": {"replay_buffer_size": 1}, "sample_ration": {"a": 1}},
+            "'sample_ratio'",
+        ),
         (None, "a mapping"),
     ],
 )
@@ -283,7 +330,12 @@ def play(manager: BufferManager, num_samples: int) -> list[Any]:
     for step in range(num_samples):
         found = manager.sample(12, step)
         names = [x["replay_unique_id"] for x in found]
-        manager.update({"replay_unique_id": names, "priority": [0.1 + (step + place) % 5 for place in range(12)]})
+        manager.update(
+            {
+                "replay_unique_id": names,
+                "priority": [0.1 + (step + place) % 5 for place in range(12)],
+            }
+        )
         seen.append([(x["replay_unique_id"], x["IS"], x["use"]) for x in found])
     return seen
 
@@ -322,7 +374,10 @@ def test_d12_a_state_fits_strictly_or_by_name() -> None:
     unlike = make(["agent"], alpha=0.9)
     with pytest.raises(ValueError, match="alpha"):
         unlike.load_state_dict(state, strict=False)
-    broken = {**state, "tensors": {k: v for k, v in state["tensors"].items() if k != "buffer/2/weights"}}
+    broken = {
+        **state,
+        "tensors": {k: v for k, v in state["tensors"].items() if k != "buffer/2/weights"},
+    }
     before = manager.state_dict()
     with pytest.raises(ValueError, match="cannot load a state"):
         manager.load_state_dict(broken)

@@ -43,10 +43,14 @@ def test_rows_are_drawn_in_proportion_to_their_weights_on_a_device(alpha: float)
         batch, importance, ids = buffer.sample_tensors(3000)
         assert torch.equal(batch["x"].squeeze(1).long(), ids)
         found = torch.bincount(ids.cpu(), minlength=300)
-        assert ((found - expected).abs() < 2.001).all()  # one draw in each of 3000 intervals of equal mass
+        assert (
+            (found - expected).abs() < 2.001
+        ).all()  # one draw in each of 3000 intervals of equal mass
         assert not found[::7].any()
         least = weights[weights > 0].min()
-        torch.testing.assert_close(importance.cpu().double(), (least / weights[ids.cpu()]) ** 0.4, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            importance.cpu().double(), (least / weights[ids.cpu()]) ** 0.4, rtol=1e-5, atol=0
+        )
         counts.update(ids.tolist())
     assert set(counts) <= set(range(300)) - set(range(0, 300, 7))
 
@@ -59,7 +63,9 @@ def test_a_tree_of_any_depth_draws_no_place_without_weight_on_a_device(
 ) -> None:
     monkeypatch.setattr(sum_tree, "_MAX_TOP_ON_DEVICE", max_top)
     tree = SumTree(3000, "cuda")
-    weights = torch.rand(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 20
+    weights = (
+        torch.rand(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 20
+    )
     weights[torch.arange(3000) % 5 > 0] = 0
     tree.write(torch.arange(3000).cuda(), weights.cuda())
     generator = torch.Generator("cuda").manual_seed(0)
@@ -112,7 +118,9 @@ def test_updates_of_rows_that_are_gone_or_named_twice_on_a_device() -> None:
     assert buffer.num_dead_updates == 3
     expected = {4: 3.0, 11: 4.0, 5: 7.0}
     found = buffer._ring.priorities.tolist()
-    assert [found[number % 8] for number in range(4, 12)] == [expected.get(number, 1.0) for number in range(4, 12)]
+    assert [found[number % 8] for number in range(4, 12)] == [
+        expected.get(number, 1.0) for number in range(4, 12)
+    ]
     assert buffer.check_valid() == (True, "")
 
 
@@ -136,7 +144,9 @@ def test_windows_by_priority_are_those_of_the_cpu() -> None:
         generator = torch.Generator().manual_seed(0)
         total = 0
         for size in (1, 3, 1, 20, 2, 1, 1, 5):
-            number = (torch.arange(total, total + size).view(-1, 1) + 1000 * torch.arange(3)).float()
+            number = (
+                torch.arange(total, total + size).view(-1, 1) + 1000 * torch.arange(3)
+            ).float()
             ends = torch.rand(size, 3, generator=generator) < 0.1
             windows.extend({"x": number.unsqueeze(2), "done": ends.unsqueeze(2)})
             total += size
@@ -154,19 +164,26 @@ def test_windows_by_priority_are_those_of_the_cpu() -> None:
 @pytest.mark.usefixtures("any_device")
 def test_experts_are_drawn_by_their_priorities_on_a_device() -> None:
     lengths = (9, 5, 3, 20)
-    episodes = [{"observation": torch.full((length, 1), float(number))} for number, length in enumerate(lengths)]
+    episodes = [
+        {"observation": torch.full((length, 1), float(number))}
+        for number, length in enumerate(lengths)
+    ]
     expert = TrajectoryDictBuffer(episodes, "cuda", 3, generator=0)
     expert.update_priorities(torch.tensor([1.0, 2.0, 5.0, 3.0]).cuda())
     for _ in range(3):
         drawn = expert.sample(3 * 6000)["observation"].cpu()[::3, 0].long()
         shares = torch.bincount(drawn, minlength=4) / 6000
         torch.testing.assert_close(shares, torch.tensor([1, 2, 0, 3]) / 6, rtol=0, atol=0.04)
-    expert.update_priorities(torch.tensor([4.0, torch.nan, 4.0, 8.0]).cuda(), torch.tensor([0, 1, 0, 9]).cuda())
+    expert.update_priorities(
+        torch.tensor([4.0, torch.nan, 4.0, 8.0]).cuda(), torch.tensor([0, 1, 0, 9]).cuda()
+    )
     with pytest.raises(UsageError, match="got 2 others at an earlier call"):
         for _ in range(100):
             expert.sample(3)
             torch.cuda.synchronize()
-    torch.testing.assert_close(expert.priorities.cpu(), torch.tensor([4, 2 / 11, 5 / 11, 3 / 11]) / (4 + 10 / 11))
+    torch.testing.assert_close(
+        expert.priorities.cpu(), torch.tensor([4, 2 / 11, 5 / 11, 3 / 11]) / (4 + 10 / 11)
+    )
 
 
 def test_experts_without_any_priority_are_equally_likely_on_a_device_with_a_later_warning() -> None:
@@ -190,7 +207,9 @@ def test_priorities_on_a_device_are_saved_and_loaded(tmp_path) -> None:
     assert torch.equal(loaded.sample_tensors(50)[2], buffer.sample_tensors(50)[2])
     windows = PrioritizedWindows(17, 4, device="cuda", generator=0)
     for step in range(30):
-        windows.extend({"x": torch.full((1, 2, 1), float(step)), "done": torch.full((1, 2, 1), step % 9 == 8)})
+        windows.extend(
+            {"x": torch.full((1, 2, 1), float(step)), "done": torch.full((1, 2, 1), step % 9 == 8)}
+        )
     windows.save(tmp_path / "windows")
     again = PrioritizedWindows.load(tmp_path / "windows")
     assert len(again) == len(windows)

@@ -37,13 +37,19 @@ def test_any_sequence_of_pushes_equals_a_list(data: st.DataObject, size: int) ->
             buffer.push(new)
         total += len(new)
         model = (model + lengths)[-size:]
-        assert buffer.episode_len == model and buffer.count() == len(model) and buffer.push_count == total
+        assert (
+            buffer.episode_len == model
+            and buffer.count() == len(model)
+            and buffer.push_count == total
+        )
     found = buffer.sample(len(model))
     numbers = sorted(number_of(episode[0]) // 1000 for episode in found)
     assert numbers == list(range(total - len(model), total)), "all different, all of them"
     for episode in found:
         number = number_of(episode[0]) // 1000
-        assert [number_of(step) for step in episode] == [1000 * number + i for i in range(len(episode))]
+        assert [number_of(step) for step in episode] == [
+            1000 * number + i for i in range(len(episode))
+        ]
         assert {step["replay_unique_id"] for step in episode} == {f"an_episode_{number}"}
         assert {step["replay_buffer_idx"] for step in episode} == {number % size}
 
@@ -64,11 +70,18 @@ def test_a_stack_comes_back_as_a_stack() -> None:
     for found in buffer.sample(3):
         number = int(found["z"][0]) // 1000
         expected = stack(number, 4 + number)
-        assert torch.equal(found["x"]["y"], expected["x"]["y"]) and np.array_equal(found["z"], expected["z"])
-        assert isinstance(found["z"], np.ndarray) and found["replay_unique_id"] == f"buffer_{number}"
+        assert torch.equal(found["x"]["y"], expected["x"]["y"]) and np.array_equal(
+            found["z"], expected["z"]
+        )
+        assert (
+            isinstance(found["z"], np.ndarray) and found["replay_unique_id"] == f"buffer_{number}"
+        )
         found["x"]["y"].fill_(-1)
     assert all((found["x"]["y"] >= 0).all() for found in buffer.sample(3))
-    assert {int(x["z"][0]) // 1000 for x in buffer.sample(10, sample_range=slice(-2, None), replace=True)} == {3, 4}
+    assert {
+        int(x["z"][0]) // 1000
+        for x in buffer.sample(10, sample_range=slice(-2, None), replace=True)
+    } == {3, 4}
 
 
 def test_d13_d18_windows_are_uniform_over_all_the_last_one_too() -> None:
@@ -84,7 +97,9 @@ def test_d13_d18_windows_are_uniform_over_all_the_last_one_too() -> None:
         for first in found["z"][:, 0].tolist():
             counts[first] += 1
     expected = 4000 / len(valid)
-    assert sum((n - expected) ** 2 / expected for n in counts.values()) < len(valid) + 4 * math.sqrt(2 * len(valid))
+    assert sum((n - expected) ** 2 / expected for n in counts.values()) < len(
+        valid
+    ) + 4 * math.sqrt(2 * len(valid))
     assert buffer.sample_windows(3, 12)["z"][:, 0].tolist() == [5000] * 3
     with pytest.raises(ValueError, match="a longest episode of 12"):
         buffer.sample_windows(1, 13)

@@ -40,20 +40,26 @@ def test_data_that_a_live_item_holds_is_not_named_as_used() -> None:
     buffer = AdvancedReplayBuffer(2, enable_track_used_data=True, generator=0)
     queue = buffer.used_data()
     buffer.push([item(0, data_id="a"), item(1, data_id="a")])
-    buffer.push([item(2, data_id="a"), item(3, data_id="b")])  # "a" goes twice and comes once, in one push
+    buffer.push(
+        [item(2, data_id="a"), item(3, data_id="b")]
+    )  # "a" goes twice and comes once, in one push
     assert list(queue) == []
     buffer.push([item(4, data_id="c")])
     assert len(queue) == 1, "nothing holds it any more"
     buffer.push([item(5, data_id="a")])  # and now something does again
     assert list(queue) == ["b"] and queue.empty()
-    buffer.push([item(number, data_id=name) for number, name in enumerate("xyxz")])  # x is passed by and stays
+    buffer.push(
+        [item(number, data_id=name) for number, name in enumerate("xyxz")]
+    )  # x is passed by and stays
     assert sorted(queue) == ["a", "c", "y"]
     buffer.clear()
     assert sorted(queue) == ["x", "z"]
 
 
 def test_data_that_is_pushed_again_waits_for_its_item_and_for_its_samples() -> None:
-    buffer = AdvancedReplayBuffer(4, max_use=1, min_sample_ratio=0, enable_track_used_data=True, generator=0)
+    buffer = AdvancedReplayBuffer(
+        4, max_use=1, min_sample_ratio=0, enable_track_used_data=True, generator=0
+    )
     queue = buffer.used_data()
     buffer.push(item(0, data_id=7))
     assert len(buffer.sample(1)) == 1 and list(queue) == []  # used up, but a sample has it
@@ -69,7 +75,9 @@ def test_data_that_is_pushed_again_waits_for_its_item_and_for_its_samples() -> N
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_at_no_time_is_data_named_that_an_item_or_a_sample_holds(data: st.DataObject) -> None:
-    buffer = AdvancedReplayBuffer(5, max_use=2, min_sample_ratio=0, enable_track_used_data=True, generator=0)
+    buffer = AdvancedReplayBuffer(
+        5, max_use=2, min_sample_ratio=0, enable_track_used_data=True, generator=0
+    )
     queue = buffer.used_data()
     live: dict[str, str] = {}  # unique id -> data
     samples: list[set[str]] = []
@@ -92,7 +100,9 @@ def test_at_no_time_is_data_named_that_an_item_or_a_sample_holds(data: st.DataOb
             uses.update(one["replay_unique_id"] for one in found)
             live = {name: value for name, value in live.items() if uses[name] < 2}
         elif kind == "release" and samples:
-            buffer.update({"used_id": list(samples.pop(data.draw(st.integers(0, len(samples) - 1))))})
+            buffer.update(
+                {"used_id": list(samples.pop(data.draw(st.integers(0, len(samples) - 1))))}
+            )
         held = {*live.values(), *(name for sample in samples for name in sample)}
         waiting = set(queue.queue)
         assert not waiting & held and len(waiting) == len(queue)
@@ -121,11 +131,19 @@ def test_data_that_cannot_be_counted_is_refused_and_changes_nothing(wrong: Any) 
 
 
 @pytest.mark.parametrize(
-    "form", [list, tuple, set, frozenset, iter, np.array, torch.tensor, lambda ids: map(torch.tensor, ids)]
+    "form",
+    [list, tuple, set, frozenset, iter, np.array, torch.tensor, lambda ids: map(torch.tensor, ids)],
 )
 @pytest.mark.parametrize("is_managed", [False, True])
-def test_samples_are_released_by_any_list_of_their_data(form: Callable[[Any], Any], is_managed: bool) -> None:
-    options = {"replay_buffer_size": 2, "min_sample_ratio": 0, "enable_track_used_data": True, "generator": 0}
+def test_samples_are_released_by_any_list_of_their_data(
+    form: Callable[[Any], Any], is_managed: bool
+) -> None:
+    options = {
+        "replay_buffer_size": 2,
+        "min_sample_ratio": 0,
+        "enable_track_used_data": True,
+        "generator": 0,
+    }
     manager = BufferManager({"buffer_name": ["a", "b"], "a": options, "b": options})
     manager.push_data([item(0, data_id=1), item(1, data_id=2)], ["a", "b"])
     held = sorted({one["data_id"] for one in manager.sample({"b": 8})["b"]})
@@ -138,7 +156,9 @@ def test_samples_are_released_by_any_list_of_their_data(form: Callable[[Any], An
 # Limiters and threads.
 
 
-def limited(samples_per_insert: float = 1.0, tolerance: float = 8.0, **options: Any) -> dict[str, Any]:
+def limited(
+    samples_per_insert: float = 1.0, tolerance: float = 8.0, **options: Any
+) -> dict[str, Any]:
     limits = {"samples_per_insert": samples_per_insert, "tolerance": tolerance, **options}
     return {"replay_buffer_size": 50, "type": "naive", "rate_limiter": limits}
 
@@ -196,7 +216,12 @@ def test_a_thread_that_samples_elsewhere_and_then_pushes_releases_one_that_waits
 
 def test_a_draw_that_waits_for_one_limiter_takes_nothing_from_another() -> None:
     manager = BufferManager(
-        {"buffer_name": ["a", "b"], "a": limited(tolerance=4), "b": limited(tolerance=4, min_inserts=3)}, generator=0
+        {
+            "buffer_name": ["a", "b"],
+            "a": limited(tolerance=4),
+            "b": limited(tolerance=4, min_inserts=3),
+        },
+        generator=0,
     )
     manager.push_data([item(number) for number in range(4)], "a")
     waits = Thread(lambda: manager.sample({"a": 4, "b": 1}))
@@ -212,7 +237,12 @@ def test_a_draw_that_waits_for_one_limiter_takes_nothing_from_another() -> None:
 
 def test_a_push_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
     manager = BufferManager(
-        {"buffer_name": ["a", "b"], "a": limited(tolerance=16, min_inserts=4), "b": limited(tolerance=6)}, generator=0
+        {
+            "buffer_name": ["a", "b"],
+            "a": limited(tolerance=16, min_inserts=4),
+            "b": limited(tolerance=6),
+        },
+        generator=0,
     )
     for number in range(6):
         manager.push_data(item(number), "b")
@@ -220,7 +250,9 @@ def test_a_push_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
     waits = Thread(lambda: manager.sample({"a": 2}))
     pushes.join(0.2)
     assert pushes.is_alive(), "b has to be sampled first"
-    assert waits.is_alive(), "there is nothing in a, which is no answer of a limiter that lets others wait"
+    assert waits.is_alive(), (
+        "there is nothing in a, which is no answer of a limiter that lets others wait"
+    )
     assert manager["a"].rate_limiter.num_inserted == 0
     assert len(manager.sample({"b": 4})["b"]) == 4
     pushes.result()
@@ -255,7 +287,11 @@ def test_a_draw_that_the_buffer_refuses_lets_nobody_pass_its_limiter() -> None:
 def test_a_state_that_is_taken_beside_samples_is_of_one_moment() -> None:
     names = ["a", "b"]
     options: dict[str, Any] = {"replay_buffer_size": 50, "type": "naive"}
-    cfg = {"buffer_name": names, "sample_ratio": {"a": 0.5, "b": 0.5}, **dict.fromkeys(names, options)}
+    cfg = {
+        "buffer_name": names,
+        "sample_ratio": {"a": 0.5, "b": 0.5},
+        **dict.fromkeys(names, options),
+    }
     manager = BufferManager(cfg, generator=0)
     manager.push_data([item(number) for number in range(50)], names)
 
@@ -277,10 +313,14 @@ def test_a_state_that_is_taken_beside_samples_is_of_one_moment() -> None:
 
 
 def test_a_wait_ends_with_its_time_and_with_the_manager() -> None:
-    manager = BufferManager({"buffer_name": ["a"], "a": limited(min_inserts=9, timeout_s=0.1)}, generator=0)
+    manager = BufferManager(
+        {"buffer_name": ["a"], "a": limited(min_inserts=9, timeout_s=0.1)}, generator=0
+    )
     manager.push_data(item(0))
     before = manager.rng.get_state()
-    assert Thread(lambda: manager.sample(2)).result() is None and torch.equal(manager.rng.get_state(), before)
+    assert Thread(lambda: manager.sample(2)).result() is None and torch.equal(
+        manager.rng.get_state(), before
+    )
     endless = BufferManager({"buffer_name": ["a"], "a": limited(min_inserts=9)}, generator=0)
     waits = Thread(lambda: endless.sample(2))
     waits.join(0.1)
@@ -301,11 +341,18 @@ def test_a_wait_ends_with_its_time_and_with_the_manager() -> None:
 def test_sample_check_of_a_limited_buffer_is_what_sample_does(
     kind: Any, calls: list[tuple[bool, int]], tolerance: float, min_inserts: int
 ) -> None:
-    limits = {"samples_per_insert": 1.0, "tolerance": tolerance, "min_inserts": min_inserts, "blocking": False}
+    limits = {
+        "samples_per_insert": 1.0,
+        "tolerance": tolerance,
+        "min_inserts": min_inserts,
+        "blocking": False,
+    }
     buffer = kind(8, rate_limiter=limits, generator=0)
     for is_push, size in calls:
         if is_push and buffer.rate_limiter.may_insert(size):
-            buffer.extend([[item(n)] if kind is EpisodeReplayBuffer else item(n) for n in range(size)])
+            buffer.extend(
+                [[item(n)] if kind is EpisodeReplayBuffer else item(n) for n in range(size)]
+            )
         counts = buffer.rate_limiter.snapshot()
         said = buffer.sample_check(size)
         assert buffer.rate_limiter.snapshot() == counts, "a question counts nothing"
@@ -314,10 +361,18 @@ def test_sample_check_of_a_limited_buffer_is_what_sample_does(
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_sample_check_of_a_limited_manager_is_what_sample_does(blocking: bool) -> None:
-    limits = {"samples_per_insert": 1.0, "tolerance": 12.0, "min_inserts": 3, "blocking": blocking, "timeout_s": 0.01}
+    limits = {
+        "samples_per_insert": 1.0,
+        "tolerance": 12.0,
+        "min_inserts": 3,
+        "blocking": blocking,
+        "timeout_s": 0.01,
+    }
     one = {"replay_buffer_size": 20, "type": "naive", "rate_limiter": limits}
     ratio = {"a": 0.37, "b": 0.63}
-    manager = BufferManager({"buffer_name": ["a", "b"], "sample_ratio": ratio, "a": one, "b": one}, generator=0)
+    manager = BufferManager(
+        {"buffer_name": ["a", "b"], "sample_ratio": ratio, "a": one, "b": one}, generator=0
+    )
     answers = Counter()
     for turn in range(150):
         if turn % 3 == 0 and all(manager[name].rate_limiter.may_insert(2) for name in "ab"):
@@ -344,7 +399,8 @@ def test_each_position_of_a_managers_list_is_of_each_buffer_by_its_share() -> No
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     one = {"replay_buffer_size": 40, "type": "naive"}
     manager = BufferManager(
-        {"buffer_name": [*shares], "sample_ratio": shares, "a": one, "b": one, "c": one}, generator=1
+        {"buffer_name": [*shares], "sample_ratio": shares, "a": one, "b": one, "c": one},
+        generator=1,
     )
     for name in shares:
         manager.push_data([item(number) for number in range(40)], name)
@@ -374,7 +430,9 @@ def test_items_of_one_buffer_do_not_come_by_age_in_a_managers_list() -> None:
     places = np.zeros(20)
     for _ in range(300):
         places += [float(x["x"]) for x in manager.sample(20)]
-    assert np.abs(places / 300 - 49.5).max() < 4.5 * 29 / np.sqrt(300), "a part of the list is like the whole"
+    assert np.abs(places / 300 - 49.5).max() < 4.5 * 29 / np.sqrt(300), (
+        "a part of the list is like the whole"
+    )
 
 
 # The ends of the numbers.
@@ -386,7 +444,9 @@ def test_importance_weights_are_never_0(size: int) -> None:
     priorities = [1e-200, 1e-100, 1e150, 1e250]
     buffer.push([item(number, priority=priority) for number, priority in enumerate(priorities)])
     _, weights, _ = buffer.sample_tensors(size)
-    assert weights.dtype == torch.float32 and bool((weights > 0).all()) and bool((weights <= 1).all())
+    assert (
+        weights.dtype == torch.float32 and bool((weights > 0).all()) and bool((weights <= 1).all())
+    )
     assert bool((weights >= TINY).all()), "a number that processors may take for 0"
     for found in (buffer.sample(4), buffer.sample(4, sample_range=slice(0, 4))):
         assert all(0 < one["IS"] <= 1 and np.float32(one["IS"]) > 0 for one in found)
@@ -401,7 +461,9 @@ def test_importance_weights_are_never_0(size: int) -> None:
 
 def test_importance_weights_that_can_be_told_are_what_they_were() -> None:
     buffer = AdvancedReplayBuffer(3, alpha=1.0, beta=1.0, eps=0.0, generator=0)
-    buffer.push([item(number, priority=priority) for number, priority in enumerate([1.0, 2.0, 8.0])])
+    buffer.push(
+        [item(number, priority=priority) for number, priority in enumerate([1.0, 2.0, 8.0])]
+    )
     for sample_range in (None, slice(0, 3)):
         for one in buffer.sample(3, 0, sample_range):
             assert one["IS"] == pytest.approx(1 / one["priority"], rel=1e-12)
@@ -415,7 +477,9 @@ def test_every_priority_above_0_can_be_drawn(way: str) -> None:
         buffer.push([item(number, priority=priority) for number, priority in enumerate(priorities)])
     else:
         batch = {"x": torch.arange(4.0)[:, None]}
-        ids = buffer.extend_tensors(batch, torch.tensor(priorities, dtype=torch.float64) if way == "extend" else 1.0)
+        ids = buffer.extend_tensors(
+            batch, torch.tensor(priorities, dtype=torch.float64) if way == "extend" else 1.0
+        )
         if way == "update":
             buffer.update_priorities(ids, torch.tensor(priorities, dtype=torch.float64))
     assert buffer.sample_check(3)

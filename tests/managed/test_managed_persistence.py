@@ -22,7 +22,12 @@ from storage import (
 )
 from tests.managed.naive_model import item
 
-OPTIONS: dict[str, Any] = {"max_use": 40, "max_staleness": 100, "anneal_step": 50, "enable_track_used_data": True}
+OPTIONS: dict[str, Any] = {
+    "max_use": 40,
+    "max_staleness": 100,
+    "anneal_step": 50,
+    "enable_track_used_data": True,
+}
 
 
 def make(kind: Any, seed: int) -> Any:
@@ -34,7 +39,9 @@ def fill(buffer: Any, num_items: int = 40) -> None:
     for number in range(num_items):
         one = item(number, collect_iter=number, data_id=f"file {number}")
         buffer.append(
-            [one, item(number + 1, collect_iter=1, data_id="x")] if isinstance(buffer, EpisodeReplayBuffer) else one
+            [one, item(number + 1, collect_iter=1, data_id="x")]
+            if isinstance(buffer, EpisodeReplayBuffer)
+            else one
         )
 
 
@@ -48,8 +55,19 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
             continue
         if isinstance(buffer, AdvancedReplayBuffer):
             names = [x["replay_unique_id"] for x in found]
-            buffer.update({"replay_unique_id": names, "priority": [0.1 * (iteration % 7)] * 5, "used_id": ["file 39"]})
-            seen.append([(x["replay_unique_id"], x["IS"], x["use"], x["priority"], x["staleness"]) for x in found])
+            buffer.update(
+                {
+                    "replay_unique_id": names,
+                    "priority": [0.1 * (iteration % 7)] * 5,
+                    "used_id": ["file 39"],
+                }
+            )
+            seen.append(
+                [
+                    (x["replay_unique_id"], x["IS"], x["use"], x["priority"], x["staleness"])
+                    for x in found
+                ]
+            )
         elif isinstance(buffer, EpisodeReplayBuffer):
             seen.append([x[0]["replay_unique_id"] for x in found])
         else:
@@ -60,7 +78,9 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", [NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer])
 @pytest.mark.parametrize("way", ["state", "folder", "registry"])
-def test_what_is_loaded_gives_the_same_next_hundred_samples(kind: Any, way: str, tmp_path: Path) -> None:
+def test_what_is_loaded_gives_the_same_next_hundred_samples(
+    kind: Any, way: str, tmp_path: Path
+) -> None:
     buffer = make(kind, 0)
     fill(buffer)
     play(buffer, 7)
@@ -69,7 +89,9 @@ def test_what_is_loaded_gives_the_same_next_hundred_samples(kind: Any, way: str,
         loaded.load_state_dict(buffer.state_dict())
     else:
         buffer.save(tmp_path / "buffer")
-        loaded = kind.load(tmp_path / "buffer") if way == "folder" else load_store(tmp_path / "buffer")
+        loaded = (
+            kind.load(tmp_path / "buffer") if way == "folder" else load_store(tmp_path / "buffer")
+        )
     if kind is AdvancedReplayBuffer:
         assert loaded.check_valid() == (True, "") and loaded.beta == buffer.beta > 0.4
         assert list(loaded.used_data().queue) == list(buffer.used_data().queue)
@@ -83,7 +105,9 @@ def test_what_is_loaded_gives_the_same_next_hundred_samples(kind: Any, way: str,
 
 def test_a_tensor_learner_resumes_too(tmp_path: Path) -> None:
     buffer = AdvancedReplayBuffer(5000, generator=0)
-    buffer.extend_tensors({"x": torch.arange(7000.0)}, torch.rand(7000, generator=torch.Generator().manual_seed(0)))
+    buffer.extend_tensors(
+        {"x": torch.arange(7000.0)}, torch.rand(7000, generator=torch.Generator().manual_seed(0))
+    )
 
     def learn(one: AdvancedReplayBuffer, num_steps: int) -> list[torch.Tensor]:
         found = []
@@ -96,7 +120,10 @@ def test_a_tensor_learner_resumes_too(tmp_path: Path) -> None:
     learn(buffer, 20)
     buffer.save(tmp_path / "buffer")
     loaded = AdvancedReplayBuffer.load(tmp_path / "buffer", device="cpu")
-    assert all(torch.equal(mine, its) for mine, its in zip(learn(buffer, 100), learn(loaded, 100), strict=True))
+    assert all(
+        torch.equal(mine, its)
+        for mine, its in zip(learn(buffer, 100), learn(loaded, 100), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", [NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer])
@@ -169,9 +196,13 @@ def test_objects_are_saved_as_json_and_others_refused_by_name(tmp_path: Path) ->
     assert type(found["deep"]["nested"]["tuple"]) is tuple
     for wrong in (Thing(), {1, 2}, b"bytes", [torch.zeros(1)], [{3: "x"}]):
         buffer.append({"x": torch.zeros(1), "thing": wrong})
-        with pytest.raises(FieldTypeError, match=r"cannot save objects of 'kept': expected objects of None, bool"):
+        with pytest.raises(
+            FieldTypeError, match=r"cannot save objects of 'kept': expected objects of None, bool"
+        ):
             buffer.save(tmp_path / "buffer")
-        assert NaiveReplayBuffer.load(tmp_path / "buffer").count() == 1, "the earlier save is untouched"
+        assert NaiveReplayBuffer.load(tmp_path / "buffer").count() == 1, (
+            "the earlier save is untouched"
+        )
 
 
 def test_damage_is_reported(tmp_path: Path) -> None:
@@ -193,7 +224,9 @@ def test_damage_is_reported(tmp_path: Path) -> None:
             num_reported += 1
             continue
         same, expected = loaded.state_dict()["tensors"], buffer.state_dict()["tensors"]
-        assert all(torch.equal(x, same[name]) for name, x in expected.items()), "damaged data was given as good"
+        assert all(torch.equal(x, same[name]) for name, x in expected.items()), (
+            "damaged data was given as good"
+        )
     assert num_reported > 5
     columns.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataFileError):

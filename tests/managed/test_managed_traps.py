@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from storage import AdvancedReplayBuffer, BufferEmptyError, BufferMonitor, NaiveReplayBuffer, UsageError
+from storage import (
+    AdvancedReplayBuffer,
+    BufferEmptyError,
+    BufferMonitor,
+    NaiveReplayBuffer,
+    UsageError,
+)
 from tests.managed.naive_model import item, number_of
 
 KINDS = [NaiveReplayBuffer, AdvancedReplayBuffer]
@@ -27,7 +33,9 @@ def test_an_item_comes_back_as_it_went_in_with_its_id(kind: Any) -> None:
     found = buffer.sample(4)
     for x in found:
         number = number_of(x)
-        assert x["replay_unique_id"] == f"my_buffer_{number}" and x["replay_buffer_idx"] == number % 4
+        assert (
+            x["replay_unique_id"] == f"my_buffer_{number}" and x["replay_buffer_idx"] == number % 4
+        )
         assert isinstance(x["array"], np.ndarray) and isinstance(x["reward"], torch.Tensor)
     assert set(found[0]) - set(item(0)) == (
         {"replay_unique_id", "replay_buffer_idx"}
@@ -41,7 +49,11 @@ def test_d5_nothing_is_shared_with_the_caller_or_between_samples(kind: Any) -> N
     buffer, given = kind(3, generator=0), item(1)
     keys = set(given)
     buffer.append(given)
-    given["sequence"][1]["deep"], given["array"][:], given["observation"]["joints"][:] = "changed", -1, -1
+    given["sequence"][1]["deep"], given["array"][:], given["observation"]["joints"][:] = (
+        "changed",
+        -1,
+        -1,
+    )
     for _ in range(2):
         (found,) = buffer.sample(1)
         assert number_of(found) == 1
@@ -69,7 +81,14 @@ def test_d6_copies_of_an_item_count_their_own_uses() -> None:
 def test_d7_d17_ranges_count_by_age(kind: Any, num_items: int) -> None:
     buffer = filled(kind, 8, num_items)
     alive = list(range(max(0, num_items - 8), num_items))
-    for wanted in (slice(0, 1), slice(0, 3), slice(-3, None), slice(-10, None), slice(2, 4), slice(None, None, 2)):
+    for wanted in (
+        slice(0, 1),
+        slice(0, 3),
+        slice(-3, None),
+        slice(-10, None),
+        slice(2, 4),
+        slice(None, None, 2),
+    ):
         seen = set()
         for _ in range(30):
             found = buffer.sample(len(alive[wanted]), sample_range=wanted)
@@ -105,7 +124,9 @@ def test_d10_a_buffer_of_used_up_items_refuses_instead_of_crashing() -> None:
 def test_d9_staleness_reaches_the_limit_at_equality_and_needs_no_order() -> None:
     buffer = AdvancedReplayBuffer(10, max_staleness=3, generator=0)
     for collected in (5, 2, [9, 4], None):
-        buffer.append({"x": torch.zeros(1), **({} if collected is None else {"collect_iter": collected})})
+        buffer.append(
+            {"x": torch.zeros(1), **({} if collected is None else {"collect_iter": collected})}
+        )
     assert buffer.sample_check(4, 4) and buffer.count() == 4
     assert not buffer.sample_check(4, 5) and buffer.count() == 3  # 5 - 2 >= 3
     assert buffer.sample(2, 7) is not None and buffer.count() == 2  # the list counts as 4
@@ -130,7 +151,9 @@ def test_requests_larger_than_the_buffer_are_refused_unless_replaced() -> None:
     assert len(buffer.sample(20, replace=True)) == 20
     assert sorted(number_of(x) for x in buffer.sample(3)) == [0, 1, 2]
     empty = NaiveReplayBuffer(4)
-    assert empty.sample(1) is None and empty.sample(1, replace=True) is None and empty.sample(0) == []
+    assert (
+        empty.sample(1) is None and empty.sample(1, replace=True) is None and empty.sample(0) == []
+    )
     assert buffer.update({"replay_unique_id": ["buffer_0"], "priority": [1.0]}) == 0
 
 
@@ -146,7 +169,9 @@ def test_uniform_draws_are_uniform(replace: bool) -> None:
             counts[numbers] += 1 if not replace else 0
             np.add.at(counts, numbers, 1 if replace else 0)
         expected = num_rounds * size / num_items
-        assert ((counts - expected) ** 2 / expected).sum() < num_items + 4 * math.sqrt(2 * num_items)
+        assert ((counts - expected) ** 2 / expected).sum() < num_items + 4 * math.sqrt(
+            2 * num_items
+        )
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -0.1, -math.inf, "high", 1j, 1e308])
@@ -155,7 +180,9 @@ def test_a_priority_that_is_no_finite_number_changes_nothing(wrong: Any) -> None
     buffer.push([{"x": torch.zeros(1)}] * 3)
     before = buffer.state_dict()
     calls = [
-        lambda: buffer.update({"replay_unique_id": ["buffer_0", "buffer_1"], "priority": [1.0, wrong]}),
+        lambda: buffer.update(
+            {"replay_unique_id": ["buffer_0", "buffer_1"], "priority": [1.0, wrong]}
+        ),
         lambda: buffer.append({"x": torch.zeros(1), "priority": wrong}),
         lambda: buffer.push([{"x": torch.zeros(1)}, {"x": torch.zeros(1), "priority": wrong}]),
         lambda: buffer.update_priorities(torch.tensor([0, 1]), [1.0, wrong]),
@@ -199,7 +226,10 @@ def test_ids_are_read_from_the_right_and_must_be_this_buffers() -> None:
             buffer.update({"replay_unique_id": [wrong], "priority": [3.0]})
     with pytest.raises(ValueError, match="2 of them"):
         buffer.update({"replay_unique_id": ["a_b_c_0", "a_b_c_1"], "priority": [3.0]})
-    assert buffer.update_priorities(torch.tensor([0, -1, 5, 1, 1]), torch.tensor([1.0, 2, 3, 4, 5])) == 3
+    assert (
+        buffer.update_priorities(torch.tensor([0, -1, 5, 1, 1]), torch.tensor([1.0, 2, 3, 4, 5]))
+        == 3
+    )
     found = {x["replay_unique_id"]: x["priority"] for _ in range(20) for x in buffer.sample(2)}
     assert found == pytest.approx({"a_b_c_0": 1 + 1e-5, "a_b_c_1": 5 + 1e-5})
 
@@ -241,9 +271,16 @@ def test_items_without_tensors_and_mixed_leaves_are_kept() -> None:
 def test_numbers_among_objects_become_tensors_in_batches() -> None:
     buffer = AdvancedReplayBuffer(4, generator=0)
     for number in range(4):
-        buffer.append({"x": torch.tensor([float(number)]), "info": {"reward": 0.5 * number, "name": f"n{number}"}})
+        buffer.append(
+            {
+                "x": torch.tensor([float(number)]),
+                "info": {"reward": 0.5 * number, "name": f"n{number}"},
+            }
+        )
     batch, _, ids = buffer.sample_tensors(4)
-    assert torch.equal(batch["info"]["reward"], 0.5 * ids) and batch["info"]["name"] == [f"n{i}" for i in ids.tolist()]
+    assert torch.equal(batch["info"]["reward"], 0.5 * ids) and batch["info"]["name"] == [
+        f"n{i}" for i in ids.tolist()
+    ]
 
 
 def test_monitors_are_told_what_comes_and_goes() -> None:
@@ -280,13 +317,17 @@ def test_clear_and_close(kind: Any) -> None:
 
 
 def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
-    buffer = AdvancedReplayBuffer(3, max_use=2, min_sample_ratio=0, generator=0, enable_track_used_data=True)
+    buffer = AdvancedReplayBuffer(
+        3, max_use=2, min_sample_ratio=0, generator=0, enable_track_used_data=True
+    )
     queue = buffer.used_data()
     for number in range(3):
         buffer.append({"x": torch.zeros(1), "data_id": f"file {number}"})
     first = buffer.sample(3)
     assert sorted(x["data_id"] for x in first) == ["file 0", "file 1", "file 2"]
-    second = buffer.sample(3)  # now each was used twice and is removed, but both samples are at work
+    second = buffer.sample(
+        3
+    )  # now each was used twice and is removed, but both samples are at work
     assert buffer.count() == 0 and queue.empty()
     ids = [x["data_id"] for x in first]
     buffer.update({"used_id": ids})

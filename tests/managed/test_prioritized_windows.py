@@ -46,14 +46,22 @@ def steps(first: int, ends: list[list[bool]]) -> dict[str, torch.Tensor]:
     done = torch.tensor(ends).unsqueeze(-1)
     row = torch.arange(first, first + len(ends)).view(-1, 1, 1).expand(-1, done.shape[1], 1)
     lane = torch.arange(done.shape[1]).view(1, -1, 1).expand(len(ends), -1, 1)
-    return {"x": {"code": row * 10 + lane}, "hidden": row.float().expand(-1, -1, 3).contiguous(), "done": done}
+    return {
+        "x": {"code": row * 10 + lane},
+        "hidden": row.float().expand(-1, -1, 3).contiguous(),
+        "done": done,
+    }
 
 
 @settings(max_examples=40)
 @given(data=st.data(), lanes=st.integers(1, 3), length=st.integers(1, 5), stride=st.integers(1, 4))
-def test_any_sequence_equals_the_model(data: st.DataObject, lanes: int, length: int, stride: int) -> None:
+def test_any_sequence_equals_the_model(
+    data: st.DataObject, lanes: int, length: int, stride: int
+) -> None:
     capacity = data.draw(st.integers(length, 20))
-    buffer = PrioritizedWindows(capacity, length, stride=stride, generator=0, alpha=1.0, anneal_step=0)
+    buffer = PrioritizedWindows(
+        capacity, length, stride=stride, generator=0, alpha=1.0, anneal_step=0
+    )
     model, total, seen = Model(capacity, length, stride), 0, []
     for _ in range(data.draw(st.integers(1, 6))):
         row = st.lists(st.sampled_from([False, False, False, True]), min_size=lanes, max_size=lanes)
@@ -67,12 +75,18 @@ def test_any_sequence_equals_the_model(data: st.DataObject, lanes: int, length: 
                 buffer.sample(1)
             continue
         batch, weights, ids = buffer.sample(8)
-        assert batch["x"]["code"].shape == (8, length, 1) and batch["hidden"].shape == (8, length, 3)
+        assert batch["x"]["code"].shape == (8, length, 1) and batch["hidden"].shape == (
+            8,
+            length,
+            3,
+        )
         code = batch["x"]["code"][..., 0]
         assert (code.diff(dim=1) == 10).all()
         assert torch.equal(batch["hidden"][..., 0].long(), code // 10)
         least, mass = min(model.priorities.values()), sum(model.priorities.values())
-        assert float(buffer.state_dict()["tensors"]["weights"].sum()) == pytest.approx(mass, rel=1e-9)
+        assert float(buffer.state_dict()["tensors"]["weights"].sum()) == pytest.approx(
+            mass, rel=1e-9
+        )
         names = [(int(last) % 10, int(last) // 10) for last in code[:, -1]]
         for name, weight in zip(names, weights.tolist(), strict=True):
             assert weight == pytest.approx((model.priorities[name] / least) ** -0.4, rel=1e-5)
@@ -81,7 +95,9 @@ def test_any_sequence_equals_the_model(data: st.DataObject, lanes: int, length: 
         values = [0.5 + number for number in range(len(chosen))]
         alive = [name in model.priorities for _, name in chosen]
         dead = buffer.num_dead_updates
-        assert buffer.update_priorities(torch.tensor([i for i, _ in chosen], dtype=torch.int64), values) == sum(alive)
+        assert buffer.update_priorities(
+            torch.tensor([i for i, _ in chosen], dtype=torch.int64), values
+        ) == sum(alive)
         assert buffer.num_dead_updates - dead == len(alive) - sum(alive)
         for (_, name), value, is_alive in zip(chosen, values, alive, strict=True):
             if is_alive:
@@ -102,7 +118,9 @@ def test_windows_are_drawn_by_their_priorities() -> None:
             counts[i] += 1
     expected = priorities / priorities.sum() * 300 * 40
     found = torch.tensor([counts[int(i)] for i in ids])
-    assert float(((found - expected) ** 2 / expected).sum()) < len(ids) + 4 * math.sqrt(2 * len(ids))
+    assert float(((found - expected) ** 2 / expected).sum()) < len(ids) + 4 * math.sqrt(
+        2 * len(ids)
+    )
 
 
 def test_what_is_loaded_gives_the_same_next_hundred_samples(tmp_path: Path) -> None:
@@ -115,17 +133,24 @@ def test_what_is_loaded_gives_the_same_next_hundred_samples(tmp_path: Path) -> N
         found = []
         for step in range(num_steps):
             batch, weights, ids = one.sample(6)
-            one.update_priorities(ids, sequence_priorities(batch["x"]["code"][..., 0].float() % (step + 3)))
+            one.update_priorities(
+                ids, sequence_priorities(batch["x"]["code"][..., 0].float() % (step + 3))
+            )
             found += [batch["hidden"], weights, ids]
         return found
 
     learn(buffer, 5)
     buffer.save(tmp_path / "windows")
-    loaded, other = load_store(tmp_path / "windows"), PrioritizedWindows(40, 5, stride=2, anneal_step=50)
+    loaded, other = (
+        load_store(tmp_path / "windows"),
+        PrioritizedWindows(40, 5, stride=2, anneal_step=50),
+    )
     other.load_state_dict(buffer.state_dict())
     expected = learn(buffer, 100)
     for one in (loaded, other):
-        assert all(torch.equal(mine, its) for mine, its in zip(expected, learn(one, 100), strict=True))
+        assert all(
+            torch.equal(mine, its) for mine, its in zip(expected, learn(one, 100), strict=True)
+        )
         one.extend(steps(90, [[False, True]] * 9))
         assert one.check_valid() == (True, "")
     buffer.clear()
@@ -150,7 +175,9 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
 
 
 def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
-    buffer = PrioritizedWindows(4, 2, generator=0)  # so that the mark falls into the slot of step 0, no window
+    buffer = PrioritizedWindows(
+        4, 2, generator=0
+    )  # so that the mark falls into the slot of step 0, no window
     buffer.extend(steps(0, [[False]] * 3))
     before = buffer.state_dict()["tensors"]
     ids = torch.tensor([-(1 << 62), -1, -4])
@@ -161,9 +188,15 @@ def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -
         assert torch.equal(tensor, before[name]), name
 
 
-def test_any_value_of_any_end_field_ends_a_trajectory_and_a_field_without_values_ends_none() -> None:
+def test_any_value_of_any_end_field_ends_a_trajectory_and_a_field_without_values_ends_none() -> (
+    None
+):
     data = steps(0, [[False]] * 4)
-    data["ends"] = {"two": torch.zeros(4, 1, 2), "none": torch.zeros(4, 1, 0), "one": torch.zeros(4, 1, 1)}
+    data["ends"] = {
+        "two": torch.zeros(4, 1, 2),
+        "none": torch.zeros(4, 1, 0),
+        "one": torch.zeros(4, 1, 1),
+    }
     data["ends"]["two"][1, 0, 1] = -0.5
     buffer = PrioritizedWindows(4, 2, end_key=["done", "ends"], generator=0)
     buffer.extend(data)
@@ -175,7 +208,9 @@ def test_any_value_of_any_end_field_ends_a_trajectory_and_a_field_without_values
 
 def test_priorities_of_sequences_mix_the_largest_and_the_mean() -> None:
     errors = torch.tensor([[1.0, -3.0], [0.0, 2.0], [5.0, 1.0]])
-    assert sequence_priorities(errors).tolist() == pytest.approx([0.9 * 3 + 0.1 * 2, 0.9 * 2 + 0.1, 0.9 * 5 + 0.1 * 3])
+    assert sequence_priorities(errors).tolist() == pytest.approx(
+        [0.9 * 3 + 0.1 * 2, 0.9 * 2 + 0.1, 0.9 * 5 + 0.1 * 3]
+    )
     mask = torch.tensor([[False, True], [False, False], [True, True]])
     assert sequence_priorities(errors, 0.5, mask).tolist() == pytest.approx([3.0, 0.0, 4.0])
     with pytest.raises(ValueError, match="errors"):

@@ -26,13 +26,18 @@ def test_the_balance_stays_in_its_bounds_and_one_side_can_always_go_on(
     inserted = sampled = 0
     for is_insert, size in calls:
         was_filling = inserted < min_inserts
-        assert limiter.may_insert(6) or limiter.may_sample(6), "both sides would wait for each other"
+        assert limiter.may_insert(6) or limiter.may_sample(6), (
+            "both sides would wait for each other"
+        )
         if is_insert and limiter.insert(size):
             inserted += size
             assert was_filling or ratio * (inserted - min_inserts) - sampled <= limiter.tolerance
         elif not is_insert and limiter.sample(size):
             sampled += size
-            assert inserted >= min_inserts and ratio * (inserted - min_inserts) - sampled >= -limiter.tolerance
+            assert (
+                inserted >= min_inserts
+                and ratio * (inserted - min_inserts) - sampled >= -limiter.tolerance
+            )
         assert (limiter.num_inserted, limiter.num_sampled) == (inserted, sampled)
         assert limiter.balance == pytest.approx(ratio * (inserted - min_inserts) - sampled)
 

@@ -20,8 +20,11 @@ KINDS["max"] = (MaxSegmentTree, max, -math.inf)
 WEIGHTS = st.sampled_from([0.0, 0.0, 5e-324, 1e-12, 0.1, 1.0, 3.0, 1e12])
 
 #: Weights between which no float64 can hold both, many of them none at all.
-EXTREMES = st.sampled_from([0.0, 0.0, 0.0, 0.0, 5e-324, 1e-300, 1e-16, 0.1, 1.0, 1.0 + 2**-52, 1e16, 1e300])
-#: What rounding may move a point by, in units of the sum's last place: each level adds up a block, the top all of it.
+EXTREMES = st.sampled_from(
+    [0.0, 0.0, 0.0, 0.0, 5e-324, 1e-300, 1e-16, 0.1, 1.0, 1.0 + 2**-52, 1e16, 1e300]
+)
+#: What rounding may move a point by, in units of the sum's last place: each level adds up a block,
+#: the top all of it.
 SLACK_ULPS = 256
 
 
@@ -113,7 +116,9 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
         assert (found.diff() >= 0).all()
         ends = weights.cumsum(0)
         strata = torch.arange(num_draws) * (ends[-1] / num_draws)
-        assert (ends[found] >= strata - 1e-9).all() and ((ends - weights)[found] <= strata + ends[-1] / num_draws).all()
+        assert (ends[found] >= strata - 1e-9).all() and (
+            (ends - weights)[found] <= strata + ends[-1] / num_draws
+        ).all()
         counts += torch.bincount(found, minlength=5000)
     expected = weights / weights.sum() * num_draws * num_rounds
     assert counts[::3].sum() == 0
@@ -123,7 +128,9 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
     num_usual = int(usual.sum())
     assert statistic < num_usual + 4 * math.sqrt(2 * num_usual)
     rare = ~usual & (weights > 0)
-    assert abs(counts[rare].sum() - expected[rare].sum()) < 5 * math.sqrt(float(expected[rare].sum()) + 1)
+    assert abs(counts[rare].sum() - expected[rare].sum()) < 5 * math.sqrt(
+        float(expected[rare].sum()) + 1
+    )
 
 
 def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> None:
@@ -146,14 +153,18 @@ def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> No
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(data: st.DataObject) -> None:
+def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(
+    data: st.DataObject,
+) -> None:
     tree = SumTree(sized(data))
     for _ in range(data.draw(st.integers(1, 3))):
         places = data.draw(st.lists(st.integers(0, tree.capacity - 1), min_size=1, max_size=60))
         values = data.draw(st.lists(EXTREMES, min_size=len(places), max_size=len(places)))
         tree.write(torch.tensor(places), torch.tensor(values, dtype=torch.float64))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    for num_draws in data.draw(st.lists(st.sampled_from([1, 2, 7, 64, 300, 1500]), min_size=1, max_size=3)):
+    for num_draws in data.draw(
+        st.lists(st.sampled_from([1, 2, 7, 64, 300, 1500]), min_size=1, max_size=3)
+    ):
         check_drawn(tree, num_draws, generator)
 
 
@@ -175,8 +186,17 @@ def test_d11_every_operation_is_computed_and_named() -> None:
         for operation in (name, function):
             tree = SegmentTree(3, operation)
             tree[[0, 1, 2]] = values
-            found[name] = (tree.reduce(), tree.reduce(0, 1), tree.reduce(1, 1), tree.neutral_element)
-    assert found == {"sum": (11, 4, 0, 0), "min": (-2, 4, math.inf, math.inf), "max": (9, 4, -math.inf, -math.inf)}
+            found[name] = (
+                tree.reduce(),
+                tree.reduce(0, 1),
+                tree.reduce(1, 1),
+                tree.neutral_element,
+            )
+    assert found == {
+        "sum": (11, 4, 0, 0),
+        "min": (-2, 4, math.inf, math.inf),
+        "max": (9, 4, -math.inf, -math.inf),
+    }
     with pytest.raises(ValueError, match="got 'mean'"):
         SegmentTree(3, "mean")
 

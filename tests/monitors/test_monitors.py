@@ -46,7 +46,9 @@ def in_threads(work: Any, num_threads: int = 4) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), min_size=1, max_size=60))
-def test_the_rate_counts_the_events_of_the_window_give_or_take_a_slice(steps: list[tuple[float, int]]) -> None:
+def test_the_rate_counts_the_events_of_the_window_give_or_take_a_slice(
+    steps: list[tuple[float, int]],
+) -> None:
     clock = Clock()
     monitor = NaturalMonitor(window_s=4.0, num_slices=8, clock=clock)
     events = []
@@ -78,9 +80,14 @@ def test_a_steady_stream_has_its_rate_and_silence_ends_it() -> None:
 
 @given(
     st.integers(1, 7),
-    st.lists(st.dictionaries(st.sampled_from(OutTickMonitor.FIELDS), st.lists(NUMBERS, max_size=5)), max_size=25),
+    st.lists(
+        st.dictionaries(st.sampled_from(OutTickMonitor.FIELDS), st.lists(NUMBERS, max_size=5)),
+        max_size=25,
+    ),
 )
-def test_ticks_equal_a_list_of_the_last_ones(window: int, ticks: list[dict[str, list[float]]]) -> None:
+def test_ticks_equal_a_list_of_the_last_ones(
+    window: int, ticks: list[dict[str, list[float]]]
+) -> None:
     monitor = OutTickMonitor(window)
     for tick in ticks:
         monitor.record(**tick)
@@ -96,7 +103,9 @@ def test_ticks_equal_a_list_of_the_last_ones(window: int, ticks: list[dict[str, 
     assert monitor.snapshot() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("make", [float, np.float32, torch.tensor, lambda x: torch.tensor([[x]]), lambda x: (x,)])
+@pytest.mark.parametrize(
+    "make", [float, np.float32, torch.tensor, lambda x: torch.tensor([[x]]), lambda x: (x,)]
+)
 def test_a_tick_takes_numbers_arrays_and_tensors(make: Any) -> None:
     monitor = InTickMonitor(4)
     monitor.record(time=make(0.25), priority=make(2.0))
@@ -109,7 +118,9 @@ def test_a_tick_takes_numbers_arrays_and_tensors(make: Any) -> None:
     assert all(type(value) in (int, float) for value in snapshot.values())
 
 
-@pytest.mark.parametrize("values", [{"tiem": 1}, {"time": math.nan}, {"time": 1, "use": [1, math.inf]}, {"time": "x"}])
+@pytest.mark.parametrize(
+    "values", [{"tiem": 1}, {"time": math.nan}, {"time": 1, "use": [1, math.inf]}, {"time": "x"}]
+)
 def test_a_refused_tick_changes_nothing(values: dict[str, Any]) -> None:
     monitor = InTickMonitor(4)
     monitor.record(time=1)
@@ -146,7 +157,9 @@ def test_a_new_name_needs_no_registration_and_reset_forgets_it() -> None:
     report = monitor.summary()
     assert list(report) == ["gather", "sample", "learn"]
     assert 0 <= report["gather"]["max"] <= report["sample"]["max"]
-    assert report["learn"]["mean"] == report["learn"]["p95"] == 0.5 and report["learn"]["std"] == 0.0
+    assert (
+        report["learn"]["mean"] == report["learn"]["p95"] == 0.5 and report["learn"]["std"] == 0.0
+    )
     monitor.reset()
     assert monitor.summary() == {} and monitor.snapshot() == {} and monitor.text() == ""
 
@@ -169,12 +182,20 @@ def test_what_is_no_duration_is_refused(seconds: Any) -> None:
 def test_memory_does_not_grow_with_what_is_recorded() -> None:
     def held(monitor: Any) -> int:
         parts = [
-            part for value in vars(monitor).values() for part in (value.values() if type(value) is dict else [value])
+            part
+            for value in vars(monitor).values()
+            for part in (value.values() if type(value) is dict else [value])
         ]
-        return sum(part.nbytes if isinstance(part, np.ndarray) else sys.getsizeof(part) for part in parts)
+        return sum(
+            part.nbytes if isinstance(part, np.ndarray) else sys.getsizeof(part) for part in parts
+        )
 
     clock = Clock()
-    natural, ticks, performance = NaturalMonitor(clock=clock), OutTickMonitor(10), PerformanceMonitor(10)
+    natural, ticks, performance = (
+        NaturalMonitor(clock=clock),
+        OutTickMonitor(10),
+        PerformanceMonitor(10),
+    )
     sizes = []
     for count in range(3000):
         clock.now_s += 0.01
@@ -183,7 +204,9 @@ def test_memory_does_not_grow_with_what_is_recorded() -> None:
         performance.record("x", 1.0)
         if count in (20, 2999):
             sizes.append((held(ticks), held(performance), held(natural)))
-    assert all(last <= first + 16 for first, last in zip(*sizes, strict=True)), "numbers grow, by some bytes"
+    assert all(last <= first + 16 for first, last in zip(*sizes, strict=True)), (
+        "numbers grow, by some bytes"
+    )
 
 
 def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> None:
@@ -197,7 +220,10 @@ def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> N
             ticks.record(time=value, use=value)
             performance.record(f"key {value % 3}", 1.0)
             snapshot = ticks.snapshot()
-            assert all(snapshot[f"time_{part}"] == snapshot[f"use_{part}"] for part in ("mean", "max", "min"))
+            assert all(
+                snapshot[f"time_{part}"] == snapshot[f"use_{part}"]
+                for part in ("mean", "max", "min")
+            )
             performance.summary()
 
     in_threads(work)
@@ -207,11 +233,16 @@ def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> N
 
 
 def test_the_text_is_one_line_and_the_snapshot_is_json() -> None:
-    ticks, natural, performance = OutTickMonitor(), NaturalMonitor(clock=Clock()), PerformanceMonitor()
+    ticks, natural, performance = (
+        OutTickMonitor(),
+        NaturalMonitor(clock=Clock()),
+        PerformanceMonitor(),
+    )
     ticks.record(time=0.001234567, use=[1, 2, 3])
     performance.record("sample", 0.0021)
     assert (
-        ticks.text() == "ticks=1 time_mean=0.001235 time_max=0.001235 time_min=0.001235 use_mean=2 use_max=3 use_min=1"
+        ticks.text()
+        == "ticks=1 time_mean=0.001235 time_max=0.001235 time_min=0.001235 use_mean=2 use_max=3 use_min=1"
     )
     assert natural.text() == "rate=0 total=0"
     assert performance.text() == "sample 2.1 ms (p95 2.1 ms, n=1)"
@@ -220,7 +251,9 @@ def test_the_text_is_one_line_and_the_snapshot_is_json() -> None:
         assert json.loads(json.dumps(monitor.snapshot(), allow_nan=False)) == monitor.snapshot()
 
 
-@pytest.mark.parametrize("make", [OutTickMonitor, InTickMonitor, PerformanceMonitor, lambda x: NaturalMonitor(1.0, x)])
+@pytest.mark.parametrize(
+    "make", [OutTickMonitor, InTickMonitor, PerformanceMonitor, lambda x: NaturalMonitor(1.0, x)]
+)
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
 def test_a_window_without_room_is_refused(make: Any, window: Any) -> None:
     with pytest.raises(UsageError, match=">= 1"):

@@ -1,10 +1,11 @@
 """The order of every loader, stream, sampler and buffer that promises exact resume, as numbers.
 
-Each function below returns the order of one of them: what was delivered, in that order, as integers.
-Half of it comes from an object that goes on from the state of another one.
+Each function below returns the order of one of them: what was delivered, in that order, as
+integers. Half of it comes from an object that goes on from the state of another one.
 
-`python -m tests.orders.everything` prints all orders; with `--write` it replaces the stored ones. Replace
-them only where a change of an order is intended, and name it in CHANGELOG.md: users' states break.
+`python -m tests.orders.everything` prints all orders; with `--write` it replaces the stored ones.
+Replace them only where a change of an order is intended, and name it in CHANGELOG.md: users' states
+break.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import numpy as np
 import torch
 
 import rollout_data
-from rollout_data import RolloutDataset, TrajectoryReplayBuffer, WindowDataset, WindowLoader, WindowMixture
+from rollout_data import (
+    RolloutDataset,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+    WindowMixture,
+)
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
@@ -86,7 +93,9 @@ def all_orders() -> dict[str, Any]:
     return found
 
 
-def resumed(make: Callable[[], Any], deliver: Callable[[Any], Iterator[Order]], num_before: int) -> Order:
+def resumed(
+    make: Callable[[], Any], deliver: Callable[[Any], Iterator[Order]], num_before: int
+) -> Order:
     """Return what one object delivers, after checking that another one goes on from its state.
 
     Args:
@@ -110,7 +119,14 @@ def resumed(make: Callable[[], Any], deliver: Callable[[Any], Iterator[Order]], 
 def global_states() -> list[Any]:
     """Return the states of the global generators of torch, numpy and Python."""
     name, keys, *place = np.random.get_state()
-    return [torch.initial_seed(), torch.get_rng_state().tolist(), name, keys.tolist(), place, random.getstate()]
+    return [
+        torch.initial_seed(),
+        torch.get_rng_state().tolist(),
+        name,
+        keys.tolist(),
+        place,
+        random.getstate(),
+    ]
 
 
 def column(values: Any) -> Order:
@@ -150,7 +166,12 @@ def stream_in_recorded_order(folder: Path) -> Order:
 @order
 def stream_shuffled_loops_and_starts(folder: Path) -> Order:
     return stream_order(
-        folder, num_before=13, random_shuffle_traj_order=True, dataset_loops=3, starting_frame_range=(0, 7), seed=5
+        folder,
+        num_before=13,
+        random_shuffle_traj_order=True,
+        dataset_loops=3,
+        starting_frame_range=(0, 7),
+        seed=5,
     )
 
 
@@ -168,24 +189,40 @@ def stream_of_ranks(folder: Path) -> Order:
 @order
 def stream_of_a_loader(folder: Path) -> Order:
     dataset = RolloutDataset(
-        folder / "first", 2, random_shuffle_traj_order=True, seed=9, num_transitions_per_env=5, device="cpu"
+        folder / "first",
+        2,
+        random_shuffle_traj_order=True,
+        seed=9,
+        num_transitions_per_env=5,
+        device="cpu",
     )
     batches = [list(rollout_data.loader(dataset)) for _ in range(2)]  # two epochs
-    return [number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place]
+    return [
+        number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place
+    ]
 
 
 @order
 def stream_of_a_loader_with_workers(folder: Path) -> Order:
     dataset = RolloutDataset(
-        folder / "second", 3, random_shuffle_traj_order=True, seed=11, num_transitions_per_env=4, device="cpu"
+        folder / "second",
+        3,
+        random_shuffle_traj_order=True,
+        seed=11,
+        num_transitions_per_env=4,
+        device="cpu",
     )
     batches = [list(rollout_data.loader(dataset, num_workers=2)) for _ in range(2)]  # two epochs
-    return [number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place]
+    return [
+        number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place
+    ]
 
 
 @order
 def stream_drops_last(folder: Path) -> Order:
-    return stream_order(folder, drop_last=True, random_shuffle_traj_order=True, dataset_loops=2, seed=10)
+    return stream_order(
+        folder, drop_last=True, random_shuffle_traj_order=True, dataset_loops=2, seed=10
+    )
 
 
 # Windows
@@ -204,13 +241,17 @@ def window_order(make: Callable[[], Any], num_epochs: int = 2, **options: Any) -
 
 
 def mixture(folder: Path, weights: Any) -> WindowMixture:
-    datasets = [WindowDataset(folder / name, 2, padding="repeat") for name in ("first", "second", "large")]
+    datasets = [
+        WindowDataset(folder / name, 2, padding="repeat") for name in ("first", "second", "large")
+    ]
     return WindowMixture(datasets, weights)
 
 
 @order
 def windows_shuffled(folder: Path) -> Order:
-    return window_order(lambda: WindowDataset([folder / "first", folder / "second"], 2, padding="repeat"))
+    return window_order(
+        lambda: WindowDataset([folder / "first", folder / "second"], 2, padding="repeat")
+    )
 
 
 @order
@@ -237,7 +278,9 @@ def windows_of_ranks(folder: Path) -> Order:
 def windows_of_splits(folder: Path) -> Order:
     found = []
     for split in ("train", "validation"):
-        dataset = WindowDataset([folder / "first", folder / "second"], 1, split=split, validation_fraction=0.3, seed=2)
+        dataset = WindowDataset(
+            [folder / "first", folder / "second"], 1, split=split, validation_fraction=0.3, seed=2
+        )
         found += window_order(lambda dataset=dataset: dataset)
     return found
 
@@ -246,7 +289,9 @@ def windows_of_splits(folder: Path) -> Order:
 def windows_of_urls(folder: Path) -> Order:
     fsspec.filesystem("memory").put(str(folder / "first"), f"{folder}/first", recursive=True)
     remote = rollout_data.RemoteOptions(chunk_bytes=4096, num_chunks=3)
-    return window_order(lambda: WindowDataset(f"memory://{folder}/first", 2, padding="repeat", remote=remote))
+    return window_order(
+        lambda: WindowDataset(f"memory://{folder}/first", 2, padding="repeat", remote=remote)
+    )
 
 
 @order
@@ -268,7 +313,8 @@ def mixture_of_equal_windows(folder: Path) -> Order:
 def mixture_resumed(folder: Path) -> Order:
     def make() -> WindowMixture:
         return WindowMixture(
-            [WindowDataset(folder / name, 2, padding="repeat") for name in ("first", "second")], [1, 4]
+            [WindowDataset(folder / name, 2, padding="repeat") for name in ("first", "second")],
+            [1, 4],
         )
 
     found = window_order(make)
@@ -340,7 +386,10 @@ def dict_buffer_transitions(folder: Path) -> Order:
 
 @order
 def dict_buffer_transitions_of_several_steps(folder: Path) -> Order:
-    return draws(dict_buffer, lambda buffer: buffer.sample_transitions(40, num_steps=3, reward_key="observation")["x"])
+    return draws(
+        dict_buffer,
+        lambda buffer: buffer.sample_transitions(40, num_steps=3, reward_key="observation")["x"],
+    )
 
 
 def trajectories(start_mode: str, at_end: str = "exclude") -> TrajectoryDictBufferMultiDim:
@@ -349,7 +398,10 @@ def trajectories(start_mode: str, at_end: str = "exclude") -> TrajectoryDictBuff
     )
     steps = rows(0, 60)
     buffer.extend(
-        {name: torch.stack([leaf, leaf + (0 if name == "done" else 1000)], 1) for name, leaf in steps.items()}
+        {
+            name: torch.stack([leaf, leaf + (0 if name == "done" else 1000)], 1)
+            for name, leaf in steps.items()
+        }
     )
     return buffer
 
@@ -361,16 +413,23 @@ def ring_windows(folder: Path) -> Order:
 
 @order
 def ring_windows_by_trajectory(folder: Path) -> Order:
-    return draws(lambda: trajectories("trajectory"), lambda buffer: buffer.sample(60)["observation"])
+    return draws(
+        lambda: trajectories("trajectory"), lambda buffer: buffer.sample(60)["observation"]
+    )
 
 
 @order
 def ring_windows_up_to_ends(folder: Path) -> Order:
-    return draws(lambda: trajectories("uniform", "mark"), lambda buffer: buffer.sample(60)["observation"])
+    return draws(
+        lambda: trajectories("uniform", "mark"), lambda buffer: buffer.sample(60)["observation"]
+    )
 
 
 def expert(mode: str | None) -> TrajectoryDictBuffer:
-    episodes = [{"observation": torch.arange(n).float().unsqueeze(1) + 100 * k} for k, n in enumerate(LENGTHS)]
+    episodes = [
+        {"observation": torch.arange(n).float().unsqueeze(1) + 100 * k}
+        for k, n in enumerate(LENGTHS)
+    ]
     buffer = TrajectoryDictBuffer(episodes, "cpu", 2, generator=3)
     scores = torch.arange(len(LENGTHS)) * 0.37 % 2
     buffer.update_priorities(motion_priorities(scores, mode))
@@ -391,12 +450,17 @@ def expert_windows_by_priority(folder: Path) -> Order:
 
 @order
 def expert_windows_by_bins(folder: Path) -> Order:
-    return draws(lambda: expert("bin"), lambda buffer: buffer.sample(600, seq_length=3)["observation"])
+    return draws(
+        lambda: expert("bin"), lambda buffer: buffer.sample(600, seq_length=3)["observation"]
+    )
 
 
 @order
 def expert_priorities(folder: Path) -> Order:
-    return expert(None).priorities.view(torch.int32).tolist() + expert("bin").priorities.view(torch.int32).tolist()
+    return (
+        expert(None).priorities.view(torch.int32).tolist()
+        + expert("bin").priorities.view(torch.int32).tolist()
+    )
 
 
 @order
@@ -408,7 +472,9 @@ def replay_pairs(folder: Path) -> Order:
         return buffer
 
     def draw(buffer: ReplayBuffer) -> torch.Tensor:
-        return torch.cat([buffer.sample(20)[0], *(batch[1] for batch in buffer.feed_forward_generator(2, 20))])
+        return torch.cat(
+            [buffer.sample(20)[0], *(batch[1] for batch in buffer.feed_forward_generator(2, 20))]
+        )
 
     return draws(make, draw)
 
@@ -447,7 +513,9 @@ def naive_items(folder: Path) -> Order:
         return buffer
 
     def draw(buffer: NaiveReplayBuffer) -> torch.Tensor:
-        return torch.cat([numbers_of(buffer.sample(15)), numbers_of(buffer.sample(50, replace=True))])
+        return torch.cat(
+            [numbers_of(buffer.sample(15)), numbers_of(buffer.sample(50, replace=True))]
+        )
 
     return draws(make, draw)
 
@@ -480,7 +548,10 @@ def prioritized_rows_of_a_deep_tree(folder: Path) -> Order:
 
 @order
 def prioritized_items_of_some_ages(folder: Path) -> Order:
-    return draws(lambda: advanced(900), lambda buffer: numbers_of(buffer.sample(30, sample_range=slice(100, 700))))
+    return draws(
+        lambda: advanced(900),
+        lambda buffer: numbers_of(buffer.sample(30, sample_range=slice(100, 700))),
+    )
 
 
 @order
@@ -546,13 +617,20 @@ def episode_windows(folder: Path) -> Order:
 
 @order
 def whole_episodes(folder: Path) -> Order:
-    return draws(episode_buffer, lambda buffer: torch.cat([numbers_of(one) for one in buffer.sample(5)]))
+    return draws(
+        episode_buffer, lambda buffer: torch.cat([numbers_of(one) for one in buffer.sample(5)])
+    )
 
 
 def manager() -> BufferManager:
     config = {
         "buffer_name": ["agent", "demo", "old"],
-        "agent": {"type": "advanced", "replay_buffer_size": 60, "generator": 11, "min_sample_ratio": 0},
+        "agent": {
+            "type": "advanced",
+            "replay_buffer_size": 60,
+            "generator": 11,
+            "min_sample_ratio": 0,
+        },
         "demo": {"type": "naive", "replay_buffer_size": 60, "generator": 12},
         "old": {"type": "naive", "replay_buffer_size": 60, "generator": 13},
         "sample_ratio": {"agent": 0.7, "demo": 0.1, "old": 0.2},
@@ -585,7 +663,10 @@ def rollout(kind: Any = RolloutStorage) -> Any:
         if kind is ActionLabelRollout:
             one.action_labels = torch.zeros(6, 2)
         if kind is SarsaRolloutStorage:
-            one.next_observations, one.next_critic_observations = one.observations + 1, one.critic_observations + 1
+            one.next_observations, one.next_critic_observations = (
+                one.observations + 1,
+                one.critic_observations + 1,
+            )
         storage.add_transitions(one)
     if kind is not ActionLabelRollout:
         storage.compute_returns(torch.zeros(6), 0.9, 0.9)

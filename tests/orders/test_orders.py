@@ -30,7 +30,10 @@ from tests.orders.everything import global_states
 ROOT = Path(__file__).parents[2]
 #: Processors that can do less, and another number of threads.
 MACHINES = {
-    "no vectors": {"NPY_DISABLE_CPU_FEATURES": " ".join(numpy_features), "ATEN_CPU_CAPABILITY": "default"},
+    "no vectors": {
+        "NPY_DISABLE_CPU_FEATURES": " ".join(numpy_features),
+        "ATEN_CPU_CAPABILITY": "default",
+    },
     "no vectors of torch": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"},
 }
 
@@ -67,7 +70,12 @@ def test_every_store_and_loader_has_a_stored_order(stored):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_draws_do_not_depend_on_the_number_of_threads(stored, tmp_path, num_threads):
-    names = ("prioritized_rows_of_a_deep_tree", "sums_of_a_tree", "rollout_mini_batches", "expert_windows")
+    names = (
+        "prioritized_rows_of_a_deep_tree",
+        "sums_of_a_tree",
+        "rollout_mini_batches",
+        "expert_windows",
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -89,7 +97,9 @@ def test_scaled_bits_are_the_exact_product(bits, choices):
     assert scaled(torch.tensor([bits]), torch.tensor([choices])).tolist() == [expected]
 
 
-WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(0, 1e308), st.integers(0, 9)), min_size=1, max_size=40)
+WEIGHTS = st.lists(
+    st.one_of(st.just(0.0), st.floats(0, 1e308), st.integers(0, 9)), min_size=1, max_size=40
+)
 
 
 @settings(max_examples=300)
@@ -132,8 +142,12 @@ def test_a_power_in_doubt_does_not_depend_on_its_last_bits():
     exact, exponent = Context(prec=60), 0.6
     halfway = (np.arange(1, 200, dtype=np.int64) << 40) + (1023 << 52) + (1 << 19)
     middles = halfway.view(np.float64).tolist()
-    bases = np.array([float(exact.power(Decimal(one), 1 / Decimal(exponent))) for one in middles] * 2)
-    true_powers = np.array([float(exact.power(Decimal(float(base)), Decimal(exponent))) for base in bases])
+    bases = np.array(
+        [float(exact.power(Decimal(one), 1 / Decimal(exponent))) for one in middles] * 2
+    )
+    true_powers = np.array(
+        [float(exact.power(Decimal(float(base)), Decimal(exponent))) for base in bases]
+    )
     expected = (true_powers.view(np.int64) + (1 << 19)) >> 20 << 20
     assert rounded_power(bases, exponent).view(np.int64).tolist() == expected.tolist()
 
@@ -169,7 +183,9 @@ def members(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("weights", [None, [1, 2, 3], [0.7, 0.29, 0.01], [1, 0, 1], [1e-9, 1e9, 1e9]])
+@pytest.mark.parametrize(
+    "weights", [None, [1, 2, 3], [0.7, 0.29, 0.01], [1, 0, 1], [1e-9, 1e9, 1e9]]
+)
 def test_shares_of_a_mixture_follow_its_weights(members, weights):
     mixture = WindowMixture(members, weights)
     sizes = np.array([len(one) for one in members])
@@ -212,7 +228,12 @@ def names_of(loader):
 def test_a_window_that_is_gone_leaves_the_order_of_the_rest(tmp_path, num_ranks, weights):
     for number, folder in enumerate(("a", "b")):
         for block in range(5):
-            record(tmp_path / folder, [9 + block], first_number=10 * number + block, writer_name=f"{folder}{block}")
+            record(
+                tmp_path / folder,
+                [9 + block],
+                first_number=10 * number + block,
+                writer_name=f"{folder}{block}",
+            )
 
     def loader(rank=0, num_ranks=1):
         mixture = WindowMixture([WindowDataset(tmp_path / folder, 1) for folder in "ab"], weights)

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import rollout_data
-from rollout_data import Normalizer, RolloutDataset, TrajectoryReplayBuffer, WindowDataset, WindowLoader
+from rollout_data import (
+    Normalizer,
+    RolloutDataset,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+)
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
@@ -53,7 +59,9 @@ def manager():
 MAKERS = {
     "DictBuffer": lambda: DictBuffer(capacity=4),
     "TrajectoryDictBufferMultiDim": lambda: TrajectoryDictBufferMultiDim(capacity=4),
-    "TrajectoryDictBuffer": lambda: TrajectoryDictBuffer([{"observation": torch.ones(3, 1)}], "cpu", 2),
+    "TrajectoryDictBuffer": lambda: TrajectoryDictBuffer(
+        [{"observation": torch.ones(3, 1)}], "cpu", 2
+    ),
     "ReplayBuffer": lambda: ReplayBuffer(3, 4),
     "ZBuffer": lambda: ZBuffer(4, 2),
     "NaiveReplayBuffer": lambda: NaiveReplayBuffer(4),
@@ -149,7 +157,9 @@ def test_files_checkpoints_and_collectors_use_no_global_generator(tmp_path):
         saver.save_async(checkpoint, tmp_path / "saved.pt", compress=True)
     load_checkpoint(tmp_path / "saved.pt")
     collector = CompressedDataCollector([{"images": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}])
-    assert [step["images"].shape for step in PipelinedDataCollector(collector, "cpu", 2)] == [(2, 8, 8, 3)]
+    assert [step["images"].shape for step in PipelinedDataCollector(collector, "cpu", 2)] == [
+        (2, 8, 8, 3)
+    ]
     assert global_states() == before
 
 
@@ -168,7 +178,13 @@ print([float(item["x"]) for item in buffer.sample(10)], other.sample(10)["x"].fl
 
 def test_a_program_that_seeds_torch_repeats_from_run_to_run():
     runs = [
-        subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=os.environ, capture_output=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env=os.environ,
+            capture_output=True,
+            check=True,
+        )
         for _ in range(2)
     ]
     assert runs[0].stdout == runs[1].stdout and len(runs[0].stdout) > 50

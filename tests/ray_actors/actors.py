@@ -23,14 +23,22 @@ def rows(first: int, count: int) -> dict[str, Any]:
     return {
         "number": number.view(-1, 1),
         "flag": (number % 3 == 0).view(-1, 1),
-        "deep": {"half": (number % 100).view(-1, 1).bfloat16(), "wide": number.view(-1, 1) + torch.zeros(1, 1100)},
+        "deep": {
+            "half": (number % 100).view(-1, 1).bfloat16(),
+            "wide": number.view(-1, 1) + torch.zeros(1, 1100),
+        },
     }
 
 
 def check_rows(found: dict[str, Any]) -> list[int]:
     """Check that each row is whole; give their numbers."""
     number = found["number"]
-    expected = {"number": number, "flag": number % 3 == 0, "half": (number % 100).bfloat16(), "wide": number.float()}
+    expected = {
+        "number": number,
+        "flag": number % 3 == 0,
+        "half": (number % 100).bfloat16(),
+        "wide": number.float(),
+    }
     given = {"number": number, "flag": found["flag"], **found["deep"]}
     for name, leaf in given.items():
         assert leaf.dtype == expected[name].dtype and bool((leaf == expected[name]).all()), name
@@ -39,7 +47,9 @@ def check_rows(found: dict[str, Any]) -> list[int]:
 
 def held(buffer: RemoteBuffer) -> list[int]:
     """List the numbers of all rows of all shards, sorted."""
-    return sorted(number for part in buffer.call("get_full_buffer") if part for number in check_rows(part))
+    return sorted(
+        number for part in buffer.call("get_full_buffer") if part for number in check_rows(part)
+    )
 
 
 def process_of(buffer: RemoteBuffer, shard: int = 0) -> int:

@@ -45,7 +45,9 @@ def test_pairs_of_states_and_vectors_come_from_all_shards(cluster: Any) -> None:
             states = torch.arange(first, first + 50.0).view(-1, 1).expand(50, 3)
             pairs.insert(states, states + 0.5)
         found = list(pairs.feed_forward_generator(4, 300))
-        assert len(pairs) == 100 and all(bool((following - own == 0.5).all()) for own, following in found)
+        assert len(pairs) == 100 and all(
+            bool((following - own == 0.5).all()) for own, following in found
+        )
         assert {int(number) for own, _ in found for number in own[:, 0]} == set(range(100))
     with RemoteBuffer(partial(ZBuffer, 100, 4), **NO_CPUS) as vectors:
         vectors.add(torch.ones(10, 4))
@@ -70,7 +72,9 @@ def test_items_of_several_shards_have_ids_of_their_own_and_updates_find_them(clu
         found = prioritized.sample(600)
         assert set(numbers(found)) == set(range(40))
         ids = [item["replay_unique_id"] for item in found]
-        prioritized.update({"replay_unique_id": ids, "priority": [n % 10 == 3 for n in numbers(found)]})
+        prioritized.update(
+            {"replay_unique_id": ids, "priority": [n % 10 == 3 for n in numbers(found)]}
+        )
         prioritized.flush()
         assert set(numbers(prioritized.sample(200))) == {3, 13, 23, 33}
         prioritized.update({"replay_unique_id": ["other_3"], "priority": [1.0]})
@@ -109,7 +113,9 @@ def test_episodes_stay_whole_and_count_once(cluster: Any) -> None:
     with RemoteBuffer(partial(TrajectoryDictBuffer, steps, "cpu", 3), 2, **NOW) as expert:
         expert.update_priorities(torch.tensor([0.0, 1.0, 0.0]))
         windows = expert.sample(300)["observation"].view(100, 3)
-        assert bool((windows.diff(dim=1) == 1).all()) and set((windows // 100).flatten().tolist()) == {1}
+        assert bool((windows.diff(dim=1) == 1).all()) and set(
+            (windows // 100).flatten().tolist()
+        ) == {1}
 
 
 def test_a_manager_lives_in_one_shard(cluster: Any) -> None:
@@ -132,11 +138,21 @@ def test_a_manager_lives_in_one_shard(cluster: Any) -> None:
 
 def test_what_cannot_be_kept_in_actors_is_refused_when_it_is_made(cluster: Any) -> None:
     manager = partial(BufferManager, {"buffer_name": ["one"], "one": {"replay_buffer_size": 9}})
-    limited = partial(NaiveReplayBuffer, 9, rate_limiter={"samples_per_insert": 1.0, "tolerance": 9.0})
+    limited = partial(
+        NaiveReplayBuffer, 9, rate_limiter={"samples_per_insert": 1.0, "tolerance": 9.0}
+    )
     for make, num_shards, reason in (
-        (manager, 2, "expected one shard of a BufferManager, got 2. .* make a RemoteBuffer of each"),
+        (
+            manager,
+            2,
+            "expected one shard of a BufferManager, got 2. .* make a RemoteBuffer of each",
+        ),
         (limited, 1, "Give rate_limiter to RemoteBuffer"),
-        (partial(RolloutStorage, 1, 1, 1, None, 1), 1, "one with a method sample, got a RolloutStorage"),
+        (
+            partial(RolloutStorage, 1, 1, 1, None, 1),
+            1,
+            "one with a method sample, got a RolloutStorage",
+        ),
     ):
         with pytest.raises(UsageError, match=reason):
             RemoteBuffer(make, num_shards, **NO_CPUS)

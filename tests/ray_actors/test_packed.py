@@ -22,25 +22,60 @@ def sent(tree: Any) -> Any:
 
 @pytest.mark.filterwarnings("error")
 def test_trees_arrive_as_they_were() -> None:
-    dtypes = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+    dtypes = (
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+    )
     base = torch.arange(2000).view(40, 50)
     tree = {
         "columns": {str(dtype): base.to(dtype)[3:9, ::2] for dtype in dtypes},
         "views": (base[:, 1], base[7], base.t(), base[5:5], base[0, 0], base[:1].expand(9, 50)),
-        "rest": [np.arange(6, dtype=np.uint16)[::-1], None, "text", 3, np.array(["x"]), {"leaf": torch.ones(2)}],
+        "rest": [
+            np.arange(6, dtype=np.uint16)[::-1],
+            None,
+            "text",
+            3,
+            np.array(["x"]),
+            {"leaf": torch.ones(2)},
+        ],
     }
     found = sent(tree)
-    assert list(found) == list(tree) and found["rest"][1:4] == [None, "text", 3] and found["rest"][4].tolist() == ["x"]
-    assert isinstance(found["rest"][0], np.ndarray) and found["rest"][0].tolist() == [5, 4, 3, 2, 1, 0]
+    assert (
+        list(found) == list(tree)
+        and found["rest"][1:4] == [None, "text", 3]
+        and found["rest"][4].tolist() == ["x"]
+    )
+    assert isinstance(found["rest"][0], np.ndarray) and found["rest"][0].tolist() == [
+        5,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
     pairs = [(found["columns"][name], leaf) for name, leaf in tree["columns"].items()]
-    pairs += [*zip(found["views"], tree["views"], strict=True), (found["rest"][5]["leaf"], torch.ones(2))]
+    pairs += [
+        *zip(found["views"], tree["views"], strict=True),
+        (found["rest"][5]["leaf"], torch.ones(2)),
+    ]
     for mine, leaf in pairs:
         assert mine.dtype == leaf.dtype and mine.shape == leaf.shape and torch.equal(mine, leaf)
 
 
 def test_a_sample_is_one_buffer_and_little_of_much_memory_is_copied() -> None:
     buffer = DictBuffer(capacity=100)
-    buffer.extend({"a": torch.randn(100, 5), "b": torch.rand(100, 3) < 0.5, "c": {"d": torch.randn(100, 1).double()}})
+    buffer.extend(
+        {
+            "a": torch.randn(100, 5),
+            "b": torch.rand(100, 3) < 0.5,
+            "c": {"d": torch.randn(100, 1).double()},
+        }
+    )
     buffers = pack(buffer.sample(64))[0]
     assert len(buffers) == 1 and buffers[0].nbytes <= 64 * (20 + 3 + 8 + 8)
     large = torch.zeros(1 << 20)

@@ -26,7 +26,10 @@ def record(folder: Path) -> None:
     with RolloutWriter(folder, NUM_ENVS) as writer:
         for step in range(NUM_STEPS):
             terminated, truncated = rng.random((2, NUM_ENVS)) < 0.08
-            final = {"state": np.full((NUM_ENVS, 3), -step, np.float32), "rgb": np.zeros((NUM_ENVS, 2, 2), np.uint8)}
+            final = {
+                "state": np.full((NUM_ENVS, 3), -step, np.float32),
+                "rgb": np.zeros((NUM_ENVS, 2, 2), np.uint8),
+            }
             writer.add(
                 observation={
                     "state": rng.normal(size=(NUM_ENVS, 3)).astype(np.float32),
@@ -64,15 +67,21 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_read_and_written_again_is_equal_in_every_field(cluster: Any, recorded: Path, tmp_path: Path) -> None:
+def test_what_is_read_and_written_again_is_equal_in_every_field(
+    cluster: Any, recorded: Path, tmp_path: Path
+) -> None:
     dataset = read_rollouts(recorded, rows_per_task=60)
     write_rollouts(dataset, tmp_path / "again")
     check_equal(tmp_path / "again", recorded)
     assert sorted(path.suffix for path in (tmp_path / "again").iterdir())[-1] == ".json"
-    assert len(list((tmp_path / "again").iterdir())) > 3  # several tasks wrote, and left nothing else
+    assert (
+        len(list((tmp_path / "again").iterdir())) > 3
+    )  # several tasks wrote, and left nothing else
 
 
-def test_a_task_that_is_killed_runs_again_and_writes_once(cluster: Any, recorded: Path, tmp_path: Path) -> None:
+def test_a_task_that_is_killed_runs_again_and_writes_once(
+    cluster: Any, recorded: Path, tmp_path: Path
+) -> None:
     token = tmp_path / "killed"
 
     def kill_once(batch: dict[str, Any]) -> dict[str, Any]:
@@ -81,10 +90,14 @@ def test_a_task_that_is_killed_runs_again_and_writes_once(cluster: Any, recorded
             os.kill(os.getpid(), signal.SIGKILL)
         return {**batch, "reward": batch["reward"] * 2}
 
-    write_rollouts(read_rollouts(recorded, rows_per_task=60).map_batches(kill_once), tmp_path / "again")
+    write_rollouts(
+        read_rollouts(recorded, rows_per_task=60).map_batches(kill_once), tmp_path / "again"
+    )
     assert token.exists()
     mine, theirs = content(tmp_path / "again"), content(recorded)
-    assert torch.equal(mine["reward"], 2 * theirs["reward"]) and torch.equal(mine["done"], theirs["done"])
+    assert torch.equal(mine["reward"], 2 * theirs["reward"]) and torch.equal(
+        mine["done"], theirs["done"]
+    )
 
 
 def test_parts_of_trajectories_are_refused_until_they_are_brought_together(

@@ -37,7 +37,10 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
         buffer.extend(rows(0, 30))
         buffer.extend(rows(30, 30))
         drawn = [check_rows(buffer.sample(16 if draw % 2 else 64)) for draw in range(12)]
-        assert len({tuple(one) for one in drawn}) == 12 and [len(one) for one in drawn] == 6 * [64, 16]
+        assert len({tuple(one) for one in drawn}) == 12 and [len(one) for one in drawn] == 6 * [
+            64,
+            16,
+        ]
         assert {number for one in drawn for number in one} == set(range(60)) and len(buffer) == 60
         sample = buffer.sample(batch_size=5)
         sample["number"] += 1  # a copy
@@ -56,7 +59,9 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
             call()
 
 
-def test_rows_come_from_shards_in_proportion_to_what_they_hold(cluster: Any, tmp_path: Path) -> None:
+def test_rows_come_from_shards_in_proportion_to_what_they_hold(
+    cluster: Any, tmp_path: Path
+) -> None:
     with RemoteBuffer(MAKE, 2, prefetch=0, **NO_CPUS) as buffer:
         buffer.pin(0)
         buffer.extend(rows(0, 100))
@@ -67,7 +72,9 @@ def test_rows_come_from_shards_in_proportion_to_what_they_hold(cluster: Any, tmp
         for _ in range(10):
             counts += torch.bincount(torch.tensor(check_rows(buffer.sample(4000))), minlength=400)
         assert abs(float(counts[:100].sum()) - 10_000) < 5 * (40_000 * 0.25 * 0.75) ** 0.5
-        assert float(((counts - 100) ** 2 / 100).sum()) < 399 + 5 * 798**0.5  # chi squared: all rows are equally likely
+        assert (
+            float(((counts - 100) ** 2 / 100).sum()) < 399 + 5 * 798**0.5
+        )  # chi squared: all rows are equally likely
         buffer.save(str(tmp_path / "saved"))
         with pytest.raises(DataFileError):
             buffer.load(str(tmp_path / "other"))
@@ -87,7 +94,10 @@ def test_priorities_go_to_the_shard_that_gave_the_ids(cluster: Any) -> None:
         buffer.flush()
         batch, weights, ids = buffer.sample_tensors(2000)
         numbers = torch.tensor(check_rows(batch))
-        assert weights.shape == ids.shape == (2000,) and len(set(ids.tolist())) == len(set(numbers.tolist())) == 100
+        assert (
+            weights.shape == ids.shape == (2000,)
+            and len(set(ids.tolist())) == len(set(numbers.tolist())) == 100
+        )
         buffer.update_priorities(ids, (numbers % 10 == 3).float())
         buffer.flush()
         assert {number % 10 for number in check_rows(buffer.sample_tensors(500)[0])} == {3}
@@ -107,7 +117,9 @@ def test_windows_keep_their_order_and_two_collectors_may_not_mix_steps(cluster: 
             buffer.extend(steps(40 * shard))
             buffer.extend(steps(40 * shard + 20))
         windows = buffer.sample(500)["observation"].view(100, 5)
-        assert bool((windows.diff(dim=1) == 1).all()) and bool((windows[:, 0] // 10 == windows[:, 4] // 10).all())
+        assert bool((windows.diff(dim=1) == 1).all()) and bool(
+            (windows[:, 0] // 10 == windows[:, 4] // 10).all()
+        )
         assert int(windows.min()) < 40 <= int(windows.max())
 
     with RemoteBuffer(partial(PrioritizedWindows, 1000, 5), **NO_CPUS) as buffer:
@@ -159,7 +171,12 @@ def test_a_killed_actor_goes_on_and_nothing_that_was_answered_is_missing_or_doub
 def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_them_dies(
     cluster: Any, tmp_path: Path
 ) -> None:
-    options = {"checkpoint_dir": str(tmp_path), "max_unsaved_bytes": 2 << 20, "max_pending": 3, **NO_CPUS}
+    options = {
+        "checkpoint_dir": str(tmp_path),
+        "max_unsaved_bytes": 2 << 20,
+        "max_pending": 3,
+        **NO_CPUS,
+    }
     with RemoteBuffer(MAKE, 2, **options) as buffer:
         dying = collect.options(max_retries=0).remote(buffer, 0, 5, ends=False)
         collectors = [collect.remote(buffer, 10_000 * one, 40) for one in (1, 2)]
@@ -174,14 +191,18 @@ def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_t
         assert held(buffer) == [number for one in expected for number in one]
 
 
-def test_without_checkpoints_a_killed_actor_is_an_error_and_a_stopped_one_a_time_out(cluster: Any) -> None:
+def test_without_checkpoints_a_killed_actor_is_an_error_and_a_stopped_one_a_time_out(
+    cluster: Any,
+) -> None:
     buffer = RemoteBuffer(MAKE, timeout_s=10.0, **NO_CPUS)
     buffer.extend(rows(0, 10))
     buffer.flush()
     process = process_of(buffer)
     os.kill(process, signal.SIGSTOP)
     try:
-        with pytest.raises(WaitTimeoutError, match=r"ask shard 0 of 1: expected an answer within 10\.0 s"):
+        with pytest.raises(
+            WaitTimeoutError, match=r"ask shard 0 of 1: expected an answer within 10\.0 s"
+        ):
             buffer.sample(4)
     finally:
         os.kill(process, signal.SIGCONT)
@@ -207,7 +228,9 @@ def test_rates_and_staleness_are_bounded(cluster: Any) -> None:
             buffer.flush()
             buffer.set_version(version)
             found = buffer.sample(100)["policy_version"]
-            assert found.shape == (100, 1) and {max(0, version - 1), version} == set(found.flatten().tolist())
+            assert found.shape == (100, 1) and {max(0, version - 1), version} == set(
+                found.flatten().tolist()
+            )
         buffer.set_version(9)
         with pytest.raises(BufferEmptyError, match="policy version 8 or later"):
             buffer.sample(10)
@@ -222,7 +245,13 @@ def test_rates_and_staleness_are_bounded(cluster: Any) -> None:
 
 
 def test_options_that_cannot_be_are_refused_before_an_actor_is_made(cluster: Any) -> None:
-    for options in ({"prefetch": -1}, {"timeout_s": 0}, {"max_pending": 0}, {"max_staleness": -1}, {"seed": "x"}):
+    for options in (
+        {"prefetch": -1},
+        {"timeout_s": 0},
+        {"max_pending": 0},
+        {"max_staleness": -1},
+        {"seed": "x"},
+    ):
         with pytest.raises(UsageError, match=next(iter(options))):
             RemoteBuffer(MAKE, **options)
     with pytest.raises(UsageError, match="num_shards"):

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
+pytest.importorskip(
+    "transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue"
+)
 pytest.importorskip("ray", reason="ray is not installed: pip install 'rollout-data[ray]'")
 
 from storage.adapters.transfer_queue import TransferQueueBuffer
@@ -23,7 +25,9 @@ def test_rows_of_two_processes_are_drawn_whole_until_they_are_forgotten(cluster:
     def add(first: int) -> None:
         TransferQueueBuffer("steps").extend(rows(first, 30))
 
-    few = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}  # the cluster of the tests has two processors
+    few = {
+        "backend": {"SimpleStorage": {"num_data_storage_units": 1}}
+    }  # the cluster of the tests has two processors
     transfer_queue.init(OmegaConf.create(few))
     try:
         buffer = TransferQueueBuffer("steps", seed=0)

@@ -14,7 +14,8 @@ from rollout_data import RolloutWriter
 from tests.readers.recordings import CAMERAS, LENGTHS, observed, record_with_gaps
 
 FPS = 10
-#: Operators that torchvision declares for; its releases for CUDA do not load them beside torch for CPUs.
+#: Operators that torchvision declares for; its releases for CUDA do not load them beside torch for
+#: CPUs.
 _OPERATORS = ("nms", "qnms")
 
 
@@ -33,7 +34,11 @@ def record(folder: Path) -> Any:
         for episode, length in enumerate(LENGTHS):
             for frame in range(length):
                 is_end = frame == length - 1 and episode < 2
-                notes = {"episode": [{"task": f"lift {episode}", "success": episode == 0}]} if is_end else {}
+                notes = (
+                    {"episode": [{"task": f"lift {episode}", "success": episode == 0}]}
+                    if is_end
+                    else {}
+                )
                 writer.add(
                     observation=observed(episode, frame),
                     action=np.full((1, 2), 10 * episode + frame, np.float32),
@@ -47,7 +52,9 @@ def record(folder: Path) -> Any:
 
 def check_set(kind: Any, folder: Path, version: str) -> None:
     """Convert a recording, open it by LeRobot's class, and compare every frame."""
-    rollout_data.convert(record(folder / "own"), folder / "set", "lerobot", version=version, progress=False)
+    rollout_data.convert(
+        record(folder / "own"), folder / "set", "lerobot", version=version, progress=False
+    )
     read = kind("tests/set", root=folder / "set")
     assert (read.num_episodes, len(read), read.fps) == (len(LENGTHS), sum(LENGTHS), FPS)
     rows = [(episode, frame) for episode, length in enumerate(LENGTHS) for frame in range(length)]
@@ -64,7 +71,9 @@ def check_set(kind: Any, folder: Path, version: str) -> None:
             pixels = (item[f"observation.images.{camera}"] * 255).round()
             assert pixels.shape == (3, 40, 48)
             assert (pixels == first + 20 * episode + frame).all()
-    chunks = kind("tests/set", root=folder / "set", delta_timestamps={"action": [0, 1 / FPS, 2 / FPS]})
+    chunks = kind(
+        "tests/set", root=folder / "set", delta_timestamps={"action": [0, 1 / FPS, 2 / FPS]}
+    )
     assert chunks[0]["action"][:, 0].tolist() == [0, 1, 2]
     one = kind("tests/set", root=folder / "set", episodes=[1])
     assert len(one) == LENGTHS[1]
@@ -73,18 +82,34 @@ def check_set(kind: Any, folder: Path, version: str) -> None:
 def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
     """Compare the statistics of LeRobot's class with those of the frames, after `check_set`."""
     found = kind("tests/set", root=folder / "set").meta.stats
-    frames = [10 * episode + frame for episode, length in enumerate(LENGTHS) for frame in range(length)]
-    expected = {"mean": np.mean(frames), "std": np.std(frames), "min": min(frames), "max": max(frames)}
+    frames = [
+        10 * episode + frame for episode, length in enumerate(LENGTHS) for frame in range(length)
+    ]
+    expected = {
+        "mean": np.mean(frames),
+        "std": np.std(frames),
+        "min": min(frames),
+        "max": max(frames),
+    }
     expected |= {"q01": np.quantile(frames, 0.01), "q99": np.quantile(frames, 0.99)}
     for name in names:
         np.testing.assert_allclose(found["action"][name], [expected[name]] * 2, rtol=1e-6)
-    assert {"timestamp", "frame_index", "episode_index", "index", "task_index", "next.done"} <= found.keys()
+    assert {
+        "timestamp",
+        "frame_index",
+        "episode_index",
+        "index",
+        "task_index",
+        "next.done",
+    } <= found.keys()
 
 
 def check_gaps(kind: Any, folder: Path, version: str) -> None:
     """Read a set with an episode that lacks a float and a flag, and compare every frame with the source."""
     source = record_with_gaps(folder / "gaps.hdf5")
-    conversion = rollout_data.convert(source, folder / "gaps", "lerobot", version=version, fps=FPS, progress=False)
+    conversion = rollout_data.convert(
+        source, folder / "gaps", "lerobot", version=version, fps=FPS, progress=False
+    )
     read = kind("tests/gaps", root=folder / "gaps")
     place = 0
     for number, episode in enumerate(source):
@@ -97,14 +122,25 @@ def check_gaps(kind: Any, folder: Path, version: str) -> None:
                 assert torch.isnan(item["observation.touch"]).all()
                 assert not item["observation.is_held"].item()
             else:
-                assert item["observation.touch"].tolist() == episode["observation/touch"][frame].tolist()
+                assert (
+                    item["observation.touch"].tolist()
+                    == episode["observation/touch"][frame].tolist()
+                )
                 assert item["observation.is_held"].item() == episode["observation/is_held"][frame]
     assert place == len(read)
-    lacking = [change for change, ids in conversion.changes.items() if "lack it" in change and ids == [source.ids[1]]]
+    lacking = [
+        change
+        for change, ids in conversion.changes.items()
+        if "lack it" in change and ids == [source.ids[1]]
+    ]
     assert len(lacking) == 2
     known = [episode["observation/touch"] for number, episode in enumerate(source) if number != 1]
-    if version == "v3.0":  # the class for version 2.1 averages episodes, also those of which it knows nothing
-        np.testing.assert_allclose(read.meta.stats["observation.touch"]["mean"], np.concatenate(known).mean(0))
+    if (
+        version == "v3.0"
+    ):  # the class for version 2.1 averages episodes, also those of which it knows nothing
+        np.testing.assert_allclose(
+            read.meta.stats["observation.touch"]["mean"], np.concatenate(known).mean(0)
+        )
     np.testing.assert_allclose(
         read.meta.stats["observation.low"]["mean"],
         np.concatenate([one["observation/low"] for one in source]).mean(0),
@@ -116,16 +152,23 @@ def moving(episode: int, length: int) -> dict[str, np.ndarray]:
     y, x = np.mgrid[:48, :64]
     found = {}
     for place, camera in enumerate(CAMERAS):
-        frames = [np.stack([2 * y + 10 * frame, x + 60 * place, y + 40 * episode], -1) for frame in range(length)]
+        frames = [
+            np.stack([2 * y + 10 * frame, x + 60 * place, y + 40 * episode], -1)
+            for frame in range(length)
+        ]
         found[camera] = np.array(frames).clip(0, 255).astype(np.uint8)
     return found
 
 
-def decode(path: Any, times_s: list[float], tolerance_s: float, backend: Any = None) -> torch.Tensor:
+def decode(
+    path: Any, times_s: list[float], tolerance_s: float, backend: Any = None
+) -> torch.Tensor:
     """Decode frames by their times with PyAV: torchvision no longer has a decoder."""
     av = importlib.import_module("av")
     with av.open(str(path)) as container:
-        frames = {frame.time: frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)}
+        frames = {
+            frame.time: frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)
+        }
     found = []
     for time_s in times_s:
         nearest = min(frames, key=lambda one: abs(one - time_s))
@@ -143,7 +186,9 @@ def check_video(kind: Any, folder: Path, version: str) -> None:
             for frame in range(length):
                 seen = {camera: rows[frame][None] for camera, rows in images.items()}
                 values = np.full((1, 2), frame, np.float32)
-                writer.add(observation={"images": seen}, action=values, terminated=[frame == length - 1])
+                writer.add(
+                    observation={"images": seen}, action=values, terminated=[frame == length - 1]
+                )
     own = rollout_data.open(folder / "own")
     options = {"version": version, "progress": False}
     rollout_data.convert(own, folder / "all", "lerobot", video="h264", **options)
@@ -151,7 +196,9 @@ def check_video(kind: Any, folder: Path, version: str) -> None:
     rollout_data.convert(copied.select(["0", "2"]), folder / "some", "lerobot", **options)
     for name, episodes in (("all", (0, 1, 2)), ("some", (0, 2))):
         read = kind("tests/video", root=folder / name)
-        expected = [(moving(one, lengths[one]), frame) for one in episodes for frame in range(lengths[one])]
+        expected = [
+            (moving(one, lengths[one]), frame) for one in episodes for frame in range(lengths[one])
+        ]
         assert len(read) == len(expected)
         for place, (images, frame) in enumerate(expected):
             item = read[place]

@@ -18,7 +18,10 @@ CAMERAS = {"front": 10, "wrist": 90}
 
 def observed(episode: int, frame: int) -> dict[str, Any]:
     """Return an observation of one environment: `state` and two pictures whose values encode episode and frame."""
-    images = {name: np.full((1, 40, 48, 3), first + 20 * episode + frame, np.uint8) for name, first in CAMERAS.items()}
+    images = {
+        name: np.full((1, 40, 48, 3), first + 20 * episode + frame, np.uint8)
+        for name, first in CAMERAS.items()
+    }
     return {"state": np.full((1, 3), 100 * episode + frame, np.float32), "images": images}
 
 
@@ -44,7 +47,9 @@ def record(folder: Path, is_open: bool = False) -> Any:
 def record_with_gaps(path: Path) -> Any:
     """Write demos. The second demo lacks a flag, a float and an integer."""
     with h5py.File(path, "w") as file:
-        file.create_group("data").attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {}})
+        file.create_group("data").attrs["env_args"] = json.dumps(
+            {"env_name": "Lift", "type": 1, "env_kwargs": {}}
+        )
         for number, length in enumerate(LENGTHS):
             rows = np.arange(length) + 10.0 * number
             demo = file.create_group(f"data/demo_{number}")

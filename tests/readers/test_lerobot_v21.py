@@ -6,7 +6,14 @@ import pytest
 
 pytest.importorskip("lerobot", reason="its tests need lerobot: make test-readers")
 
-from tests.readers.lerobot_sets import check_gaps, check_set, check_statistics, check_video, declare_operators, decode
+from tests.readers.lerobot_sets import (
+    check_gaps,
+    check_set,
+    check_statistics,
+    check_video,
+    declare_operators,
+    decode,
+)
 
 OPERATORS = declare_operators()
 lerobot_dataset = pytest.importorskip("lerobot.datasets.lerobot_dataset")
@@ -29,6 +36,8 @@ def test_fields_that_an_episode_lacks_are_nan_and_false_and_the_rest_is_as_recor
     check_gaps(lerobot_dataset.LeRobotDataset, tmp_path, VERSION)
 
 
-def test_pixels_of_video_are_those_of_the_source_also_after_an_episode_was_left_out(tmp_path, monkeypatch):
+def test_pixels_of_video_are_those_of_the_source_also_after_an_episode_was_left_out(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(lerobot_dataset, "decode_video_frames", decode)
     check_video(lerobot_dataset.LeRobotDataset, tmp_path, VERSION)

@@ -23,7 +23,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
 
     def load(source: Any, name: str, **options: Any) -> Any:
-        rollout_data.convert(source, tmp_path / "root" / "tests" / name, "minari", progress=False, **options)
+        rollout_data.convert(
+            source, tmp_path / "root" / "tests" / name, "minari", progress=False, **options
+        )
         return minari.load_dataset(f"tests/{name}")
 
     return load
@@ -51,31 +53,50 @@ def test_an_episode_without_an_end_is_read_without_its_last_step(tmp_path, load)
     lengths = [len(episode) for episode in read.iterate_episodes()]
     assert lengths == [*LENGTHS[:2], LENGTHS[2] - 1] and read.total_steps == sum(lengths)
     last = read[2]
-    assert len(last.observations["state"]) == LENGTHS[2] and not last.terminations.any() and not last.truncations.any()
+    assert (
+        len(last.observations["state"]) == LENGTHS[2]
+        and not last.terminations.any()
+        and not last.truncations.any()
+    )
 
 
 def test_missing_flags_and_floats_are_read_as_false_and_nan(tmp_path, load):
     read = load(record_with_gaps(tmp_path / "gaps.hdf5"), "gaps-v0")
     assert {*read.observation_space} == {"low", "touch", "is_held"}
-    assert np.isnan(read[1].observations["touch"]).all() and not read[1].observations["is_held"].any()
+    assert (
+        np.isnan(read[1].observations["touch"]).all() and not read[1].observations["is_held"].any()
+    )
     assert read[2].observations["touch"][:, 0].tolist() == [20, 21, 22, 23, 24]
     assert read[2].observations["is_held"].all()
     chosen = read.sample_episodes(2)
-    assert len([*chosen]) == 2 and read.filter_episodes(lambda episode: len(episode) > 3).total_episodes == 2
+    assert (
+        len([*chosen]) == 2
+        and read.filter_episodes(lambda episode: len(episode) > 3).total_episodes == 2
+    )
 
 
 def test_demonstrations_without_observations_are_read(tmp_path, load):
     with h5py.File(tmp_path / "raw.hdf5", "w") as file:
         for number, length in enumerate((4, 6)):
             demo = file.create_group(f"data/demo_{number}")
-            demo["actions"], demo["states"] = np.full((length, 2), number, np.float32), np.zeros((length, 3))
+            demo["actions"], demo["states"] = (
+                np.full((length, 2), number, np.float32),
+                np.zeros((length, 3)),
+            )
     read = load(tmp_path / "raw.hdf5", "raw-v0", missing_reward=0.5)
-    assert [episode.actions[:, 0].tolist() for episode in read.iterate_episodes()] == [[0] * 4, [1] * 6]
-    assert [(episode.observations, episode.rewards[0]) for episode in read.iterate_episodes()] == [({}, 0.5)] * 2
+    assert [episode.actions[:, 0].tolist() for episode in read.iterate_episodes()] == [
+        [0] * 4,
+        [1] * 6,
+    ]
+    assert [(episode.observations, episode.rewards[0]) for episode in read.iterate_episodes()] == [
+        ({}, 0.5)
+    ] * 2
 
 
 @pytest.mark.parametrize("kind", ["hdf5", "arrow", "parquet"])
-def test_our_reader_reads_minari_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_our_reader_reads_minari_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     buffers = pytest.importorskip("minari.data_collector.episode_buffer")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
@@ -108,5 +129,8 @@ def test_our_reader_reads_minari_files(tmp_path: Path, monkeypatch: pytest.Monke
         np.testing.assert_array_equal(episode.observation["state"]["n"], np.arange(length))
         np.testing.assert_array_equal(episode.action, actions(number, length))
         np.testing.assert_array_equal(episode.reward, rewards(number, length))
-        assert episode.final_observation["state/n"] == length and episode.metadata["seed"] == 100 + number
+        assert (
+            episode.final_observation["state/n"] == length
+            and episode.metadata["seed"] == 100 + number
+        )
         assert (episode.terminated, episode.truncated) == (True, False)

@@ -11,7 +11,9 @@ import pytest
 import rollout_data
 from tests.readers.recordings import CAMERAS, LENGTHS, record, record_with_gaps
 
-dataset = pytest.importorskip("robomimic.utils.dataset", reason="its tests need robomimic: make test-readers")
+dataset = pytest.importorskip(
+    "robomimic.utils.dataset", reason="its tests need robomimic: make test-readers"
+)
 
 ALGORITHMS = ("bc", "bcq", "iql")
 
@@ -42,11 +44,15 @@ def opened(path: Path, algorithm: str, low: list[str], pictures: list[str]) -> A
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_cameras_and_an_open_end_are_read_under_the_default_configuration(tmp_path, algorithm):
-    rollout_data.convert(record(tmp_path / "ours", is_open=True), tmp_path / "x.hdf5", "robomimic", progress=False)
+    rollout_data.convert(
+        record(tmp_path / "ours", is_open=True), tmp_path / "x.hdf5", "robomimic", progress=False
+    )
     read = opened(tmp_path / "x.hdf5", algorithm, ["state"], ["images_front", "images_wrist"])
     assert len(read) == sum(LENGTHS)
     rows = [(episode, frame) for episode, length in enumerate(LENGTHS) for frame in range(length)]
-    for item, (episode, frame) in zip((read[number] for number in range(len(read))), rows, strict=True):
+    for item, (episode, frame) in zip(
+        (read[number] for number in range(len(read))), rows, strict=True
+    ):
         is_last = frame == LENGTHS[episode] - 1
         assert item["obs"]["state"].tolist() == [[100 * episode + frame] * 3]
         assert item["actions"].tolist() == [[10 * episode + frame] * 2]
@@ -57,7 +63,10 @@ def test_cameras_and_an_open_end_are_read_under_the_default_configuration(tmp_pa
             pixels = np.asarray(item["obs"][f"images_{camera}"])
             assert pixels.shape == (1, 40, 48, 3) and (pixels == first + 20 * episode + frame).all()
             if "next_obs" in item:
-                assert (np.asarray(item["next_obs"][f"images_{camera}"]) == first + 20 * episode + following).all()
+                assert (
+                    np.asarray(item["next_obs"][f"images_{camera}"])
+                    == first + 20 * episode + following
+                ).all()
     assert ("next_obs" in read[0]) == (algorithm != "bc")
 
 
@@ -69,14 +78,20 @@ def test_missing_flags_and_floats_are_read_as_false_and_nan(tmp_path, algorithm)
     assert len(read) == sum(LENGTHS)
     inside, after = read[LENGTHS[0]], read[LENGTHS[0] + LENGTHS[1]]
     assert np.isnan(inside["obs"]["touch"]).all() and not np.asarray(inside["obs"]["is_held"]).any()
-    assert after["obs"]["touch"].tolist() == [[20, 20]] and np.asarray(after["obs"]["is_held"]).all()
+    assert (
+        after["obs"]["touch"].tolist() == [[20, 20]] and np.asarray(after["obs"]["is_held"]).all()
+    )
 
 
 def test_demonstrations_without_rewards_and_ends_are_read_under_the_default_configuration(tmp_path):
     pytest.importorskip("pyarrow", reason="LeRobot's files need the extra formats")
-    rollout_data.convert(record(tmp_path / "ours"), tmp_path / "le", "lerobot", progress=False, fps=10)
+    rollout_data.convert(
+        record(tmp_path / "ours"), tmp_path / "le", "lerobot", progress=False, fps=10
+    )
     source = rollout_data.open(tmp_path / "le")
-    rollout_data.convert(source, tmp_path / "x.hdf5", "robomimic", progress=False, missing_reward=0.0)
+    rollout_data.convert(
+        source, tmp_path / "x.hdf5", "robomimic", progress=False, missing_reward=0.0
+    )
     read = opened(tmp_path / "x.hdf5", "iql", ["state"], ["images.front", "images.wrist"])
     assert [read[number]["dones"].tolist() for number in range(len(read))] == [[0]] * sum(LENGTHS)
     assert read[4]["next_obs"]["state"].tolist() == [[4, 4, 4]] == read[4]["obs"]["state"].tolist()

@@ -38,7 +38,11 @@ IN_HDF5 = ("robomimic", "isaaclab", "minari", "d4rl")
 _SHARING = ("isaaclab", "d4rl", "lerobot 2.1", "rlinf")
 #: Runs a test for one target of each code, and for all targets with `make fuzz`.
 every_target = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in _SHARING else name for name in TARGETS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if name in _SHARING else name
+        for name in TARGETS
+    ],
 )
 
 
@@ -105,7 +109,11 @@ def values(path: Path) -> list[str]:
         parts = final if isinstance(final, dict) else {} if final is None else {"": final}
         about["final"] = {key: np.asarray(rows).tolist() for key, rows in parts.items()}
         about["ends"] = episode.terminated, episode.truncated, episode.success, episode.task
-        said = {key: value for key, value in episode.metadata.items() if key not in ("writer", "end_time_ns", "env")}
+        said = {
+            key: value
+            for key, value in episode.metadata.items()
+            if key not in ("writer", "end_time_ns", "env")
+        }
         about["metadata"] = {key: np.asarray(value).tolist() for key, value in said.items()}
         found.append(repr(about))
     return found
@@ -133,8 +141,20 @@ def in_child(act: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
 
 
-#: Calls at which a child is killed: they change names, or the disk. Writing rows (`pwrite`) is left out for time.
-_CALLS = ("rename", "replace", "link", "mkdir", "rmdir", "unlink", "fsync", "ftruncate", "utime", "write")
+#: Calls at which a child is killed: they change names, or the disk. Writing rows (`pwrite`) is left
+#: out for time.
+_CALLS = (
+    "rename",
+    "replace",
+    "link",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "fsync",
+    "ftruncate",
+    "utime",
+    "write",
+)
 
 
 class Kills:
@@ -153,7 +173,9 @@ class Kills:
         """Be killed."""
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(self, name: str, call: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
+    def counted(
+        self, name: str, call: Callable[..., Any], counts: Callable[..., bool]
+    ) -> Callable[..., Any]:
         """Return a function that calls `call`, and is killed at its turn."""
 
         def act(*arguments: Any, **options: Any) -> Any:
@@ -183,10 +205,15 @@ class Kills:
         def creates(path: Any, flags: Any = "r", *arguments: Any, **options: Any) -> bool:
             if isinstance(flags, int):
                 return bool(flags & os.O_CREAT)
-            return not isinstance(path, int) and bool(set("wax+") & set(str(options.get("mode", flags))))
+            return not isinstance(path, int) and bool(
+                set("wax+") & set(str(options.get("mode", flags)))
+            )
 
         opened = self.counted("open", builtins.open, creates)
-        patches = [mock.patch.object(os, name, self.counted(name, getattr(os, name), always)) for name in _CALLS]
+        patches = [
+            mock.patch.object(os, name, self.counted(name, getattr(os, name), always))
+            for name in _CALLS
+        ]
         patches += [
             mock.patch.object(os, "open", self.counted("os.open", os.open, creates)),
             mock.patch.object(builtins, "open", opened),
@@ -206,7 +233,9 @@ class Kills:
 class FullDisk(Kills):
     """Raise the error of a full disk at one call that writes."""
 
-    def counted(self, name: str, call: Callable[..., Any], counts: Callable[..., bool]) -> Callable[..., Any]:
+    def counted(
+        self, name: str, call: Callable[..., Any], counts: Callable[..., bool]
+    ) -> Callable[..., Any]:
         """Return the call itself if it reads too."""
         return call if name in ("flush", "close") else super().counted(name, call, counts)
 
@@ -222,7 +251,9 @@ def calls_of(source: Path, target: Path, name: str, kind: type[Kills] = Kills) -
     return kills.calls
 
 
-def check_killed(source: Path, target: Path, name: str, number: int, is_after: bool, whole: Sequence[Any]) -> None:
+def check_killed(
+    source: Path, target: Path, name: str, number: int, is_after: bool, whole: Sequence[Any]
+) -> None:
     """Kill a conversion at one call, resume it, and compare the result with that of an uninterrupted one."""
     target.mkdir(parents=True)
 
@@ -236,5 +267,7 @@ def check_killed(source: Path, target: Path, name: str, number: int, is_after: b
     done = convert(source, target, name)
     assert (done.num_episodes, done.problems) == (len(LENGTHS), []), where
     assert values(place(target, name)) == whole, where
-    left = [path.name for path in place(target, name).parent.iterdir() if path != place(target, name)]
+    left = [
+        path.name for path in place(target, name).parent.iterdir() if path != place(target, name)
+    ]
     assert left == [], where

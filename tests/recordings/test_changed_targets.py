@@ -53,7 +53,9 @@ def change_last_row(path: Path) -> None:
     """Change a value of the first episode, which stopped targets have too."""
     with h5py.File(path, "r+") as file:
         names = list[str]()
-        file.visit(lambda name: names.append(name) if name.rpartition("/")[2] == "actions" else None)
+        file.visit(
+            lambda name: names.append(name) if name.rpartition("/")[2] == "actions" else None
+        )
         file[min(names)][1, 0] += 1
 
 
@@ -66,7 +68,9 @@ def files_of(target: Path) -> Iterator[Path]:
 @pytest.mark.each_value
 @states
 @every_target
-def test_a_file_that_was_cut_changed_or_removed_is_named_and_nothing_is_written(tmp_path, name, make):
+def test_a_file_that_was_cut_changed_or_removed_is_named_and_nothing_is_written(
+    tmp_path, name, make
+):
     source = demos(tmp_path / "source.hdf5")
     make(source, tmp_path / "made", name)
     files = [path.relative_to(tmp_path / "made") for path in files_of(tmp_path / "made")]
@@ -92,18 +96,29 @@ def test_a_copied_target_is_present_and_goes_on(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     for number, (make, num_present) in enumerate(((convert, 6), (stop_after_three, 3))):
         make(source, tmp_path / "made" / str(number), name)
-        shutil.copytree(tmp_path / "made" / str(number), tmp_path / str(number), copy_function=shutil.copyfile)
+        shutil.copytree(
+            tmp_path / "made" / str(number), tmp_path / str(number), copy_function=shutil.copyfile
+        )
         done = convert(source, tmp_path / str(number), name)
         assert (done.num_episodes, done.num_present) == (6, num_present)
-    # Trajectory folders are in the order of their times, which the copy of the complete one does not have.
-    assert sorted(values(place(tmp_path / "0", name))) == sorted(values(place(tmp_path / "1", name)))
+    # Trajectory folders are in the order of their times, which the copy of the complete one does
+    # not have.
+    assert sorted(values(place(tmp_path / "0", name))) == sorted(
+        values(place(tmp_path / "1", name))
+    )
 
 
 @pytest.mark.parametrize("name", IN_HDF5)
-def test_what_others_add_to_a_complete_hdf5_file_is_accepted_and_a_cut_is_still_found(tmp_path, name):
+def test_what_others_add_to_a_complete_hdf5_file_is_accepted_and_a_cut_is_still_found(
+    tmp_path, name
+):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
-    file = place(tmp_path, name) / "data" / "main_data.hdf5" if name == "minari" else place(tmp_path, name)
+    file = (
+        place(tmp_path, name) / "data" / "main_data.hdf5"
+        if name == "minari"
+        else place(tmp_path, name)
+    )
     with h5py.File(file, "r+") as opened:
         opened["mask/train"] = [b"demo_0"]
         opened.attrs["note"] = "split"
@@ -119,9 +134,13 @@ def test_large_files_are_read_again_only_if_their_time_is_another(tmp_path, name
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     files = list(files_of(tmp_path / place(tmp_path, name).relative_to(tmp_path).parts[0]))
-    large = [mock.patch.object(module, "ALWAYS_READ_BYTES", -1) for module in (target_files, hdf5_file)]
+    large = [
+        mock.patch.object(module, "ALWAYS_READ_BYTES", -1) for module in (target_files, hdf5_file)
+    ]
     with large[0], large[1]:
-        with mock.patch.object(target_files, "crc32", side_effect=AssertionError("a file was read")):
+        with mock.patch.object(
+            target_files, "crc32", side_effect=AssertionError("a file was read")
+        ):
             assert convert(source, tmp_path, name).num_present == 6
         for file in files:
             about, whole = file.stat(), file.read_bytes()
@@ -143,9 +162,15 @@ EDITS: dict[str, tuple[Callable[[Path], object], int]] = {
     "drop": (lambda target: rollout_data.drop(target, ids_of(target)[1:3]), 4),
     "drop all": (lambda target: rollout_data.drop(target, ids_of(target)), 0),
     "keep": (lambda target: rollout_data.keep(target, ids_of(target)[:1]), 1),
-    "tag": (lambda target: rollout_data.tag(target, ids_of(target)[:2], task="other", id="other"), 6),
+    "tag": (
+        lambda target: rollout_data.tag(target, ids_of(target)[:2], task="other", id="other"),
+        6,
+    ),
     "prune": (lambda target: rollout_data.prune(target, trajectories=2), 2),
-    "pack": (lambda target: (rollout_data.drop(target, ids_of(target)[:2]), pack_dataset(target)), 4),
+    "pack": (
+        lambda target: (rollout_data.drop(target, ids_of(target)[:2]), pack_dataset(target)),
+        4,
+    ),
 }
 
 
@@ -194,18 +219,26 @@ def test_a_block_that_was_deleted_by_hand_is_missed_also_after_prune(tmp_path):
         assert str(lost) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["rlinf", "trajectory folders", "lerobot 3.0", "lerobot 2.1", "minari"])
+@pytest.mark.parametrize(
+    "name", ["rlinf", "trajectory folders", "lerobot 3.0", "lerobot 2.1", "minari"]
+)
 def test_a_complete_target_that_lost_a_line_of_its_note_or_its_last_file_is_refused(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     note = place(tmp_path / "made", name) / NOTE
     if name != "minari":
         whole = note.read_text()
-        note.write_text("".join(line for line in whole.splitlines(True) if '"demo_4", "rows"' not in line))
+        note.write_text(
+            "".join(line for line in whole.splitlines(True) if '"demo_4", "rows"' not in line)
+        )
         with pytest.raises(UsageError, match="a complete target whose note is damaged"):
             convert(source, tmp_path / "made", name)
         note.write_text(whole)
-    last = {"minari": "data/metadata.json", "lerobot 3.0": "meta/info.json", "lerobot 2.1": "meta/info.json"}
+    last = {
+        "minari": "data/metadata.json",
+        "lerobot 3.0": "meta/info.json",
+        "lerobot 2.1": "meta/info.json",
+    }
     lost = place(tmp_path / "made", name) / last.get(name, "metadata.json")
     lost.unlink()
     with pytest.raises(UsageError) as error:

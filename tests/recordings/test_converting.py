@@ -29,11 +29,17 @@ def convert(source, target, **options):
     return rollout_data.convert(source, target, progress=False, **options)
 
 
-def assert_same(mine: rollout_data.Episode, theirs: rollout_data.Episode, left_out: Collection[str] = ()) -> None:
+def assert_same(
+    mine: rollout_data.Episode, theirs: rollout_data.Episode, left_out: Collection[str] = ()
+) -> None:
     """Compare an episode with what a conversion made of it, bit by bit; fields may have been renamed or reordered."""
-    about = [(one.length, one.terminated, one.truncated, one.success, one.task) for one in (mine, theirs)]
+    about = [
+        (one.length, one.terminated, one.truncated, one.success, one.task) for one in (mine, theirs)
+    ]
     assert about[0] == about[1] and theirs.metadata["id"] == mine.id
-    called = {name: name if name in theirs else f"recorded_{name}" for name in [*mine.schema, *mine.texts]}
+    called = {
+        name: name if name in theirs else f"recorded_{name}" for name in [*mine.schema, *mine.texts]
+    }
     called = {name: other for name, other in called.items() if name not in left_out}
     assert set(called.values()) == {*theirs.schema, *theirs.texts}
     for name, other in called.items():
@@ -56,7 +62,11 @@ def test_every_case_survives_a_conversion_to_our_own_format(path, tmp_path):
     done = convert(recording, tmp_path / "own")
     ours = rollout_data.open(tmp_path / "own")
     assert done.num_episodes == len(ours) == len(recording)
-    left_out = {change.split("'")[1] for change in done.changes if re.match("field '.*' is left out", change)}
+    left_out = {
+        change.split("'")[1]
+        for change in done.changes
+        if re.match("field '.*' is left out", change)
+    }
     for mine, theirs in zip(recording, ours, strict=True):
         assert_same(mine, theirs, left_out)
         assert (mine.reward is None or "reward" in left_out) == (theirs.reward is None)
@@ -97,7 +107,9 @@ def test_a_conversion_goes_on_where_it_was_stopped(tmp_path):
 
 def test_an_episode_that_cannot_be_read_costs_only_itself(tmp_path):
     source = tmp_path / "chunks"
-    shutil.copytree(Path(__file__).parents[1] / "data" / "trajectory_folders" / "components", source)
+    shutil.copytree(
+        Path(__file__).parents[1] / "data" / "trajectory_folders" / "components", source
+    )
     recording = rollout_data.open(source)
     victim = recording[0]
     for chunk in (source / victim.id.rpartition(":")[0]).iterdir():
@@ -112,7 +124,10 @@ def test_damaged_rows_are_told_and_never_written_anew_with_a_right_checksum(tmp_
     record(tmp_path / "walk", [3, 4, 5])
     (path,) = (tmp_path / "walk").glob("*.h5")
     raw, header = bytearray(path.read_bytes()), read_header(path)
-    raw[header.locations["data"]["frames"][0] + 4 * header.layouts["data"].columns["frames"].row_bytes] ^= 1
+    raw[
+        header.locations["data"]["frames"][0]
+        + 4 * header.layouts["data"].columns["frames"].row_bytes
+    ] ^= 1
     path.write_bytes(raw)
     done = convert(tmp_path / "walk", tmp_path / "own")
     assert done.num_episodes == 2 and "frames 1:2 of trajectory 1" in str(done.problems[0])
@@ -121,15 +136,22 @@ def test_damaged_rows_are_told_and_never_written_anew_with_a_right_checksum(tmp_
 
 def test_what_is_changed_is_in_the_report(tmp_path):
     picture = np.zeros((4, 2, 2, 3), np.uint8)
-    more = {1: {"obs/low": np.zeros((1, 7)), "next_obs/low": np.zeros((1, 7))}, 2: {"dones": np.ones(4, np.int64)}}
+    more = {
+        1: {"obs/low": np.zeros((1, 7)), "next_obs/low": np.zeros((1, 7))},
+        2: {"dones": np.ones(4, np.int64)},
+    }
     more[2]["obs/cam"] = picture
     with warnings.catch_warnings():
         warnings.simplefilter("error", RolloutDataWarning)
         done = convert(write_demos(tmp_path / "demos.hdf5", LENGTHS, more=more), tmp_path / "own")
     changes = {what: list(ids) for what, ids in done.changes.items()}
     assert done.num_episodes == 2
-    assert changes["field 'recorded_dones' is left out: expected a field of all episodes"] == ["demo_2"]
-    assert changes["field 'observation/cam' is left out: expected a field of all episodes"] == ["demo_2"]
+    assert changes["field 'recorded_dones' is left out: expected a field of all episodes"] == [
+        "demo_2"
+    ]
+    assert changes["field 'observation/cam' is left out: expected a field of all episodes"] == [
+        "demo_2"
+    ]
     (left_out,) = [what for what in changes if what.startswith("the episode is left out")]
     assert changes[left_out] == ["demo_1"] and "float64[7] instead of float64[3]" in left_out
 
@@ -142,8 +164,17 @@ def odd(folder: Path) -> rollout_data.Recording:
             said = {"task": "lift", "seed": 3, "tags": ["a"]} if step == 0 else {"success": True}
             row = np.full((2, 3), step, np.float32)
             observation = {"state": row, "fine": row.astype(np.float64)}
-            record = {"observation": observation, "action": row.astype(np.float16), "truncated": [step == 2] * 2}
-            more = {"reward": row, "count": np.full(2, step), "words": ["a", "b"], "privileged_observation": row}
+            record = {
+                "observation": observation,
+                "action": row.astype(np.float16),
+                "truncated": [step == 2] * 2,
+            }
+            more = {
+                "reward": row,
+                "count": np.full(2, step),
+                "words": ["a", "b"],
+                "privileged_observation": row,
+            }
             writer.add(**record, **more, final_observation=observation, episode=[said, said])
     return rollout_data.open(folder)
 
@@ -169,21 +200,27 @@ def test_nothing_is_left_out_without_a_word(tmp_path, name):
     said = "\n".join(done.changes)
     for word in LEFT_OUT[name].split():
         assert re.search(word, said), (word, said)
-    assert bool(said) == bool(LEFT_OUT[name]) and all(set(ids) <= set(recording.ids) for ids in done.changes.values())
+    assert bool(said) == bool(LEFT_OUT[name]) and all(
+        set(ids) <= set(recording.ids) for ids in done.changes.values()
+    )
     told = rollout_data.open(tmp_path / "x.hdf5").metadata
     for key, value in (("robot", "arm"), ("control_mode", "joint delta"), ("notes", {"a": [1, 2]})):
         assert told.get(key) == value or key in said
 
 
 def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
-    with pytest.raises(UsageError, match=r"expected one reward a step, got none or several\. Say missing_reward="):
+    with pytest.raises(
+        UsageError, match=r"expected one reward a step, got none or several\. Say missing_reward="
+    ):
         convert(odd(tmp_path / "odd"), tmp_path / "x", to="minari")
 
 
 def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
     recorded(tmp_path / "own")
     source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
-    with pytest.raises(UsageError, match="expected an empty folder, or one of an earlier conversion"):
+    with pytest.raises(
+        UsageError, match="expected an empty folder, or one of an earlier conversion"
+    ):
         convert(source, tmp_path / "own")
     with pytest.raises(UsageError, match="expected target as a place outside of"):
         convert(tmp_path / "own", tmp_path / "own")
@@ -202,7 +239,9 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
     assert lines[2].split() == ["demo_1", "1", "-", "unknown", "-"]
     assert main(["info", source]) == 0
     told = capsys.readouterr().out
-    assert "3 trajectories, 8 frames" in told and "format: robomimic" in told and "float64[3]" in told
+    assert (
+        "3 trajectories, 8 frames" in told and "format: robomimic" in told and "float64[3]" in told
+    )
     assert main(["convert", source, str(tmp_path / "own")]) == 0
     assert "3 episodes, 0 of them already converted" in capsys.readouterr().out
     assert main(["ls", "--json", str(tmp_path / "own")]) == 0

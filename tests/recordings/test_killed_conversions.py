@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.recordings.conversions import TARGETS, calls_of, check_killed, convert, demos, place, values
+from tests.recordings.conversions import (
+    TARGETS,
+    calls_of,
+    check_killed,
+    convert,
+    demos,
+    place,
+    values,
+)
 
 #: Target -> calls before which a kill once left a target that was neither resumed nor read.
 WINDOWS = {
@@ -43,7 +51,9 @@ def test_a_conversion_killed_at_any_call_is_resumed(tmp_path, name):
     calls = calls_of(source, tmp_path / "whole", name)
     whole = values(place(tmp_path / "whole", name))
     for number, call in enumerate(calls):
-        for is_after in (False, True) if call.startswith(("flush", "close", "replace", "rename")) else (False,):
+        for is_after in (
+            (False, True) if call.startswith(("flush", "close", "replace", "rename")) else (False,)
+        ):
             check_killed(source, tmp_path / f"{number} {is_after}", name, number, is_after, whole)
     check_killed(source, tmp_path / "last", name, len(calls) - 1, True, whole)
     print(f"{name}: killed at {len(calls)} calls, such as {calls[:: max(1, len(calls) // 5)]}")

@@ -19,8 +19,26 @@ import pytest
 import torch
 
 import rollout_data
-from rollout_data import convert, doctor, drop, keep, merge, prune, repair, split, tag, undrop, untag
-from storage.errors import DataFileError, MissingFolderError, RolloutDataError, RolloutDataWarning, UsageError
+from rollout_data import (
+    convert,
+    doctor,
+    drop,
+    keep,
+    merge,
+    prune,
+    repair,
+    split,
+    tag,
+    undrop,
+    untag,
+)
+from storage.errors import (
+    DataFileError,
+    MissingFolderError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UsageError,
+)
 from tests.editing.folders import content, folder_of
 from tests.files.recorded import record
 
@@ -34,14 +52,23 @@ def walk(tmp_path: Path) -> Path:
 
 
 def seen(recording: rollout_data.Recording) -> list[tuple[str, str, dict, list]]:
-    listed = [(one.id, one.task, dict(one.metadata), np.asarray(one.observation).tolist()) for one in recording]
+    listed = [
+        (one.id, one.task, dict(one.metadata), np.asarray(one.observation).tolist())
+        for one in recording
+    ]
     assert recording.table["task"].tolist() == [task for _, task, _, _ in listed]
     return listed
 
 
 @pytest.mark.parametrize("is_read_first", [False, True])
-def test_edits_and_writers_change_an_open_recording_only_when_it_is_refreshed(walk: Path, is_read_first: bool) -> None:
-    before, recording, chosen = seen(rollout_data.open(walk)), rollout_data.open(walk), rollout_data.open(walk)
+def test_edits_and_writers_change_an_open_recording_only_when_it_is_refreshed(
+    walk: Path, is_read_first: bool
+) -> None:
+    before, recording, chosen = (
+        seen(rollout_data.open(walk)),
+        rollout_data.open(walk),
+        rollout_data.open(walk),
+    )
     chosen = chosen.select(["a:0", "a:1", "a:3"])
     if is_read_first:
         seen(recording)
@@ -51,15 +78,25 @@ def test_edits_and_writers_change_an_open_recording_only_when_it_is_refreshed(wa
     record(walk, [3, 4], writer_name="later")
     assert seen(recording) == before and recording[0].metadata["reviewer"] == "ada"
     assert [one[0] for one in seen(chosen)] == ["a:0", "a:1", "a:3"]
-    assert recording.refresh() is recording and recording.ids == ["a:0", "a:2", "a:3", "later:0", "later:1"]
+    assert recording.refresh() is recording and recording.ids == [
+        "a:0",
+        "a:2",
+        "a:3",
+        "later:0",
+        "later:1",
+    ]
     assert [one.task for one in recording][:3] == ["pull", "pull", ""]
-    assert chosen.refresh().ids == ["a:0", "a:3"], "a selection takes no others, and keeps those still there"
+    assert chosen.refresh().ids == ["a:0", "a:3"], (
+        "a selection takes no others, and keeps those still there"
+    )
     undrop(walk), untag(walk)
     assert [one.task for one in recording][:2] == ["pull", "pull"]
     assert len(recording.refresh()) == 12 and {one.task for one in recording} == {""}
 
 
-def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(walk: Path, tmp_path: Path) -> None:
+def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
+    walk: Path, tmp_path: Path
+) -> None:
     whole, recording = content(walk), rollout_data.open(walk)
     prune(walk, trajectories=4)
     left = rollout_data.open(walk).ids
@@ -69,7 +106,9 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(walk: Pat
         if name in left:
             assert recording[place].observation.tolist() == whole[name][0]["observation"]
             continue
-        with pytest.raises(DataFileError, match=rf"cannot read the episode '{name}' of .*removed, as by prune"):
+        with pytest.raises(
+            DataFileError, match=rf"cannot read the episode '{name}' of .*removed, as by prune"
+        ):
             _ = recording[place]
     done = convert(recording, tmp_path / "own", progress=False)
     assert [problem.episode for problem in done.problems] == gone and done.num_episodes == len(left)
@@ -77,10 +116,16 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(walk: Pat
     assert recording.refresh().ids == left and recording.removed() == {}
 
 
-def test_an_episode_that_was_opened_before_it_was_removed_raises_when_it_is_read(walk: Path) -> None:
+def test_an_episode_that_was_opened_before_it_was_removed_raises_when_it_is_read(
+    walk: Path,
+) -> None:
     episode = rollout_data.open(walk)[0]
     prune(walk, trajectories=1)
-    for read in (lambda: episode.observation, lambda: episode.final_observation, lambda: episode.read("action", 0, 1)):
+    for read in (
+        lambda: episode.observation,
+        lambda: episode.final_observation,
+        lambda: episode.read("action", 0, 1),
+    ):
         with pytest.raises(DataFileError, match=f"cannot read the episode {episode.id!r}"):
             read()
 
@@ -96,7 +141,11 @@ def test_prune_and_tag_beside_readers_raise_errors_of_ours_only(tmp_path: Path) 
                 assert len(recording.table) == len(recording)
                 for place in range(len(recording)):
                     _ = recording[place].observation
-                list(rollout_data.RolloutDataset(path, 1, device="cpu", num_transitions_per_env=4, texts=True))
+                list(
+                    rollout_data.RolloutDataset(
+                        path, 1, device="cpu", num_transitions_per_env=4, texts=True
+                    )
+                )
                 assert len(rollout_data.WindowDataset(path, length=2, texts=True).texts) > 0
             except RolloutDataError:
                 continue
@@ -158,7 +207,9 @@ def test_consumers_refuse_a_recording_of_which_a_file_was_removed(
         recording = recording.select(recording.ids[:4])
     prune(walk, trajectories=8)
     calls = {
-        "play": lambda: rollout_data.RolloutDataset(recording, 1, device="cpu", num_transitions_per_env=4),
+        "play": lambda: rollout_data.RolloutDataset(
+            recording, 1, device="cpu", num_transitions_per_env=4
+        ),
         "windows": lambda: rollout_data.WindowDataset(recording, length=2),
         "statistics": lambda: recording.statistics(),
     }
@@ -183,12 +234,16 @@ def test_a_replaced_file_is_refused_by_the_name_of_its_episode(walk: Path, tmp_p
 
 def rows_of(recording: rollout_data.Recording) -> list[tuple[int, str, bytes]]:
     """Return length, task and actions of each episode, sorted: the same in every format and for any names."""
-    return sorted((len(one), one.task, np.asarray(one.action, np.float32).tobytes()) for one in recording)
+    return sorted(
+        (len(one), one.task, np.asarray(one.action, np.float32).tobytes()) for one in recording
+    )
 
 
 def played(dataset: rollout_data.RolloutDataset) -> list[bytes]:
     """Return the actions of one epoch, sorted."""
-    return sorted(row.numpy().tobytes() for batch in dataset for row in batch.action[batch.valid.squeeze(-1)])
+    return sorted(
+        row.numpy().tobytes() for batch in dataset for row in batch.action[batch.valid.squeeze(-1)]
+    )
 
 
 def grown(
@@ -203,7 +258,9 @@ def grown(
     assert len(recording) == 6
     whole = tmp_path / "whole"
     convert(source, whole, to=to, progress=False, **options)
-    for file in (one for one in whole.rglob("*") if one.is_file()):  # files of the same bytes stay as they are
+    for file in (
+        one for one in whole.rglob("*") if one.is_file()
+    ):  # files of the same bytes stay as they are
         target = path / file.relative_to(whole)
         if not target.exists() or not filecmp.cmp(file, target, shallow=False):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -212,20 +269,27 @@ def grown(
     return path, recording, rollout_data.open(tmp_path / "before")
 
 
-def check_consumers(recording: rollout_data.Recording, before: rollout_data.Recording, tmp_path: Path) -> None:
+def check_consumers(
+    recording: rollout_data.Recording, before: rollout_data.Recording, tmp_path: Path
+) -> None:
     """Compare what each consumer makes of a recording with the rows, tasks and statistics of another one."""
     expected, lengths = rows_of(before), [len(one) for one in before]
     merge([recording], tmp_path / "merged")
     assert rows_of(rollout_data.open(tmp_path / "merged")) == expected
     parts = split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts")
-    assert sorted(row for part in parts.values() for row in rows_of(rollout_data.open(part.path))) == expected
+    assert (
+        sorted(row for part in parts.values() for row in rows_of(rollout_data.open(part.path)))
+        == expected
+    )
     repair(recording, tmp_path / "repaired", only=["FIL"])
     assert rows_of(rollout_data.open(tmp_path / "repaired")) == expected
     convert(recording, tmp_path / "converted", progress=False)
     assert rows_of(rollout_data.open(tmp_path / "converted")) == expected
     options = {"device": "cpu", "num_transitions_per_env": 4, "texts": True}
     dataset, other = (rollout_data.RolloutDataset(one, 1, **options) for one in (recording, before))
-    assert played(dataset) == played(other) and set(dataset.texts.values()) == set(other.texts.values())
+    assert played(dataset) == played(other) and set(dataset.texts.values()) == set(
+        other.texts.values()
+    )
     windows = rollout_data.WindowDataset(recording, texts=True)
     assert len(windows) == sum(lengths)
     assert set(windows.texts.values()) == {"", *(one.task for one in before)}
@@ -238,9 +302,12 @@ def check_consumers(recording: rollout_data.Recording, before: rollout_data.Reco
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"obs_segments": {"low": (2,), "high": (1,)}, "obs_disassemble_mapping": {"low": "lz4"}}]
+    "options",
+    [{}, {"obs_segments": {"low": (2,), "high": (1,)}, "obs_disassemble_mapping": {"low": "lz4"}}],
 )
-def test_consumers_read_the_episodes_and_tags_of_the_snapshot(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_consumers_read_the_episodes_and_tags_of_the_snapshot(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     path = folder_of(tmp_path / "walk", writers=("a",), num_envs=1, **options)
     tag(path, ["a:0", "a:2"], task="push")
     shutil.copytree(path, tmp_path / "before")
@@ -253,7 +320,9 @@ def test_consumers_read_the_episodes_and_tags_of_the_snapshot(tmp_path: Path, op
     assert recording.refresh().ids == ["a:0", "a:2", "a:3", "later:0"]
 
 
-@pytest.mark.parametrize(("to", "options"), [("trajectory-folders", {}), ("lerobot", {"fps": 10}), ("rlinf", {})])
+@pytest.mark.parametrize(
+    ("to", "options"), [("trajectory-folders", {}), ("lerobot", {"fps": 10}), ("rlinf", {})]
+)
 def test_consumers_read_no_episode_that_another_format_has_gained(
     walk: Path, tmp_path: Path, to: str, options: dict[str, int]
 ) -> None:
@@ -267,7 +336,9 @@ def constant_folder(path: Path, action: float) -> Path:
     with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="a") as writer:
         for step in range(10):
             row = np.full((1, 2), action, np.float32)
-            writer.add(observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)]))
+            writer.add(
+                observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)])
+            )
     return path
 
 
@@ -277,7 +348,9 @@ def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) 
     with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="later") as writer:
         for step in range(10):
             row = np.full((1, 2), 2.0 + step, np.float32)
-            writer.add(observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)]))
+            writer.add(
+                observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)])
+            )
     (block,) = path.glob("rollout_later_*.h5")
     last = np.full(2, 11.0, np.float32).tobytes()
     block.write_bytes(block.read_bytes().replace(last, np.full(2, 12.0, np.float32).tobytes()))
@@ -291,7 +364,13 @@ def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) 
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("robomimic", {}), ("minari", {}), ("lerobot", {"fps": 10}), ("rlinf", {}), ("trajectory-folders", {})],
+    [
+        ("robomimic", {}),
+        ("minari", {}),
+        ("lerobot", {"fps": 10}),
+        ("rlinf", {}),
+        ("trajectory-folders", {}),
+    ],
 )
 def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that_were_opened(
     tmp_path: Path, to: str, options: dict[str, int], is_replaced: bool
@@ -332,14 +411,20 @@ def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that
         assert (recording.refresh()[0].action == 2).all()
 
 
-def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(tmp_path: Path) -> None:
+def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(
+    tmp_path: Path,
+) -> None:
     path, other = tmp_path / "data", tmp_path / "other"
     convert(constant_folder(tmp_path / "one", 1), path, to="trajectory-folders", progress=False)
     convert(constant_folder(tmp_path / "two", 2), other, to="trajectory-folders", progress=False)
-    dataset = rollout_data.RolloutDataset(rollout_data.open(path), 1, device="cpu", num_transitions_per_env=1)
+    dataset = rollout_data.RolloutDataset(
+        rollout_data.open(path), 1, device="cpu", num_transitions_per_env=1
+    )
     chunk = Path("trajectory_0") / "traj_000000_000004.pickle"
     (other / chunk).replace(path / chunk)
-    with pytest.warns(RolloutDataWarning, match=r"trajectory_0.*as it was when it was opened.*refresh\(\)"):
+    with pytest.warns(
+        RolloutDataWarning, match=r"trajectory_0.*as it was when it was opened.*refresh\(\)"
+    ):
         actions = torch.cat([batch.action[batch.valid.squeeze(-1)] for batch in dataset])
     assert actions.unique().tolist() == [1.0] and len(actions) == 6
 
@@ -362,16 +447,22 @@ def test_a_trajectory_that_grew_is_read_as_long_as_it_was(tmp_path: Path) -> Non
                 writer.flush()
                 recording = rollout_data.open(path)
                 shutil.copytree(path, tmp_path / "before", ignore=shutil.ignore_patterns(".*"))
-            writer.add(observation=row, action=row, reward=row[:, 0], done=np.array([step in (3, 11)]))
+            writer.add(
+                observation=row, action=row, reward=row[:, 0], done=np.array([step in (3, 11)])
+            )
     before = rollout_data.open(tmp_path / "before")
     assert [len(one) for one in recording] == [len(one) for one in before] == [4, 6]
     assert [len(one) for one in rollout_data.open(path)] == [4, 8]
     check_consumers(recording, before, tmp_path)
 
 
-def test_a_playing_dataset_of_a_recording_finds_nothing_new_and_one_of_the_path_does(walk: Path) -> None:
+def test_a_playing_dataset_of_a_recording_finds_nothing_new_and_one_of_the_path_does(
+    walk: Path,
+) -> None:
     options = {"device": "cpu", "num_transitions_per_env": 4}
-    of_recording, of_path = (rollout_data.RolloutDataset(one, 1, **options) for one in (rollout_data.open(walk), walk))
+    of_recording, of_path = (
+        rollout_data.RolloutDataset(one, 1, **options) for one in (rollout_data.open(walk), walk)
+    )
     before = played(of_recording)
     assert played(of_path) == before
     record(walk, [3, 4], writer_name="later")
@@ -388,12 +479,16 @@ def test_workers_read_the_windows_of_the_snapshot(walk: Path) -> None:
     expected = [windows[place]["action"] for place in range(len(windows))]
     copied = pickle.loads(pickle.dumps(windows))
     assert len(copied) == len(expected) == sum(len(one) for one in recording)
-    loader = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = torch.utils.data.DataLoader(
+        windows, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
     for found, wanted in zip(loader, expected, strict=True):
         assert torch.equal(found["action"], wanted)
 
 
-def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(walk: Path, tmp_path: Path) -> None:
+def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(
+    walk: Path, tmp_path: Path
+) -> None:
     earlier = rollout_data.open(walk)
     record(walk, [3, 4], writer_name="later")
     later = rollout_data.open(walk)
@@ -439,4 +534,6 @@ def test_the_doctor_and_the_report_keep_the_snapshot(walk: Path, tmp_path: Path)
     drop(walk, "a:1")
     assert doctor(recording).summary["episodes"] == 10
     pytest.importorskip("plotly")
-    assert "a:1" in rollout_data.report(recording, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "a:1" in rollout_data.report(recording, tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )

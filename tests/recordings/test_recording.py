@@ -22,7 +22,9 @@ CHUNKS = Path(__file__).parents[1] / "data" / "trajectory_folders" / "components
 
 @pytest.fixture
 def demos(tmp_path: Path) -> rollout_data.Recording:
-    return rollout_data.open(write_demos(tmp_path / "demos.hdf5", LENGTHS, without_reward=[2], without_final=[0]))
+    return rollout_data.open(
+        write_demos(tmp_path / "demos.hdf5", LENGTHS, without_reward=[2], without_final=[0])
+    )
 
 
 def recorded(folder: Path) -> rollout_data.Recording:
@@ -51,7 +53,9 @@ def test_episodes_stand_in_the_order_of_their_numbers_and_give_every_field(demos
         np.testing.assert_array_equal(episode.action, action(number, length))
         np.testing.assert_array_equal(episode["action"][1:], episode.read("action", 1))
         assert (episode.terminated, episode.truncated) == (None, None)
-    assert demos[1].reward is None and "reward" not in demos[1] and demos[0].final_observation is None
+    assert (
+        demos[1].reward is None and "reward" not in demos[1] and demos[0].final_observation is None
+    )
     np.testing.assert_array_equal(demos[-1].reward, reward(30, 6))
     np.testing.assert_array_equal(demos[-1].final_observation["low"], state(30, 7)[-1])
     assert demos.format == "robomimic" and demos.metadata["env_args"]["env_name"] == "Lift"
@@ -83,7 +87,10 @@ def test_filters_are_those_of_a_naive_model(demos):
     long = [f"demo_{number}" for number, length in LENGTHS.items() if length > 2]
     assert demos.filter(length=lambda length: length > 2).ids == long
     assert demos.filter(lambda episode: episode.length > 2).ids == long
-    assert demos.filter(lambda episode: episode.reward is not None, length=[1, 2, 3]).ids == ["demo_0", "demo_11"]
+    assert demos.filter(lambda episode: episode.reward is not None, length=[1, 2, 3]).ids == [
+        "demo_0",
+        "demo_11",
+    ]
     assert demos.filter(id="demo_2").filter(length=1).ids == ["demo_2"]
     assert len(demos.filter(success=True)) == 0
     with pytest.raises(UsageError, match=r"expected a column 'length', .*got 'lenght'"):
@@ -91,7 +98,11 @@ def test_filters_are_those_of_a_naive_model(demos):
 
 
 def test_returns_are_a_column_to_filter_by(demos):
-    assert demos.filter(**{"return": lambda value: value > 1000}).ids == ["demo_10", "demo_11", "demo_30"]
+    assert demos.filter(**{"return": lambda value: value > 1000}).ids == [
+        "demo_10",
+        "demo_11",
+        "demo_30",
+    ]
     assert demos.filter(length=4, task="", ends="unknown").ids == ["demo_10"]
 
 
@@ -109,19 +120,28 @@ def test_a_recording_may_lie_behind_a_url(tmp_path):
 def test_selected_names_come_in_the_order_of_the_file(demos):
     assert demos.select(["demo_11", "demo_0"]).ids == ["demo_0", "demo_11"]
     assert demos.select("demo_10").ids == ["demo_10"]
-    with pytest.raises(UsageError, match=r"expected ids with one of 5 names, such as 'demo_11', .*got 'demo_1'"):
+    with pytest.raises(
+        UsageError, match=r"expected ids with one of 5 names, such as 'demo_11', .*got 'demo_1'"
+    ):
         demos.select(["demo_1"])
     with pytest.raises(UsageError, match="demo_0"):
         demos[1:].select(["demo_0"])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32), shares=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32),
+    shares=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
+)
 def test_splits_are_disjoint_complete_and_repeatable(demos, seed, shares):
     parts = {str(place): share / sum(shares) for place, share in enumerate(shares)}
     split = demos.split(parts, seed)
     assert sorted(one for part in split.values() for one in part.ids) == sorted(demos.ids)
-    assert {name: part.ids for name, part in demos.split(parts, seed).items()} == {n: p.ids for n, p in split.items()}
+    assert {name: part.ids for name, part in demos.split(parts, seed).items()} == {
+        n: p.ids for n, p in split.items()
+    }
     for name, part in split.items():
         assert abs(len(part) - parts[name] * len(demos)) < 1
 
@@ -174,7 +194,9 @@ def test_own_blocks_give_episodes_with_their_notes_texts_and_ends(tmp_path):
     assert recording.table["ends"].tolist() == ["terminated", "truncated", "open", "open"]
     first = recording[0]
     assert (first.task, first.success, first.metadata["seed"]) == ("stack", True, 7)
-    assert recording.filter(success=True).ids == ["w:0"] and recording.filter(task="stack").ids == ["w:0"]
+    assert recording.filter(success=True).ids == ["w:0"] and recording.filter(task="stack").ids == [
+        "w:0"
+    ]
     assert list(recording[1]["words"]) == ["b"] * 4
     np.testing.assert_array_equal(first.observation[:, 0], [0, 10, 20])
     np.testing.assert_array_equal(first.final_observation, [-20, -21])
@@ -190,7 +212,10 @@ def test_schemas_of_own_episodes_are_listed_once_whatever_names_are_noted_as_abs
             writer.add(observation=[[1.0]], action=[[0.0]], count=[3], done=[True], episode=noted)
     recording = rollout_data.open(tmp_path)
     which, schemas = recording.schemas()
-    assert [list(schema) for schema in schemas] == [["observation", "action", "count"], ["observation", "action"]]
+    assert [list(schema) for schema in schemas] == [
+        ["observation", "action", "count"],
+        ["observation", "action"],
+    ]
     assert which.tolist() == [0, 1, 0, 1, 0]
     assert [schemas[place] for place in which] == [episode.schema for episode in recording]
 
@@ -200,7 +225,11 @@ def test_names_of_own_episodes_stay_when_others_are_recorded(tmp_path):
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="a") as writer:
         row = np.zeros((2, 2))
         writer.add(
-            observation=row, action=row.astype(np.float32), reward=[0.0, 0.0], done=[True, True], words=["c", "c"]
+            observation=row,
+            action=row.astype(np.float32),
+            reward=[0.0, 0.0],
+            done=[True, True],
+            words=["c", "c"],
         )
     after = rollout_data.open(tmp_path)
     assert len(after) == 6
@@ -210,7 +239,10 @@ def test_names_of_own_episodes_stay_when_others_are_recorded(tmp_path):
 def test_trajectory_folders_give_episodes(tmp_path):
     folder = Path(shutil.copytree(CHUNKS, tmp_path / "chunks"))
     recording = rollout_data.open(folder)
-    assert recording.format == "trajectory-folders" and sorted(recording.ids) == ["trajectory_0:0", "trajectory_1:0"]
+    assert recording.format == "trajectory-folders" and sorted(recording.ids) == [
+        "trajectory_0:0",
+        "trajectory_1:0",
+    ]
     episode = recording.select(["trajectory_0:0"])[0]
     assert episode.truncated is True and episode.observation["depth"].shape == (5, 2, 3)
 
@@ -219,7 +251,9 @@ def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.hdf5").write_text("hello")
     for name in ("empty", "text.hdf5"):
-        with pytest.raises(ForeignFileError, match=r"expected one of .*robomimic.*, got something else"):
+        with pytest.raises(
+            ForeignFileError, match=r"expected one of .*robomimic.*, got something else"
+        ):
             rollout_data.open(tmp_path / name)
     with pytest.raises((UsageError, DataFileError), match="nothing there"):
         rollout_data.open(tmp_path / "missing")
@@ -229,24 +263,32 @@ def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
     with pytest.raises(UsageError, match="'shiftobs'"):
         rollout_data.open(path, shiftobs=True)
     recorded(tmp_path / "own")
-    with pytest.raises(UsageError, match=r"expected no option \(of rollout-data\), got 'shift_obs'"):
+    with pytest.raises(
+        UsageError, match=r"expected no option \(of rollout-data\), got 'shift_obs'"
+    ):
         rollout_data.open(tmp_path / "own", shift_obs=True)
 
 
 def test_a_field_that_is_not_there_is_an_error_that_names_those_that_are(demos):
-    with pytest.raises(UsageError, match=r"expected name among 'observation/low', .*got 'observation/lo'"):
+    with pytest.raises(
+        UsageError, match=r"expected name among 'observation/low', .*got 'observation/lo'"
+    ):
         demos[0].read("observation/lo")
     with pytest.raises(UsageError, match="0 <= start <= stop <= 3"):
         demos[0].read("action", 2, 4)
     with pytest.raises(UsageError, match="'reward'"):
         demos[1]["reward"]
-    with pytest.raises(KeyError, match="cannot read the field 'lwo': expected 'low', got no such field"):
+    with pytest.raises(
+        KeyError, match="cannot read the field 'lwo': expected 'low', got no such field"
+    ):
         demos[0].observation["lwo"]
     assert "demo_0" in repr(demos) and "3 steps" in repr(demos[0])
 
 
 def test_a_column_and_a_video_of_unknown_names_raise(demos):
-    with pytest.raises(UsageError, match=r"Recording\.column: expected name one of .*'length'.* got 'size'"):
+    with pytest.raises(
+        UsageError, match=r"Recording\.column: expected name one of .*'length'.* got 'size'"
+    ):
         demos.column("size")
     with pytest.raises(UsageError, match=r"Episode\.video .*expected name among .*got 'camera'"):
         demos[0].video("camera")

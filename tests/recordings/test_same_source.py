@@ -70,7 +70,9 @@ def test_other_rows_are_refused_and_the_first_episode_and_field_are_named(tmp_pa
     convert(source, tmp_path / "whole", name)
     for target in (tmp_path / "stopped", tmp_path / "whole"):
         before = content(place(target, name))
-        with pytest.raises(UsageError, match=r"other values of 'observation/low' in episode 'demo_1'") as error:
+        with pytest.raises(
+            UsageError, match=r"other values of 'observation/low' in episode 'demo_1'"
+        ) as error:
             convert(other, target, name)
         assert repr(str(place(target, name))) in str(error.value)
         assert content(place(target, name)) == before
@@ -124,9 +126,13 @@ def test_a_target_without_a_note_is_refused_by_name(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     remove_note(place(tmp_path, name), name)
-    with pytest.raises(UsageError, match="an empty folder, or one of an earlier conversion") as error:
+    with pytest.raises(
+        UsageError, match="an empty folder, or one of an earlier conversion"
+    ) as error:
         convert(source, tmp_path, name)
-    assert str(place(tmp_path, name)) in str(error.value) and "rollout_conversion" in str(error.value)
+    assert str(place(tmp_path, name)) in str(error.value) and "rollout_conversion" in str(
+        error.value
+    )
     assert len(rollout_data.open(place(tmp_path, name))) == 6
 
 
@@ -191,10 +197,22 @@ SAME_OPTIONS = {
         {"missing_reward": np.int64(1), "dataset_id": ""},
     ],
     "d4rl": [{"missing_reward": 0}, {"missing_reward": 0.0}, {"missing_reward": np.float64(0)}],
-    "lerobot 3.0": [{"fps": 20}, {"fps": 20.0}, {"fps": np.float32(20), "video": ""}, {"groot": np.bool_(False)}],
+    "lerobot 3.0": [
+        {"fps": 20},
+        {"fps": 20.0},
+        {"fps": np.float32(20), "video": ""},
+        {"groot": np.bool_(False)},
+    ],
     "lerobot 2.1": [{"fps": 20}, {"fps": np.int64(20)}],
-    "trajectory folders": [{"missing_reward": 0}, {"missing_reward": 0.0, "env": None, "policy": None}],
-    "rollout-data": [{}, {"obs_disassemble_mapping": None}, {"obs_disassemble_mapping": {"low": "raw"}}],
+    "trajectory folders": [
+        {"missing_reward": 0},
+        {"missing_reward": 0.0, "env": None, "policy": None},
+    ],
+    "rollout-data": [
+        {},
+        {"obs_disassemble_mapping": None},
+        {"obs_disassemble_mapping": {"low": "raw"}},
+    ],
 }
 
 
@@ -207,7 +225,9 @@ def test_options_of_the_same_effect_are_the_same_options(tmp_path, name):
         assert convert(source, tmp_path / "whole", name, **options).num_present == 6
         stop_after_three(source, tmp_path / str(number), name, **options)
         assert convert(source, tmp_path / str(number), name, **first).num_present == 3
-        assert values(place(tmp_path / str(number), name)) == values(place(tmp_path / "whole", name))
+        assert values(place(tmp_path / str(number), name)) == values(
+            place(tmp_path / "whole", name)
+        )
 
 
 def test_nested_options_in_tuples_and_lists_are_the_same(tmp_path):
@@ -218,20 +238,30 @@ def test_nested_options_in_tuples_and_lists_are_the_same(tmp_path):
 
 @pytest.mark.parametrize("stated", [{"frame_rate_hz": 20}, {"fps": 20.0}])
 def test_a_stated_frame_rate_and_an_equal_argument_are_the_same(tmp_path, stated):
-    with rollout_data.RolloutWriter(tmp_path / "source", 1, metadata={**stated, "env": "lab"}) as writer:
+    with rollout_data.RolloutWriter(
+        tmp_path / "source", 1, metadata={**stated, "env": "lab"}
+    ) as writer:
         for number in range(3):
             rows = np.full((1, 2), number, np.float32)
             writer.add(observation=rows, action=rows, reward=[1.0], terminated=[True])
-    for first, second in (({}, {"fps": 20}), ({"fps": 20}, {}), ({"fps": 20.0}, {"fps": 20, "video": ""})):
+    for first, second in (
+        ({}, {"fps": 20}),
+        ({"fps": 20}, {}),
+        ({"fps": 20.0}, {"fps": 20, "video": ""}),
+    ):
         target = tmp_path / str((first, second))
         rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, **first)
-        done = rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, **second)
+        done = rollout_data.convert(
+            tmp_path / "source", target, "lerobot", progress=False, **second
+        )
         assert done.num_present == 3
         with pytest.raises(UsageError, match=r"got option fps=50\.0 instead of"):
             rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, fps=50)
     for to, options in (("trajectory-folders", {"env": "lab"}), ("robomimic", {"env_name": "lab"})):
         rollout_data.convert(tmp_path / "source", tmp_path / to, to, progress=False)
-        done = rollout_data.convert(tmp_path / "source", tmp_path / to, to, progress=False, **options)
+        done = rollout_data.convert(
+            tmp_path / "source", tmp_path / to, to, progress=False, **options
+        )
         assert done.num_present == 3
         with pytest.raises(UsageError, match=r'got option env.*="other"'):
             other = dict.fromkeys(options, "other")
@@ -244,7 +274,9 @@ def test_another_format_of_the_same_source_is_refused(tmp_path, name):
     convert(source, tmp_path, name)
     other = "rlinf" if name != "rlinf" else "trajectory folders"
     to = TARGETS[other][0]
-    with pytest.raises(UsageError, match=r"instead of|an empty folder, or one of an earlier conversion"):
+    with pytest.raises(
+        UsageError, match=r"instead of|an empty folder, or one of an earlier conversion"
+    ):
         rollout_data.convert(source, place(tmp_path, name), to, progress=False)
 
 
@@ -265,7 +297,12 @@ def test_a_gained_episode_with_another_field_gives_that_field_to_every_episode(t
         pytest.skip("a folder of block files has the fields of its first block")
     source = demos(tmp_path / "source.hdf5", 5)
     stop_after_three(source, tmp_path / "stopped", name)
-    more = {5: {"obs/extra": np.ones((LENGTHS[5], 1), np.float32), "next_obs/extra": np.ones((LENGTHS[5], 1), "f4")}}
+    more = {
+        5: {
+            "obs/extra": np.ones((LENGTHS[5], 1), np.float32),
+            "next_obs/extra": np.ones((LENGTHS[5], 1), "f4"),
+        }
+    }
     demos(source, 6, more=more)
     convert(source, tmp_path / "stopped", name)
     convert(source, tmp_path / "whole", name)
@@ -285,7 +322,9 @@ def test_a_source_that_gained_episodes_is_refused_by_a_complete_target_but_ours(
         ]
         return
     before = content(place(tmp_path, name))
-    with pytest.raises(UsageError, match=r"2 more than the 4 episodes of a complete target: 'demo_4'"):
+    with pytest.raises(
+        UsageError, match=r"2 more than the 4 episodes of a complete target: 'demo_4'"
+    ):
         convert(source, tmp_path, name)
     assert content(place(tmp_path, name)) == before
 
@@ -297,7 +336,10 @@ def test_rows_after_the_last_step_rewards_and_lengths_count_too(tmp_path, name):
     following = state(2, LENGTHS[2] + 1)[1:]
     following[-1, 0] = 7
     other = demos(tmp_path / "other.hdf5", more={2: {"next_obs/low": following}})
-    with pytest.raises(UsageError, match=r"other values of 'observation/low' after the last step in episode 'demo_2'"):
+    with pytest.raises(
+        UsageError,
+        match=r"other values of 'observation/low' after the last step in episode 'demo_2'",
+    ):
         convert(other, tmp_path / "made", name)
     other = demos(tmp_path / "other.hdf5", more={4: {"rewards": np.array([0.0, 0.5])}})
     with pytest.raises(UsageError, match=r"other values of 'reward' in episode 'demo_4'"):
@@ -336,14 +378,18 @@ def test_a_second_conversion_into_a_target_is_refused_at_once(tmp_path, name):
 
     def in_thread():
         found = []
-        thread = threading.Thread(target=lambda: found.append(message_of(lambda: convert(source, tmp_path, name))))
+        thread = threading.Thread(
+            target=lambda: found.append(message_of(lambda: convert(source, tmp_path, name)))
+        )
         thread.start()
         thread.join()
         raise UsageError(message=found[0])
 
     def in_other_process():
         status = in_child(lambda: convert(source, tmp_path, name))
-        raise UsageError(message="another process or thread" if status == 1 else f"it ended with {status}")
+        raise UsageError(
+            message="another process or thread" if status == 1 else f"it ended with {status}"
+        )
 
     with mock.patch.object(Episode, "read", second):
         done = convert(source, tmp_path, name)
@@ -366,7 +412,12 @@ def test_a_killed_conversion_leaves_no_lock_and_does_not_make_its_target_occupie
     source = demos(tmp_path / "source.hdf5")
 
     def killed():
-        with stopped_at(0), mock.patch.object(Episode, "read", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
+        with (
+            stopped_at(0),
+            mock.patch.object(
+                Episode, "read", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+            ),
+        ):
             convert(source, tmp_path, name)
 
     assert in_child(killed) == -signal.SIGKILL
@@ -408,9 +459,13 @@ def test_a_refused_conversion_leaves_nothing(tmp_path, name):
 def test_the_note_is_no_stranger_to_the_doctor_and_no_part_of_the_recording(tmp_path, name):
     convert(demos(tmp_path / "source.hdf5"), tmp_path / "made", name)
     report = rollout_data.doctor(place(tmp_path / "made", name))
-    assert not [finding for finding in report.findings if finding.code in ("FIL02", "FIL03", "FIL05")]
+    assert not [
+        finding for finding in report.findings if finding.code in ("FIL02", "FIL03", "FIL05")
+    ]
     recording = rollout_data.open(place(tmp_path / "made", name))
-    assert recording.problems == [] and not [key for key in recording.metadata if "rollout_conversion" in str(key)]
+    assert recording.problems == [] and not [
+        key for key in recording.metadata if "rollout_conversion" in str(key)
+    ]
 
 
 def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
@@ -420,17 +475,23 @@ def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
             convert(source, tmp_path / name, name)
         assert convert(other, tmp_path / name, name).num_present == 0
         convert(other, tmp_path / name / "whole", name)
-        assert values(place(tmp_path / name, name)) == values(place(tmp_path / name / "whole", name))
+        assert values(place(tmp_path / name, name)) == values(
+            place(tmp_path / name / "whole", name)
+        )
         shutil.rmtree(tmp_path / name)
 
 
 @every_target
-def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_episodes(tmp_path, name):
+def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_episodes(
+    tmp_path, name
+):
     if name == "rollout-data":
         pytest.skip("an episode without its line is written again, or refused")
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
-    (file,) = [path for path in (tmp_path / "made").rglob("*") if b'{"episode": "demo_2"' in bytes_of(path)]
+    (file,) = [
+        path for path in (tmp_path / "made").rglob("*") if b'{"episode": "demo_2"' in bytes_of(path)
+    ]
     whole = file.read_bytes()
     for old, new in (
         (b'{"episode": "demo_2"', b'{"epjsode": "demo_2"'),
@@ -494,7 +555,9 @@ def test_a_note_of_another_version_of_the_writer_is_refused(tmp_path, name):
         with mock.patch.object(kind, "VERSION", kind.VERSION - 1):
             make(source, tmp_path / str(number), name)
         before = content(place(tmp_path / str(number), name))
-        with pytest.raises(UsageError, match=f"version {kind.VERSION} of the writer instead of {kind.VERSION - 1}"):
+        with pytest.raises(
+            UsageError, match=f"version {kind.VERSION} of the writer instead of {kind.VERSION - 1}"
+        ):
             convert(source, tmp_path / str(number), name)
         assert content(place(tmp_path / str(number), name)) == before
 
@@ -512,7 +575,9 @@ def hostile_notes(text: str) -> dict[str, str]:
         "fields are numbers": {"fields": [1] * len(about["fields"])},
         "forms are lists": {"fields": [{"numbers": {"action": [1]}, "texts": [], "final": []}]},
         "options are a list": {"options": [1]},
-        "options of other types": {"options": {**{key: [None] for key in about["options"]}, "more": 1}},
+        "options of other types": {
+            "options": {**{key: [None] for key in about["options"]}, "more": 1}
+        },
         "metadata are a text": {"metadata": "x"},
         "the version is a list": {"version": [[]]},
         "the format is long": {"format": "x" * 1_000_000},
@@ -521,19 +586,32 @@ def hostile_notes(text: str) -> dict[str, str]:
         "the source is a number": {"source": 3},
         "lengths are huge": {"episodes": [{**one, "length": 10**30} for one in about["episodes"]]},
         "lengths are negative": {"episodes": [{**one, "length": -1} for one in about["episodes"]]},
-        "lengths are NaN": {"episodes": [{**one, "length": float("nan")} for one in about["episodes"]]},
+        "lengths are NaN": {
+            "episodes": [{**one, "length": float("nan")} for one in about["episodes"]]
+        },
         "ids are equal": {"episodes": [{**one, "id": "demo_0"} for one in about["episodes"]]},
-        "options are nested": {"options": {**about["options"], "x": json.loads("[" * 400 + "]" * 400)}},
+        "options are nested": {
+            "options": {**about["options"], "x": json.loads("[" * 400 + "]" * 400)}
+        },
     }
-    found = {name: "\n".join([json.dumps({**about, **part}), *lines]) + "\n" for name, part in changed.items()}
+    found = {
+        name: "\n".join([json.dumps({**about, **part}), *lines]) + "\n"
+        for name, part in changed.items()
+    }
     found["a repeated name"] = "\n".join([f'{{"format": "other", {first[1:]}', *lines]) + "\n"
     found["deep"] = f'{{"rollout_conversion": 1, "options": {deep}}}\n'
     found["a long number"] = '{"rollout_conversion": ' + "1" * 10_000 + "}\n"
     found["no text"] = "\0" * 100
-    sums = json.dumps({"episode": "demo_0", "rows": {"action": "0"}, "files": {"../../etc/passwd": [1, "0", 1]}})
+    sums = json.dumps(
+        {"episode": "demo_0", "rows": {"action": "0"}, "files": {"../../etc/passwd": [1, "0", 1]}}
+    )
     found["a file outside"] = "\n".join([first, *lines, sums]) + "\n"
-    found["a size that is a text"] = "\n".join([first, *lines, '{"files": {"a": ["1", "0", 1]}}']) + "\n"
-    found["a huge size"] = "\n".join([first, *lines, f'{{"files": {{"a": [{10**40}, "0", {10**40}]}}}}']) + "\n"
+    found["a size that is a text"] = (
+        "\n".join([first, *lines, '{"files": {"a": ["1", "0", 1]}}']) + "\n"
+    )
+    found["a huge size"] = (
+        "\n".join([first, *lines, f'{{"files": {{"a": [{10**40}, "0", {10**40}]}}}}']) + "\n"
+    )
     found["deep lines"] = "\n".join([first, *lines, f'{{"files": {deep}}}']) + "\n"
     return found
 
@@ -545,8 +623,14 @@ def test_a_hostile_note_is_one_short_error_and_nothing_is_written(tmp_path, name
     note = place(tmp_path / "made", name) / NOTE
     for damage, text in hostile_notes(note.read_text()).items():
         note.write_text(text)
-        if name == "rollout-data" and damage in ("a file outside", "a size that is a text", "deep lines"):
-            assert convert(source, tmp_path / "made", name).num_present == 6, damage  # the line counts as none
+        if name == "rollout-data" and damage in (
+            "a file outside",
+            "a size that is a text",
+            "deep lines",
+        ):
+            assert convert(source, tmp_path / "made", name).num_present == 6, (
+                damage
+            )  # the line counts as none
             continue
         before = content(place(tmp_path / "made", name))
         with pytest.raises(UsageError) as error:
@@ -579,12 +663,21 @@ def bytes_of(path: Path) -> bytes:
 
 def test_metadata_of_another_type_or_sign_are_other_metadata(tmp_path):
     def source(path: Path, value: object) -> Path:
-        with rollout_data.RolloutWriter(path, 1, writer_name="arm", metadata={"gain": value}) as writer:
-            writer.add(observation=np.ones((1, 2), np.float32), action=np.ones((1, 1), np.float32), terminated=[True])
+        with rollout_data.RolloutWriter(
+            path, 1, writer_name="arm", metadata={"gain": value}
+        ) as writer:
+            writer.add(
+                observation=np.ones((1, 2), np.float32),
+                action=np.ones((1, 1), np.float32),
+                terminated=[True],
+            )
         return path
 
     with mock.patch("time.time_ns", lambda: 10**18):
-        sources = [source(tmp_path / str(number), value) for number, value in enumerate((0.0, -0.0, False, 0))]
+        sources = [
+            source(tmp_path / str(number), value)
+            for number, value in enumerate((0.0, -0.0, False, 0))
+        ]
     rollout_data.convert(sources[0], tmp_path / "made", progress=False)
     for other in sources[1:]:
         with pytest.raises(UsageError, match="metadata 'gain'"):
@@ -592,7 +685,9 @@ def test_metadata_of_another_type_or_sign_are_other_metadata(tmp_path):
 
 
 @pytest.mark.parametrize("name", IN_HDF5)
-def test_a_source_that_changes_between_two_conversions_is_read_again_as_it_was_first(tmp_path, name):
+def test_a_source_that_changes_between_two_conversions_is_read_again_as_it_was_first(
+    tmp_path, name
+):
     source = demos(tmp_path / "source.hdf5")
     first, state_of_first = source.read_bytes(), source.stat()
     stop_after_three(source, tmp_path / "made", name)
@@ -632,7 +727,10 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
         "split": lambda: rollout_data.split(source, {"a": 0.5, "b": 0.5}, tmp_path / "made"),
         "repair": lambda: rollout_data.repair(source, tmp_path / "made"),
     }[action]
-    with only_writer_of(tmp_path / "made", "test"), pytest.raises(UsageError, match="another process or thread"):
+    with (
+        only_writer_of(tmp_path / "made", "test"),
+        pytest.raises(UsageError, match="another process or thread"),
+    ):
         act()
     act()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -642,7 +740,10 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
 
 def test_only_one_at_a_time_packs_into_a_folder(tmp_path):
     rollout_data.convert(demos(tmp_path / "source.hdf5"), tmp_path / "own", progress=False)
-    with only_writer_of(tmp_path / "made", "test"), pytest.raises(UsageError, match="another process or thread"):
+    with (
+        only_writer_of(tmp_path / "made", "test"),
+        pytest.raises(UsageError, match="another process or thread"),
+    ):
         pack_dataset(tmp_path / "own", tmp_path / "made")
     pack_dataset(tmp_path / "own", tmp_path / "made")
     assert len(rollout_data.open(tmp_path / "made")) == len(rollout_data.open(tmp_path / "own"))

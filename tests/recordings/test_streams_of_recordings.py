@@ -42,8 +42,12 @@ def delivered(dataset: RolloutDataset, num_steps: int = 3) -> list[list[tuple[in
             for env in range(dataset.num_envs):
                 if batch.valid[step, env]:
                     episode, frame = divmod(int(batch.observation["low"][step, env, 0]) // 10, 100)
-                    np.testing.assert_array_equal(batch.action[step, env], action(episode, frame + 1)[frame])
-                    np.testing.assert_array_equal(batch.reward[step, env], reward(episode, frame + 1)[frame])
+                    np.testing.assert_array_equal(
+                        batch.action[step, env], action(episode, frame + 1)[frame]
+                    )
+                    np.testing.assert_array_equal(
+                        batch.reward[step, env], reward(episode, frame + 1)[frame]
+                    )
                     running.setdefault(env, []).append((episode, frame))
                     if batch.done[step, env]:
                         after = batch.next_observation["low"][step, env]
@@ -75,7 +79,10 @@ def test_every_frame_is_delivered_once_and_in_order(tmp_path, num_envs, shuffles
 def test_workers_deliver_what_one_process_does(tmp_path):
     recording = rollout_data.open(demos(tmp_path))[1:]
     one = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
-    many = [batch.action for batch in rollout_data.loader(stream(recording, 2, num_transitions_per_env=2), 2)]
+    many = [
+        batch.action
+        for batch in rollout_data.loader(stream(recording, 2, num_transitions_per_env=2), 2)
+    ]
     assert len(one) == len(many) and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
 
 
@@ -133,15 +140,21 @@ def test_a_selection_is_respected_for_every_kind_of_data(tmp_path):
     batch = stream(part, flatten_observations=True).get_batch(4)
     np.testing.assert_array_equal(batch.observation[:, 0], own[1].observation)
     assert WindowDataset(part).num_frames == 4
-    chunks = rollout_data.open(Path(__file__).parents[1] / "data" / "trajectory_folders" / "components")[:1]
+    chunks = rollout_data.open(
+        Path(__file__).parents[1] / "data" / "trajectory_folders" / "components"
+    )[:1]
     np.testing.assert_array_equal(WindowDataset(chunks)[0]["action"], chunks[0].action[:1])
 
 
 def test_windows_read_what_episodes_hold(tmp_path):
     path = demos(tmp_path)
-    windows = WindowDataset(path, 2, delta={"observation": [-1, 0], "action": range(2)}, padding="repeat")
+    windows = WindowDataset(
+        path, 2, delta={"observation": [-1, 0], "action": range(2)}, padding="repeat"
+    )
     assert len(windows) == sum(LENGTHS)
-    found = windows.read(np.arange(len(windows)), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    found = windows.read(
+        np.arange(len(windows)), lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    )
     anchors = [(number, length, t) for number, length in enumerate(LENGTHS) for t in range(length)]
     actions = [action(number, length)[[t, min(t + 1, length - 1)]] for number, length, t in anchors]
     np.testing.assert_array_equal(found["action"], actions)
@@ -172,10 +185,17 @@ def test_an_episode_without_an_optional_field_reads_as_nan_and_is_named_once(tmp
     dataset = stream(demos(tmp_path, without_reward=[1, 3]))
     with pytest.warns(RolloutDataWarning, match="Read as NaN") as told:
         rewards = dataset.get_batch(sum(LENGTHS)).reward[:, 0].numpy()
-    parts = [np.full(n, np.nan) if number in (1, 3) else reward(number, n) for number, n in enumerate(LENGTHS)]
+    parts = [
+        np.full(n, np.nan) if number in (1, 3) else reward(number, n)
+        for number, n in enumerate(LENGTHS)
+    ]
     np.testing.assert_array_equal(rewards, np.concatenate(parts))
     (problem,) = dataset.problems
-    assert len(told) == 1 and "episode 'demo_1', 'demo_3'" in problem.action and problem.got == "no 'reward'"
+    assert (
+        len(told) == 1
+        and "episode 'demo_1', 'demo_3'" in problem.action
+        and problem.got == "no 'reward'"
+    )
 
 
 def test_integers_that_some_episodes_lack_become_floats_and_pictures_have_to_be_in_all(tmp_path):
@@ -189,7 +209,9 @@ def test_integers_that_some_episodes_lack_become_floats_and_pictures_have_to_be_
 
 
 def test_an_episode_that_contradicts_most_is_left_out_and_named(tmp_path):
-    path = demos(tmp_path, more={3: {"obs/low": np.zeros((2, 5)), "next_obs/low": np.zeros((2, 5))}})
+    path = demos(
+        tmp_path, more={3: {"obs/low": np.zeros((2, 5)), "next_obs/low": np.zeros((2, 5))}}
+    )
     dataset = stream(path)
     with pytest.warns(RolloutDataWarning, match="'demo_3'.*Left out of streams"):
         assert delivered(dataset) == whole([0, 1, 2, 4])

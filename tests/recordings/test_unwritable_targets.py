@@ -40,7 +40,9 @@ def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path
 
 
 @every_target
-def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_resumed(tmp_path, name):
+def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_resumed(
+    tmp_path, name
+):
     source = demos(tmp_path / "source.hdf5")
     (tmp_path / "whole").mkdir()
     calls = calls_of(source, tmp_path / "whole", name, FullDisk)
@@ -52,7 +54,8 @@ def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_res
         try:
             with FullDisk(number).watching():
                 done = convert(source, target, name)
-            # A call that failed without harm: a folder that was there, a cache of the index, a temporary file.
+            # A call that failed without harm: a folder that was there, a cache of the index, a
+            # temporary file.
             assert (done.num_episodes, done.problems) == (len(LENGTHS), []), calls[number]
         except TargetError as error:
             num_errors += 1
@@ -91,6 +94,9 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_target(tmp_path, name):
 def test_merge_and_split_name_a_target_that_cannot_be_written(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     (tmp_path / "file").touch()
-    for act in (rollout_data.merge, lambda one, out: rollout_data.split(one[0], {"a": 0.5, "b": 0.5}, out)):
+    for act in (
+        rollout_data.merge,
+        lambda one, out: rollout_data.split(one[0], {"a": 0.5, "b": 0.5}, out),
+    ):
         with pytest.raises(TargetError, match=r"/file/made'"):
             act([source], tmp_path / "file" / "made")

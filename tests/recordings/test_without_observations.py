@@ -28,7 +28,9 @@ def test_demonstrations_without_observations_convert_merge_and_stream(tmp_path: 
             np.testing.assert_array_equal(episode["states"], expected)
         batches = list(loader(RolloutDataset(source, 1, device="cpu", num_transitions_per_env=7)))
         assert [batch.observation for batch in batches] == [None, None]
-        np.testing.assert_array_equal(np.stack([batch.action[:, 0] for batch in batches]), rows[..., :2])
+        np.testing.assert_array_equal(
+            np.stack([batch.action[:, 0] for batch in batches]), rows[..., :2]
+        )
 
 
 def test_minari_has_a_group_of_observations_in_every_episode(tmp_path: Path) -> None:
@@ -41,4 +43,7 @@ def test_minari_has_a_group_of_observations_in_every_episode(tmp_path: Path) -> 
     with h5py.File(target / "data" / "main_data.hdf5") as file:
         assert [list(file[f"episode_{number}/observations"]) for number in range(2)] == [[], []]
     back = rollout_data.open(target)
-    assert [episode["action"][:, 0].tolist() for episode in back] == [[0] * 4, [1] * 4] and not back.problems
+    assert [episode["action"][:, 0].tolist() for episode in back] == [
+        [0] * 4,
+        [1] * 4,
+    ] and not back.problems

@@ -89,7 +89,9 @@ def coded(folder: Path) -> Path:
         for step in range(90):
             rgb = generator.integers(0, 4, (4, 8, 8, 3)).astype(np.uint8)
             observation = {"rgb": rgb, "state": generator.normal(size=(4, 3)).astype(np.float32)}
-            writer.add(observation=observation, action=np.ones((4, 2)), done=np.full(4, step % 30 == 29))
+            writer.add(
+                observation=observation, action=np.ones((4, 2)), done=np.full(4, step % 30 == 29)
+            )
     return folder
 
 
@@ -111,7 +113,9 @@ def lagging(folder: Path, latency_s: float = 0.0) -> str:
 def same(one, other) -> bool:
     """Tell whether two batches are equal bit for bit."""
     first, second = flatten(dict(one)), flatten(dict(other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def far_windows(url: str, length: int = 4, **options) -> WindowDataset:
@@ -119,7 +123,9 @@ def far_windows(url: str, length: int = 4, **options) -> WindowDataset:
     return WindowDataset(url, length, remote=RemoteOptions(**chosen), **options)
 
 
-def check_epoch(near: WindowDataset, far: WindowDataset, batch_size: int = 16, **options) -> WindowLoader:
+def check_epoch(
+    near: WindowDataset, far: WindowDataset, batch_size: int = 16, **options
+) -> WindowLoader:
     """Check that an epoch of the far one is all windows, each once, equal to those of the near one."""
     loader = WindowLoader(far, batch_size, **options)
     order = loader.order(loader.epoch)

@@ -13,7 +13,15 @@ pytest.importorskip("fsspec")
 
 import rollout_data
 from benchmarks.lagging import LaggingFileSystem
-from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, push
+from rollout_data import (
+    RemoteOptions,
+    RolloutDataset,
+    RolloutWriter,
+    WindowDataset,
+    WindowLoader,
+    loader,
+    push,
+)
 from rollout_data.remote.access_errors import AccessError
 from rollout_data.tools.cli.command_line import main
 from storage.errors import RolloutDataError
@@ -48,7 +56,12 @@ def folders(tmp_path_factory):
         for step in range(48):
             row = np.full((2, 40), step, np.float32)
             row[:, 0] = [0, 1]
-            writer.add(observation=row, action=row[:, :4], reward=row[:, 1], done=np.full(2, step % 12 == 11))
+            writer.add(
+                observation=row,
+                action=row[:, :4],
+                reward=row[:, 1],
+                done=np.full(2, step % 12 == 11),
+            )
     assert len(list((root / "walk").glob("*.h5"))) > 1
     store_at(root / "pushed", "store")
     push(root / "walk", "store://walk")
@@ -56,7 +69,9 @@ def folders(tmp_path_factory):
 
 
 def rows(batches):
-    return sorted(row for batch in batches for row in batch.observation[batch.valid][:, :2].tolist())
+    return sorted(
+        row for batch in batches for row in batch.observation[batch.valid][:, :2].tolist()
+    )
 
 
 def skipped(url):
@@ -83,20 +98,27 @@ WAYS = {
     "shuffled stream that skips": lambda url, capsys: rows(
         drain(played(url, random_shuffle_traj_order=True, on_error="skip", refresh_s=0.0), 5)
     ),
-    "two passes from memory": lambda url, capsys: rows(drain(played(url, dataset_loops=2, cache="ram"), 5)),
+    "two passes from memory": lambda url, capsys: rows(
+        drain(played(url, dataset_loops=2, cache="ram"), 5)
+    ),
     "read ahead": lambda url, capsys: rows(loader(played(url), num_workers=0)),
     "windows": lambda url, capsys: sorted(
-        batch["action"].tolist() for batch in WindowLoader(WindowDataset(url, 4, stride=4, remote=REMOTE), 8)
+        batch["action"].tolist()
+        for batch in WindowLoader(WindowDataset(url, 4, stride=4, remote=REMOTE), 8)
     ),
     "windows that skip": lambda url, capsys: skipped(url),
     "recording": lambda url, capsys: [
         (one.id, one["action"].tolist()) for one in rollout_data.open(url, remote=REMOTE)
     ],
     "statistics": lambda url, capsys: (
-        WindowDataset(url, 4, remote=REMOTE).statistics(use_cache=False, progress=False)["action"].mean.tolist()
+        WindowDataset(url, 4, remote=REMOTE)
+        .statistics(use_cache=False, progress=False)["action"]
+        .mean.tolist()
     ),
     "table": lambda url, capsys: rollout_data.open(url, remote=REMOTE).table["length"].tolist(),
-    "doctor": lambda url, capsys: [str(one) for one in rollout_data.doctor(rollout_data.open(url)).findings],
+    "doctor": lambda url, capsys: [
+        str(one) for one in rollout_data.doctor(rollout_data.open(url)).findings
+    ],
     "info": lambda url, capsys: commanded(capsys, "info", url),
     "ls": lambda url, capsys: commanded(capsys, "ls", url),
 }
@@ -109,7 +131,9 @@ OF_ROWS = ("stream", "windows that skip", "recording")
 @pytest.mark.parametrize(
     ("place", "way"), [*(("pushed/walk", way) for way in WAYS), *(("walk", way) for way in OF_ROWS)]
 )
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))]
+)
 def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_one_error(
     folders, monkeypatch, tmp_path, capsys, place, way, first
 ):
@@ -131,7 +155,9 @@ def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_on
                 assert expiring.has_expired
 
 
-def test_a_push_whose_credentials_expire_at_any_request_is_one_error_and_is_finished_by_the_next(folders, tmp_path):
+def test_a_push_whose_credentials_expire_at_any_request_is_one_error_and_is_finished_by_the_next(
+    folders, tmp_path
+):
     names = {path.name for path in (folders / "pushed/walk").iterdir()}
     store_at(tmp_path, "store")
     push(folders / "walk", "store://whole", remote=REMOTE)

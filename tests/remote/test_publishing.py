@@ -14,11 +14,26 @@ pytest.importorskip("fsspec")
 import fsspec
 
 import rollout_data
-from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, push
+from rollout_data import (
+    RemoteOptions,
+    RolloutDataset,
+    RolloutWriter,
+    WindowDataset,
+    WindowLoader,
+    push,
+)
 from rollout_data.tools.cli.command_line import main
 from storage.errors import DataFileError, SchemaError, UsageError
 
-from .places import Store, check_epoch, far_windows, in_memory, pushed_until_killed, store_at, uneven
+from .places import (
+    Store,
+    check_epoch,
+    far_windows,
+    in_memory,
+    pushed_until_killed,
+    store_at,
+    uneven,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +43,10 @@ def folder(tmp_path_factory):
 
 def there(name: str) -> dict[str, bytes]:
     system = fsspec.filesystem("memory")
-    return {path.rpartition("/")[2]: system.cat_file(path) for path in system.ls(f"/{name}", detail=False)}
+    return {
+        path.rpartition("/")[2]: system.cat_file(path)
+        for path in system.ls(f"/{name}", detail=False)
+    }
 
 
 def test_what_was_pushed_is_read_as_it_was_recorded(folder):
@@ -84,7 +102,9 @@ class Failing:
 def test_a_killed_upload_leaves_whole_blocks_and_the_next_one_goes_on(folder, tmp_path):
     blocks = {path.name: path.read_bytes() for path in folder.glob("*.h5")}
     store_at(tmp_path, "store")
-    pushed_until_killed(folder, "store://walk", len(blocks), ".h5")  # more than are uploaded at once
+    pushed_until_killed(
+        folder, "store://walk", len(blocks), ".h5"
+    )  # more than are uploaded at once
     found = {path.name: path.read_bytes() for path in (tmp_path / "walk").glob("*.h5")}
     assert not (tmp_path / "walk" / "metadata.json").exists()
     assert 0 < len(found) < len(blocks) and found.items() <= blocks.items()
@@ -104,9 +124,13 @@ def test_an_upload_that_is_interrupted_ends_and_begins_no_other(folder, monkeypa
 def test_an_upload_that_is_never_answered_is_one_error_within_its_time_out(folder, tmp_path):
     released = threading.Event()
     store_at(tmp_path, "store")
-    Store.fails = staticmethod(lambda path, start, stop: released.wait() if stop and start is None else None)
+    Store.fails = staticmethod(
+        lambda path, start, stop: released.wait() if stop and start is None else None
+    )
     try:
-        with pytest.raises(DataFileError, match=r"cannot push .* to 'store://walk': .*TimeoutError.*, 2 times"):
+        with pytest.raises(
+            DataFileError, match=r"cannot push .* to 'store://walk': .*TimeoutError.*, 2 times"
+        ):
             push(folder, "store://walk", remote=RemoteOptions(timeout_s=1.0, num_retries=1))
         assert not released.is_set()
     finally:
@@ -127,11 +151,16 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
     ("error", "told"),
     [
         (ConnectionError("the line is down"), "the line is down, 2 times"),
-        (FileNotFoundError("no such bucket"), "a writable URL, got FileNotFoundError: no such bucket"),
+        (
+            FileNotFoundError("no such bucket"),
+            "a writable URL, got FileNotFoundError: no such bucket",
+        ),
         (PermissionError("no right"), "permission, got PermissionError: no right"),
     ],
 )
-def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(folder, monkeypatch, error, told):
+def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(
+    folder, monkeypatch, error, told
+):
     Failing(monkeypatch, 0, error)
     with pytest.raises(DataFileError, match=told):
         push(folder, "memory://broken", remote=RemoteOptions(num_retries=1))
@@ -142,14 +171,18 @@ def test_another_file_of_that_name_is_never_replaced(folder, tmp_path):
     url, path = in_memory(folder, "taken"), min(other.glob("*.h5"))
     before = there("taken")
     fsspec.filesystem("memory").pipe_file(f"/taken/{path.name}", b"something else")
-    with pytest.raises(DataFileError, match="expected nothing, or the same block, got another file"):
+    with pytest.raises(
+        DataFileError, match="expected nothing, or the same block, got another file"
+    ):
         push(other, url)
     found = there("taken")
     assert {name: found[name] for name in before} == {**before, path.name: b"something else"}
     assert f"{path.name}.sums" not in found
 
 
-def test_other_fields_and_damaged_blocks_and_empty_folders_are_refused_before_anything_is_sent(folder, tmp_path):
+def test_other_fields_and_damaged_blocks_and_empty_folders_are_refused_before_anything_is_sent(
+    folder, tmp_path
+):
     with RolloutWriter(tmp_path / "other", 1, durable=False) as writer:
         writer.add(observation=np.zeros((1, 9)), action=np.zeros((1, 1)), done=[True])
     url = in_memory(folder, "full")

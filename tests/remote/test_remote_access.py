@@ -67,7 +67,9 @@ def folder(tmp_path_factory):
     return uneven(tmp_path_factory.mktemp("remote") / "walk")
 
 
-def refuse(error: Exception, is_refused=lambda path, start, stop: True, system=LaggingFileSystem) -> list[tuple]:
+def refuse(
+    error: Exception, is_refused=lambda path, start, stop: True, system=LaggingFileSystem
+) -> list[tuple]:
     """Refuse requests from now on; return the list of those that were refused, which grows."""
     refused: list[tuple] = []
 
@@ -81,13 +83,17 @@ def refuse(error: Exception, is_refused=lambda path, start, stop: True, system=L
 
 
 def played(url: str, **options) -> RolloutDataset:
-    return RolloutDataset(url, 2, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options)
+    return RolloutDataset(
+        url, 2, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options
+    )
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
 @pytest.mark.parametrize("moment", ["listing", "headers", "playing", "windows"])
-def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repeated(folder, moment, error):
+def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repeated(
+    folder, moment, error
+):
     url = lagging(folder)
     far, windows = played(url), far_windows(url)
     batches = iter(WindowLoader(windows, 8))
@@ -110,12 +116,18 @@ def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repe
 @pytest.mark.each_value
 @pytest.mark.parametrize("loops", [1, 2, 0])
 @pytest.mark.parametrize(
-    "options", [{}, {"on_error": "skip"}, {"refresh_s": 0.0}, {"keep_latest_n_trajs": 50}, {"cache": "ram"}], ids=str
+    "options",
+    [{}, {"on_error": "skip"}, {"refresh_s": 0.0}, {"keep_latest_n_trajs": 50}, {"cache": "ram"}],
+    ids=str,
 )
-def test_credentials_that_expire_end_a_stream_of_any_length_and_new_ones_continue_it(folder, loops, options):
+def test_credentials_that_expire_end_a_stream_of_any_length_and_new_ones_continue_it(
+    folder, loops, options
+):
     url = lagging(folder)
     far, near = (
-        RolloutDataset(one, 2, loops, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options)
+        RolloutDataset(
+            one, 2, loops, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options
+        )
         for one in (url, folder)
     )
     far.get_batch(5), near.get_batch(5)
@@ -168,7 +180,10 @@ def test_a_missing_block_is_a_refusal_where_the_folder_may_not_be_listed(folder)
     far.source.snapshot()
     LaggingFileSystem.fails = staticmethod(act)
     now_s = time.monotonic()
-    with mock.patch.object(time, "monotonic", lambda: now_s + 10), pytest.raises(AccessError, match=EXPIRED):
+    with (
+        mock.patch.object(time, "monotonic", lambda: now_s + 10),
+        pytest.raises(AccessError, match=EXPIRED),
+    ):
         drain(far, 5)  # a listing of a moment ago counts as access
 
 
@@ -177,7 +192,8 @@ def test_a_stream_whose_blocks_are_all_gone_raises_and_one_that_lost_some_goes_o
     for place in ("all", "some"):
         record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
     gone, left = (
-        RolloutDataset(lagging_at(tmp_path, place), 2, loops, device="cpu", remote=OPTIONS) for place in ("all", "some")
+        RolloutDataset(lagging_at(tmp_path, place), 2, loops, device="cpu", remote=OPTIONS)
+        for place in ("all", "some")
     )
     gone.get_batch(3), left.get_batch(3)
     for path in (tmp_path / "all").glob("*.h5"):
@@ -217,7 +233,9 @@ def test_a_local_stream_of_which_every_trajectory_is_damaged_raises(tmp_path):
 
 def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
     store_at(tmp_path, "store")
-    refused = refuse(ClientError("ExpiredToken", 400), lambda path, start, stop: path.endswith(".h5"), Store)
+    refused = refuse(
+        ClientError("ExpiredToken", 400), lambda path, start, stop: path.endswith(".h5"), Store
+    )
     with pytest.raises(AccessError, match=f"cannot push .*{EXPIRED}"):
         push(folder, "store://walk", remote=OPTIONS)
     assert len(set(refused)) == len(refused)
@@ -230,7 +248,9 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
         FileNotFoundError("/bucket/403/forbidden.h5"),
         OSError("500 Internal Server Error at /runs/401/x.h5"),
         TimeoutError("no answer within 403 s"),
-        OSError("An error occurred (SlowDown) when calling the GetObject operation: Reduce your request rate"),
+        OSError(
+            "An error occurred (SlowDown) when calling the GetObject operation: Reduce your request rate"
+        ),
         Exception("/runs/forbidden: no such run"),
         OSError(5, "Please reduce your request rate"),
         ValueError("expected 403 bytes, got 401"),
@@ -263,8 +283,12 @@ def after(num_requests: int):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("error", [REFUSALS["permission"], ConnectionError(EXPIRED)], ids=["refused", "unanswered"])
-@pytest.mark.parametrize("to", ["rollout-data", "trajectory-folders", "minari", "d4rl", "robomimic", "lerobot"])
+@pytest.mark.parametrize(
+    "error", [REFUSALS["permission"], ConnectionError(EXPIRED)], ids=["refused", "unanswered"]
+)
+@pytest.mark.parametrize(
+    "to", ["rollout-data", "trajectory-folders", "minari", "d4rl", "robomimic", "lerobot"]
+)
 def test_a_conversion_that_its_store_stops_raises_and_is_resumed(tmp_path, to, error):
     if to == "lerobot":
         pytest.importorskip("pyarrow")
@@ -327,4 +351,6 @@ def test_a_report_without_an_episode_that_can_be_read_is_one_error(tmp_path, is_
         with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
             rollout_data.report(source, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
-    assert not [warning for warning in printed if warning.category is RuntimeWarning]  # means of no values
+    assert not [
+        warning for warning in printed if warning.category is RuntimeWarning
+    ]  # means of no values

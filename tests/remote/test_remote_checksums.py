@@ -13,7 +13,16 @@ pytest.importorskip("fsspec")
 
 import rollout_data
 from benchmarks.lagging import LaggingFileSystem
-from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, prune, push
+from rollout_data import (
+    RemoteOptions,
+    RolloutDataset,
+    RolloutWriter,
+    WindowDataset,
+    WindowLoader,
+    loader,
+    prune,
+    push,
+)
 from rollout_data.blocks.block_folder import BlockFolder
 from rollout_data.remote.fetcher import FetchError
 from rollout_data.remote.piece_checksums import parse, spans_of, sums_of
@@ -64,7 +73,9 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("way", ["windows", "playback", "cache", "header", "verify"])
 @pytest.mark.parametrize("chunk_bytes", [4096, pytest.param(1 << 20, marks=pytest.mark.thorough)])
-def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp_path, lie, way, chunk_bytes):
+def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(
+    folder, tmp_path, lie, way, chunk_bytes
+):
     if way == "header" and lie == "shifted":
         pytest.skip("small blocks are opened by one request, which begins at 0")
     pushed(folder, tmp_path)
@@ -73,7 +84,9 @@ def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp
     Lying.lie = staticmethod(lambda data, read, start, stop: data)
     options = RemoteOptions(chunk_bytes=chunk_bytes, num_retries=0)
     windows = WindowDataset("lying://walk", 4, remote=options)
-    far = RolloutDataset("lying://walk", 2, device="cpu", remote=options, cache="ram" if way == "cache" else "none")
+    far = RolloutDataset(
+        "lying://walk", 2, device="cpu", remote=options, cache="ram" if way == "cache" else "none"
+    )
     if way == "playback":
         far.get_batch(1)
     Lying.lie = staticmethod(LIES[lie])
@@ -101,14 +114,18 @@ def test_playback_of_a_copy_without_checksums_is_compared_with_those_of_its_frag
     fsspec.register_implementation("lying", Lying, clobber=True)
     Lying.lie = staticmethod(lambda data, read, start, stop: data)
     given = {"num_envs": 2, "device": "cpu", **options}
-    far = RolloutDataset("lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes, num_chunks=2), **given)
+    far = RolloutDataset(
+        "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes, num_chunks=2), **given
+    )
     near = RolloutDataset(tmp_path / "walk", **given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for expected, got in zip(drain(near, 5), drain(far, 5), strict=True):
             assert (expected.observation == got.observation).all()
         with pytest.raises(DataFileError, match="checksum"):
-            second = RolloutDataset("lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes), **given)
+            second = RolloutDataset(
+                "lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes), **given
+            )
             second.source.refresh()
             Lying.lie = staticmethod(LIES[lie])
             second.source.refresh = lambda *given: None  # the headers are known
@@ -133,14 +150,25 @@ def test_workers_compare_a_copy_without_checksums_with_those_of_its_fragments(tm
 WAYS = {
     "opening": lambda url, options: WindowDataset(url, 4, remote=options),
     "windows": lambda url, options: list(WindowLoader(WindowDataset(url, 4, remote=options), 256)),
-    "playback": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options), 50),
-    "2 frames of 200": lambda url, options: list(WindowLoader(WindowDataset(url, 2, stride=200, remote=options), 64)),
+    "playback": lambda url, options: drain(
+        RolloutDataset(url, 8, device="cpu", remote=options), 50
+    ),
+    "2 frames of 200": lambda url, options: list(
+        WindowLoader(WindowDataset(url, 2, stride=200, remote=options), 64)
+    ),
     "single windows": lambda url, options: [
-        WindowDataset(url, 2, stride=200, fields=["action"], remote=options)[number] for number in (0, 5, 11)
+        WindowDataset(url, 2, stride=200, fields=["action"], remote=options)[number]
+        for number in (0, 5, 11)
     ],
 }
 #: Kind of recording -> measured growth of the fetched bytes in percent; the law is a twentieth.
-GROWTH = {"big blocks": 2.5, "small blocks": 1.5, "narrow rows": 4.4, "wide rows": 0.6, "coded": 1.2}
+GROWTH = {
+    "big blocks": 2.5,
+    "small blocks": 1.5,
+    "narrow rows": 4.4,
+    "wide rows": 0.6,
+    "coded": 1.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +217,19 @@ def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(recordings, kind, wa
 
 
 WHOLE_WAYS = {
-    "playback": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options), 20),
+    "playback": lambda url, options: drain(
+        RolloutDataset(url, 8, device="cpu", remote=options), 20
+    ),
     "one env": lambda url, options: drain(RolloutDataset(url, 1, device="cpu", remote=options), 20),
     "shuffled": lambda url, options: drain(
         RolloutDataset(url, 32, device="cpu", remote=options, random_shuffle_traj_order=True), 5
     ),
-    "cache": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options, cache="ram"), 20),
-    "recording": lambda url, options: [episode.observation for episode in rollout_data.open(url, remote=options)],
+    "cache": lambda url, options: drain(
+        RolloutDataset(url, 8, device="cpu", remote=options, cache="ram"), 20
+    ),
+    "recording": lambda url, options: [
+        episode.observation for episode in rollout_data.open(url, remote=options)
+    ],
 }
 
 
@@ -271,7 +305,9 @@ def test_pushing_again_adds_missing_checksums_and_mends_damaged_ones(folder, tmp
     system.pipe_file(names[1], b"damaged")
     assert push(folder, "memory://mended") == 0
     assert {name: system.cat_file(name) for name in names} == before
-    push(folder, "memory://mended", remote=RemoteOptions(chunk_bytes=1 << 13))  # other pieces would do as well
+    push(
+        folder, "memory://mended", remote=RemoteOptions(chunk_bytes=1 << 13)
+    )  # other pieces would do as well
     assert {name: system.cat_file(name) for name in names} == before
 
 
@@ -306,7 +342,9 @@ def test_pruning_a_copied_folder_takes_the_checksums_along(tmp_path):
         (path.parent / f"{path.name}.sums").write_bytes(b"checksums")
     deleted = prune(tmp_path / "walk", trajectories=2)
     assert deleted and not any((path.parent / f"{path.name}.sums").exists() for path in deleted)
-    assert len(list((tmp_path / "walk").glob("*.sums"))) == len(list((tmp_path / "walk").glob("*.h5")))
+    assert len(list((tmp_path / "walk").glob("*.sums"))) == len(
+        list((tmp_path / "walk").glob("*.h5"))
+    )
 
 
 def test_pieces_are_whole_rows_and_at_most_the_least_chunk(recordings):
@@ -355,7 +393,9 @@ def many_pieces(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["windows", "playback", "recording"])
-def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the_new_one(tmp_path, way):
+def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the_new_one(
+    tmp_path, way
+):
     for name, first in (("before", 0), ("after", 10_000)):
         with RolloutWriter(tmp_path / name, 4, durable=False, writer_name="w") as writer:
             for step in range(5000):
@@ -366,14 +406,18 @@ def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the
     push(tmp_path / "after", "store://other")
     remote = RemoteOptions(chunk_bytes=1 << 14, num_chunks=1, num_retries=0)
     url = lagging(tmp_path / "walk")
-    far = RolloutDataset(url, 4, device="cpu", remote=remote, random_shuffle_traj_order=True, seed=1)
+    far = RolloutDataset(
+        url, 4, device="cpu", remote=remote, random_shuffle_traj_order=True, seed=1
+    )
     far.get_batch(1)
     windows = WindowDataset(url, 4, remote=remote)
     recording = rollout_data.open(url, remote=remote)
     for path in (tmp_path / "other").glob("rollout_*"):
         shutil.copy(path, tmp_path / "walk")
     ways = {
-        "windows": lambda: (batch["observation"] for batch in WindowLoader(windows, 64, num_ahead=1)),
+        "windows": lambda: (
+            batch["observation"] for batch in WindowLoader(windows, 64, num_ahead=1)
+        ),
         "playback": lambda: (far.get_batch(5).observation for _ in range(1000)),
         "recording": lambda: (episode.observation for episode in recording[50:]),
     }
@@ -385,7 +429,9 @@ def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the
 @pytest.mark.each_value
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("way", ["windows", "playback", "endless playback", "recording"])
-def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(many_pieces, tmp_path, way, on_error):
+def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(
+    many_pieces, tmp_path, way, on_error
+):
     url = pushed(many_pieces, tmp_path)
     remote = RemoteOptions(chunk_bytes=1 << 16, num_chunks=2, num_retries=0)
     loops = 0 if way == "endless playback" else 1
@@ -395,7 +441,10 @@ def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(many_piec
     recording = rollout_data.open(url, remote=remote)
     for path in (tmp_path / "walk").glob("*.sums"):
         path.unlink()
-    with warnings.catch_warnings(), pytest.raises(FetchError, match=r"\.sums'.*got no file\. Push the block again"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(FetchError, match=r"\.sums'.*got no file\. Push the block again"),
+    ):
         warnings.simplefilter("error")
         if way == "windows":
             list(WindowLoader(windows, 64))
@@ -404,7 +453,9 @@ def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(many_piec
         else:
             for _ in range(1000):
                 far.get_batch(5)
-    assert far.num_lost_trajectories == windows.num_lost_windows == far.source.num_vanished_blocks == 0
+    assert (
+        far.num_lost_trajectories == windows.num_lost_windows == far.source.num_vanished_blocks == 0
+    )
     with pytest.warns(RolloutDataWarning, match="checksums of their pieces"):
         again = RolloutDataset(url, 2, device="cpu", remote=remote)
         near = RolloutDataset(many_pieces, 2, device="cpu")
@@ -426,7 +477,9 @@ def test_checksums_that_vanish_before_the_header_is_read_hide_no_block(many_piec
 
 def test_a_block_that_vanishes_with_its_checksums_is_played_around(many_pieces, tmp_path):
     url = pushed(many_pieces, tmp_path)
-    far = RolloutDataset(url, 2, device="cpu", remote=RemoteOptions(chunk_bytes=1 << 16, num_chunks=2))
+    far = RolloutDataset(
+        url, 2, device="cpu", remote=RemoteOptions(chunk_bytes=1 << 16, num_chunks=2)
+    )
     far.get_batch(3)
     for path in (tmp_path / "walk").glob(f"{max((tmp_path / 'walk').glob('*.h5')).name}*"):
         path.unlink()

@@ -70,7 +70,9 @@ def test_requests_that_fail_are_sent_again(folder):
 
 
 def test_requests_that_hang_are_given_up_and_sent_again(folder):
-    far = far_windows(lagging(folder), remote={"timeout_s": 0.5, "num_retries": 20, "num_requests": 8})
+    far = far_windows(
+        lagging(folder), remote={"timeout_s": 0.5, "num_retries": 20, "num_requests": 8}
+    )
     fail_by(Sometimes(hang))
     batches = iter(WindowLoader(far, 64))
     for _ in range(3):
@@ -121,7 +123,9 @@ def test_a_block_that_vanishes_is_named_by_windows_and_played_around(folder, tmp
     assert played.num_lost_trajectories > 0
 
 
-def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_is_played_around(tmp_path):
+def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_is_played_around(
+    tmp_path,
+):
     for _ in range(3):
         coded(tmp_path / "images")
     played = RolloutDataset(lagging(tmp_path / "images"), 1, device="cpu")
@@ -144,7 +148,9 @@ def test_rows_that_another_thread_drops_on_their_way_are_asked_for_again(folder)
     is_asked, may_answer = threading.Event(), threading.Event()
     fail_by(lambda *request: (is_asked.set(), may_answer.wait(60)))
     stock = Stock(frames, ("data", name), runs)
-    reader = threading.Thread(target=lambda: found.fill_(-1) if len(stock.copy(runs, 1, found).row) else None)
+    reader = threading.Thread(
+        target=lambda: found.fill_(-1) if len(stock.copy(runs, 1, found).row) else None
+    )
     is_asked.wait(60)
     reader.start()
     stock.drop()
@@ -189,7 +195,9 @@ def test_a_damaged_block_is_refused_as_the_local_one_is(tmp_path, kind):
 
 
 @pytest.mark.parametrize("num_shown", [0, 1000, 40_000])
-def test_a_block_whose_size_is_shown_late_is_a_problem_until_all_of_it_is_there(tmp_path, num_shown):
+def test_a_block_whose_size_is_shown_late_is_a_problem_until_all_of_it_is_there(
+    tmp_path, num_shown
+):
     folder = uneven(tmp_path / "walk", 20)
     path = max(folder.glob("*.h5"))
     data, url = path.read_bytes(), lagging(folder)
@@ -220,7 +228,12 @@ def test_two_requests_open_a_block_and_large_tables_take_a_few_more(tmp_path, nu
     with RolloutWriter(tmp_path / "walk", num_envs, durable=False) as writer:
         for step in range(3):
             row = np.ones((num_envs, 30), np.float32)
-            writer.add(observation=row, action=row[:, :2], reward=row[:, 0], done=np.full(num_envs, step == 2))
+            writer.add(
+                observation=row,
+                action=row[:, :2],
+                reward=row[:, 0],
+                done=np.full(num_envs, step == 2),
+            )
     url = lagging(tmp_path / "walk")
     assert len(WindowDataset(url, 2)) == len(WindowDataset(tmp_path / "walk", 2))
     opened = [request for request in LaggingFileSystem.requests if request[0].endswith(".h5")]
@@ -229,5 +242,7 @@ def test_two_requests_open_a_block_and_large_tables_take_a_few_more(tmp_path, nu
 
 
 def test_a_url_with_nothing_below_it_is_named():
-    with pytest.raises(UsageError, match="'memory://nowhere': expected a folder, got nothing there"):
+    with pytest.raises(
+        UsageError, match="'memory://nowhere': expected a folder, got nothing there"
+    ):
         WindowDataset("memory://nowhere")

@@ -31,13 +31,21 @@ def _equal(one, two) -> bool:
 
 
 def both(folder, url, **options):
-    given = {"num_envs": 4, "device": "cpu", "random_shuffle_traj_order": True, "seed": 3, **options}
+    given = {
+        "num_envs": 4,
+        "device": "cpu",
+        "random_shuffle_traj_order": True,
+        "seed": 3,
+        **options,
+    }
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3)
     return RolloutDataset(folder, **given), RolloutDataset(url, remote=small, **given)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"starting_frame_range": (0, 9)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"cache": "ram"}, {"starting_frame_range": (0, 9)}], ids=str
+)
 @pytest.mark.parametrize("num_steps", [1, 7])
 def test_batches_are_those_of_the_local_files(folder, num_steps, options):
     near, far = both(folder, in_memory(folder, "played"), **options)
@@ -69,10 +77,16 @@ def test_what_envs_need_is_asked_for_before_they_need_it(tmp_path):
     before = len(LaggingFileSystem.requests)
     for _ in range(4):
         far.get_batch(3)
-    assert len(LaggingFileSystem.requests) - before <= 8  # many steps come by one request for each env
+    assert (
+        len(LaggingFileSystem.requests) - before <= 8
+    )  # many steps come by one request for each env
     drain(far, 3)
     row_bytes = 36
-    fetched = sum(stop - start for _, start, stop in LaggingFileSystem.requests if stop and stop - start < 60_000)
+    fetched = sum(
+        stop - start
+        for _, start, stop in LaggingFileSystem.requests
+        if stop and stop - start < 60_000
+    )
     assert fetched < 2 * 4 * 900 * row_bytes
     assert len(drain(near, 3)) == 300
 

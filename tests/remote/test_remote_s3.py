@@ -29,9 +29,13 @@ KEYS = {"key": "none", "secret": "none"}
 def server(tmp_path_factory):
     """The address of a server that keeps buckets in memory."""
     command = [sys.executable, "-u", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
-        address = next(line.rsplit(maxsplit=1)[1] for line in process.stdout if "Running on" in line)
+        address = next(
+            line.rsplit(maxsplit=1)[1] for line in process.stdout if "Running on" in line
+        )
         # Its log is read on, or it would wait for room in the pipe.
         threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
         try:
@@ -42,7 +46,11 @@ def server(tmp_path_factory):
 
 def bucket_of(server, name):
     client = boto3.client(
-        "s3", endpoint_url=server, aws_access_key_id="none", aws_secret_access_key="none", region_name="us-east-1"
+        "s3",
+        endpoint_url=server,
+        aws_access_key_id="none",
+        aws_secret_access_key="none",
+        region_name="us-east-1",
     )
     client.create_bucket(Bucket=name)
     return client
@@ -54,7 +62,10 @@ def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
     storage = {**KEYS, "endpoint_url": server}
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3, num_requests=8, storage_options=storage)
     num_blocks = len(list(folder.glob("*.h5")))
-    assert [push(folder, "s3://reading/runs/walk", remote=small) for _ in range(2)] == [num_blocks, 0]
+    assert [push(folder, "s3://reading/runs/walk", remote=small) for _ in range(2)] == [
+        num_blocks,
+        0,
+    ]
     with pytest.raises(DataFileError, match=r"a writable URL, got FileNotFoundError: .* bucket"):
         push(folder, "s3://no-such-bucket/walk", remote=small)
     near, far = WindowDataset(folder, 4), WindowDataset("s3://reading/runs/walk", 4, remote=small)

@@ -45,7 +45,12 @@ def own(tmp_path_factory):
         for episode, length in enumerate((5, 6, 7)):
             for t in range(length):
                 row = np.array([[episode, t, 1]], np.float32)
-                writer.add(observation=row, action=row[:, :2] + 1, reward=row[:, 0], terminated=[t == length - 1])
+                writer.add(
+                    observation=row,
+                    action=row[:, :2] + 1,
+                    reward=row[:, 0],
+                    terminated=[t == length - 1],
+                )
     return folder
 
 
@@ -74,23 +79,31 @@ def check_same(near, far):
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_a_set_at_a_url_gives_the_numbers_of_the_local_one(own, tmp_path, form):
-    path = converted(own, tmp_path / ("set.hdf5" if form in ("robomimic", "isaaclab", "d4rl") else "set"), form)
+    path = converted(
+        own, tmp_path / ("set.hdf5" if form in ("robomimic", "isaaclab", "d4rl") else "set"), form
+    )
     url = at_url(path, f"bucket/{path.name}")
     check_same(rollout_data.open(path), rollout_data.open(url))
     near, far = WindowDataset(path, 2), WindowDataset(url, 2)
     everything = range(len(near))
     assert len(far) == len(near) > 0
     assert all(
-        (near.__getitems__(everything)[name] == far.__getitems__(everything)[name]).all() for name in ("action",)
+        (near.__getitems__(everything)[name] == far.__getitems__(everything)[name]).all()
+        for name in ("action",)
     )
-    batches = (RolloutDataset(one, 2, device="cpu").get_batch(4) for one in (path, url, rollout_data.open(url)))
+    batches = (
+        RolloutDataset(one, 2, device="cpu").get_batch(4)
+        for one in (path, url, rollout_data.open(url))
+    )
     first, *others = (batch.observation for batch in batches)
     assert all((first == other).all() for other in others)
 
 
 def test_every_format_is_either_copied_or_refused():
     assert set(COPIED) <= set(FORMATS)
-    assert {name for name, format in FORMATS.items() if format.module.startswith("hdf5.")} <= set(COPIED)
+    assert {name for name, format in FORMATS.items() if format.module.startswith("hdf5.")} <= set(
+        COPIED
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,14 @@ def test_every_format_is_either_copied_or_refused():
     [
         (["data.zarr/.zgroup", "data.zarr/data/.zgroup"], "zarr"),
         (["data/.zarray", "meta/episode_ends/.zarray"], "zarr"),
-        (["1.0.0/dataset_info.json", "1.0.0/features.json", "1.0.0/x-train.tfrecord-00000-of-00001"], "rlds"),
+        (
+            [
+                "1.0.0/dataset_info.json",
+                "1.0.0/features.json",
+                "1.0.0/x-train.tfrecord-00000-of-00001",
+            ],
+            "rlds",
+        ),
         (["run.mcap"], "mcap"),
         (["walk.npz"], "ogbench or motion"),
         (["motions/walk.json"], "motion"),
@@ -122,7 +142,9 @@ def test_another_format_at_a_url_is_refused_by_its_name(files, name, way):
         "stream": lambda: RolloutDataset("memory://refused", 1, device="cpu").get_batch(1),
         "named": lambda: rollout_data.open("memory://refused", "zarr"),
     }
-    with pytest.raises(ForeignFileError, match=f"the format ({name if way != 'named' else 'zarr'}).*Copy the data"):
+    with pytest.raises(
+        ForeignFileError, match=f"the format ({name if way != 'named' else 'zarr'}).*Copy the data"
+    ):
         calls[way]()
 
 
@@ -143,7 +165,9 @@ def test_a_copy_is_made_once_and_again_after_a_change_and_within_its_space(own, 
     rollout_data.open(url)
     assert [one for one in monkey.requests if one[2]]
     with pytest.raises(UsageError, match="at most cache_bytes = 1000 bytes"):
-        rollout_data.open("recursive://set", remote=RemoteOptions(cache_bytes=1000, chunk_bytes=5000))
+        rollout_data.open(
+            "recursive://set", remote=RemoteOptions(cache_bytes=1000, chunk_bytes=5000)
+        )
     assert sum(one.is_dir() for one in cache.iterdir()) == 2
 
 
@@ -200,7 +224,12 @@ def replaced_in_place(own, tmp_path):
         for episode in rollout_data.open(own):
             for t, row in enumerate(episode.read("observation")):
                 row = row[None] + 100
-                writer.add(observation=row, action=row[:, :2], reward=row[:, 0], terminated=[t == len(episode) - 1])
+                writer.add(
+                    observation=row,
+                    action=row[:, :2],
+                    reward=row[:, 0],
+                    terminated=[t == len(episode) - 1],
+                )
     path = converted(own, tmp_path / "served" / "set.hdf5", "robomimic")
     content = converted(other, tmp_path / "other.hdf5", "robomimic").read_bytes()
     assert len(content) == path.stat().st_size
@@ -208,10 +237,14 @@ def replaced_in_place(own, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["blob_id", "Last-Modified", "sha", "modified", "ETag", None])
-def test_a_replaced_file_is_copied_again_whatever_its_store_calls_a_version(own, tmp_path, monkeypatch, name):
+def test_a_replaced_file_is_copied_again_whatever_its_store_calls_a_version(
+    own, tmp_path, monkeypatch, name
+):
     path, content = replaced_in_place(own, tmp_path)
     system = Stamped.started(path.parent)
-    monkeypatch.setattr(system, "stamps", staticmethod(lambda data: {name: hash(data)} if name else {}))
+    monkeypatch.setattr(
+        system, "stamps", staticmethod(lambda data: {name: hash(data)} if name else {})
+    )
     check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5"))
     path.write_bytes(content)
     check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5"))
@@ -233,14 +266,19 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_an_error_and_is_copied_wh
             path.write_bytes(content)
 
     system.fails = staticmethod(act)
-    with pytest.raises(DataFileError, match=r"files that do not change while they are copied, got another 'set\.hdf5'"):
+    with pytest.raises(
+        DataFileError,
+        match=r"files that do not change while they are copied, got another 'set\.hdf5'",
+    ):
         rollout_data.open("stamped://set.hdf5", remote=remote)
     system.fails = staticmethod(lambda *request: None)
     check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5", remote=remote))
 
 
 @pytest.mark.parametrize("names", [(), ("set.hdf5",)])
-def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_the_copy(own, tmp_path, names):
+def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_the_copy(
+    own, tmp_path, names
+):
     path, _ = replaced_in_place(own, tmp_path)
     system = Stamped.started(path.parent)
 
@@ -250,14 +288,19 @@ def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_
 
     system.fails = staticmethod(act)
     with pytest.raises(
-        DataFileError, match=r"cannot open 'stamped://set\.hdf5': expected files that do not change.*no such object"
+        DataFileError,
+        match=r"cannot open 'stamped://set\.hdf5': expected files that do not change.*no such object",
     ):
         rollout_data.open("stamped://set.hdf5")
 
 
 @pytest.mark.parametrize("form", ["rollout-data", "lerobot"])
 def test_a_listing_without_sizes_as_of_a_web_server_hides_nothing(own, tmp_path, form):
-    path = shutil.copytree(own, tmp_path / "set") if form == "rollout-data" else converted(own, tmp_path / "set", form)
+    path = (
+        shutil.copytree(own, tmp_path / "set")
+        if form == "rollout-data"
+        else converted(own, tmp_path / "set", form)
+    )
     Stamped.started(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -267,13 +310,17 @@ def test_a_listing_without_sizes_as_of_a_web_server_hides_nothing(own, tmp_path,
 def test_a_store_that_tells_no_size_is_refused(own, tmp_path, monkeypatch):
     shutil.copytree(own, tmp_path / "set")
     system = Stamped.started(tmp_path)
-    monkeypatch.setattr(system, "info", lambda self, path, **options: {"name": path, "size": None, "type": "file"})
+    monkeypatch.setattr(
+        system, "info", lambda self, path, **options: {"name": path, "size": None, "type": "file"}
+    )
     with pytest.raises(DataFileError, match="a size in the answer of the store, got none"):
         rollout_data.open("stamped://set")
 
 
 @pytest.mark.parametrize("url", ["simplecache::memory://set", "blockcache::s3:/bucket/set"])
-def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_machine(url, tmp_path, monkeypatch):
+def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_machine(
+    url, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"the protocol '{url.partition(':/')[0]}'"):
         rollout_data.open(url)
@@ -304,9 +351,13 @@ def numbers(batches):
 #: What takes a recording -> a call with it and a new folder; the same as locally, but for the name.
 SAME = {
     "stream": lambda path, out: numbers([RolloutDataset(path, 2, device="cpu").get_batch(4)]),
-    "latest": lambda path, out: numbers([RolloutDataset(path, 2, device="cpu", keep_latest_n_trajs=2).get_batch(4)]),
+    "latest": lambda path, out: numbers(
+        [RolloutDataset(path, 2, device="cpu", keep_latest_n_trajs=2).get_batch(4)]
+    ),
     "refresh": lambda path, out: RolloutDataset(path, 2, device="cpu", refresh_s=1).get_batch(4),
-    "loader": lambda path, out: numbers(rollout_data.loader(RolloutDataset(path, 2, device="cpu"), num_workers=1)),
+    "loader": lambda path, out: numbers(
+        rollout_data.loader(RolloutDataset(path, 2, device="cpu"), num_workers=1)
+    ),
     "windows": lambda path, out: WindowDataset(path, 2)[3]["action"].tolist(),
     "no such field": lambda path, out: WindowDataset(path, 2, fields=["other"]),
     "no such episode": lambda path, out: rollout_data.open(path).select("other"),
@@ -315,7 +366,9 @@ SAME = {
     "split": lambda path, out: (rollout_data.split(path, {"all": 1.0}, out), read(out / "all"))[1],
     "repair": lambda path, out: (rollout_data.repair(path, out), read(out))[1],
     "doctor": lambda path, out: [str(finding) for finding in rollout_data.doctor(path).findings],
-    "report": lambda path, out: rollout_data.report(path, out.with_suffix(".html")).stat().st_size > 0,
+    "report": lambda path, out: (
+        rollout_data.report(path, out.with_suffix(".html")).stat().st_size > 0
+    ),
     "info": lambda path, out: commanded("info", path),
     "ls": lambda path, out: commanded("ls", path),
     "play": lambda path, out: commanded("play", path),
@@ -359,7 +412,9 @@ def outcome(call, path, out):
 
 @pytest.mark.parametrize("call", [*SAME, *REFUSED])
 @pytest.mark.parametrize("form", ["lerobot", "robomimic"])
-def test_each_call_gives_the_local_result_or_an_error_that_names_the_url(own, tmp_path, cache, form, call):
+def test_each_call_gives_the_local_result_or_an_error_that_names_the_url(
+    own, tmp_path, cache, form, call
+):
     path = converted(own, tmp_path / ("set.hdf5" if form == "robomimic" else "set"), form)
     url = at_url(path, f"calls/{path.name}")
     far = outcome({**SAME, **REFUSED}[call], url, tmp_path / "far")
@@ -378,7 +433,9 @@ def test_errors_of_damaged_files_name_the_url(own, tmp_path, cache, form):
     url = at_url(path, f"damaged/{path.name}")
     far = outcome(lambda one, out: (read(one), rollout_data.open(one).problems), url, tmp_path)
     assert "PATH" in far and "Error" in far and str(cache) not in far
-    assert far == outcome(lambda one, out: (read(one), rollout_data.open(one).problems), path, tmp_path)
+    assert far == outcome(
+        lambda one, out: (read(one), rollout_data.open(one).problems), path, tmp_path
+    )
 
 
 def test_a_path_of_a_copy_shows_the_url_and_opens_the_copy(own, tmp_path):
@@ -387,9 +444,15 @@ def test_a_path_of_a_copy_shows_the_url_and_opens_the_copy(own, tmp_path):
     rollout_data.open(url)
     far = local_origin(Origin(remote_path(url)), RemoteOptions()).path
     file = far / "meta" / "info.json"
-    assert str(file) == f"{url}/meta/info.json" and file.read_bytes() == (path / "meta/info.json").read_bytes()
-    assert pickle.loads(pickle.dumps(file)) == file == Path(os.fspath(file)) and len({file, Path(os.fspath(file))}) == 1
-    assert {one.name for one in far.iterdir() if one.name[0] != "."} == {one.name for one in path.iterdir()} - {
-        one.name for one in path.glob(".*")
-    }
+    assert (
+        str(file) == f"{url}/meta/info.json"
+        and file.read_bytes() == (path / "meta/info.json").read_bytes()
+    )
+    assert (
+        pickle.loads(pickle.dumps(file)) == file == Path(os.fspath(file))
+        and len({file, Path(os.fspath(file))}) == 1
+    )
+    assert {one.name for one in far.iterdir() if one.name[0] != "."} == {
+        one.name for one in path.iterdir()
+    } - {one.name for one in path.glob(".*")}
     assert {str(one) for one in far.rglob("info.json")} == {str(file)}

@@ -27,7 +27,11 @@ from .places import check_epoch, coded, far_windows, in_memory, lagging, same, s
 FORMS = {
     "plain": {},
     "sparse": {"stride": 9, "next_observations": True},
-    "padded": {"stride": 3, "padding": "zero", "delta": {"observation": [-3, 0], "action": [0, 1, 2, 5]}},
+    "padded": {
+        "stride": 3,
+        "padding": "zero",
+        "delta": {"observation": [-3, 0], "action": [0, 1, 2, 5]},
+    },
     "split": {"split": "train"},
     "some fields": {"fields": ["action", "done"]},
 }
@@ -95,7 +99,9 @@ def test_a_state_goes_on_with_the_next_batch_bit_for_bit(folder, num_before):
 def test_ranks_share_an_epoch(folder):
     url = in_memory(folder, "ranks")
     near, order = WindowDataset(folder, 4), WindowLoader(far_windows(url), 16).order(0)
-    parts = [list(WindowLoader(far_windows(url), 8, shard=(rank, 2), even="none")) for rank in (0, 1)]
+    parts = [
+        list(WindowLoader(far_windows(url), 8, shard=(rank, 2), even="none")) for rank in (0, 1)
+    ]
     expected = iter([order[start : start + 8] for start in range(0, len(order), 8)])
     for pair in zip(*parts, strict=False):
         for batch in pair:
@@ -111,7 +117,9 @@ def test_a_state_of_other_chunks_is_refused(folder):
         other.load_state_dict(loader.state_dict())
 
 
-def test_a_state_whose_windows_are_gone_is_refused_and_blocks_that_came_wait_for_the_next_epoch(folder, tmp_path):
+def test_a_state_whose_windows_are_gone_is_refused_and_blocks_that_came_wait_for_the_next_epoch(
+    folder, tmp_path
+):
     url = in_memory(folder, "growing")
     loader = WindowLoader(far_windows(url), 16, seed=2)
     next(iter(loader))
@@ -122,27 +130,36 @@ def test_a_state_whose_windows_are_gone_is_refused_and_blocks_that_came_wait_for
         assert same(expected, got)
     assert len(grown) > len(loader)
     next(iter(loader))
-    fsspec.filesystem("memory").rm_file(f"/growing/{min(path.name for path in folder.glob('*.h5'))}")
+    fsspec.filesystem("memory").rm_file(
+        f"/growing/{min(path.name for path in folder.glob('*.h5'))}"
+    )
     with pytest.warns(UserWarning), pytest.raises(DataFileError, match="open the windows again"):
         WindowLoader(far_windows(url), 16, seed=2).load_state_dict(loader.state_dict())
 
 
 def test_workers_read_windows_by_number(folder):
     near, far = WindowDataset(folder, 4), far_windows(lagging(folder))
-    loader = DataLoader(far, 32, collate_fn=far.collate, num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(
+        far, 32, collate_fn=far.collate, num_workers=1, multiprocessing_context="fork"
+    )
     for number, batch in enumerate(loader):
         assert same(batch, near.__getitems__(range(32 * number, min(32 * number + 32, len(near)))))
 
 
 def test_a_fork_asks_again_for_what_was_on_its_way(folder):
-    near, far = WindowDataset(folder, 4), far_windows(lagging(folder, 0.06), remote={"num_requests": 3})
+    near, far = (
+        WindowDataset(folder, 4),
+        far_windows(lagging(folder, 0.06), remote={"num_requests": 3}),
+    )
     loader = WindowLoader(far, 16)
     batches, order = iter(loader), loader.order(0)
     next(batches)  # the next group is on its way now
     context = multiprocessing.get_context("fork")
     there, here = context.Pipe()
     parts = [order[:200], order[200:300]]
-    child = context.Process(target=lambda: here.send([far.__getitems__(part)["action"].numpy() for part in parts]))
+    child = context.Process(
+        target=lambda: here.send([far.__getitems__(part)["action"].numpy() for part in parts])
+    )
     child.start()
     if not there.poll(100):
         child.kill()
@@ -153,17 +170,25 @@ def test_a_fork_asks_again_for_what_was_on_its_way(folder):
 
 
 def test_any_windows_are_read_whatever_was_read_before(folder):
-    near, far, generator = WindowDataset(folder, 4), far_windows(in_memory(folder, "any")), np.random.default_rng(0)
+    near, far, generator = (
+        WindowDataset(folder, 4),
+        far_windows(in_memory(folder, "any")),
+        np.random.default_rng(0),
+    )
     for size in (1, 2, 5, 40, 7, 300, 3):
         numbers = generator.integers(len(near), size=size)
         assert same(near.__getitems__(numbers), far.__getitems__(numbers))
         following = np.sort(numbers)[:1] + np.arange(3)
-        assert same(near.__getitems__(following % len(near)), far.__getitems__(following % len(near)))
+        assert same(
+            near.__getitems__(following % len(near)), far.__getitems__(following % len(near))
+        )
 
 
 def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
     record(tmp_path / "long", [900, 900, 900])
-    far = far_windows(lagging(tmp_path / "long", 0.005), remote={"num_chunks": 2, "num_requests": 3})
+    far = far_windows(
+        lagging(tmp_path / "long", 0.005), remote={"num_chunks": 2, "num_requests": 3}
+    )
     row_bytes = 36
     LaggingFileSystem.requests.clear()
     num_read, most = 0, 0
@@ -172,7 +197,9 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
         num_read += len(batch["mask"])
         fetched = sum(stop - start for _, start, stop in LaggingFileSystem.requests)
         most = max(most, fetched - num_read * row_bytes)
-    assert most <= 4 * 2 * 4096  # two groups, batches that wait, and the rows beyond the ends of all chunks
+    assert (
+        most <= 4 * 2 * 4096
+    )  # two groups, batches that wait, and the rows beyond the ends of all chunks
     assert fetched < 1.2 * far.num_frames * row_bytes
     assert LaggingFileSystem.most_at_once <= 3
 
@@ -199,7 +226,9 @@ def test_as_many_requests_are_under_way_as_allowed(tmp_path):
 
 def test_a_mixture_of_urls_is_refused(folder):
     far = far_windows(in_memory(folder, "mixed"))
-    with pytest.raises(UsageError, match="create a WindowMixture: expected files of this machine, got URLs"):
+    with pytest.raises(
+        UsageError, match="create a WindowMixture: expected files of this machine, got URLs"
+    ):
         WindowMixture([far, far])
 
 
@@ -255,10 +284,14 @@ def anchors(batches):
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_moves(damaged, chunk_bytes, shuffle):
+def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_moves(
+    damaged, chunk_bytes, shuffle
+):
     remote = {"chunk_bytes": chunk_bytes, "num_retries": 0}
     lagging(damaged / "whole")
-    whole = anchors(WindowLoader(far_windows("lagging://whole", remote=remote), 8, seed=3, shuffle=shuffle))
+    whole = anchors(
+        WindowLoader(far_windows("lagging://whole", remote=remote), 8, seed=3, shuffle=shuffle)
+    )
     lost = set(range(1002, 1006))
     expected = [[one for one in batch if one not in lost] for batch in whole]
     windows = far_windows("lagging://pushed", remote=remote, on_error="skip")

@@ -24,7 +24,9 @@ def started() -> Iterator[Any]:
     if chromium is None:
         pytest.skip(f"chromium is missing; {HOW}")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -40,20 +42,26 @@ class Visit:
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type != "log" else None)
+        self.page.on(
+            "console", lambda said: self.errors.append(said.text) if said.type != "log" else None
+        )
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
 
     def resize(self, width: int, height: int) -> None:
         """Give the window another size, which charts follow a moment later."""
         self.page.set_viewport_size({"width": width, "height": height})
-        wait = f"for (let k = 0; k < 300 && {SPARE} > 1; k++) await new Promise(requestAnimationFrame)"
+        wait = (
+            f"for (let k = 0; k < 300 && {SPARE} > 1; k++) await new Promise(requestAnimationFrame)"
+        )
         self.page.evaluate(f"async () => {{ {wait} }}")
 
     def rows(self) -> list[list[str]]:
         """Texts of the rows of the table that are in the page."""
         script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
-        found: list[list[str]] = self.page.eval_on_selector_all("#rows tbody tr[data-number]", script)
+        found: list[list[str]] = self.page.eval_on_selector_all(
+            "#rows tbody tr[data-number]", script
+        )
         return found
 
     def numbers(self) -> list[int]:
@@ -68,7 +76,9 @@ class Visit:
     def curves(self) -> list[dict[str, Any]]:
         """The curves of the episode that is shown, as plotly has them."""
         self.opened()
-        script = "plot => plot.data.map(({name, x, y, yaxis}) => ({name, x: [...x], y: [...y], yaxis}))"
+        script = (
+            "plot => plot.data.map(({name, x, y, yaxis}) => ({name, x: [...x], y: [...y], yaxis}))"
+        )
         found: list[dict[str, Any]] = self.page.eval_on_selector("#view .plot", script)
         return found
 

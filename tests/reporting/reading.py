@@ -10,6 +10,8 @@ from typing import Any
 
 def embedded(page: Path, name: str) -> Any:
     """Give one of the JSON texts of a page."""
-    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.DOTALL)
+    found = re.search(
+        rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.DOTALL
+    )
     assert found
     return json.loads(found[1])

@@ -33,7 +33,12 @@ def state(episode: int, length: int) -> np.ndarray:
 
 def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -> Path:
     """Record episodes of 40 to 44 steps; every second one is truncated, and pictures get brighter by frame."""
-    metadata = {"env": f"Walk-v1 {SECRET}", "policy": HOSTILE, "frame_rate_hz": 10, "api_key": SECRET}
+    metadata = {
+        "env": f"Walk-v1 {SECRET}",
+        "policy": HOSTILE,
+        "frame_rate_hz": 10,
+        "api_key": SECRET,
+    }
     with RolloutWriter(folder, 1, durable=False, metadata=metadata) as writer:
         for number in range(num_episodes):
             length = NUM_STEPS + number % 5
@@ -41,7 +46,9 @@ def record(folder: Path, num_episodes: int = NUM_EPISODES, shift: float = 0.0) -
             camera[:] = (np.arange(length) * 5)[:, None, None, None, None]
             values, done = state(number, length), np.zeros((length, 1), bool)
             done[-1] = True
-            said: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (length - 1)
+            said: list[Any] = [[{"task": HOSTILE if number == 3 else "walk"}]] + [None] * (
+                length - 1
+            )
             writer.add_rollout(
                 observation={"state": values[:, None] + np.float32(shift), "camera": camera},
                 action={"state": values[:, None]},
@@ -61,7 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Path:
     pytest.importorskip("plotly")
-    return report(folder, folder.parent / "page.html", record(folder.parent / "other", 6, shift=3.0))
+    return report(
+        folder, folder.parent / "page.html", record(folder.parent / "other", 6, shift=3.0)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +103,33 @@ def test_the_embedded_json_is_that_of_the_doctor(page: Path, folder: Path) -> No
     assert embedded(page, "diagnosis") == json.loads(text)
 
 
-def test_the_page_contains_no_folder_of_this_machine_and_no_secret(page: Path, folder: Path) -> None:
+def test_the_page_contains_no_folder_of_this_machine_and_no_secret(
+    page: Path, folder: Path
+) -> None:
     text = page.read_text()
     assert str(folder.parent) not in text and SECRET not in text
     assert "default-src 'none'" in text and len(text) < 5e6
     other = folder.parent / "other"
-    assert str(other) in report(other, folder.parent / "named.html", absolute_paths=True).read_text()
+    assert (
+        str(other) in report(other, folder.parent / "named.html", absolute_paths=True).read_text()
+    )
 
 
 def test_equal_recordings_have_equal_pages(page: Path, folder: Path) -> None:
     other, made = folder.parent / "other", re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
-    first, again = (made.sub("", report(other, page.parent / name, other).read_text()) for name in ("1.html", "2.html"))
+    first, again = (
+        made.sub("", report(other, page.parent / name, other).read_text())
+        for name in ("1.html", "2.html")
+    )
     assert first == again
 
 
 def test_the_dark_page_is_dark_and_readable_and_becomes_light(visit: Visit) -> None:
     def grid() -> str:
         visit.page.wait_for_selector(".chart .plot .main-svg")
-        found = visit.page.eval_on_selector(".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor")
+        found = visit.page.eval_on_selector(
+            ".chart .plot:has(.main-svg)", "plot => plot.layout.xaxis.gridcolor"
+        )
         return str(found)
 
     back, ink = visit.page.evaluate(
@@ -179,12 +197,19 @@ def test_the_slider_moves_the_frame_and_the_picture(visit: Visit) -> None:
     picture = visit.page.locator("#pictures img")
     before = picture.get_attribute("src")
     visit.page.focus("#view [type=range]")
-    for key, frame in [("ArrowRight", 1), ("Shift+ArrowRight", 11), ("Shift+ArrowRight", 21), ("ArrowLeft", 20)]:
+    for key, frame in [
+        ("ArrowRight", 1),
+        ("Shift+ArrowRight", 11),
+        ("Shift+ArrowRight", 21),
+        ("ArrowLeft", 20),
+    ]:
         start = 10 if visit.opened().startswith(f"Trajectory {BROKEN} ") else 0
         visit.page.keyboard.press(key)
         assert visit.page.inner_text("#view output").startswith(f"frame {start + frame} of")
     assert picture.get_attribute("src") != before
-    assert visit.page.eval_on_selector("#view .plot", "plot => plot.layout.shapes[0].x0") == start + 20
+    assert (
+        visit.page.eval_on_selector("#view .plot", "plot => plot.layout.shapes[0].x0") == start + 20
+    )
 
 
 def test_hovering_a_curve_moves_the_frame(visit: Visit) -> None:
@@ -200,16 +225,22 @@ def test_hovering_a_curve_moves_the_frame(visit: Visit) -> None:
 
 
 def test_a_command_is_selected_if_the_browser_forbids_copying(visit: Visit) -> None:
-    visit.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})")
+    visit.page.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})"
+    )
     visit.page.click("#finding-0 [data-copy]")
-    assert visit.page.evaluate("getSelection().toString()") == visit.page.inner_text("#finding-0 code")
+    assert visit.page.evaluate("getSelection().toString()") == visit.page.inner_text(
+        "#finding-0 code"
+    )
     visit.page.evaluate("delete navigator.clipboard; getSelection().empty()")
 
 
 def test_the_table_has_a_column_for_each_fact_of_an_episode(visit: Visit) -> None:
     heads = visit.page.locator("#rows thead th").all_inner_texts()
     assert " ".join(heads) == "# findings name writer env task length end success return robust z"
-    numbers = visit.page.evaluate("[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)")  # no reward here is as large
+    numbers = visit.page.evaluate(
+        "[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)"
+    )  # no reward here is as large
     assert numbers == ["0", "1,234.5", "-8.0550e+38", "1.0000e-300"]
 
 
@@ -220,7 +251,10 @@ def test_only_visible_rows_are_in_the_page_and_every_column_sorts(visit: Visit) 
         button.evaluate("button => button.click()")
         first = visit.rows()
         button.click()
-        assert visit.page.locator("#rows thead th").nth(column).get_attribute("aria-sort") == "descending"
+        assert (
+            visit.page.locator("#rows thead th").nth(column).get_attribute("aria-sort")
+            == "descending"
+        )
         assert len(set(cells)) == 1 or visit.rows() != first
     visit.page.click("[data-sort=number]")
     assert visit.numbers()[:5] == [0, 1, 2, 3, 4]
@@ -263,7 +297,9 @@ def test_actions_are_drawn_over_observations_of_the_same_name(visit: Visit) -> N
     assert "observation/state[0]" in {curve["name"] for curve in visit.curves()}
     visit.page.uncheck("#overlay")
     visit.page.uncheck("#picked [value=reward]")
-    axes_drawn = visit.page.eval_on_selector("#view .plot", "({_fullLayout: l}) => [l.yaxis2.domain[0], !l.yaxis3]")
+    axes_drawn = visit.page.eval_on_selector(
+        "#view .plot", "({_fullLayout: l}) => [l.yaxis2.domain[0], !l.yaxis3]"
+    )
     assert axes_drawn == [0, True], "axes without a curve take no room"
     visit.page.check("#picked [value=reward]")
 
@@ -283,7 +319,10 @@ def test_names_are_shown_as_text_and_never_as_markup(visit: Visit) -> None:
 
 def test_charts_have_labels_for_screen_readers(visit: Visit) -> None:
     for chart in visit.page.locator(".chart .plot").all():
-        assert chart.get_attribute("role") == "img" and len(chart.get_attribute("aria-label") or "") > 10
+        assert (
+            chart.get_attribute("role") == "img"
+            and len(chart.get_attribute("aria-label") or "") > 10
+        )
     label = visit.page.get_attribute("#fields .plot >> nth=1", "aria-label") or ""
     assert "observation/state[1]" in label and "VAL01" in label
     assert visit.page.locator("th:not([scope])").count() == 0
@@ -308,18 +347,25 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
 def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
     """The longest names are broken too."""
     script = "all => all.forEach((one) => one.append('x'.repeat(300)))"
-    visit.page.eval_on_selector_all("#about dd, h3 span:not(.sign), .hint, figcaption, option", script)
+    visit.page.eval_on_selector_all(
+        "#about dd, h3 span:not(.sign), .hint, figcaption, option", script
+    )
     visit.resize(390, 844)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
     visit.resize(1280, 900)
 
 
-def test_the_printed_page_has_findings_first_rows_and_charts_that_fill_their_boxes(visit: Visit) -> None:
+def test_the_printed_page_has_findings_first_rows_and_charts_that_fill_their_boxes(
+    visit: Visit,
+) -> None:
     visit.page.evaluate("window.onbeforeprint()")
     visit.page.emulate_media(media="print")
     visit.page.set_viewport_size({"width": 718, "height": 1000})  # A4 less margins of 1 cm
     assert len(visit.rows()) == 40 and visit.page.evaluate(SPARE) < 1
-    assert visit.page.locator("#finding-0").is_visible() and not visit.page.locator("#filters").is_visible()
+    assert (
+        visit.page.locator("#finding-0").is_visible()
+        and not visit.page.locator("#filters").is_visible()
+    )
     assert visit.page.locator(".chart .plot:not(:has(.main-svg))").count() == 0
     visit.page.set_viewport_size({"width": 1280, "height": 900})
     visit.page.emulate_media(media="screen")

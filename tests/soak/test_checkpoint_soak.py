@@ -19,7 +19,9 @@ def test_savers_killed_at_200_random_instants_leave_whole_checkpoints(tmp_path: 
         for seed in range(1000, 1200):
             kill_one(process, tmp_path / str(seed), seed)
             steps.append(crash.check_what_is_left(tmp_path / str(seed)))
-    print(f"killed {len(steps)} savers: {sum(step > 0 for step in steps)} had written, at most {max(steps)} times")
+    print(
+        f"killed {len(steps)} savers: {sum(step > 0 for step in steps)} had written, at most {max(steps)} times"
+    )
 
 
 @pytest.mark.soak
@@ -31,4 +33,6 @@ def test_collectors_killed_at_200_random_instants_leave_folders_that_load(tmp_pa
             kill_one(process, tmp_path / str(seed), seed, longest_s=0.4)
             held.append(trajectory_crash.check_what_is_left(tmp_path / str(seed)))
     counts = [sum(number > 0 for number in column) for column in zip(*held, strict=True)]
-    print(f"killed {len(held)} collectors: {counts[0]} folders and {counts[1]} checkpoints held trajectories")
+    print(
+        f"killed {len(held)} collectors: {counts[0]} folders and {counts[1]} checkpoints held trajectories"
+    )

@@ -35,4 +35,6 @@ def test_four_threads_push_and_sample_for_a_minute_without_a_torn_row_or_growth(
     stress.num_given += again.num_given
     stress.check_counters()
     assert growth < MAX_GROWTH_BYTES, f"{growth >> 20} MiB more"
-    print(f"{stress.num_sampled} items sampled, {sum(stress.num_pushed.values())} pushed, {growth >> 10} KiB more")
+    print(
+        f"{stress.num_sampled} items sampled, {sum(stress.num_pushed.values())} pushed, {growth >> 10} KiB more"
+    )

@@ -1,6 +1,7 @@
 """For minutes: the order of all envs for every number of ranks and workers, each in processes of their own.
 
-A run is cut into legs of random sizes, beside a writer and deletions; rank 0 changes the folder between two batches.
+A run is cut into legs of random sizes, beside a writer and deletions; rank 0 changes the folder
+between two batches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ SIZES = list(itertools.product((1, 2, 3, 4), repeat=2))
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], list[Any]]:
     """One process that reads a folder while it changes: all its files, its batches, and the changes before each."""
-    folder, pool, chance = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("pool"), random.Random(5)
+    folder, pool, chance = (
+        tmp_path_factory.mktemp("folder"),
+        tmp_path_factory.mktemp("pool"),
+        random.Random(5),
+    )
     live = LiveFolder(folder)
     shutil.copytree(folder, pool, dirs_exist_ok=True)
     changes: list[Any] = [[[], []]]
@@ -50,7 +55,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
             begun, delivered, age = set(), set(), 0
         elif (age := age + 1) > 1:  # what begins now was dealt in this pass
             begun |= {number for env in batch for number, _, _, is_first, _ in env if is_first}
-            delivered |= begun & {number for env in batch for number, _, _, _, is_last in env if is_last}
+            delivered |= begun & {
+                number for env in batch for number, _, _, _, is_last in env if is_last
+            }
         before = {path.name for path in folder.glob("*.h5")}
         if chance.random() < 0.5:
             live.add([chance.randint(1, 7) for _ in range(chance.randint(1, 3))])
@@ -68,7 +75,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 def play(folder: Path, pool: Path, leg: dict[str, Any], rank: int, total: int) -> None:
     """Be one rank: read a leg, and write what it got; rank 0 changes the folder before each batch."""
     store = dist.FileStore(str(folder / f".{leg['name']}"), total)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=total, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=total, timeout=timedelta(seconds=120)
+    )
     data, found = folder / "data", []
     dataset = opened(data, (rank, total), **OPTIONS)
     dataset = rollout_data.RolloutDataset(data, dataset.num_envs, device="cpu", **OPTIONS)
@@ -103,7 +112,11 @@ def rank_process(*arguments: Any) -> None:
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize(("ranks", "workers"), SIZES)
 def test_ranks_and_workers_of_all_sizes_give_the_uninterrupted_sequence(
-    tmp_path: Path, uninterrupted: tuple[Path, list[Any], list[Any]], ranks: int, workers: int, start_method: str
+    tmp_path: Path,
+    uninterrupted: tuple[Path, list[Any], list[Any]],
+    ranks: int,
+    workers: int,
+    start_method: str,
 ) -> None:
     pool, expected, changes = uninterrupted
     chance = random.Random(16 * ranks + 4 * workers + len(start_method))
@@ -112,20 +125,25 @@ def test_ranks_and_workers_of_all_sizes_give_the_uninterrupted_sequence(
     cuts = [0, *sorted(chance.sample(range(2, NUM_BATCHES - 1), 2)), NUM_BATCHES]
     sizes = [(ranks, workers), chance.choice(SIZES), (ranks, workers)]
     state, found = None, []
-    for number, ((total, num_workers), first, stop) in enumerate(zip(sizes, cuts, cuts[1:], strict=False)):
+    for number, ((total, num_workers), first, stop) in enumerate(
+        zip(sizes, cuts, cuts[1:], strict=False)
+    ):
         options = {"multiprocessing_context": start_method, "timeout": 120}
         leg = {"name": f"leg{number}", "workers": num_workers, "options": options}
         leg |= {"changes": changes[first:stop], "state": state}
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=rank_process, args=(tmp_path, pool, leg, rank, total)) for rank in range(total)
+            context.Process(target=rank_process, args=(tmp_path, pool, leg, rank, total))
+            for rank in range(total)
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join(300)
         assert [process.exitcode for process in processes] == [0] * total
-        results = [json.loads((tmp_path / f"leg{number}_{rank}.json").read_text()) for rank in range(total)]
+        results = [
+            json.loads((tmp_path / f"leg{number}_{rank}.json").read_text()) for rank in range(total)
+        ]
         assert all(result["state"] == results[0]["state"] for result in results)
         state = results[0]["state"]
         sides = zip(*(result["batches"] for result in results), strict=True)

@@ -1,6 +1,7 @@
 """For minutes: two collectors record into one folder with retention, two learners play it, and nothing grows.
 
-`make soak` runs it for SOAK_S seconds, the daily tests for 20. A learner stops reading for a while in between.
+`make soak` runs it for SOAK_S seconds, the daily tests for 20. A learner stops reading for a while
+in between.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MAX_FOLDER_BYTES = 3 * KEPT_BYTES
 #: What may come on top of what memory, maps and descriptors were after a sixth of the time.
 GROWTH, SHORT_GROWTH, SHORT_S = 0.05, 0.35, 200.0
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from /proc"
+)
 
 
 def usage() -> tuple[int, int, int]:
@@ -40,7 +43,12 @@ class Watch:
     """The use of memory, maps and descriptors of this process, taken four times a second."""
 
     def __init__(self, duration_s: float) -> None:
-        self.start_s, self.duration_s, self.samples, self.due_s = time.monotonic(), duration_s, [], 0.0
+        self.start_s, self.duration_s, self.samples, self.due_s = (
+            time.monotonic(),
+            duration_s,
+            [],
+            0.0,
+        )
 
     def look(self) -> float:
         """Take a sample if it is time; seconds since the start."""
@@ -56,7 +64,10 @@ class Watch:
         late = [one[1:] for one in self.samples if one[0] / self.duration_s >= 5 / 6]
         names = ("bytes", "maps", "descriptors")
         columns = zip(names, zip(*early, strict=True), zip(*late, strict=True), strict=True)
-        return {name: [statistics.median(before), statistics.median(after)] for name, before, after in columns}
+        return {
+            name: [statistics.median(before), statistics.median(after)]
+            for name, before, after in columns
+        }
 
 
 def in_process(act: Any, name: str, reports: Any, *arguments: Any) -> None:
@@ -73,7 +84,11 @@ def collect(folder: Path, number: int, duration_s: float, is_over: Any) -> dict[
     chance, watch = torch.Generator().manual_seed(number), Watch(duration_s)
     trajectory, frame = torch.arange(NUM_ENVS), torch.zeros(NUM_ENVS, dtype=torch.long)
     length = torch.randint(20, 60, (NUM_ENVS,), generator=chance)
-    options: dict[str, Any] = {"durable": False, "block_age_s": 0.3, "retention": {"bytes": KEPT_BYTES}}
+    options: dict[str, Any] = {
+        "durable": False,
+        "block_age_s": 0.3,
+        "retention": {"bytes": KEPT_BYTES},
+    }
     with RolloutWriter(folder, NUM_ENVS, **options) as writer:
         while not is_over.is_set():
             observation = torch.zeros(NUM_ENVS, WIDTH)
@@ -84,7 +99,12 @@ def collect(folder: Path, number: int, duration_s: float, is_over: Any) -> dict[
                 length,
             )
             done = frame == length - 1
-            writer.add(observation=observation, action=-observation, reward=observation[:, 2], terminated=done)
+            writer.add(
+                observation=observation,
+                action=-observation,
+                reward=observation[:, 2],
+                terminated=done,
+            )
             frame = torch.where(done, 0, frame + 1)
             length = torch.where(done, torch.randint(20, 60, (NUM_ENVS,), generator=chance), length)
             trajectory = torch.where(done, trajectory + NUM_ENVS, trajectory)
@@ -109,27 +129,45 @@ def learn(folder: Path, duration_s: float, stops: bool, options: dict[str, Any])
         longest_s = max(longest_s, time.monotonic() - start_s)
         passes = [*passes[1:], dataset.num_dataset_looped]
         check(batch, seen, is_within_a_pass=passes[0] == passes[-1])
-        num_batches, latest = num_batches + 1, max(latest, float(batch.observation[..., 1][batch.valid].max()))
+        num_batches, latest = (
+            num_batches + 1,
+            max(latest, float(batch.observation[..., 1][batch.valid].max())),
+        )
         time.sleep(0.004)
-    assert dataset.num_lost_trajectories == 0 and len(dataset.problems) <= 1  # that retention has cut trajectories
-    about = {"batches": num_batches, "passes": passes[-1], "latest": latest, "longest_ms": round(1e3 * longest_s)}
+    assert (
+        dataset.num_lost_trajectories == 0 and len(dataset.problems) <= 1
+    )  # that retention has cut trajectories
+    about = {
+        "batches": num_batches,
+        "passes": passes[-1],
+        "latest": latest,
+        "longest_ms": round(1e3 * longest_s),
+    }
     return {**about, **watch.report()}
 
 
 def check(batch: Any, seen: set[tuple[float, ...]], is_within_a_pass: bool) -> None:
     """Frames follow each other, each field tells the same, and no trajectory begins twice in a pass."""
     rows, following = batch.observation, batch.next_observation
-    assert batch.valid.all() and torch.equal(batch.action, -rows) and torch.equal(batch.reward, rows[..., 2])
+    assert (
+        batch.valid.all()
+        and torch.equal(batch.action, -rows)
+        and torch.equal(batch.reward, rows[..., 2])
+    )
     is_inside = rows[..., 2] < rows[..., 3] - 1
     assert torch.equal(batch.is_last, ~is_inside) and torch.equal(batch.is_first, rows[..., 2] == 0)
     step = torch.zeros(WIDTH)
     step[2] = 1
     assert torch.equal(following[is_inside], rows[is_inside] + step)
     begun = [tuple(one) for one in rows[batch.is_first][:, :2].tolist()]
-    if not is_within_a_pass:  # now or a batch ago: which of them were dealt before the end of the pass is not known
+    if (
+        not is_within_a_pass
+    ):  # now or a batch ago: which of them were dealt before the end of the pass is not known
         seen.clear()
         return
-    assert len(set(begun)) == len(begun) and seen.isdisjoint(begun), "a trajectory came twice in a pass"
+    assert len(set(begun)) == len(begun) and seen.isdisjoint(begun), (
+        "a trajectory came twice in a pass"
+    )
     seen.update(begun)
 
 
@@ -145,14 +183,24 @@ def folder_bytes(folder: Path) -> int:
 def held_bytes(process: Any, folder: Path) -> int:
     """Bytes of removed files of a folder that a process keeps from the disk."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if str(folder) in line and line.endswith("(deleted)")]
+    spans = [
+        line.split()[0].split("-")
+        for line in lines
+        if str(folder) in line and line.endswith("(deleted)")
+    ]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
 
 @pytest.mark.parametrize(
-    "duration_s", [20.0, pytest.param(float(os.environ.get("SOAK_S", "1800")), marks=pytest.mark.soak, id="soak")]
+    "duration_s",
+    [
+        20.0,
+        pytest.param(float(os.environ.get("SOAK_S", "1800")), marks=pytest.mark.soak, id="soak"),
+    ],
 )
-def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path, duration_s: float) -> None:
+def test_collectors_and_learners_share_a_folder_and_nothing_grows(
+    tmp_path: Path, duration_s: float
+) -> None:
     context = multiprocessing.get_context("spawn")
     is_over, reports, folder = context.Event(), context.Queue(), tmp_path / "data"
     folder.mkdir()
@@ -171,7 +219,10 @@ def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path
     for process in processes.values():
         process.start()
     try:
-        while any(processes[name].is_alive() for name in ("learner 0", "learner 1")) and reports.empty():
+        while (
+            any(processes[name].is_alive() for name in ("learner 0", "learner 1"))
+            and reports.empty()
+        ):
             most_bytes = max(most_bytes, folder_bytes(folder))
             for name in ("learner 0", "learner 1"):
                 if processes[name].is_alive():
@@ -183,13 +234,20 @@ def test_collectors_and_learners_share_a_folder_and_nothing_grows(tmp_path: Path
     found |= dict(judged(reports.get(timeout=60)) for _ in range(2))
     for process in processes.values():
         process.join()
-    print("", *(f"{name}: {found[name]}" for name in jobs), f"folder {most_bytes}, held {most_held} bytes", sep="\n")
+    print(
+        "",
+        *(f"{name}: {found[name]}" for name in jobs),
+        f"folder {most_bytes}, held {most_held} bytes",
+        sep="\n",
+    )
     assert most_bytes < MAX_FOLDER_BYTES and most_held < MAX_FOLDER_BYTES
     growth = GROWTH if duration_s >= SHORT_S else SHORT_GROWTH
     for name, report in found.items():
         for what in ("bytes", "maps", "descriptors"):
             before, after = report[what]
-            open_now = 2 if what == "descriptors" else 0  # the folder, and the block that is being written or opened
+            open_now = (
+                2 if what == "descriptors" else 0
+            )  # the folder, and the block that is being written or opened
             assert after <= before * (1 + growth) + open_now, (
                 f"{what} of {name}: {before} after a sixth of the time, then {after}"
             )

@@ -42,12 +42,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_million_frames_make_a_small_page_that_is_drawn_soon(folder: Path) -> None:
     page = folder.parent / "page.html"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, folder, page], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, folder, page], capture_output=True, text=True, check=True
+    )
     duration_s, memory_bytes = map(float, done.stdout.split())
     with started() as browser:
         visits = [Visit(browser, page) for _ in range(3)]
-        ready_s = min(int(visit.page.evaluate("document.documentElement.dataset.ready")) for visit in visits) / 1000
+        ready_s = (
+            min(
+                int(visit.page.evaluate("document.documentElement.dataset.ready"))
+                for visit in visits
+            )
+            / 1000
+        )
         assert all(visit.errors == [] and visit.requests == [page.as_uri()] for visit in visits)
     size = page.stat().st_size
-    print(f"made in {duration_s:.1f} s, {memory_bytes / 1e6:.0f} MB; {size / 1e6:.2f} MB, drawn after {ready_s:.2f} s")
+    print(
+        f"made in {duration_s:.1f} s, {memory_bytes / 1e6:.0f} MB; {size / 1e6:.2f} MB, drawn after {ready_s:.2f} s"
+    )
     assert size < MAX_PAGE_BYTES and memory_bytes < MAX_MEMORY_BYTES and ready_s < MAX_READY_S

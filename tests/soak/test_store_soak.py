@@ -19,13 +19,17 @@ def test_stores_killed_at_260_random_instants_leave_whole_saves(tmp_path: Path) 
         for seed in range(1000, 1000 + 20 * len(NAMES)):
             kill_one_at(process, tmp_path / str(seed), seed, tmp_path / str(seed) / ".begun")
             written.append(check_what_is_left(tmp_path / str(seed), seed))
-    print(f"killed {len(written)} savers: {sum(count > 0 for count in written)} had saved, {sum(written)} times in all")
+    print(
+        f"killed {len(written)} savers: {sum(count > 0 for count in written)} had saved, {sum(written)} times in all"
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MAKERS)
-def test_each_seventh_byte_flipped_is_an_error_or_stands_where_no_data_does(tmp_path: Path, name: str) -> None:
+def test_each_seventh_byte_flipped_is_an_error_or_stands_where_no_data_does(
+    tmp_path: Path, name: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     number = sum(path.stat().st_size for path in (tmp_path / "b").iterdir()) * 2 // 7
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).state_dict(), 7, True)"
@@ -36,7 +40,9 @@ def test_each_seventh_byte_flipped_is_an_error_or_stands_where_no_data_does(tmp_
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_disk_that_is_full_at_any_of_forty_sizes_keeps_the_save_before(tmp_path: Path, name: str) -> None:
+def test_a_disk_that_is_full_at_any_of_forty_sizes_keeps_the_save_before(
+    tmp_path: Path, name: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     largest = max(path.stat().st_size for path in (tmp_path / "b").iterdir())
     code = (

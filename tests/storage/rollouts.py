@@ -18,29 +18,51 @@ def value_of(field: int, step: int, num_envs: int, *shape: int) -> torch.Tensor:
     return rows.reshape(-1, *([1] * len(shape))).expand(num_envs, *shape).clone()
 
 
-def make_transition(step: int, num_envs: int, num_rewards: int = 1, done: Any = None, **more: Any) -> Transition:
+def make_transition(
+    step: int, num_envs: int, num_rewards: int = 1, done: Any = None, **more: Any
+) -> Transition:
     """Make the transition of one step; field numbers are the positions below."""
-    names = ("observations", "critic_observations", "actions", "rewards", "values", "actions_log_prob")
+    names = (
+        "observations",
+        "critic_observations",
+        "actions",
+        "rewards",
+        "values",
+        "actions_log_prob",
+    )
     sizes = (OBS, CRITIC, ACTIONS, num_rewards, num_rewards, 1)
-    made = {name: value_of(i, step, num_envs, size) for i, (name, size) in enumerate(zip(names, sizes, strict=True))}
+    made = {
+        name: value_of(i, step, num_envs, size)
+        for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+    }
     made["action_mean"] = value_of(6, step, num_envs, ACTIONS)
     made["action_sigma"] = value_of(7, step, num_envs, ACTIONS)
     made["dones"] = torch.zeros(num_envs, 1) if done is None else torch.as_tensor(done)
     return Transition(**{**made, **more})
 
 
-def make_storage(num_envs: int = 4, num_steps: int = 6, cls: type = RolloutStorage, **more: Any) -> Any:
+def make_storage(
+    num_envs: int = 4, num_steps: int = 6, cls: type = RolloutStorage, **more: Any
+) -> Any:
     """Make an empty storage of identifiable shapes."""
     arguments = {"critic_obs_shape": (CRITIC,), "generator": 0, **more}
     return cls(num_envs, num_steps, (OBS,), actions_shape=(ACTIONS,), **arguments)
 
 
-def fill(storage: Any, dones: torch.Tensor | None = None, first: int = 0, count: int | None = None, **more: Any) -> Any:
+def fill(
+    storage: Any,
+    dones: torch.Tensor | None = None,
+    first: int = 0,
+    count: int | None = None,
+    **more: Any,
+) -> Any:
     """Add steps `first` to `first + count` with `dones` `[count, B]`; return the storage."""
     count = storage.num_transitions_per_env if count is None else count
     for i in range(count):
         done = None if dones is None else dones[i]
-        storage.add_transitions(make_transition(first + i, storage.num_envs, storage.num_rewards, done, **more))
+        storage.add_transitions(
+            make_transition(first + i, storage.num_envs, storage.num_rewards, done, **more)
+        )
     return storage
 
 

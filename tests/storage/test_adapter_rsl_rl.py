@@ -24,7 +24,12 @@ from tests.orders.everything import global_states  # noqa: E402
 from tests.storage.rollouts import columns_of, value_of  # noqa: E402
 
 ENVS, STEPS, ACTIONS = 8, 12, 3
-GROUPS = {"actor": ["policy"], "critic": ["policy", "privileged"], "student": ["policy"], "teacher": ["privileged"]}
+GROUPS = {
+    "actor": ["policy"],
+    "critic": ["policy", "privileged"],
+    "student": ["policy"],
+    "teacher": ["privileged"],
+}
 GAUSSIAN = {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "scalar"}
 
 
@@ -79,7 +84,10 @@ def ppo(kind, storage):
 
 
 def distillation(kind, storage):
-    student, teacher = network(kind, "student", ACTIONS, False), network("mlp", "teacher", ACTIONS, False)
+    student, teacher = (
+        network(kind, "student", ACTIONS, False),
+        network("mlp", "teacher", ACTIONS, False),
+    )
     return algorithms.Distillation(student, teacher, storage, gradient_length=4)
 
 
@@ -121,7 +129,10 @@ def filled(kind=RslRlStorage, **options):
 
 def test_permutations_of_torchs_default_generator_are_those_of_their_own_storage():
     orders = []
-    for kind, options in [(theirs.RolloutStorage, {}), (RslRlStorage, {"generator": torch.default_generator})]:
+    for kind, options in [
+        (theirs.RolloutStorage, {}),
+        (RslRlStorage, {"generator": torch.default_generator}),
+    ]:
         storage = filled(kind, **options)
         storage.returns, storage.advantages = storage.values.clone(), storage.values.clone()
         torch.manual_seed(5)
@@ -140,7 +151,9 @@ def test_no_global_generator_is_used_without_it(compat):
     orders = []
     for storage in (first, other):
         storage.compute_returns(torch.zeros(ENVS), 0.9, 0.9)
-        orders.append([batch.values.flatten().tolist() for batch in storage.mini_batch_generator(4, 2)])
+        orders.append(
+            [batch.values.flatten().tolist() for batch in storage.mini_batch_generator(4, 2)]
+        )
     assert orders[0] != orders[1]
     torch.manual_seed(31)
     assert global_states()[2:] == before[2:]
@@ -154,13 +167,17 @@ def rows(step, *shape):
 
 def test_every_field_of_a_row_belongs_together():
     storage = filled()
-    with pytest.raises(UsageError, match=r"generate mini-batches: expected compute_returns\(\) since the last step"):
+    with pytest.raises(
+        UsageError, match=r"generate mini-batches: expected compute_returns\(\) since the last step"
+    ):
         storage.mini_batch_generator(4, 2)
     storage.returns, storage.advantages = storage.values + 1, storage.values - 1
     assert storage.observations.batch_size == torch.Size([STEPS, ENVS])
     for batch in storage.mini_batch_generator(4, 2):
         row = batch.values
-        assert batch.observations.batch_size == torch.Size([STEPS * ENVS // 4]) and batch.hidden_states == (None, None)
+        assert batch.observations.batch_size == torch.Size(
+            [STEPS * ENVS // 4]
+        ) and batch.hidden_states == (None, None)
         for x in (batch.actions, batch.observations["policy"], batch.observations["privileged"]):
             assert torch.equal(x, row.expand_as(x))
         mean, deviation = batch.old_distribution_params
@@ -173,7 +190,9 @@ def test_every_epoch_of_one_update_has_the_same_batches_and_every_row_once():
     storage.compute_returns(torch.zeros(ENVS), 0.9, 0.9)
     batches = [batch.values.flatten() for batch in storage.mini_batch_generator(4, 2)]
     assert all(torch.equal(x, y) for x, y in zip(batches[:4], batches[4:], strict=True))
-    assert torch.equal(torch.cat(batches[:4]).sort().values, filled().values.flatten().sort().values)
+    assert torch.equal(
+        torch.cat(batches[:4]).sort().values, filled().values.flatten().sort().values
+    )
 
 
 def test_add_rollout_records_it(tmp_path):
@@ -200,14 +219,20 @@ def test_steps_for_distillation_come_in_order(kind):
         transition.clear()
     batches = list(storage.generator())
     assert [int(batch.observations["policy"][0, 0]) for batch in batches] == list(range(STEPS))
-    assert torch.equal(batches[3].privileged_actions, rows(3, ACTIONS) + 0.25) and batches[0].dones.all()
+    assert (
+        torch.equal(batches[3].privileged_actions, rows(3, ACTIONS) + 0.25)
+        and batches[0].dones.all()
+    )
 
 
 def test_wrong_calls_give_clear_errors():
     storage = filled()
     with pytest.raises(RolloutOverflowError):
         storage.add_transition(storage.Transition())
-    with pytest.raises(UsageError, match=r"cannot generate steps: expected training_type 'distillation', got 'rl'\."):
+    with pytest.raises(
+        UsageError,
+        match=r"cannot generate steps: expected training_type 'distillation', got 'rl'\.",
+    ):
         storage.generator()
     with pytest.raises(UsageError, match="training_type 'rl'"):
         make(RslRlStorage, "distillation").mini_batch_generator(1, 1)
@@ -217,7 +242,9 @@ def test_wrong_calls_give_clear_errors():
         make(RslRlStorage, "distillation").generator()
     storage.clear()
     with pytest.raises(SchemaError, match="without the field 'observations/privileged'"):
-        storage.add_transition(storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS])))
+        storage.add_transition(
+            storage.Transition(observations=TensorDict({"policy": rows(0, 5)}, batch_size=[ENVS]))
+        )
 
 
 @pytest.mark.parametrize("training", ["rl", "distillation"])
@@ -225,7 +252,11 @@ def test_it_is_saved_and_loaded_like_any_storage(tmp_path, training):
     storage = filled() if training == "rl" else make(RslRlStorage, training)
     storage.save(tmp_path / "kept")
     loaded = load_store(tmp_path / "kept")
-    assert type(loaded) is RslRlStorage and loaded.step == storage.step and loaded.training_type == training
+    assert (
+        type(loaded) is RslRlStorage
+        and loaded.step == storage.step
+        and loaded.training_type == training
+    )
     kept = columns_of(loaded)
     for name, x in columns_of(storage).items():
         assert torch.equal(x, kept[name]), name
@@ -241,7 +272,9 @@ def test_a_failed_first_add_changes_nothing():
 def test_mini_batches_without_compat_have_the_stored_order_of_a_rollout_storage():
     num_envs, num_steps = 6, 8
     example = {"policy": value_of(0, 0, num_envs, 3)}
-    storage = RslRlStorage("rl", num_envs, num_steps, example, (ACTIONS,), compat=False, generator=15)
+    storage = RslRlStorage(
+        "rl", num_envs, num_steps, example, (ACTIONS,), compat=False, generator=15
+    )
     for step in range(num_steps):
         transition = RslRlStorage.Transition()
         transition.observations = {"policy": value_of(0, step, num_envs, 3)}
@@ -250,7 +283,10 @@ def test_mini_batches_without_compat_have_the_stored_order_of_a_rollout_storage(
         transition.dones = torch.zeros(num_envs)
         transition.values = torch.zeros(num_envs, 1)
         transition.actions_log_prob = torch.zeros(num_envs, 1)
-        transition.distribution_params = (torch.zeros(num_envs, ACTIONS), torch.ones(num_envs, ACTIONS))
+        transition.distribution_params = (
+            torch.zeros(num_envs, ACTIONS),
+            torch.ones(num_envs, ACTIONS),
+        )
         storage.add_transition(transition)
     storage.compute_returns(torch.zeros(num_envs), 0.9, 0.9)
     rows = [batch.observations["policy"][:, 0] for batch in storage.mini_batch_generator(3, 2)]

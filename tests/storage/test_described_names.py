@@ -23,19 +23,31 @@ from storage import (
     load_checkpoint,
 )
 from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver
-from storage.errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    FieldTypeError,
+    MissingFieldError,
+    SchemaError,
+    UsageError,
+)
 
 # Collectors
 
 
 def records(num=3):
-    return [{"obs": torch.full((64, 4), float(k)), "next": {"obs": torch.zeros(64, 4)}, "step": k} for k in range(num)]
+    return [
+        {"obs": torch.full((64, 4), float(k)), "next": {"obs": torch.zeros(64, 4)}, "step": k}
+        for k in range(num)
+    ]
 
 
 def test_a_pipelined_collector_is_made_by_keyword():
     collector = PipelinedDataCollector(base_collector=records(), device="meta", prefetch_count=2)
     assert [item["step"] for item in collector] == [0, 1, 2] == [item["step"] for item in collector]
-    assert collector.base_collector[0]["step"] == 0 and next(iter(collector))["obs"].device.type == "meta"
+    assert (
+        collector.base_collector[0]["step"] == 0
+        and next(iter(collector))["obs"].device.type == "meta"
+    )
     collector.close()
 
 
@@ -53,7 +65,12 @@ def test_a_wrong_argument_of_a_pipelined_collector_is_named(options, text):
 
 
 def test_a_compressed_collector_yields_compressed_records():
-    for options in ({}, {"compress_keys": ["obs"]}, {"compress_keys": "next"}, {"compress": True, "compress_keys": ()}):
+    for options in (
+        {},
+        {"compress_keys": ["obs"]},
+        {"compress_keys": "next"},
+        {"compress": True, "compress_keys": ()},
+    ):
         collector = CompressedDataCollector(base_collector=records(), **options)
         for _ in range(2):
             found = list(collector)
@@ -73,7 +90,9 @@ def test_a_compressed_collector_yields_compressed_records():
 
 def test_a_compressed_collector_can_be_turned_off():
     given = records()
-    assert all(a is b for a, b in zip(CompressedDataCollector(given, compress=False), given, strict=True))
+    assert all(
+        a is b for a, b in zip(CompressedDataCollector(given, compress=False), given, strict=True)
+    )
 
 
 def test_a_compressed_collector_takes_named_tuples_and_is_prefetched():
@@ -82,7 +101,9 @@ def test_a_compressed_collector_takes_named_tuples_and_is_prefetched():
     row = torch.zeros(4, 3)
     flags = torch.zeros(4, dtype=torch.bool)
     batch = Streamed(row, None, row + 1, None, flags, flags, row + 2, None, flags, flags)
-    [found] = PipelinedDataCollector(CompressedDataCollector([batch], compress_keys=["observation"]), "cpu")
+    [found] = PipelinedDataCollector(
+        CompressedDataCollector([batch], compress_keys=["observation"]), "cpu"
+    )
     assert isinstance(found, CompressedTensorDict) and found.compressed_keys == ("observation",)
     assert torch.equal(found["action"], row + 1) and "reward" not in found
 
@@ -91,10 +112,14 @@ def test_a_key_that_a_record_lacks_is_an_error():
     with pytest.raises(MissingFieldError, match="'observation'"):
         list(CompressedDataCollector(records(), compress_keys=["observation"]))
     with pytest.raises(
-        UsageError, match="create CompressedDataCollector: expected base_collector as an iterable, got int"
+        UsageError,
+        match="create CompressedDataCollector: expected base_collector as an iterable, got int",
     ):
         CompressedDataCollector(3)
-    with pytest.raises(UsageError, match="create CompressedDataCollector: expected compress True or False, got 'lz4'"):
+    with pytest.raises(
+        UsageError,
+        match="create CompressedDataCollector: expected compress True or False, got 'lz4'",
+    ):
         CompressedDataCollector([], compress="lz4")
 
 
@@ -102,37 +127,54 @@ def test_a_compressed_tensordict_is_made_by_keyword():
     found = CompressedTensorDict(tensordict=records(1)[0], compress_keys=["obs"])
     assert found.compressed_keys == ("obs",) and found["obs"].sum() == 0
     with pytest.raises(
-        UsageError, match="create CompressedTensorDict: expected tensordict as a nested mapping, got int"
+        UsageError,
+        match="create CompressedTensorDict: expected tensordict as a nested mapping, got int",
     ):
         CompressedTensorDict(3)
 
 
 def test_a_tensordict_is_a_record():
     tensordict = pytest.importorskip("tensordict")
-    given = tensordict.TensorDict({"obs": torch.ones(64, 4), "next": {"obs": torch.zeros(64, 4)}}, batch_size=[64])
-    for found in (CompressedTensorDict(given, ["obs"]), next(iter(CompressedDataCollector([given])))):
-        assert "obs" in found.compressed_keys and torch.equal(found["next"]["obs"], torch.zeros(64, 4))
+    given = tensordict.TensorDict(
+        {"obs": torch.ones(64, 4), "next": {"obs": torch.zeros(64, 4)}}, batch_size=[64]
+    )
+    for found in (
+        CompressedTensorDict(given, ["obs"]),
+        next(iter(CompressedDataCollector([given]))),
+    ):
+        assert "obs" in found.compressed_keys and torch.equal(
+            found["next"]["obs"], torch.zeros(64, 4)
+        )
 
 
 # PrefixSum
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: PrefixSum(2), lambda: PrefixSum(max_len=2), PrefixSum, lambda: PrefixSum(np.int64(2))]
+    "make",
+    [lambda: PrefixSum(2), lambda: PrefixSum(max_len=2), PrefixSum, lambda: PrefixSum(np.int64(2))],
 )
 def test_a_prefix_sum_holds_more_than_its_max_len(make):
     found = make()
     assert len(found) == 0 and found.ar.tolist() == found.prefix_sum.tolist() == []
     for val in (3, 0, 4, 2):
         found.add(val=val)
-    assert found.ar.tolist() == [3, 0, 4, 2] and found.prefix_sum.tolist() == [3, 3, 7, 9] and found.total == 9
+    assert (
+        found.ar.tolist() == [3, 0, 4, 2]
+        and found.prefix_sum.tolist() == [3, 3, 7, 9]
+        and found.total == 9
+    )
     assert [found.get_range_idx(idx) for idx in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 3]
     assert found.get_range_idx(np.array([[0, 8]])).tolist() == [[0, 3]]
     for idx in (-1, 9):
         with pytest.raises(IndexError):
             found.get_range_idx(idx)
     found.pop_oldest(2)
-    assert found.ar.tolist() == [4, 2] and found.prefix_sum.tolist() == [4, 6] and found.get_range_idx(4) == 1
+    assert (
+        found.ar.tolist() == [4, 2]
+        and found.prefix_sum.tolist() == [4, 6]
+        and found.get_range_idx(4) == 1
+    )
 
 
 @pytest.mark.parametrize("lengths", [[3, 4], (3, 4), np.array([3, 4]), iter([3, 4])])
@@ -151,8 +193,14 @@ def test_arrays_of_a_prefix_sum_are_new():
     ("call", "text"),
     [
         (lambda: PrefixSum(-1), "create PrefixSum: expected max_len >= 0, got -1"),
-        (lambda: PrefixSum(max_len=1.5), "create PrefixSum: expected max_len >= 0 and a whole number, got 1.5"),
-        (lambda: PrefixSum(2.5), "create PrefixSum: expected lengths, or a number max_len, got 2.5"),
+        (
+            lambda: PrefixSum(max_len=1.5),
+            "create PrefixSum: expected max_len >= 0 and a whole number, got 1.5",
+        ),
+        (
+            lambda: PrefixSum(2.5),
+            "create PrefixSum: expected lengths, or a number max_len, got 2.5",
+        ),
         (lambda: PrefixSum().add(-1), "call PrefixSum.add: expected val >= 0, got -1"),
     ],
 )
@@ -173,12 +221,15 @@ def test_a_report_is_flat_and_in_seconds():
         {"training_mean": 2.0, "training_std": math.sqrt(2 / 3), "load_mean": 0.5, "load_std": 0.0}
     )
     assert monitor.timings == {"training": [1.0, 2.0, 3.0], "load": [0.5]}
-    assert monitor.summary()["training"]["count"] == 3 and monitor.summary()["training"]["max"] == 3.0
+    assert (
+        monitor.summary()["training"]["count"] == 3 and monitor.summary()["training"]["max"] == 3.0
+    )
     assert monitor.snapshot()["training/mean"] == 2.0
     monitor.timings["training"].append(5.0)
     assert monitor.timings["training"] == [1.0, 2.0, 3.0]
     with pytest.raises(
-        UsageError, match=r"call PerformanceMonitor\.record: expected duration >= 0, in finite seconds, got -1"
+        UsageError,
+        match=r"call PerformanceMonitor\.record: expected duration >= 0, in finite seconds, got -1",
     ):
         monitor.record("training", -1)
 
@@ -203,7 +254,9 @@ def test_an_image_comes_back_as_a_pil_image(channels):
 def test_images_that_would_come_back_as_others_are_refused():
     Image = pytest.importorskip("PIL.Image")
     for mode in ("P", "1", "CMYK", "YCbCr", "HSV", "I", "F"):
-        with pytest.raises(UsageError, match=f"a PIL image of mode L, LA, RGB, RGBA, got mode '{mode}'"):
+        with pytest.raises(
+            UsageError, match=f"a PIL image of mode L, LA, RGB, RGBA, got mode '{mode}'"
+        ):
             compress_image(Image.new(mode, (4, 4)))
     with pytest.raises(FieldTypeError, match="expected uint8, got float32"):
         compress_image(np.zeros((4, 4), np.float32))
@@ -215,7 +268,15 @@ def test_images_that_would_come_back_as_others_are_refused():
 def test_what_is_no_image_is_one_clear_error():
     blob = compress_image(np.zeros((4, 4), np.uint8))
     two = compress_image_seq(np.zeros((2, 4, 4), np.uint8))
-    for data in (b"", b"abc", blob[:-1], blob[:20], two, bytes(100), blob[:30] + b"\xff" + blob[31:]):
+    for data in (
+        b"",
+        b"abc",
+        blob[:-1],
+        blob[:20],
+        two,
+        bytes(100),
+        blob[:30] + b"\xff" + blob[31:],
+    ):
         with pytest.raises(CorruptFileError):
             decompress_image(data)
 
@@ -224,8 +285,12 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (6, 4, 5, 3), np.uint8)
 
 
 def test_a_sequence_is_uint8_by_default():
-    found = decompress_image_seq(compressed_data=compress_image_seq(IMAGES), image_shape=(4, 5, 3), batch_size=6)
-    assert isinstance(found, np.ndarray) and found.dtype == np.uint8 and np.array_equal(found, IMAGES)
+    found = decompress_image_seq(
+        compressed_data=compress_image_seq(IMAGES), image_shape=(4, 5, 3), batch_size=6
+    )
+    assert (
+        isinstance(found, np.ndarray) and found.dtype == np.uint8 and np.array_equal(found, IMAGES)
+    )
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -234,17 +299,25 @@ def test_plain_lz4_frames_are_read(linked, parts):
     content = IMAGES.tobytes()
     cuts = np.linspace(0, len(content), parts + 1).astype(int)
     frames = b"".join(
-        lz4.frame.compress(content[a:b], block_linked=linked, content_checksum=True) for a, b in pairwise(cuts)
+        lz4.frame.compress(content[a:b], block_linked=linked, content_checksum=True)
+        for a, b in pairwise(cuts)
     )
     assert np.array_equal(decompress_image_seq(frames, (4, 5, 3), 6), IMAGES)
-    assert np.array_equal(decompress_image_seq(frames, (4, 5, 3), 6, indices=[5, 0, 5]), IMAGES[[5, 0, 5]])
+    assert np.array_equal(
+        decompress_image_seq(frames, (4, 5, 3), 6, indices=[5, 0, 5]), IMAGES[[5, 0, 5]]
+    )
     tensor = decompress_image_seq(bytearray(frames), (4, 5, 3), 6, torch.uint8)
     assert isinstance(tensor, torch.Tensor) and np.array_equal(tensor.numpy(), IMAGES)
     wide = lz4.frame.compress(np.arange(12, dtype="<f4").tobytes())
-    assert decompress_image_seq(wide, (3,), 4, np.float32).tolist() == np.arange(12.0).reshape(4, 3).tolist()
+    assert (
+        decompress_image_seq(wide, (3,), 4, np.float32).tolist()
+        == np.arange(12.0).reshape(4, 3).tolist()
+    )
 
 
-@pytest.mark.parametrize(("shape", "batch_size"), [((4, 5, 3), 5), ((4, 5, 3), 7), ((4, 5), 6), ((400, 500, 300), 6)])
+@pytest.mark.parametrize(
+    ("shape", "batch_size"), [((4, 5, 3), 5), ((4, 5, 3), 7), ((4, 5), 6), ((400, 500, 300), 6)]
+)
 def test_lz4_frames_of_another_size_are_an_error(shape, batch_size):
     with pytest.raises(CorruptFileError, match=f"{batch_size} images of uint8"):
         decompress_image_seq(lz4.frame.compress(IMAGES.tobytes()), shape, batch_size)
@@ -252,7 +325,12 @@ def test_lz4_frames_of_another_size_are_an_error(shape, batch_size):
 
 def test_damaged_lz4_frames_are_an_error():
     frame = lz4.frame.compress(IMAGES.tobytes(), content_checksum=True)
-    for data in (frame[:-1], frame[:40], frame[:100] + bytes([frame[100] ^ 1]) + frame[101:], frame + b"more"):
+    for data in (
+        frame[:-1],
+        frame[:40],
+        frame[:100] + bytes([frame[100] ^ 1]) + frame[101:],
+        frame + b"more",
+    ):
         with pytest.raises(CorruptFileError):
             decompress_image_seq(data, (4, 5, 3), 6)
 
@@ -268,10 +346,14 @@ def test_a_bomb_decodes_to_no_more_than_was_asked_for():
 
 @pytest.mark.parametrize("level", [0, 1, 3, 9, 12, 13, 16])
 def test_levels_0_to_16_are_taken_everywhere(tmp_path, level):
-    assert np.array_equal(decompress_image_seq(compress_image_seq(IMAGES, level), (4, 5, 3), 6), IMAGES)
+    assert np.array_equal(
+        decompress_image_seq(compress_image_seq(IMAGES, level), (4, 5, 3), 6), IMAGES
+    )
     found = CompressedTensorDict({"x": torch.zeros(1000)}, ["x"], level=level)
     assert found["x"].sum() == 0 and found.compressed_keys == ("x",)
-    assert next(iter(CompressedDataCollector([{"x": torch.zeros(1000)}], level=level)))["x"].sum() == 0
+    assert (
+        next(iter(CompressedDataCollector([{"x": torch.zeros(1000)}], level=level)))["x"].sum() == 0
+    )
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": torch.zeros(1000)}, tmp_path / "a.pt", compress=True, level=level)
     assert load_checkpoint(tmp_path / "a.pt")["x"].sum() == 0

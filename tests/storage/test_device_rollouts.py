@@ -1,6 +1,7 @@
 """Rollout storages on a GPU: host tensors, returns and mini-batches are right although nothing waits.
 
-On the pretended device events complete late, so that host memory that is read or written too early shows.
+On the pretended device events complete late, so that host memory that is read or written too early
+shows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def tensors_of(made: Any) -> list[torch.Tensor]:
     return [value for value in vars(made).values() if isinstance(value, torch.Tensor)]
 
 
-def filled(device: str, kind: type = RolloutStorage, is_on_device: bool = False, changes: bool = False) -> Any:
+def filled(
+    device: str, kind: type = RolloutStorage, is_on_device: bool = False, changes: bool = False
+) -> Any:
     storage = make_storage(NUM_ENVS, NUM_STEPS, kind, device=device)
     for step in range(NUM_STEPS):
         made = transition(step, kind)
@@ -68,7 +71,9 @@ def assert_same_columns(mine: Any, other: Any) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if torch.cuda.is_available() and value.is_floating_point():
-            torch.testing.assert_close(found[name].cpu(), value)  # a real device rounds sums by itself
+            torch.testing.assert_close(
+                found[name].cpu(), value
+            )  # a real device rounds sums by itself
         else:
             assert torch.equal(found[name].cpu(), value), name
 
@@ -115,11 +120,15 @@ def test_storages_on_the_cpu_use_no_pinned_buffers() -> None:
 # Returns.
 
 
-def returns_of(device: str, gamma: Any, lam: Any, truncation: str = "cut", num_rewards: int = 1) -> torch.Tensor:
+def returns_of(
+    device: str, gamma: Any, lam: Any, truncation: str = "cut", num_rewards: int = 1
+) -> torch.Tensor:
     storage = make_storage(NUM_ENVS, NUM_STEPS, num_rewards=num_rewards, device=device)
     for step in range(NUM_STEPS):
         made = transition(step)
-        made.rewards = made.values = torch.linspace(-1, 1, NUM_ENVS * num_rewards).view(NUM_ENVS, -1) * step
+        made.rewards = made.values = (
+            torch.linspace(-1, 1, NUM_ENVS * num_rewards).view(NUM_ENVS, -1) * step
+        )
         made.bootstrap_values = torch.full((NUM_ENVS, num_rewards), 3.0 + step)
         storage.add_transitions(made)
     storage.compute_returns(torch.ones(NUM_ENVS, num_rewards), gamma, lam, truncation=truncation)
@@ -130,7 +139,9 @@ def returns_of(device: str, gamma: Any, lam: Any, truncation: str = "cut", num_r
 @pytest.mark.parametrize("truncation", ["cut", "value", "final"])
 @pytest.mark.parametrize("num_rewards", [1, 2])
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_returns_with_factors_as_tensors_equal_those_of_the_cpu(truncation: str, num_rewards: int, where: str) -> None:
+def test_returns_with_factors_as_tensors_equal_those_of_the_cpu(
+    truncation: str, num_rewards: int, where: str
+) -> None:
     gamma = torch.linspace(0.9, 0.8, num_rewards)
     lam = torch.tensor(0.7, dtype=torch.float64)
     expected = returns_of("cpu", gamma, lam, truncation, num_rewards)
@@ -154,7 +165,9 @@ def test_a_factor_on_the_device_that_is_out_of_range_raises_at_a_later_call(valu
     compute(storage)  # the error is raised once
 
 
-def test_a_factor_on_the_device_is_checked_again_after_it_changed(late_device: PretendCuda | None) -> None:
+def test_a_factor_on_the_device_is_checked_again_after_it_changed(
+    late_device: PretendCuda | None,
+) -> None:
     storage = filled("cuda")
     gamma = torch.tensor([0.5], device="cuda")
     for _ in range(3):
@@ -210,7 +223,9 @@ MOST_LAUNCHES = {"cut": 38, "value": 45, "final": 52}
 
 
 @pytest.mark.parametrize("truncation", MOST_LAUNCHES)
-def test_returns_take_no_more_launches_than_before(truncation: str, late_device: PretendCuda | None) -> None:
+def test_returns_take_no_more_launches_than_before(
+    truncation: str, late_device: PretendCuda | None
+) -> None:
     if late_device is None:
         pytest.skip("launches are counted on the pretended device")
     storage = filled("cuda")
@@ -234,7 +249,10 @@ def test_a_new_generator_is_on_the_device_of_the_storage(generator: int | None) 
 def drawn(storage: Any, recurrent: bool) -> list[Any]:
     if recurrent:
         return list(storage.recurrent_mini_batch_generator(2, 2))
-    return [*storage.mini_batch_generator(2, 2), *storage.mini_batch_generator(2, 1, reshuffle="once", drop_last=False)]
+    return [
+        *storage.mini_batch_generator(2, 2),
+        *storage.mini_batch_generator(2, 1, reshuffle="once", drop_last=False),
+    ]
 
 
 @pytest.mark.each_value
@@ -259,14 +277,21 @@ def test_an_epoch_drawn_on_the_device_has_each_row_once() -> None:
     storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
     for options in ({}, {"reshuffle": "once"}):
         batches = list(storage.mini_batch_generator(3, 2, drop_last=False, **options))
-        epochs = [torch.cat([batch.obs[:, 0] for batch in part]).cpu() for part in (batches[:3], batches[3:])]
+        epochs = [
+            torch.cat([batch.obs[:, 0] for batch in part]).cpu()
+            for part in (batches[:3], batches[3:])
+        ]
         for epoch in epochs:
-            assert torch.equal(epoch.sort().values, storage.observations[..., 0].flatten().cpu().sort().values)
+            assert torch.equal(
+                epoch.sort().values, storage.observations[..., 0].flatten().cpu().sort().values
+            )
         assert torch.equal(*epochs) == bool(options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_mini_batches_wait_once_per_update(kind: type, late_device: PretendCuda | None) -> None:
+def test_recurrent_mini_batches_wait_once_per_update(
+    kind: type, late_device: PretendCuda | None
+) -> None:
     if late_device is None:
         pytest.skip("waits are counted on the pretended device")
     storage = filled("cuda", kind)
@@ -278,7 +303,9 @@ def test_recurrent_mini_batches_wait_once_per_update(kind: type, late_device: Pr
     assert counts.pageable_copies.total() == 0
 
 
-def test_finals_are_right_before_and_after_their_number_arrived(late_device: PretendCuda | None) -> None:
+def test_finals_are_right_before_and_after_their_number_arrived(
+    late_device: PretendCuda | None,
+) -> None:
     expected = filled("cpu", SarsaRolloutStorage)
     for lateness in (0, 5, 10_000):
         if late_device is not None:
@@ -296,7 +323,9 @@ def test_finals_are_right_before_and_after_their_number_arrived(late_device: Pre
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_copies_draw_what_the_storage_draws_wherever_its_generator_is(device: str) -> None:
-    storage = make_storage(NUM_ENVS, NUM_STEPS, device="cuda", generator=torch.Generator(device).manual_seed(4))
+    storage = make_storage(
+        NUM_ENVS, NUM_STEPS, device="cuda", generator=torch.Generator(device).manual_seed(4)
+    )
     for step in range(NUM_STEPS):
         storage.add_transitions(transition(step))
     storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
@@ -311,9 +340,13 @@ def test_the_storage_for_rsl_rl_waits_for_nothing(compat: bool) -> None:
     from storage.adapters.rsl_rl import RslRlStorage
 
     observations = {"policy": torch.ones(NUM_ENVS, 3, device="cuda")}
-    storage = RslRlStorage("rl", NUM_ENVS, NUM_STEPS, observations, (2,), device="cuda", compat=compat)
+    storage = RslRlStorage(
+        "rl", NUM_ENVS, NUM_STEPS, observations, (2,), device="cuda", compat=compat
+    )
     last_values = torch.ones(NUM_ENVS, 1, device="cuda")
-    made = storage.Transition(observations=observations, actions=torch.ones(NUM_ENVS, 2, device="cuda"))
+    made = storage.Transition(
+        observations=observations, actions=torch.ones(NUM_ENVS, 2, device="cuda")
+    )
     made.rewards = torch.ones(NUM_ENVS, device="cuda")
     made.dones = torch.zeros(NUM_ENVS, device="cuda")
     made.values = torch.ones(NUM_ENVS, 1, device="cuda")

@@ -17,12 +17,21 @@ from storage.adapters.rsl_rl import RslRlStorage
 from storage.errors import RolloutDataError, UsageError, WriteError
 
 _EPISODE = {"observation": torch.zeros(3, 2), "done": torch.tensor([[False], [False], [True]])}
-_ROLLOUT = {"num_envs": 2, "num_transitions_per_env": 3, "obs_shape": 4, "critic_obs_shape": None, "actions_shape": 2}
+_ROLLOUT = {
+    "num_envs": 2,
+    "num_transitions_per_env": 3,
+    "obs_shape": 4,
+    "critic_obs_shape": None,
+    "actions_shape": 2,
+}
 #: Class -> its arguments without a device.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ActionLabelRollout", "QueueRolloutStorage", "RolloutStorage"), _ROLLOUT),
     **{name: {"capacity": 8} for name in ("MaxTree", "MinTree", "SumTree", "DictBuffer")},
-    **{name: {"capacity": 8} for name in ("MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree")},
+    **{
+        name: {"capacity": 8}
+        for name in ("MaxSegmentTree", "MinSegmentTree", "SegmentTree", "SumSegmentTree")
+    },
     "BufferManager": {"cfg": {}},
     "CompressedTensorDict": {"tensordict": {}},
     "PipelinedDataCollector": {"base_collector": []},
@@ -43,7 +52,9 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
 
 def test_every_class_with_a_device_is_in_the_table() -> None:
     found = {name for name in storage.__all__ if inspect.isclass(getattr(storage, name))}
-    found = {name for name in found if "device" in inspect.signature(getattr(storage, name)).parameters}
+    found = {
+        name for name in found if "device" in inspect.signature(getattr(storage, name)).parameters
+    }
     assert found <= ARGUMENTS.keys()
 
 
@@ -52,7 +63,9 @@ def test_every_class_with_a_device_is_in_the_table() -> None:
 def test_a_device_that_is_not_there_is_refused_at_construction(name: str) -> None:
     make, arguments = getattr(storage, name), ARGUMENTS[name]
     for device in ("cuda", "cuda:1", torch.device("cuda")):
-        with pytest.raises(UsageError, match=r"device a device that is there, got 'cuda.*0 CUDA devices.*Use 'cpu'"):
+        with pytest.raises(
+            UsageError, match=r"device a device that is there, got 'cuda.*0 CUDA devices.*Use 'cpu'"
+        ):
             make(**arguments, device=device)
     if "output_device" in inspect.signature(make).parameters:
         with pytest.raises(UsageError, match="output_device a device that is there"):
@@ -82,9 +95,14 @@ def test_a_device_that_is_not_there_is_refused_by_adapters_and_loaders(tmp_path:
 
 
 def test_an_error_of_writing_is_an_os_error_that_survives_a_pickle() -> None:
-    error = WriteError("write", "'/x'", got="No space left on device", error_number=28, filename="/x")
+    error = WriteError(
+        "write", "'/x'", got="No space left on device", error_number=28, filename="/x"
+    )
     assert isinstance(error, (RolloutDataError, OSError)) and isinstance(error, OSError)
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.errno, copied.filename) == (str(error), 28, "/x")
     assert str(error) == "cannot write '/x': got No space left on device."
-    assert str(WriteError(message="as a DataLoader raises it again")) == "as a DataLoader raises it again"
+    assert (
+        str(WriteError(message="as a DataLoader raises it again"))
+        == "as a DataLoader raises it again"
+    )

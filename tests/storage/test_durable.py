@@ -39,7 +39,11 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     put(target, "old")
     (target / "b").write_text("of the old one")
     put(target, "new")
-    assert names(target) == ["a"] and (target / "a").read_text() == "new" and names(target.parent) == ["kept"]
+    assert (
+        names(target) == ["a"]
+        and (target / "a").read_text() == "new"
+        and names(target.parent) == ["kept"]
+    )
 
 
 def test_a_file_is_replaced_whole_and_keeps_usual_permissions(tmp_path: Path) -> None:
@@ -53,14 +57,23 @@ def test_a_file_is_replaced_whole_and_keeps_usual_permissions(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("write", [put, put_file])
-def test_an_error_in_the_block_changes_nothing(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+def test_an_error_in_the_block_changes_nothing(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
     write(tmp_path / "kept", "old")
-    replace = replace_file(tmp_path / "kept") if write is put_file else replace_folder(tmp_path / "kept", OWN)
+    replace = (
+        replace_file(tmp_path / "kept")
+        if write is put_file
+        else replace_folder(tmp_path / "kept", OWN)
+    )
     with pytest.raises(KeyError), replace as new:
         (new if write is put_file else new / "a").write_text("half")
         raise KeyError
     kept = tmp_path / "kept"
-    assert names(tmp_path) == ["kept"] and (kept if kept.is_file() else kept / "a").read_text() == "old"
+    assert (
+        names(tmp_path) == ["kept"]
+        and (kept if kept.is_file() else kept / "a").read_text() == "old"
+    )
 
 
 def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path) -> None:
@@ -74,7 +87,9 @@ def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["kept"] and (tmp_path / "kept" / "a").read_text() == "old"
 
 
-def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(tmp_path: Path) -> None:
+def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(
+    tmp_path: Path,
+) -> None:
     events: list[tuple[str, int]] = []
 
     def synced(fsync: Any, handle: int) -> None:
@@ -87,7 +102,9 @@ def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_t
 
     with instead_of("fsync", synced), instead_of("replace", replaced):
         put(tmp_path / "kept", "new")
-    folder, file, parent = (path.stat().st_ino for path in (tmp_path / "kept", tmp_path / "kept" / "a", tmp_path))
+    folder, file, parent = (
+        path.stat().st_ino for path in (tmp_path / "kept", tmp_path / "kept" / "a", tmp_path)
+    )
     assert events == [("sync", file), ("sync", folder), ("replace", folder), ("sync", parent)]
 
 
@@ -109,9 +126,15 @@ def test_a_pipe_stays(tmp_path: Path, write: Callable[[Path, str], None]) -> Non
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     for name in ("pipe", "link"):
-        with pytest.raises(DataFileError, match=rf"^cannot save to '.*{name}': expected a .*, got a "):
+        with pytest.raises(
+            DataFileError, match=rf"^cannot save to '.*{name}': expected a .*, got a "
+        ):
             write(tmp_path / name, "new")
-    assert names(tmp_path) == ["link", "pipe"] and (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert (
+        names(tmp_path) == ["link", "pipe"]
+        and (tmp_path / "pipe").is_fifo()
+        and (tmp_path / "link").is_symlink()
+    )
 
 
 @pytest.mark.parametrize("write", [put, put_file])
@@ -171,7 +194,9 @@ def test_a_folder_that_is_taken_for_abandoned_at_once_is_made_again(tmp_path: Pa
 
     with instead_of("mkdir", taken):
         put_file(tmp_path / "kept", "new")
-    assert len(made) == 3 and (tmp_path / "kept").read_text() == "new" and names(tmp_path) == ["kept"]
+    assert (
+        len(made) == 3 and (tmp_path / "kept").read_text() == "new" and names(tmp_path) == ["kept"]
+    )
 
 
 def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path) -> None:

@@ -20,7 +20,16 @@ from storage import (
     SchemaError,
     UsageError,
 )
-from tests.storage.rollouts import ACTIONS, CRITIC, OBS, assert_same, broken, everything, make_storage, make_transition
+from tests.storage.rollouts import (
+    ACTIONS,
+    CRITIC,
+    OBS,
+    assert_same,
+    broken,
+    everything,
+    make_storage,
+    make_transition,
+)
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
@@ -47,13 +56,19 @@ CALLS = {
     "last values of text": lambda s: s.compute_returns("text", 0.9, 0.9),
     "last values nowhere": lambda s: s.compute_returns(torch.zeros(3, 1, device="meta"), 0.9, 0.9),
     "sparse last values": lambda s: s.compute_returns(torch.zeros(3, 1).to_sparse(), 0.9, 0.9),
-    "quantized last values": lambda s: s.compute_returns(WRONG["quantized"](torch.zeros(3, 1)), 0.9, 0.9),
+    "quantized last values": lambda s: s.compute_returns(
+        WRONG["quantized"](torch.zeros(3, 1)), 0.9, 0.9
+    ),
     "no gamma": lambda s: s.compute_returns(torch.zeros(3, 1), None, 0.9),
     "complex gamma": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9 + 1j, 0.9),
     "lam of text": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, "x"),
     "normalize by a list": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, 0.9, normalize=[]),
-    "truncation by a number": lambda s: s.compute_returns(torch.zeros(3, 1), 0.9, 0.9, truncation=3),
-    "no random state": lambda s: s.load_state_dict({**s.state_dict(), "tensors": without(s, "rng")}),
+    "truncation by a number": lambda s: s.compute_returns(
+        torch.zeros(3, 1), 0.9, 0.9, truncation=3
+    ),
+    "no random state": lambda s: s.load_state_dict(
+        {**s.state_dict(), "tensors": without(s, "rng")}
+    ),
     "no numbers": lambda s: s.load_state_dict({**s.state_dict(), "numbers": {}}),
     "an empty state": lambda s: s.load_state_dict({}),
     "a step past the end": lambda s: s.load_state_dict(
@@ -74,7 +89,10 @@ CALLS = {
 
 def without(storage, name):
     """The tensors of a state, all doubled, without one."""
-    doubled = {key: x * 2 if x.is_floating_point() else x for key, x in storage.state_dict()["tensors"].items()}
+    doubled = {
+        key: x * 2 if x.is_floating_point() else x
+        for key, x in storage.state_dict()["tensors"].items()
+    }
     return {key: x for key, x in doubled.items() if key != name}
 
 
@@ -176,7 +194,9 @@ def test_a_state_without_one_of_its_tensors_changes_nothing():
         for name in storage.state_dict()["tensors"]:
             if name != "bootstrap_values":  # allocated only when it first comes
                 with pytest.raises(SchemaError):
-                    storage.load_state_dict({**storage.state_dict(), "tensors": without(storage, name)})
+                    storage.load_state_dict(
+                        {**storage.state_dict(), "tensors": without(storage, name)}
+                    )
                 assert_same(before, everything(storage))
 
 
@@ -195,24 +215,42 @@ OUT_OF_RANGE = [
     ("uint8", torch.tensor([300, 0]), "uint8 from 0 to 255, got 300"),
     ("uint8", torch.tensor([0, -1], dtype=torch.int8), "uint8 from 0 to 255, got -1"),
     ("int8", torch.tensor([128, 3], dtype=torch.uint8), "int8 from -128 to 127, got 128"),
-    ("int16", torch.tensor([1, 2**15], dtype=torch.uint16), "int16 from -32768 to 32767, got 32768"),
-    ("int64", np.array([2**63, 1], np.uint64), "int64 from -9223372036854775808 to 9223372036854775807, got 922"),
+    (
+        "int16",
+        torch.tensor([1, 2**15], dtype=torch.uint16),
+        "int16 from -32768 to 32767, got 32768",
+    ),
+    (
+        "int64",
+        np.array([2**63, 1], np.uint64),
+        "int64 from -9223372036854775808 to 9223372036854775807, got 922",
+    ),
     ("uint64", torch.tensor([-1, 1]), "uint64 from 0 to 18446744073709551615, got -1"),
     ("float16", torch.tensor([1.0, 7e4]), r"float16 from -65504\.0 to 65504\.0, got 70000"),
     ("float16", torch.tensor([1, -70_000]), r"float16 from -65504\.0 to 65504\.0, got -70000"),
-    ("float32", torch.tensor([1e39, 0.0], dtype=torch.float64), r"float32 from -3\.40.* got 1e\+39"),
+    (
+        "float32",
+        torch.tensor([1e39, 0.0], dtype=torch.float64),
+        r"float32 from -3\.40.* got 1e\+39",
+    ),
     ("bfloat16", torch.tensor([3.4e38, 0.0]), r"bfloat16 from -3\.38.* got 3\.39"),
 ]
 
 
 @pytest.mark.parametrize("dtype, values, text", OUT_OF_RANGE)
-def test_numbers_that_do_not_fit_their_field_are_refused_and_nothing_is_written(dtype, values, text):
+def test_numbers_that_do_not_fit_their_field_are_refused_and_nothing_is_written(
+    dtype, values, text
+):
     storage = SarsaRolloutStorage(2, 2, {"x": ((), dtype)}, None, (ACTIONS,), generator=0)
     zero = {"x": torch.zeros(2).to(getattr(torch, dtype))}
-    good = make_transition(0, 2, critic_observations=None, observations=zero, next_observations=zero)
+    good = make_transition(
+        0, 2, critic_observations=None, observations=zero, next_observations=zero
+    )
     before = {name: x.clone() for name, x in storage.state_dict()["tensors"].items()}
     for name in ("observations", "next_observations"):
-        with pytest.raises(FieldTypeError, match=f"'{name}/x': expected {text}" if name == "observations" else text):
+        with pytest.raises(
+            FieldTypeError, match=f"'{name}/x': expected {text}" if name == "observations" else text
+        ):
             storage.add_transitions(broken(good, name, {"x": values}))
     after = storage.state_dict()["tensors"]
     assert all(torch.equal(after[name], x) for name, x in before.items()) and storage.step == 0
@@ -237,4 +275,6 @@ def test_numbers_that_fit_are_taken_from_other_dtypes_rounded_at_most(dtype, val
     storage = RolloutStorage(2, 1, ((), dtype), None, (ACTIONS,), generator=0)
     storage.add_transitions(make_transition(0, 2, critic_observations=None, observations=values))
     expected = torch.as_tensor(values).to(getattr(torch, dtype))
-    assert torch.equal(storage.observations[0].double().nan_to_num(7), expected.double().nan_to_num(7))
+    assert torch.equal(
+        storage.observations[0].double().nan_to_num(7), expected.double().nan_to_num(7)
+    )

@@ -17,7 +17,9 @@ def filled(kind=RolloutStorage, **more):
     generator = torch.Generator().manual_seed(0)
     for step in range(6):
         done = torch.rand(5, generator=generator) < 0.3
-        transition = make_transition(step, 5, 1, done, hidden_states=torch.full((2, 5, 3), float(step)))
+        transition = make_transition(
+            step, 5, 1, done, hidden_states=torch.full((2, 5, 3), float(step))
+        )
         if kind is SarsaRolloutStorage:
             later = make_transition(step + 1, 5)
             transition.next_observations = later.observations
@@ -28,14 +30,18 @@ def filled(kind=RolloutStorage, **more):
 
 
 def batches(storage):
-    flat = [*storage.mini_batch_generator(2, 2), *storage.mini_batch_generator(3, 1, reshuffle="once")]
+    flat = [
+        *storage.mini_batch_generator(2, 2),
+        *storage.mini_batch_generator(3, 1, reshuffle="once"),
+    ]
     return flat + list(storage.recurrent_mini_batch_generator(2, 2))
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage])
 @pytest.mark.parametrize(
-    "where", [{"device": "cuda"}, {"output_device": "cuda"}, {"device": "cuda", "output_device": "cpu"}]
+    "where",
+    [{"device": "cuda"}, {"output_device": "cuda"}, {"device": "cuda", "output_device": "cpu"}],
 )
 def test_batches_equal_those_of_the_cpu(kind, where):
     wanted = where.get("output_device", "cuda")
@@ -59,10 +65,15 @@ def test_a_store_moves_between_devices(tmp_path):
 
 def test_steps_wait_for_batches_that_another_stream_reads():
     big = RolloutStorage(64, 6, (256, 256), None, (1,), device="cuda", generator=0)
-    first, second = torch.zeros(64, 256, 256, device="cuda"), torch.ones(64, 256, 256, device="cuda")
+    first, second = (
+        torch.zeros(64, 256, 256, device="cuda"),
+        torch.ones(64, 256, 256, device="cuda"),
+    )
 
     def add(observations):
-        transition = big.Transition(observations=observations, actions=torch.zeros(64, 1, device="cuda"))
+        transition = big.Transition(
+            observations=observations, actions=torch.zeros(64, 1, device="cuda")
+        )
         transition.rewards = transition.dones = torch.zeros(64, device="cuda")
         transition.values = transition.actions_log_prob = torch.zeros(64, 1, device="cuda")
         transition.action_mean = transition.action_sigma = torch.zeros(64, 1, device="cuda")

@@ -62,7 +62,9 @@ def test_an_autograd_graph_keeps_its_buffer():
     assert torch.equal(weight.grad, torch.full_like(weight, 2))
 
 
-@pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE, SIZE + 1, MIN_HUGE_BYTES, MIN_HUGE_BYTES + 4097])
+@pytest.mark.parametrize(
+    "size", [0, 1, SIZE - 1, SIZE, SIZE + 1, MIN_HUGE_BYTES, MIN_HUGE_BYTES + 4097]
+)
 def test_every_size_is_exact_writable_and_contiguous(size):
     tensor = BufferPool().take(size)
     tensor.fill_(3)

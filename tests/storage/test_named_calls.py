@@ -54,27 +54,51 @@ CALLS = {
     f"create a DictBuffer: {GENERATOR}": lambda: DictBuffer(4, generator="x"),
     f"create a ReplayBuffer: {GENERATOR}": lambda: ReplayBuffer(3, 4, generator="x"),
     f"create a PrioritizedWindows: {GENERATOR}": lambda: PrioritizedWindows(4, 2, generator="x"),
-    f"create a BufferManager: {GENERATOR}": lambda: BufferManager({"buffer_name": []}, generator="x"),
+    f"create a BufferManager: {GENERATOR}": lambda: BufferManager(
+        {"buffer_name": []}, generator="x"
+    ),
     f"create a NaiveReplayBuffer: {GENERATOR}": lambda: NaiveReplayBuffer(4, generator="x"),
-    f"create a RolloutStorage: {GENERATOR}": lambda: RolloutStorage(2, 3, [3], None, [2], generator="x"),
-    "create a RolloutStorage: expected policy_outputs": lambda: RolloutStorage(2, 3, [3], None, [2], policy_outputs=3),
+    f"create a RolloutStorage: {GENERATOR}": lambda: RolloutStorage(
+        2, 3, [3], None, [2], generator="x"
+    ),
+    "create a RolloutStorage: expected policy_outputs": lambda: RolloutStorage(
+        2, 3, [3], None, [2], policy_outputs=3
+    ),
     "create a ZBuffer: expected dim >= 1, got 0": lambda: ZBuffer(4, 0, "cpu"),
-    "call ZBuffer.add: expected z of shape [n, 3]": lambda: ZBuffer(4, 3, "cpu").add(torch.zeros(2)),
+    "call ZBuffer.add: expected z of shape [n, 3]": lambda: ZBuffer(4, 3, "cpu").add(
+        torch.zeros(2)
+    ),
     "call ZBuffer.sample: expected num >= 1, got 0": lambda: ZBuffer(4, 3, "cpu").sample(0),
-    "call DictBuffer.sample_transitions: expected batch_size": lambda: DictBuffer(4).sample_transitions(0),
+    "call DictBuffer.sample_transitions: expected batch_size": lambda: DictBuffer(
+        4
+    ).sample_transitions(0),
     "call ReplayBuffer.sample: expected size >= 1, got 0": lambda: ReplayBuffer(3, 4).sample(0),
     "call ReplayBuffer.feed_forward_generator: expected mini_batch_size": lambda: ReplayBuffer(
         3, 4
     ).feed_forward_generator(1, 0),
-    "call NaiveReplayBuffer.sample: expected size >= 0, got -1": lambda: NaiveReplayBuffer(4).sample(-1),
-    "call AdvancedReplayBuffer.sample: expected cur_learner_iter": lambda: AdvancedReplayBuffer(4).sample(1, "x"),
-    "call AdvancedReplayBuffer.update of 'buffer': expected info": lambda: AdvancedReplayBuffer(4).update(3),
-    "call AdvancedReplayBuffer.sample_tensors: expected batch_size": lambda: AdvancedReplayBuffer(4).sample_tensors(0),
-    "call EpisodeReplayBuffer.sample_windows: expected length": lambda: EpisodeReplayBuffer(4).sample_windows(1, 0),
-    "call EpisodeReplayBuffer.push of 'buffer': expected data": lambda: EpisodeReplayBuffer(4).push([3]),
+    "call NaiveReplayBuffer.sample: expected size >= 0, got -1": lambda: NaiveReplayBuffer(
+        4
+    ).sample(-1),
+    "call AdvancedReplayBuffer.sample: expected cur_learner_iter": lambda: AdvancedReplayBuffer(
+        4
+    ).sample(1, "x"),
+    "call AdvancedReplayBuffer.update of 'buffer': expected info": lambda: AdvancedReplayBuffer(
+        4
+    ).update(3),
+    "call AdvancedReplayBuffer.sample_tensors: expected batch_size": lambda: AdvancedReplayBuffer(
+        4
+    ).sample_tensors(0),
+    "call EpisodeReplayBuffer.sample_windows: expected length": lambda: EpisodeReplayBuffer(
+        4
+    ).sample_windows(1, 0),
+    "call EpisodeReplayBuffer.push of 'buffer': expected data": lambda: EpisodeReplayBuffer(4).push(
+        [3]
+    ),
     "create a BufferManager: expected cfg": lambda: BufferManager(3),
     "call BufferManager.sample: expected batch_size >= 0, got -1": lambda: manager().sample(-1),
-    "call BufferManager.sample: expected sample_ratio": lambda: manager().sample(1, sample_ratio={"agent": 0.5}),
+    "call BufferManager.sample: expected sample_ratio": lambda: manager().sample(
+        1, sample_ratio={"agent": 0.5}
+    ),
     "call BufferManager.update: expected info": lambda: manager().update(3),
 }
 
@@ -131,13 +155,28 @@ def filled_with_vectors():
     return buffer
 
 
-SHAPES = {"num_envs": 2, "num_transitions_per_env": 3, "obs_shape": [3], "critic_obs_shape": None, "actions_shape": [2]}
+SHAPES = {
+    "num_envs": 2,
+    "num_transitions_per_env": 3,
+    "obs_shape": [3],
+    "critic_obs_shape": None,
+    "actions_shape": [2],
+}
 RETURNS = {"last_values": torch.zeros(4, 1), "gamma": 0.9, "lam": 0.9}
 WRONG = [
     *(of(kind, **SHAPES | {"obs_shape": [3]}, device="bad") for kind in STORAGES),
-    *(of(kind, **{x: SHAPES[x] for x in SHAPES if x != "obs_shape"}, obs_shape="x") for kind in STORAGES),
-    *(of(kind, **{x: SHAPES[x] for x in SHAPES if x != "actions_shape"}, actions_shape=-1) for kind in STORAGES),
-    *(of(SarsaRolloutStorage, **SHAPES, **{name: 3}) for name in ("validate", "strict_next", "emit_next_valid")),
+    *(
+        of(kind, **{x: SHAPES[x] for x in SHAPES if x != "obs_shape"}, obs_shape="x")
+        for kind in STORAGES
+    ),
+    *(
+        of(kind, **{x: SHAPES[x] for x in SHAPES if x != "actions_shape"}, actions_shape=-1)
+        for kind in STORAGES
+    ),
+    *(
+        of(SarsaRolloutStorage, **SHAPES, **{name: 3})
+        for name in ("validate", "strict_next", "emit_next_valid")
+    ),
     of(RolloutStorage, "compute_returns", gamma=0.9, lam=0.9, last_values=torch.zeros(7)),
     of(RolloutStorage, "compute_returns", **RETURNS | {"gamma": 0.9}, normalize="x"),
     of(RolloutStorage, "compute_returns", last_values=torch.zeros(4, 1), lam=0.9, gamma="x"),
@@ -148,15 +187,25 @@ WRONG = [
     of(RolloutStorage, "recurrent_mini_batch_generator", num_mini_batches=1, num_epochs=0),
     *(of(kind, capacity=4, end_key=3) for kind in BUFFERS),
     *(of(kind, capacity=4, nested_key_separator=3) for kind in BUFFERS),
-    *(of(kind, capacity=4, **{name: "x"}) for kind in BUFFERS for name in ("narrow", "contiguous", "auto_unsqueeze")),
+    *(
+        of(kind, capacity=4, **{name: "x"})
+        for kind in BUFFERS
+        for name in ("narrow", "contiguous", "auto_unsqueeze")
+    ),
     *(of(kind, "extend", data=3) for kind in BUFFERS),
     *(of(kind, "get_full_buffer", copy="x") for kind in BUFFERS),
     *(of(kind, "sample_transitions", batch_size=2, request=3) for kind in BUFFERS),
     *(of(kind, "sample_transitions", batch_size=2, gamma="x") for kind in BUFFERS),
     *(of(kind, "sample_transitions", batch_size=2, gamma=1.5) for kind in BUFFERS),
     *(of(kind, "sample_transitions", batch_size=2, next_keys=3) for kind in BUFFERS),
-    *(of(TrajectoryDictBufferMultiDim, capacity=4, **{name: 3}) for name in ("output_key_t", "output_key_tp1")),
-    *(of(TrajectoryDictBuffer, episodes=EPISODES, **{name: 3}) for name in ("output_key_t", "end_key", "file_names")),
+    *(
+        of(TrajectoryDictBufferMultiDim, capacity=4, **{name: 3})
+        for name in ("output_key_t", "output_key_tp1")
+    ),
+    *(
+        of(TrajectoryDictBuffer, episodes=EPISODES, **{name: 3})
+        for name in ("output_key_t", "end_key", "file_names")
+    ),
     of(TrajectoryDictBuffer, episodes=3),
     of(TrajectoryDictBuffer, episodes=EPISODES, split_on_end="x"),
     of(TrajectoryDictBuffer, "update_priorities", priorities="x"),
@@ -236,7 +285,9 @@ def test_every_error_of_a_wrong_call_has_the_class_the_call_and_the_argument(cal
 def test_an_error_of_a_loaded_device_names_the_function_that_was_called(tmp_path):
     rows(DictBuffer(8)).save(tmp_path)
     for function in (storage.load_buffer, storage.load_store):
-        with pytest.raises(UsageError, match=rf"device .*cuda:99.* Raised by {function.__name__}\.$"):
+        with pytest.raises(
+            UsageError, match=rf"device .*cuda:99.* Raised by {function.__name__}\.$"
+        ):
             function(tmp_path, "cuda:99")
 
 
@@ -267,7 +318,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("call", OPTIONS)
 def test_an_unknown_option_is_one_of_the_call_of_the_user(call):
-    with pytest.raises(TypeError, match=rf"^{call}\(\) got an unexpected argument 'bogus': expected '"):
+    with pytest.raises(
+        TypeError, match=rf"^{call}\(\) got an unexpected argument 'bogus': expected '"
+    ):
         OPTIONS[call]()
 
 

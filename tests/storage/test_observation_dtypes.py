@@ -35,7 +35,9 @@ def pixels(step: int, dtype: torch.dtype, shape=(2, 3)) -> torch.Tensor:
 
 
 def transition(storage, step: int, obs, critic=None, **more):
-    made = storage.Transition(observations=obs, critic_observations=critic, actions=torch.zeros(B, 1))
+    made = storage.Transition(
+        observations=obs, critic_observations=critic, actions=torch.zeros(B, 1)
+    )
     made.rewards, made.dones = torch.full((B,), float(step)), torch.zeros(B)
     made.values, made.actions_log_prob = torch.zeros(B, 1), torch.zeros(B)
     made.action_mean = made.action_sigma = torch.zeros(B, 1)
@@ -63,15 +65,26 @@ def test_an_undeclared_observation_keeps_integers_and_bool_of_the_first_step(kin
     assert storage.observations.dtype is dtype
     if kind is not SarsaRolloutStorage:  # there each next observation is that of the following step
         assert torch.equal(storage.observations, expected)
-    for batch in [*storage.mini_batch_generator(2, 1), *storage.recurrent_mini_batch_generator(2, 1)]:
+    for batch in [
+        *storage.mini_batch_generator(2, 1),
+        *storage.recurrent_mini_batch_generator(2, 1),
+    ]:
         assert batch.obs.dtype is dtype and batch.critic_obs is batch.obs
         if kind is SarsaRolloutStorage:
             assert batch.next_obs.dtype is dtype
     storage.save(tmp_path / "kept")
     fresh = make(kind)
     fresh.load_state_dict(storage.state_dict())
-    for other in (fresh, load_store(tmp_path / "kept"), copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))):
-        assert torch.equal(other.observations, storage.observations) and other.observations.dtype is dtype
+    for other in (
+        fresh,
+        load_store(tmp_path / "kept"),
+        copy.deepcopy(storage),
+        pickle.loads(pickle.dumps(storage)),
+    ):
+        assert (
+            torch.equal(other.observations, storage.observations)
+            and other.observations.dtype is dtype
+        )
         other.clear()
         if other.step < T:
             with pytest.raises(FieldTypeError, match="with 'observations': expected"):
@@ -90,7 +103,9 @@ def test_floating_observations_become_float32(dtype):
     storage.add_transitions(transition(storage, 1, values.to(other)))
 
 
-@pytest.mark.parametrize(("first", "later"), [*itertools.permutations([*INTEGERS, torch.float32, torch.float64], 2)])
+@pytest.mark.parametrize(
+    ("first", "later"), [*itertools.permutations([*INTEGERS, torch.float32, torch.float64], 2)]
+)
 def test_another_dtype_in_a_later_step_is_refused(first, later):
     storage = make()
     storage.add_transitions(transition(storage, 0, pixels(0, first)))
@@ -103,7 +118,9 @@ def test_another_dtype_in_a_later_step_is_refused(first, later):
     after = storage.state_dict()
     assert after["numbers"] == before["numbers"]
     assert all(
-        torch.equal(x, before["tensors"][name]) for name, x in after["tensors"].items() if x.dtype != torch.float32
+        torch.equal(x, before["tensors"][name])
+        for name, x in after["tensors"].items()
+        if x.dtype != torch.float32
     )
     storage.clear()
     with pytest.raises(FieldTypeError):
@@ -142,7 +159,9 @@ def test_a_declared_dtype_takes_all_numbers_that_fit_as_before():
     assert storage.observations.dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.bool, torch.float16, torch.float64]
+)
 def test_rewards_values_and_log_probabilities_are_float32_whatever_comes(dtype):
     storage = make()
     numbers = torch.tensor([0, 1, 1, 0]).to(dtype)
@@ -166,7 +185,9 @@ def test_tensors_of_other_fields_stay_the_same_at_the_first_step():
     storage = make()
     rewards, mu = storage.rewards, storage.mu
     storage.add_transitions(transition(storage, 0, pixels(0, torch.uint8)))
-    assert storage.rewards.data_ptr() == rewards.data_ptr() and storage.mu.data_ptr() == mu.data_ptr()
+    assert (
+        storage.rewards.data_ptr() == rewards.data_ptr() and storage.mu.data_ptr() == mu.data_ptr()
+    )
 
 
 def test_a_state_of_another_dtype_is_refused_after_the_first_step():

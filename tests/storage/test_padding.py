@@ -30,17 +30,32 @@ def naive_split(x, dones):
     st.integers(1, 6),
     st.lists(st.integers(1, 3), max_size=3),
     st.sampled_from([0.0, 0.3, 1.0]),
-    st.sampled_from([torch.float32, torch.uint8, torch.bool, torch.int64, torch.float16, torch.uint16, torch.uint64]),
+    st.sampled_from(
+        [
+            torch.float32,
+            torch.uint8,
+            torch.bool,
+            torch.int64,
+            torch.float16,
+            torch.uint16,
+            torch.uint64,
+        ]
+    ),
     st.integers(0, 100),
 )
-def test_splitting_equals_the_naive_loop_and_joining_undoes_it(num_steps, num_envs, event, rate, dtype, seed):
+def test_splitting_equals_the_naive_loop_and_joining_undoes_it(
+    num_steps, num_envs, event, rate, dtype, seed
+):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(1, 200, (num_steps, num_envs, *event), generator=generator).to(dtype)
     dones = torch.rand(num_steps, num_envs, generator=generator) < rate
     expected = naive_split(x, dones)
     padded, masks = split_and_pad_trajectories(x, dones)
     assert padded.dtype == dtype and masks.dtype == torch.bool
-    assert padded.shape == (num_steps, len(expected), *event) and int(masks.sum()) == num_steps * num_envs
+    assert (
+        padded.shape == (num_steps, len(expected), *event)
+        and int(masks.sum()) == num_steps * num_envs
+    )
     for k, trajectory in enumerate(expected):
         assert masks[:, k].tolist() == [t < len(trajectory) for t in range(num_steps)]
         assert torch.equal(padded[: len(trajectory), k], trajectory)
@@ -96,5 +111,7 @@ def test_wrong_shapes_give_exact_errors():
     with pytest.raises(SchemaError, match=r"expected dones of shape \[T, B\] or \[T, B, 1\]"):
         split_and_pad_trajectories(torch.zeros(0, 2), torch.zeros(0, 2))
     for wrong, got in ((torch.ones(3, 2, 1, dtype=torch.bool), r"\[3, 2, 1\]"), ([True], "list")):
-        with pytest.raises(SchemaError, match=rf"join trajectories: expected masks of shape \[T, n\], got {got}"):
+        with pytest.raises(
+            SchemaError, match=rf"join trajectories: expected masks of shape \[T, n\], got {got}"
+        ):
             unpad_trajectories(torch.zeros(3, 2), wrong)

@@ -20,7 +20,11 @@ from storage import (
 )
 from tests.storage.rollouts import ACTIONS, CRITIC, OBS, value_of
 
-OUTPUTS = {"logits": (7,), "choice": ((), torch.int64), "deep": {"half": ((2, 3), "float16"), "flag": ((1,), "bool")}}
+OUTPUTS = {
+    "logits": (7,),
+    "choice": ((), torch.int64),
+    "deep": {"half": ((2, 3), "float16"), "flag": ((1,), "bool")},
+}
 KINDS = (RolloutStorage, QueueRolloutStorage, ActionLabelRollout, SarsaRolloutStorage)
 ENVS, STEPS = 4, 6
 
@@ -59,7 +63,10 @@ def transition_of(storage, step, **more):
     if isinstance(storage, ActionLabelRollout):
         made.action_labels = made.actions
     if isinstance(storage, SarsaRolloutStorage):
-        made.next_observations, made.next_critic_observations = made.observations + 1, made.critic_observations + 1
+        made.next_observations, made.next_critic_observations = (
+            made.observations + 1,
+            made.critic_observations + 1,
+        )
     made.policy_outputs = outputs_of(step)
     vars(made).update(more)
     return made
@@ -89,7 +96,10 @@ def place_of(obs):
 
 
 def check_batches(storage):
-    for batch in [*storage.mini_batch_generator(3, 2), *storage.mini_batch_generator(2, 1, reshuffle="once")]:
+    for batch in [
+        *storage.mini_batch_generator(3, 2),
+        *storage.mini_batch_generator(2, 1, reshuffle="once"),
+    ]:
         check(batch.policy_outputs, *place_of(batch.obs))
         assert batch.old_mu is None and batch.old_sigma is None
     start = 0
@@ -151,18 +161,34 @@ def test_outputs_are_required_and_gaussian_ones_refused():
     wrong = outputs_of(0) | {"logits": torch.zeros(ENVS, 6)}
     for more, text in [
         ({"policy_outputs": None}, "without 'policy_outputs'"),
-        ({"policy_outputs": {"logits": torch.zeros(ENVS, 7)}}, "without the field 'policy_outputs/choice'"),
-        ({"policy_outputs": outputs_of(0) | {"more": torch.zeros(ENVS)}}, "with the field 'policy_outputs/more'"),
-        ({"policy_outputs": torch.zeros(ENVS, 7)}, "with 'policy_outputs': expected a mapping, got Tensor"),
-        ({"policy_outputs": wrong}, r"with 'policy_outputs/logits': expected float32 of shape \[4, 7\], got shape"),
-        ({"policy_outputs": outputs_of(0) | {"choice": torch.zeros(ENVS)}}, "expected int64 of shape"),
+        (
+            {"policy_outputs": {"logits": torch.zeros(ENVS, 7)}},
+            "without the field 'policy_outputs/choice'",
+        ),
+        (
+            {"policy_outputs": outputs_of(0) | {"more": torch.zeros(ENVS)}},
+            "with the field 'policy_outputs/more'",
+        ),
+        (
+            {"policy_outputs": torch.zeros(ENVS, 7)},
+            "with 'policy_outputs': expected a mapping, got Tensor",
+        ),
+        (
+            {"policy_outputs": wrong},
+            r"with 'policy_outputs/logits': expected float32 of shape \[4, 7\], got shape",
+        ),
+        (
+            {"policy_outputs": outputs_of(0) | {"choice": torch.zeros(ENVS)}},
+            "expected int64 of shape",
+        ),
         ({"action_mean": torch.zeros(ENVS, ACTIONS)}, "with 'action_mean'"),
     ]:
         with pytest.raises(SchemaError, match=text):
             storage.add_transitions(transition_of(storage, 0, **more))
     assert storage.step == 0
     assert all(
-        torch.equal(x.nan_to_num(), before[name].nan_to_num()) for name, x in storage.state_dict()["tensors"].items()
+        torch.equal(x.nan_to_num(), before[name].nan_to_num())
+        for name, x in storage.state_dict()["tensors"].items()
     )
     gaussian = make(RolloutStorage, None)
     assert gaussian.policy_outputs is None and gaussian.mu.shape == (STEPS, ENVS, ACTIONS)
@@ -180,18 +206,30 @@ def test_no_outputs_at_all_may_be_declared(tmp_path):
     storage.save(tmp_path / "kept")
     for either in (storage, load_store(tmp_path / "kept")):
         (batch,) = either.mini_batch_generator(1, 1)
-        assert batch.old_mu is batch.old_sigma is batch.policy_outputs is None and len(batch.actions) == 24
+        assert (
+            batch.old_mu is batch.old_sigma is batch.policy_outputs is None
+            and len(batch.actions) == 24
+        )
 
 
 @pytest.mark.parametrize(
     "outputs, text",
     [
-        ((7,), r"cannot create a RolloutStorage: expected policy_outputs as a mapping of names to shapes, got \(7,\)"),
+        (
+            (7,),
+            r"cannot create a RolloutStorage: expected policy_outputs as a mapping of names to shapes, got \(7,\)",
+        ),
         ({"a/b": (7,)}, "cannot declare the shape of 'policy_outputs'.*got 'a/b'"),
         ({"": (7,)}, "cannot declare the shape of 'policy_outputs'.*got ''"),
         ({"logits": "seven"}, "cannot declare the shape of 'policy_outputs/logits'"),
-        ({"logits": ((7,), "float31")}, "cannot declare the field 'policy_outputs/logits'.*'float31'"),
-        ({"logits": ((7,), "complex64")}, "cannot declare the field 'policy_outputs/logits'.*'complex64'"),
+        (
+            {"logits": ((7,), "float31")},
+            "cannot declare the field 'policy_outputs/logits'.*'float31'",
+        ),
+        (
+            {"logits": ((7,), "complex64")},
+            "cannot declare the field 'policy_outputs/logits'.*'complex64'",
+        ),
     ],
 )
 def test_what_is_no_declaration_is_refused(outputs, text):
@@ -200,16 +238,28 @@ def test_what_is_no_declaration_is_refused(outputs, text):
 
 
 def test_actions_of_a_categorical_policy_may_be_integers(tmp_path):
-    storage = RolloutStorage(3, 2, (2,), None, ((), torch.int64), generator=0, policy_outputs={"logits": (5,)})
+    storage = RolloutStorage(
+        3, 2, (2,), None, ((), torch.int64), generator=0, policy_outputs={"logits": (5,)}
+    )
     floats = RolloutStorage(3, 2, (2,), None, (1,), generator=0, policy_outputs={"logits": (5,)})
     for step in range(2):
         actions = torch.tensor([step, 3, 4])
         for one, given in ((storage, actions), (floats, actions.unsqueeze(-1))):
-            made = one.Transition(torch.zeros(3, 2), None, given, torch.zeros(3), torch.zeros(3), torch.zeros(3))
-            made.actions_log_prob, made.policy_outputs = torch.zeros(3), {"logits": torch.ones(3, 5)}
+            made = one.Transition(
+                torch.zeros(3, 2), None, given, torch.zeros(3), torch.zeros(3), torch.zeros(3)
+            )
+            made.actions_log_prob, made.policy_outputs = (
+                torch.zeros(3),
+                {"logits": torch.ones(3, 5)},
+            )
             one.add_transitions(made)
-    assert storage.actions.tolist() == [[0, 3, 4], [1, 3, 4]] and storage.actions.dtype == torch.int64
-    assert floats.actions.dtype == torch.float32 and floats.actions[..., 0].tolist() == storage.actions.tolist()
+    assert (
+        storage.actions.tolist() == [[0, 3, 4], [1, 3, 4]] and storage.actions.dtype == torch.int64
+    )
+    assert (
+        floats.actions.dtype == torch.float32
+        and floats.actions[..., 0].tolist() == storage.actions.tolist()
+    )
     storage.save(tmp_path / "kept")
     assert load_store(tmp_path / "kept").actions.dtype == torch.int64
 

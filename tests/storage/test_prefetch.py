@@ -102,7 +102,9 @@ def test_a_source_that_keeps_its_iteration_leaves_no_thread(num_got: int) -> Non
 @given(num_items=st.integers(0, 20), prefetch_count=st.integers(1, 5))
 def test_all_items_come_once_in_order_and_then_the_end(num_items: int, prefetch_count: int) -> None:
     """Trap N6: the end is told."""
-    collector = PipelinedDataCollector(Source(num_items), "cpu", prefetch_count, transform=lambda item: item * 2)
+    collector = PipelinedDataCollector(
+        Source(num_items), "cpu", prefetch_count, transform=lambda item: item * 2
+    )
     for _ in range(2):
         items = iter(collector)
         assert list(items) == [2 * item for item in range(num_items)]
@@ -158,7 +160,9 @@ def raise_in_loop(collector: PipelinedDataCollector[int]) -> None:
             raise ValueError("mine")
 
 
-@pytest.mark.parametrize("leave", [leave_loop, drop_iterator, drop_unused_iterator, close_collector, raise_in_loop])
+@pytest.mark.parametrize(
+    "leave", [leave_loop, drop_iterator, drop_unused_iterator, close_collector, raise_in_loop]
+)
 def test_a_consumer_that_leaves_stops_a_blocked_producer(leave: Callable[[Any], None]) -> None:
     """Trap N6."""
     source = Source()
@@ -237,9 +241,18 @@ def test_items_are_made_ahead_and_the_lag_is_told() -> None:
 
 
 def test_tensors_are_moved_wherever_they_are() -> None:
-    item = {"a": torch.ones(2), "b": [torch.ones(1), ("x", Pair(torch.zeros(1), 3))], "c": Step(torch.ones(1), "y")}
+    item = {
+        "a": torch.ones(2),
+        "b": [torch.ones(1), ("x", Pair(torch.zeros(1), 3))],
+        "c": Step(torch.ones(1), "y"),
+    }
     moved = to_device(item, torch.device("meta"))
-    assert moved["a"].device.type == moved["b"][0].device.type == moved["b"][1][1].first.device.type == "meta"
+    assert (
+        moved["a"].device.type
+        == moved["b"][0].device.type
+        == moved["b"][1][1].first.device.type
+        == "meta"
+    )
     assert moved["c"].value.device.type == "meta" and moved["c"].name == "y"
     assert moved["b"][1][0] == "x" and moved["b"][1][1].second == 3
     assert item["a"].device.type == "cpu"
@@ -307,7 +320,8 @@ def test_mappings_keep_their_type_where_they_can_be_made_from_a_dict(item: Any, 
     assert type(moved) is kind and list(moved) == list(item)
     assert all(leaf.device.type == "meta" for leaf in flatten(dict(moved)).values())
     assert (
-        all(leaf.device.type == "cpu" for leaf in flatten(dict(item)).values()) and dict(item).keys() == before.keys()
+        all(leaf.device.type == "cpu" for leaf in flatten(dict(item)).values())
+        and dict(item).keys() == before.keys()
     )
     if kind is defaultdict:
         assert moved["new"] == [] and "new" not in item

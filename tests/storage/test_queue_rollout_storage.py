@@ -28,7 +28,9 @@ from tests.storage.rollouts import (
 
 
 def queue(num_envs=3, num_steps=4, ratio=2.0, **more):
-    return make_storage(num_envs, num_steps, QueueRolloutStorage, buffer_dilation_ratio=ratio, **more)
+    return make_storage(
+        num_envs, num_steps, QueueRolloutStorage, buffer_dilation_ratio=ratio, **more
+    )
 
 
 def roll_out(storage, first, count=None):
@@ -45,7 +47,9 @@ def steps_held(storage):
     return batch.obs[:, 0, 0].int().tolist()
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1.0, 1.1, 1.5, 2.0, 2.6, 4.0]), st.data())
+@given(
+    st.integers(1, 4), st.integers(1, 5), st.sampled_from([1.0, 1.1, 1.5, 2.0, 2.6, 4.0]), st.data()
+)
 def test_the_queue_equals_a_list_of_the_newest_steps(num_envs, num_steps, ratio, data):
     storage = queue(num_envs, num_steps, ratio)
     target = int(ratio * num_steps + 1e-9)
@@ -61,12 +65,16 @@ def test_the_queue_equals_a_list_of_the_newest_steps(num_envs, num_steps, ratio,
         assert storage.num_transitions_per_env <= target
 
 
-@pytest.mark.parametrize("ratio, sizes", [(1.0, [4, 4, 4]), (1.5, [6, 6, 6]), (2.0, [8, 8, 8]), (2.6, [8, 10, 10])])
+@pytest.mark.parametrize(
+    "ratio, sizes", [(1.0, [4, 4, 4]), (1.5, [6, 6, 6]), (2.0, [8, 8, 8]), (2.6, [8, 10, 10])]
+)
 def test_growth_is_one_rollout_at_a_time_up_to_the_target(ratio, sizes):
     storage = queue(ratio=ratio)
     found = []
     for rollout in range(3):
-        count = min(4, storage.num_transitions_per_env - storage.step) if not storage.buffer_full else 4
+        count = (
+            min(4, storage.num_transitions_per_env - storage.step) if not storage.buffer_full else 4
+        )
         fill(storage, first=4 * rollout, count=count)
         storage.clear()
         found.append(storage.num_transitions_per_env)
@@ -77,7 +85,9 @@ def test_i01_growth_keeps_every_column_of_every_width():
     storage = queue(num_rewards=3)
     for step in range(4):
         hidden = torch.full((2, 3, 5), float(step))
-        storage.add_transitions(make_transition(step, 3, 3, hidden_states=hidden, bootstrap_values=torch.ones(3, 3)))
+        storage.add_transitions(
+            make_transition(step, 3, 3, hidden_states=hidden, bootstrap_values=torch.ones(3, 3))
+        )
     storage.compute_returns(torch.zeros(3, 3), 0.9, 0.9)
     before = columns_of(storage)
     assert storage.expand_buffer_once() == 4 and storage.expand_buffer_once() == 0
@@ -98,7 +108,9 @@ def test_i02_returns_follow_the_order_of_time_after_the_ring_wrapped():
     storage.compute_returns(last, 0.9, 0.8)
     plain.compute_returns(last, 0.9, 0.8)
     assert torch.equal(storage.observations, plain.observations)
-    assert torch.equal(storage.returns, plain.returns) and torch.equal(storage.advantages, plain.advantages)
+    assert torch.equal(storage.returns, plain.returns) and torch.equal(
+        storage.advantages, plain.advantages
+    )
 
 
 def test_i03_untying_rolls_every_column_and_is_idempotent():
@@ -129,7 +141,9 @@ def test_i04_both_generators_see_the_order_of_time():
 
 def test_i05_statistics_of_a_wrapped_ring_change_nothing():
     storage = queue(num_envs=1, ratio=1.0)
-    for step, done in enumerate([1, 0, 0, 0, 0, 1]):  # held: 0 0 0 1, of which the newest ends the last segment
+    for step, done in enumerate(
+        [1, 0, 0, 0, 0, 1]
+    ):  # held: 0 0 0 1, of which the newest ends the last segment
         storage.add_transitions(make_transition(step, 1, 1, torch.tensor([done])))
     before = everything(storage)
     assert float(storage.get_statistics()[0]) == 4

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage import HiddenStates, RolloutStorage, SchemaError, UsageError, unpad_trajectories
-from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, fill, make_storage, make_transition
+from tests.storage.rollouts import (
+    ACTIONS,
+    assert_same,
+    broken,
+    everything,
+    fill,
+    make_storage,
+    make_transition,
+)
 
 Pair = namedtuple("Pair", ["actor", "critic"])
 
@@ -19,7 +27,9 @@ def state_of(step, num_envs, layers=2, size=3, offset=0.0):
     """`[layers, B, size]` that says layer, step and env."""
     layer = 10000.0 * torch.arange(layers).reshape(-1, 1, 1)
     return (
-        (offset + layer + step + torch.arange(num_envs).reshape(1, -1, 1) / 100).expand(layers, num_envs, size).clone()
+        (offset + layer + step + torch.arange(num_envs).reshape(1, -1, 1) / 100)
+        .expand(layers, num_envs, size)
+        .clone()
     )
 
 
@@ -47,7 +57,11 @@ def filled(structure, num_envs=5, num_steps=6, rate=0.3, seed=0):
 def leaves_of(states):
     if states is None:
         return []
-    return [states] if isinstance(states, torch.Tensor) else [x for child in states for x in leaves_of(child)]
+    return (
+        [states]
+        if isinstance(states, torch.Tensor)
+        else [x for child in states for x in leaves_of(child)]
+    )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -64,11 +78,15 @@ def test_states_are_those_of_each_trajectorys_first_step(structure, num_mini_bat
             assert leaf.is_contiguous() and leaf.shape[1] == len(first)
             offset = leaf[0, 0, 0] - first[0]
             torch.testing.assert_close(leaf[0, :, 0], first + offset, atol=1e-3, rtol=0)
-            torch.testing.assert_close(leaf[-1, :, -1], leaf[0, :, 0] + 10000 * (len(leaf) - 1), atol=1e-2, rtol=0)
+            torch.testing.assert_close(
+                leaf[-1, :, -1], leaf[0, :, 0] + 10000 * (len(leaf) - 1), atol=1e-2, rtol=0
+            )
 
 
 @given(st.integers(1, 7), st.integers(1, 6), st.sampled_from([0.0, 0.3, 1.0]), st.data())
-def test_masks_cover_every_step_and_unpadding_restores_the_observations(num_envs, num_steps, rate, data):
+def test_masks_cover_every_step_and_unpadding_restores_the_observations(
+    num_envs, num_steps, rate, data
+):
     num_mini_batches = data.draw(st.integers(1, num_envs))
     storage = filled(None, num_envs, num_steps, rate, seed=num_envs)
     sizes, total, start = [], 0, 0
@@ -76,7 +94,10 @@ def test_masks_cover_every_step_and_unpadding_restores_the_observations(num_envs
         num = batch.actions.shape[1]
         part = slice(start, start + num)
         assert int(batch.masks.sum()) == num_steps * num
-        for padded, whole in ((batch.obs, storage.observations), (batch.critic_obs, storage.critic_observations)):
+        for padded, whole in (
+            (batch.obs, storage.observations),
+            (batch.critic_obs, storage.critic_observations),
+        ):
             assert torch.equal(unpad_trajectories(padded, batch.masks), whole[:, part])
             assert not padded[~batch.masks].any()
         for got, whole in (
@@ -98,7 +119,11 @@ def test_masks_cover_every_step_and_unpadding_restores_the_observations(num_envs
 def test_i11_no_env_is_left_out_and_more_batches_than_envs_are_refused():
     storage = filled(None, num_envs=7)
     before = everything(storage)
-    assert [b.actions.shape[1] for b in storage.recurrent_mini_batch_generator(3, 2)] == [3, 2, 2] * 2
+    assert [b.actions.shape[1] for b in storage.recurrent_mini_batch_generator(3, 2)] == [
+        3,
+        2,
+        2,
+    ] * 2
     with pytest.raises(UsageError) as caught:
         storage.recurrent_mini_batch_generator(8, 1)
     assert str(caught.value) == (
@@ -109,7 +134,9 @@ def test_i11_no_env_is_left_out_and_more_batches_than_envs_are_refused():
 
 
 def test_i13_without_states_the_batches_have_none():
-    assert all(batch.hidden_states is None for batch in filled(None).recurrent_mini_batch_generator(2, 1))
+    assert all(
+        batch.hidden_states is None for batch in filled(None).recurrent_mini_batch_generator(2, 1)
+    )
     storage = make_storage(2, 1)
     storage.add_transitions(make_transition(0, 2, hidden_states=(None, None)))
     assert storage.saved_hidden_states is None
@@ -139,7 +166,11 @@ def test_batches_of_a_recurrent_epoch_share_nothing_with_the_storage():
 def test_saved_states_have_time_first_and_the_structure_of_what_was_added():
     storage = filled("actor and critic")
     saved = storage.saved_hidden_states
-    assert isinstance(saved, HiddenStates) and saved.actor.shape == (6, 2, 5, 3) and saved.critic.shape == (6, 1, 5, 2)
+    assert (
+        isinstance(saved, HiddenStates)
+        and saved.actor.shape == (6, 2, 5, 3)
+        and saved.critic.shape == (6, 1, 5, 2)
+    )
     assert torch.equal(saved.actor[3], state_of(3, 5))
 
 
@@ -148,9 +179,18 @@ def test_saved_states_have_time_first_and_the_structure_of_what_was_added():
     [
         (None, "expected the structure (tensor, tensor), got None."),
         (torch.zeros(2, 5, 3), "expected the structure (tensor, tensor), got tensor."),
-        ((torch.zeros(2, 5, 3), None), "expected the structure (tensor, tensor), got (tensor, None)."),
-        ((torch.zeros(2, 4, 3), torch.zeros(1, 5, 4)), "expected torch.float32 of shape [2, 5, 3], got"),
-        ((torch.zeros(2, 5, 3).double(), torch.zeros(1, 5, 4)), "got torch.float64 of shape [2, 5, 3]"),
+        (
+            (torch.zeros(2, 5, 3), None),
+            "expected the structure (tensor, tensor), got (tensor, None).",
+        ),
+        (
+            (torch.zeros(2, 4, 3), torch.zeros(1, 5, 4)),
+            "expected torch.float32 of shape [2, 5, 3], got",
+        ),
+        (
+            (torch.zeros(2, 5, 3).double(), torch.zeros(1, 5, 4)),
+            "got torch.float64 of shape [2, 5, 3]",
+        ),
         ("text", "expected None, a tensor, or tuples of these, got str."),
     ],
 )
@@ -167,7 +207,9 @@ def test_states_of_another_structure_are_refused_and_change_nothing(wrong, text)
 def test_a_failed_first_add_does_not_fix_the_structure():
     storage = make_storage(5, 6)
     with pytest.raises(SchemaError):
-        storage.add_transitions(broken(make_transition(0, 5, hidden_states=state_of(0, 5)), "actions", None))
+        storage.add_transitions(
+            broken(make_transition(0, 5, hidden_states=state_of(0, 5)), "actions", None)
+        )
     assert storage.saved_hidden_states is None
     with pytest.raises(SchemaError, match=r"expected torch.float32 of shape \[layers, 5, H\]"):
         storage.add_transitions(make_transition(0, 5, hidden_states=torch.zeros(5, 3)))
@@ -193,7 +235,9 @@ def test_log_probabilities_recomputed_from_a_batch_equal_those_of_the_rollout(ki
             normal = distribution(features.squeeze(0))
             actions = normal.sample()
             dones = torch.rand(num_envs) < 0.25
-            transition = make_transition(step, num_envs, 1, dones, observations=observations, actions=actions)
+            transition = make_transition(
+                step, num_envs, 1, dones, observations=observations, actions=actions
+            )
             transition = broken(transition, "actions_log_prob", normal.log_prob(actions).sum(-1))
             storage.add_transitions(broken(transition, "hidden_states", states))
             alive = (~dones).float().reshape(1, -1, 1)
@@ -207,9 +251,14 @@ def test_log_probabilities_recomputed_from_a_batch_equal_those_of_the_rollout(ki
 
 
 def test_nested_observations_are_padded_leaf_by_leaf_in_their_own_dtype():
-    storage = RolloutStorage(3, 4, {"image": ((2, 2), "uint8"), "state": (3,)}, None, (ACTIONS,), generator=0)
+    storage = RolloutStorage(
+        3, 4, {"image": ((2, 2), "uint8"), "state": (3,)}, None, (ACTIONS,), generator=0
+    )
     for step in range(4):
-        observations = {"image": torch.full((3, 2, 2), step + 1, dtype=torch.uint8), "state": torch.ones(3, 3) * step}
+        observations = {
+            "image": torch.full((3, 2, 2), step + 1, dtype=torch.uint8),
+            "state": torch.ones(3, 3) * step,
+        }
         transition = make_transition(step, 3, 1, torch.tensor([step == 1, False, step == 2]))
         storage.add_transitions(broken(transition, "observations", observations))
     (batch,) = (
@@ -218,7 +267,9 @@ def test_nested_observations_are_padded_leaf_by_leaf_in_their_own_dtype():
         else ()
     )
     assert batch.obs["image"].dtype == torch.uint8 and batch.obs["image"].shape == (4, 5, 2, 2)
-    assert torch.equal(unpad_trajectories(batch.obs, batch.masks)["image"], storage.observations["image"])
+    assert torch.equal(
+        unpad_trajectories(batch.obs, batch.masks)["image"], storage.observations["image"]
+    )
 
 
 def test_a_rollout_of_one_step_of_one_env_is_one_trajectory():

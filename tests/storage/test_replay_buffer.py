@@ -13,11 +13,18 @@ from storage import BufferEmptyError, FieldTypeError, ReplayBuffer, SchemaError,
 
 def pairs(first, count, *shape):
     """States first, first + 1, ...; the next state is a thousand more."""
-    states = torch.arange(first, first + count).float().reshape(-1, *([1] * len(shape))).expand(count, *shape)
+    states = (
+        torch.arange(first, first + count)
+        .float()
+        .reshape(-1, *([1] * len(shape)))
+        .expand(count, *shape)
+    )
     return states, states + 1000
 
 
-@given(st.integers(1, 7), st.lists(st.integers(0, 20), max_size=6), st.sampled_from([(), (2,), (2, 3)]))
+@given(
+    st.integers(1, 7), st.lists(st.integers(0, 20), max_size=6), st.sampled_from([(), (2,), (2, 3)])
+)
 def test_the_buffer_equals_sequential_insertion(size, counts, shape):
     buffer, slots, total = ReplayBuffer(shape, size), [None] * size, 0
     for count in counts:
@@ -28,7 +35,9 @@ def test_the_buffer_equals_sequential_insertion(size, counts, shape):
     assert buffer.step == total % size and len(buffer) == buffer.num_samples == min(total, size)
     for slot, row in enumerate(slots):
         if row is not None:
-            assert buffer.states[slot].eq(row).all() and buffer.next_states[slot].eq(row + 1000).all()
+            assert (
+                buffer.states[slot].eq(row).all() and buffer.next_states[slot].eq(row + 1000).all()
+            )
 
 
 def test_samples_are_uniform_pairs_from_valid_rows_only():
@@ -89,7 +98,11 @@ def test_a_loaded_buffer_draws_the_same_batches(tmp_path, count):
 def test_states_of_other_dtypes_and_with_gradients_are_copied():
     buffer = ReplayBuffer(2, 4)
     buffer.insert(torch.ones(1, 2, requires_grad=True), torch.full((1, 2), 3, dtype=torch.int64))
-    assert buffer.states[0].eq(1).all() and buffer.next_states[0].eq(3).all() and not buffer.states.requires_grad
+    assert (
+        buffer.states[0].eq(1).all()
+        and buffer.next_states[0].eq(3).all()
+        and not buffer.states.requires_grad
+    )
 
 
 def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_name():
@@ -98,7 +111,14 @@ def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_nam
     assert len(buffer) == 3 and buffer.next_states[:3].eq(2).all()
     assert len(list(buffer.feed_forward_generator(np.int64(2), np.int64(3)))) == 2
     before = buffer.states.clone()
-    for wrong in (None, "text", 3, torch.tensor(1.0), torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta")):
+    for wrong in (
+        None,
+        "text",
+        3,
+        torch.tensor(1.0),
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, 2, device="meta"),
+    ):
         with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
             buffer.insert(wrong, torch.ones(2, 2))
         with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
@@ -111,7 +131,12 @@ def test_a_state_that_is_not_whole_changes_nothing():
     buffer.insert(*pairs(0, 3, 2))
     state, before = buffer.state_dict(), buffer.states.clone()
     shorter = {name: x[:2] * 5 for name, x in state["tensors"].items()}
-    for wrong in ({"tensors": shorter}, {"tensors": {}}, {"numbers": {}}, {"numbers": {"total": -1}}):
+    for wrong in (
+        {"tensors": shorter},
+        {"tensors": {}},
+        {"numbers": {}},
+        {"numbers": {"total": -1}},
+    ):
         with pytest.raises(SchemaError):
             buffer.load_state_dict({**state, **wrong})
     assert torch.equal(buffer.states, before) and buffer.step == 3

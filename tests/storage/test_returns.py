@@ -23,14 +23,18 @@ from tests.storage.rollouts import make_storage, make_transition
 def naive_advantage(rewards, values, next_values, dones, gamma, lam):
     """Two loops over plain floats, in float64: the one oracle."""
     num_steps, num_envs, num_rewards = rewards.shape
-    gamma, lam = (torch.as_tensor(x, dtype=torch.float64).expand(num_rewards).tolist() for x in (gamma, lam))
+    gamma, lam = (
+        torch.as_tensor(x, dtype=torch.float64).expand(num_rewards).tolist() for x in (gamma, lam)
+    )
     result = torch.zeros(rewards.shape, dtype=torch.float64)
     for env, head in itertools.product(range(num_envs), range(num_rewards)):
         advantage = 0.0
         for t in reversed(range(num_steps)):
             alive = 0.0 if dones[t, env, 0] else 1.0
             delta = float(rewards[t, env, head]) + gamma[head] * float(next_values[t, env, head])
-            advantage = delta - float(values[t, env, head]) + gamma[head] * lam[head] * alive * advantage
+            advantage = (
+                delta - float(values[t, env, head]) + gamma[head] * lam[head] * alive * advantage
+            )
             result[t, env, head] = advantage
     return result
 
@@ -59,10 +63,14 @@ def next_values_of(values, last_values, dones):
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
 def test_advantages_equal_the_naive_loop_for_every_pattern_of_dones(num_steps):
-    patterns = torch.tensor(list(itertools.product([0, 1], repeat=num_steps)), dtype=torch.uint8).T.unsqueeze(-1)
+    patterns = torch.tensor(
+        list(itertools.product([0, 1], repeat=num_steps)), dtype=torch.uint8
+    ).T.unsqueeze(-1)
     rewards, values, last_values, _ = random_rollout(num_steps, patterns.shape[1])
     got = rollout_advantage(rewards, values, last_values, patterns, 0.9, 0.8)
-    expected = naive_advantage(rewards, values, next_values_of(values, last_values, patterns), patterns, 0.9, 0.8)
+    expected = naive_advantage(
+        rewards, values, next_values_of(values, last_values, patterns), patterns, 0.9, 0.8
+    )
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -77,7 +85,9 @@ def test_every_pattern_of_both_end_flags_follows_the_truncation_rule(num_steps, 
     boot = {"cut": torch.zeros_like(values), "value": values, "final": final}[truncation]
     next_values = torch.where(time_outs, boot, next_values_of(values, last_values, dones))
     expected = naive_advantage(rewards, values, next_values, dones, 0.9, 0.8)
-    storage = stored(rewards, values=values, dones=dones, time_outs=time_outs, bootstrap_values=final)
+    storage = stored(
+        rewards, values=values, dones=dones, time_outs=time_outs, bootstrap_values=final
+    )
     storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation, normalize=None)
     torch.testing.assert_close(storage.advantages.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -91,8 +101,12 @@ def test_every_pattern_of_both_end_flags_follows_the_truncation_rule(num_steps, 
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     st.sampled_from([0.0, 0.95, 1.0]),
 )
-def test_both_forms_equal_the_naive_loop_for_any_shape(num_steps, num_envs, num_rewards, done_rate, gamma, lam):
-    rewards, values, last_values, dones = random_rollout(num_steps, num_envs, num_rewards, done_rate, num_steps)
+def test_both_forms_equal_the_naive_loop_for_any_shape(
+    num_steps, num_envs, num_rewards, done_rate, gamma, lam
+):
+    rewards, values, last_values, dones = random_rollout(
+        num_steps, num_envs, num_rewards, done_rate, num_steps
+    )
     next_values = next_values_of(values, last_values, dones)
     expected = naive_advantage(rewards, values, next_values, dones, gamma, lam)
     for got in (
@@ -102,8 +116,17 @@ def test_both_forms_equal_the_naive_loop_for_any_shape(num_steps, num_envs, num_
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-#: Long and narrow ones, which are scanned by doubling, and wide ones, which are cut into pieces of one or more steps.
-LARGE = [(1000, 1, 1), (2048, 3, 2), (700, 40, 1), (64, 4096, 1), (24, 9000, 2), (5, 70_000, 1), (3, 9000, 9)]
+#: Long and narrow ones, which are scanned by doubling, and wide ones, which are cut into pieces of
+#: one or more steps.
+LARGE = [
+    (1000, 1, 1),
+    (2048, 3, 2),
+    (700, 40, 1),
+    (64, 4096, 1),
+    (24, 9000, 2),
+    (5, 70_000, 1),
+    (3, 9000, 9),
+]
 
 
 @pytest.mark.parametrize("shape", LARGE)
@@ -122,24 +145,34 @@ def test_large_rollouts_equal_a_loop_of_tensors(shape, dtype):
         generalized_advantage(rewards, values, next_values, dones, 0.9, 0.8),
     ):
         torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(returns.double(), expected + values.double(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        returns.double(), expected + values.double(), atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_take_the_torch_way(dtype):
     rewards, values, last_values, dones = (x.to(dtype) for x in random_rollout(9, 4))
     got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
-    expected = naive_advantage(rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8)
+    expected = naive_advantage(
+        rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8
+    )
     assert got.dtype == dtype
     tolerance = 1e-9 if dtype == torch.float64 else 0.2
-    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        got.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False
+    )
 
 
 @pytest.mark.parametrize("num_rewards", [1, 2, 9])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16]
+)
 def test_dones_of_any_dtype_end_every_reward_head(dtype, num_rewards):
     rewards, values, last_values, dones = random_rollout(40, 5, num_rewards)
-    expected = naive_advantage(rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8)
+    expected = naive_advantage(
+        rewards, values, next_values_of(values, last_values, dones), dones, 0.9, 0.8
+    )
     got = rollout_advantage(rewards, values, last_values, dones.to(dtype), 0.9, 0.8)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -149,7 +182,14 @@ def test_results_go_into_the_tensors_given_even_where_values_want_gradients():
     expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
     out, table = torch.empty_like(rewards), torch.zeros(30, 4, 3)
     got = rollout_advantage(
-        rewards, values.clone().requires_grad_(), last_values, dones, 0.9, 0.8, out=out, returns=table[..., 1:2]
+        rewards,
+        values.clone().requires_grad_(),
+        last_values,
+        dones,
+        0.9,
+        0.8,
+        out=out,
+        returns=table[..., 1:2],
     )
     assert got is out and torch.equal(out, expected)
     assert torch.equal(table[..., 1:2], expected + values) and not table[..., ::2].any()
@@ -177,7 +217,9 @@ def test_targets_pass_no_gradient_to_what_they_are_computed_from(dtype):
 def test_a_result_with_gaps_is_refused():
     rewards, values, last_values, dones = random_rollout(4, 3)
     with pytest.raises(SchemaError) as caught:
-        rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8, out=torch.zeros(4, 3, 2)[..., :1])
+        rollout_advantage(
+            rewards, values, last_values, dones, 0.9, 0.8, out=torch.zeros(4, 3, 2)[..., :1]
+        )
     assert str(caught.value) == (
         "cannot compute returns: expected a contiguous out, got one with strides (6, 2, 1). "
         "Raised by rollout_advantage."
@@ -193,7 +235,9 @@ def test_gamma_zero_gives_the_reward_minus_the_value():
 def test_lambda_zero_gives_the_one_step_error():
     rewards, values, last_values, dones = random_rollout(7, 5)
     expected = rewards + 0.9 * next_values_of(values, last_values, dones) - values
-    torch.testing.assert_close(rollout_advantage(rewards, values, last_values, dones, 0.9, 0.0), expected)
+    torch.testing.assert_close(
+        rollout_advantage(rewards, values, last_values, dones, 0.9, 0.0), expected
+    )
 
 
 def test_lambda_one_gives_the_discounted_sum_minus_the_value():
@@ -218,7 +262,12 @@ def test_each_reward_head_has_its_own_discount():
     for head in range(3):
         part = slice(head, head + 1)
         alone = rollout_advantage(
-            rewards[..., part], values[..., part], last_values[..., part], dones, float(gamma[head]), float(lam[head])
+            rewards[..., part],
+            values[..., part],
+            last_values[..., part],
+            dones,
+            float(gamma[head]),
+            float(lam[head]),
         )
         torch.testing.assert_close(together[..., part], alone, atol=1e-6, rtol=1e-6)
 
@@ -255,7 +304,9 @@ def test_inputs_are_not_changed():
 def test_views_with_strides_are_fine():
     rewards, values, last_values, dones = random_rollout(50, 6)
     part = slice(None, None, 2)
-    got = rollout_advantage(rewards[:, part], values[:, part], last_values[part], dones[:, part], 0.9, 0.8)
+    got = rollout_advantage(
+        rewards[:, part], values[:, part], last_values[part], dones[:, part], 0.9, 0.8
+    )
     whole = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
     torch.testing.assert_close(got, whole[:, part], atol=1e-6, rtol=1e-6)
 
@@ -264,17 +315,28 @@ def test_nan_in_one_env_stays_in_that_env():
     rewards, values, last_values, dones = random_rollout(1000, 3, done_rate=0)
     rewards[500, 1] = float("nan")
     got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
-    assert got[:501, 1].isnan().all() and not got[501:, 1].isnan().any() and not got[:, [0, 2]].isnan().any()
+    assert (
+        got[:501, 1].isnan().all()
+        and not got[501:, 1].isnan().any()
+        and not got[:, [0, 2]].isnan().any()
+    )
 
 
 def test_infinities_stay_in_their_env_without_a_warning(recwarn):
     rewards, values, last_values, dones = random_rollout(300, 3, done_rate=0)
-    rewards[200, 1], dones[150, 1] = float("inf"), 1  # infinity times 0 is no number, of which numpy would warn
+    rewards[200, 1], dones[150, 1] = (
+        float("inf"),
+        1,
+    )  # infinity times 0 is no number, of which numpy would warn
     for got in (
         rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8),
         discounted_sums(rewards, dones, 0.9),
     ):
-        assert got[151:201, 1].isposinf().all() and got[201:, 1].isfinite().all() and got[:, [0, 2]].isfinite().all()
+        assert (
+            got[151:201, 1].isposinf().all()
+            and got[201:, 1].isfinite().all()
+            and got[:, [0, 2]].isfinite().all()
+        )
     assert not recwarn.list
 
 
@@ -303,7 +365,9 @@ def normalized(x, how):
 
 def test_normalizing_gives_mean_zero_and_deviation_one():
     x = torch.randn(20, 6, 3) * torch.tensor([1.0, 10.0, 100.0]) + 5
-    torch.testing.assert_close(normalized(x, "global"), (x - x.mean()) / (x.std() + 1e-8), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        normalized(x, "global"), (x - x.mean()) / (x.std() + 1e-8), atol=1e-5, rtol=1e-5
+    )
     apart = (x - x.mean((0, 1))) / (x.std((0, 1)) + 1e-8)
     torch.testing.assert_close(normalized(x, "per_reward"), apart, atol=1e-5, rtol=1e-5)
     assert torch.equal(normalized(x, None), x)

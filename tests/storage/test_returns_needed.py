@@ -30,7 +30,9 @@ def make(kind, num_steps=4, **options):
 
 
 def add(storage, count=None, first=0):
-    for step in range(first, first + (storage.num_transitions_per_env - storage.step if count is None else count)):
+    for step in range(
+        first, first + (storage.num_transitions_per_env - storage.step if count is None else count)
+    ):
         transition = make_transition(step, ENVS)
         if isinstance(storage, SarsaRolloutStorage):
             transition.next_observations = transition.observations + 1
@@ -101,7 +103,9 @@ def write_and_normalize(storage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("write", [assign, write_in_place, write_in_inference_mode, write_and_normalize])
+@pytest.mark.parametrize(
+    "write", [assign, write_in_place, write_in_inference_mode, write_and_normalize]
+)
 def test_a_trainer_that_writes_both_itself_counts_as_having_computed(kind, write):
     storage = add(make(kind))
     for first in (4, 8):
@@ -201,9 +205,17 @@ def test_a_partial_rollout_still_has_to_be_asked_for():
 
 def test_labels_need_no_returns():
     storage = add(make(ActionLabelRollout, buffer_dilation_ratio=2.0))
-    for batch in [*storage.mini_batch_generator(2, 2), *storage.recurrent_mini_batch_generator(2, 1)]:
-        assert torch.equal(batch.action_labels, batch.actions + 0.5) and batch.actions.shape[-1] == ACTIONS
-        assert batch.returns is None and batch.advantages is None  # rather than those of other steps
+    for batch in [
+        *storage.mini_batch_generator(2, 2),
+        *storage.recurrent_mini_batch_generator(2, 1),
+    ]:
+        assert (
+            torch.equal(batch.action_labels, batch.actions + 0.5)
+            and batch.actions.shape[-1] == ACTIONS
+        )
+        assert (
+            batch.returns is None and batch.advantages is None
+        )  # rather than those of other steps
     compute(storage)
     drawn(storage)
     storage.clear()

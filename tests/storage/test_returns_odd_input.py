@@ -46,7 +46,9 @@ def n_step_loop(rewards, values, last_values, dones, gamma, num_steps):
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])  # by numpy, by torch
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16]
+)  # by numpy, by torch
 @given(data=st.data())
 def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
     num_steps, num_envs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
@@ -106,22 +108,52 @@ def test_a_done_at_the_last_step_leaves_last_values_aside(last):
 
 WRONG_ARGUMENTS = {
     "dones without heads": ({"dones": torch.zeros(4, 3)}, r"expected dones of shape \[4, 3, 1\]"),
-    "dones of another env": ({"dones": torch.zeros(4, 1, 1)}, r"expected dones of shape \[4, 3, 1\]"),
-    "dones as a list": ({"dones": [0, 1]}, "expected dones, a dense tensor of real numbers, got list"),
-    "sparse dones": ({"dones": torch.zeros(4, 3, 1).to_sparse()}, "expected dones, a dense tensor of real numbers"),
-    "rewards as a list": ({"rewards": [1.0]}, "expected rewards, floating numbers of shape .*, got list"),
-    "flat rewards": ({"rewards": torch.zeros(4, 3)}, r"expected dones of shape \[4, 3\], got \[4, 3, 1\]"),
-    "one axis": ({"rewards": torch.zeros(4)}, r"expected rewards, floating numbers of shape \[T, N, R\]"),
-    "whole rewards": ({"rewards": torch.zeros(4, 3, 2).long()}, "expected rewards, floating numbers of shape"),
+    "dones of another env": (
+        {"dones": torch.zeros(4, 1, 1)},
+        r"expected dones of shape \[4, 3, 1\]",
+    ),
+    "dones as a list": (
+        {"dones": [0, 1]},
+        "expected dones, a dense tensor of real numbers, got list",
+    ),
+    "sparse dones": (
+        {"dones": torch.zeros(4, 3, 1).to_sparse()},
+        "expected dones, a dense tensor of real numbers",
+    ),
+    "rewards as a list": (
+        {"rewards": [1.0]},
+        "expected rewards, floating numbers of shape .*, got list",
+    ),
+    "flat rewards": (
+        {"rewards": torch.zeros(4, 3)},
+        r"expected dones of shape \[4, 3\], got \[4, 3, 1\]",
+    ),
+    "one axis": (
+        {"rewards": torch.zeros(4)},
+        r"expected rewards, floating numbers of shape \[T, N, R\]",
+    ),
+    "whole rewards": (
+        {"rewards": torch.zeros(4, 3, 2).long()},
+        "expected rewards, floating numbers of shape",
+    ),
     "other values": ({"values": torch.zeros(4, 3, 1)}, r"expected values of shape \[4, 3, 2\]"),
-    "complex values": ({"values": torch.zeros(4, 3, 2) + 0j}, "expected values, a dense tensor of real numbers"),
-    "one last value": ({"last_values": torch.zeros(3, 1)}, r"expected last_values of shape \[3, 2\]"),
+    "complex values": (
+        {"values": torch.zeros(4, 3, 2) + 0j},
+        "expected values, a dense tensor of real numbers",
+    ),
+    "one last value": (
+        {"last_values": torch.zeros(3, 1)},
+        r"expected last_values of shape \[3, 2\]",
+    ),
     "a discount for three": (
         {"gamma": [0.1, 0.2, 0.3]},
         r"with 'gamma': expected float32 of shape \[2\] or \[\], got shape \[3\]",
     ),
     "a large discount": ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1\.5"),
-    "no trace": ({"lam": None}, "with 'lam': expected a tensor or an array of numbers, got NoneType"),
+    "no trace": (
+        {"lam": None},
+        "with 'lam': expected a tensor or an array of numbers, got NoneType",
+    ),
     "half a step": ({"num_steps": 1.5}, "expected num_steps >= 1 and a whole number, got 1.5"),
     "a true step": ({"num_steps": True}, "expected num_steps >= 1 and a whole number, got True"),
     "no step": ({"num_steps": "2"}, "expected num_steps >= 1 and a whole number, got '2'"),
@@ -129,11 +161,19 @@ WRONG_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-@pytest.mark.parametrize("function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns])
+@pytest.mark.parametrize(
+    "function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns]
+)
 def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(function, name):
     wrong, text = WRONG_ARGUMENTS[name]
     rewards, values, last_values, dones = random_rollout(4, 3, 2)
-    given = {"rewards": rewards, "values": values, "next_values": values, "last_values": last_values, "dones": dones}
+    given = {
+        "rewards": rewards,
+        "values": values,
+        "next_values": values,
+        "last_values": last_values,
+        "dones": dones,
+    }
     given |= {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
     taken = {key: x for key, x in given.items() if key in inspect.signature(function).parameters}
     assert function(**taken).shape == rewards.shape
@@ -143,14 +183,24 @@ def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(func
         function(**{**taken, **wrong})
 
 
-@pytest.mark.parametrize("function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns])
+@pytest.mark.parametrize(
+    "function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns]
+)
 def test_one_reward_needs_no_axis_of_its_own(function):
     rewards, values, last_values, dones = random_rollout(40, 3)
-    given = {"rewards": rewards, "values": values, "next_values": values, "last_values": last_values, "dones": dones}
+    given = {
+        "rewards": rewards,
+        "values": values,
+        "next_values": values,
+        "last_values": last_values,
+        "dones": dones,
+    }
     flat = {name: x.squeeze(-1) for name, x in given.items()}
     others = {"gamma": 0.9, "lam": 0.8, "num_steps": 2}
     names = inspect.signature(function).parameters
-    whole, short = ({key: x for key, x in {**one, **others}.items() if key in names} for one in (given, flat))
+    whole, short = (
+        {key: x for key, x in {**one, **others}.items() if key in names} for one in (given, flat)
+    )
     assert torch.equal(function(**short), function(**whole).squeeze(-1))
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from storage import QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, SchemaError, UsageError
+from storage import (
+    QueueRolloutStorage,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    SchemaError,
+    UsageError,
+)
 from tests.storage.rollouts import (
     ACTIONS,
     OBS,
@@ -21,9 +27,16 @@ from tests.storage.rollouts import (
 def rows_of(batch):
     """Say which (step, env) each row is, and that all fields of a row belong together."""
     step_and_env = batch.obs[:, 0]
-    for number, x in ((1, batch.critic_obs), (2, batch.actions), (4, batch.values), (5, batch.old_actions_log_prob)):
+    for number, x in (
+        (1, batch.critic_obs),
+        (2, batch.actions),
+        (4, batch.values),
+        (5, batch.old_actions_log_prob),
+    ):
         torch.testing.assert_close(x[:, 0], 1000.0 * number + step_and_env, atol=1e-3, rtol=0)
-    torch.testing.assert_close(batch.old_mu[:, -1] + 1000, batch.old_sigma[:, -1], atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        batch.old_mu[:, -1] + 1000, batch.old_sigma[:, -1], atol=1e-3, rtol=0
+    )
     return [round(float(x) * 100) for x in step_and_env]
 
 
@@ -34,7 +47,9 @@ def rows_of(batch):
 def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle):
     storage = fill(make_storage())
     storage.compute_returns(torch.zeros(4), 0.9, 0.9)
-    generator = storage.mini_batch_generator(num_mini_batches, 3, drop_last=drop_last, reshuffle=reshuffle)
+    generator = storage.mini_batch_generator(
+        num_mini_batches, 3, drop_last=drop_last, reshuffle=reshuffle
+    )
     batches = [rows_of(batch) for batch in generator]
     assert len(batches) == 3 * num_mini_batches
     sizes = {len(batch) for batch in batches}
@@ -42,7 +57,9 @@ def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle
     everyone = sorted(step * 100 + env for step in range(6) for env in range(4))
     for epoch in range(3):
         seen = sorted(
-            row for batch in batches[epoch * num_mini_batches : (epoch + 1) * num_mini_batches] for row in batch
+            row
+            for batch in batches[epoch * num_mini_batches : (epoch + 1) * num_mini_batches]
+            for row in batch
         )
         assert set(seen) <= set(everyone) and len(set(seen)) == len(seen)
         assert len(seen) == (24 // num_mini_batches * num_mini_batches if drop_last else 24)
@@ -62,10 +79,21 @@ def test_fewer_epochs_are_the_first_ones_of_many(num_epochs):
             storage.add_transitions(make_transition(step, 3, **seen))
     for storage in storages:
         storage.compute_returns(torch.zeros(3), 0.9, 0.9)
-    few, many = (list(storage.mini_batch_generator(2, n)) for storage, n in zip(storages, (num_epochs, 5), strict=True))
+    few, many = (
+        list(storage.mini_batch_generator(2, n))
+        for storage, n in zip(storages, (num_epochs, 5), strict=True)
+    )
     assert len(few) == 2 * num_epochs and len(many) == 10
     for some, same in zip(few, many[: len(few)], strict=True):
-        for name in ("obs", "critic_obs", "actions", "values", "advantages", "returns", "old_sigma"):
+        for name in (
+            "obs",
+            "critic_obs",
+            "actions",
+            "values",
+            "advantages",
+            "returns",
+            "old_sigma",
+        ):
             assert torch.equal(getattr(some, name), getattr(same, name)), name
 
 
@@ -85,11 +113,18 @@ def test_the_permutation_comes_from_the_storages_own_generator():
         return [rows_of(batch) for batch in storage.mini_batch_generator(3, 2)]
 
     state = torch.get_rng_state()
-    assert order(make_storage(generator=3)) == order(make_storage(generator=torch.Generator().manual_seed(3)))
+    assert order(make_storage(generator=3)) == order(
+        make_storage(generator=torch.Generator().manual_seed(3))
+    )
     assert torch.equal(state, torch.get_rng_state())
     assert order(make_storage(generator=3)) != order(make_storage(generator=4))
     orders = []
-    for seed in (1, 0, 1, 0):  # The first one makes 0 a new value, whatever was seeded before this test.
+    for seed in (
+        1,
+        0,
+        1,
+        0,
+    ):  # The first one makes 0 a new value, whatever was seeded before this test.
         torch.manual_seed(seed)
         orders.append(order(make_storage(generator=None)))
     assert orders[1] == orders[3]
@@ -139,14 +174,21 @@ def test_wide_and_narrow_fields_of_every_dtype_come_back_exactly():
             "half": row.expand(3, 5).half(),
             "id": row.squeeze(-1),
         }
-        transition = make_transition(step, 3, critic_observations={"flag": (row % 2 == 1).expand(3, 2)})
+        transition = make_transition(
+            step, 3, critic_observations={"flag": (row % 2 == 1).expand(3, 2)}
+        )
         storage.add_transitions(broken(transition, "observations", observations))
     storage.compute_returns(torch.zeros(3), 0.9, 0.9)
-    assert storage.observations["image"].dtype == torch.uint8 and storage.observations["image"].shape == (4, 3, 8, 8, 3)
+    assert storage.observations["image"].dtype == torch.uint8 and storage.observations[
+        "image"
+    ].shape == (4, 3, 8, 8, 3)
     for reshuffle in ("epoch", "once"):
         for batch in storage.mini_batch_generator(2, 2, reshuffle=reshuffle):
             ids = batch.obs["id"]
-            assert batch.obs["image"].shape == (6, 8, 8, 3) and batch.obs["half"].dtype == torch.float16
+            assert (
+                batch.obs["image"].shape == (6, 8, 8, 3)
+                and batch.obs["half"].dtype == torch.float16
+            )
             for name in ("image", "big", "odd", "half"):
                 rows = batch.obs[name].flatten(1)
                 assert (rows == ids.unsqueeze(-1).to(rows.dtype)).all(), name
@@ -168,7 +210,10 @@ def test_a_dict_observation_with_a_missing_or_extra_key_is_refused():
     "arguments, text",
     [
         ((0, 1), "expected num_mini_batches >= 1, got 0."),
-        ((25, 1), "expected num_mini_batches <= 24, one row each, got 25. Ask for fewer mini-batches."),
+        (
+            (25, 1),
+            "expected num_mini_batches <= 24, one row each, got 25. Ask for fewer mini-batches.",
+        ),
         ((2, 0), "expected num_epochs >= 1, got 0."),
         ((2.0, 1), "expected num_mini_batches >= 1 and a whole number, got 2.0."),
     ],
@@ -198,7 +243,9 @@ def test_batches_are_delivered_on_the_output_device():
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "int64"])
 def test_a_field_without_numbers_is_carried_like_any_other(dtype):
-    storage = RolloutStorage(3, 2, {"none": ((2, 0), dtype), "x": (3,)}, ((0,), dtype), (ACTIONS,), generator=0)
+    storage = RolloutStorage(
+        3, 2, {"none": ((2, 0), dtype), "x": (3,)}, ((0,), dtype), (ACTIONS,), generator=0
+    )
     for step in range(2):
         none = torch.zeros(3, 2, 0, dtype=getattr(torch, dtype))
         observations = {"none": none, "x": torch.full((3, 3), float(step))}
@@ -207,7 +254,9 @@ def test_a_field_without_numbers_is_carried_like_any_other(dtype):
     storage.compute_returns(torch.zeros(3), 0.9, 0.9)
     for reshuffle in ("epoch", "once"):
         for batch in storage.mini_batch_generator(2, 3, reshuffle=reshuffle):
-            assert batch.obs["none"].shape == (3, 2, 0) and batch.obs["none"].dtype == getattr(torch, dtype)
+            assert batch.obs["none"].shape == (3, 2, 0) and batch.obs["none"].dtype == getattr(
+                torch, dtype
+            )
             assert batch.critic_obs.shape == (3, 0) and batch.obs["x"].shape == (3, 3)
 
 
@@ -217,7 +266,9 @@ WIDE, NARROW = 300, 3
 def one_more(storage, step, **more):
     """Add a step of observations as wide as the storage keeps, with what any class wants beside them."""
     x = torch.full((3, *storage.observations.shape[2:]), float(step))
-    transition = make_transition(step, 3, critic_observations=None, observations=x, next_observations=x + 1)
+    transition = make_transition(
+        step, 3, critic_observations=None, observations=x, next_observations=x + 1
+    )
     storage.add_transitions(transition)
 
 
@@ -292,7 +343,9 @@ def test_generators_begun_in_inference_mode_go_on_outside_of_it(cls, width, how)
         x = torch.full((3, width), float(step))
         dones, states = torch.tensor([step == 1, False, True]), torch.full((1, 3, 2), float(step))
         more = {"observations": x, "next_observations": x + 1, "hidden_states": states}
-        storage.add_transitions(make_transition(step, 3, 1, dones, critic_observations=None, **more))
+        storage.add_transitions(
+            make_transition(step, 3, 1, dones, critic_observations=None, **more)
+        )
     storage.compute_returns(torch.zeros(3), 0.9, 0.9)
     is_recurrent = how == "recurrent"
     with torch.inference_mode():

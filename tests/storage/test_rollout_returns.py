@@ -27,7 +27,9 @@ def random_fill(storage, seed=0, done_rate=0.3, **more):
         cut = done & (torch.rand(B, generator=generator) < 0.5)
         rewards, values, final = torch.randn(3, B, R, generator=generator)
         transition = make_transition(step, B, R, done, rewards=rewards, values=values, **more)
-        storage.add_transitions(broken(broken(transition, "time_outs", cut), "bootstrap_values", final))
+        storage.add_transitions(
+            broken(broken(transition, "time_outs", cut), "bootstrap_values", final)
+        )
     return storage
 
 
@@ -63,7 +65,9 @@ def test_truncation_final_needs_the_values_of_the_final_observations():
     before = everything(storage)
     with pytest.raises(UsageError) as caught:
         storage.compute_returns(torch.zeros(4, 1), 0.9, 0.9, truncation="final")
-    assert "expected bootstrap_values, the values of the true final observations" in str(caught.value)
+    assert "expected bootstrap_values, the values of the true final observations" in str(
+        caught.value
+    )
     assert_same(before, everything(storage))
 
 
@@ -85,7 +89,10 @@ def test_a_bootstrap_value_of_an_earlier_rollout_is_not_used_again():
             "with 'last_values': expected float32 of shape [4, 1] or [4], got shape [3, 1].",
         ),
         ({"gamma": 1.5}, "expected gamma in [0, 1], got 1.5."),
-        ({"lam": torch.zeros(2)}, "with 'lam': expected float32 of shape [1] or [], got shape [2]."),
+        (
+            {"lam": torch.zeros(2)},
+            "with 'lam': expected float32 of shape [1] or [], got shape [2].",
+        ),
         ({"normalize": "all"}, "expected None or one of 'global', 'per_reward', got 'all'."),
         ({"truncation": "none"}, "expected truncation one of 'cut', 'final', 'value', got 'none'."),
     ],
@@ -102,8 +109,14 @@ def test_wrong_arguments_of_compute_returns_change_nothing(arguments, text):
 
 def test_partial_rollouts_need_to_be_asked_for():
     storage = fill(make_storage(), count=4)
-    for call in (lambda: storage.compute_returns(torch.zeros(4), 0.9, 0.9), lambda: storage.mini_batch_generator(1, 1)):
-        with pytest.raises(UsageError, match=r"of a partial rollout: expected 6 steps, got 4\. Add the rest, or call"):
+    for call in (
+        lambda: storage.compute_returns(torch.zeros(4), 0.9, 0.9),
+        lambda: storage.mini_batch_generator(1, 1),
+    ):
+        with pytest.raises(
+            UsageError,
+            match=r"of a partial rollout: expected 6 steps, got 4\. Add the rest, or call",
+        ):
             call()
     storage.compute_returns(torch.zeros(4), 0.9, 0.9, allow_partial=True, normalize=None)
     assert not storage.returns[4:].any()
@@ -121,7 +134,9 @@ def test_an_empty_storage_says_so_at_the_call():
         lambda: storage.compute_returns(torch.zeros(4), 0.9, 0.9),
         storage.get_statistics,
     ):
-        with pytest.raises(BufferEmptyError, match=r"expected a rollout, got no step since the last clear\(\)"):
+        with pytest.raises(
+            BufferEmptyError, match=r"expected a rollout, got no step since the last clear\(\)"
+        ):
             call()
 
 
@@ -129,9 +144,14 @@ def test_i14_each_reward_head_may_be_normalized_apart_and_one_number_gives_zero(
     storage = random_fill(make_storage(5, 9, num_rewards=3))
     storage.compute_returns(torch.zeros(5, 3), 0.9, 0.9, normalize="per_reward")
     torch.testing.assert_close(storage.advantages.mean((0, 1)), torch.zeros(3), atol=1e-5, rtol=0)
-    torch.testing.assert_close(storage.advantages.flatten(0, 1).std(0), torch.ones(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        storage.advantages.flatten(0, 1).std(0), torch.ones(3), atol=1e-4, rtol=0
+    )
     storage.compute_returns(torch.zeros(5, 3), 0.9, 0.9)
-    assert abs(float(storage.advantages.mean())) < 1e-5 and abs(float(storage.advantages.std()) - 1) < 1e-4
+    assert (
+        abs(float(storage.advantages.mean())) < 1e-5
+        and abs(float(storage.advantages.std()) - 1) < 1e-4
+    )
     single = random_fill(make_storage(1, 1))
     single.compute_returns(torch.zeros(1, 1), 0.9, 0.9)
     assert single.advantages.item() == 0
@@ -143,7 +163,9 @@ def test_i05_statistics_change_nothing():
     before = everything(storage)
     length, reward = storage.get_statistics()
     # segments: 2+1, 3, 3, 1+1+1
-    assert float(length) == pytest.approx(12 / 7) and float(reward) == pytest.approx(float(storage.rewards.mean()))
+    assert float(length) == pytest.approx(12 / 7) and float(reward) == pytest.approx(
+        float(storage.rewards.mean())
+    )
     assert length.dtype == reward.dtype == torch.float32
     assert_same(before, everything(storage))
 
@@ -158,4 +180,7 @@ def test_what_comes_after_a_done_does_not_show_before_it(odd):
     assert torch.equal(storage.returns[:2], other.returns[:2]) and torch.equal(
         storage.returns[:, 1], other.returns[:, 1]
     )
-    assert torch.equal(storage.advantages[:2], other.advantages[:2]) and not storage.returns[2, 0].isfinite()
+    assert (
+        torch.equal(storage.advantages[:2], other.advantages[:2])
+        and not storage.returns[2, 0].isfinite()
+    )

@@ -51,9 +51,15 @@ def test_tensors_have_the_shapes_and_dtypes_of_the_contract():
     for name, shape in shapes.items():
         tensor = getattr(storage, name)
         assert tuple(tensor.shape) == shape, name
-        assert tensor.dtype == {"dones": torch.uint8, "time_outs": torch.bool}.get(name, torch.float32)
+        assert tensor.dtype == {"dones": torch.uint8, "time_outs": torch.bool}.get(
+            name, torch.float32
+        )
         assert not tensor.any()
-    assert storage.bootstrap_values is None and storage.step == 0 and storage.num_transitions_per_env == 6
+    assert (
+        storage.bootstrap_values is None
+        and storage.step == 0
+        and storage.num_transitions_per_env == 6
+    )
     with pytest.raises(AttributeError, match="no attribute 'reward'"):
         _ = storage.reward
 
@@ -81,7 +87,8 @@ def test_what_is_added_stands_at_its_step():
 )
 def test_flags_of_any_dtype_and_flat_values_are_taken(make):
     done = make(
-        torch.tensor([0, 3, 0, 1], dtype=torch.uint8), **({} if make is not torch.Tensor.to else {"dtype": torch.int8})
+        torch.tensor([0, 3, 0, 1], dtype=torch.uint8),
+        **({} if make is not torch.Tensor.to else {"dtype": torch.int8}),
     )
     storage = make_storage(num_steps=1)
     flat = make_transition(0, 4, done=done, time_outs=done)
@@ -153,9 +160,21 @@ def test_a_field_that_is_not_kept_is_refused_by_name():
 def test_errors_of_shape_and_dtype_say_what_was_expected():
     storage = make_storage()
     for name, value, text in [
-        ("rewards", torch.zeros(4, 2), "with 'rewards': expected float32 of shape [4, 1] or [4], got shape [4, 2]."),
-        ("dones", torch.zeros(3), "with 'dones': expected flags of shape [4, 1] or [4], got shape [3]."),
-        ("actions", torch.zeros(4), "with 'actions': expected float32 of shape [4, 2], got shape [4]."),
+        (
+            "rewards",
+            torch.zeros(4, 2),
+            "with 'rewards': expected float32 of shape [4, 1] or [4], got shape [4, 2].",
+        ),
+        (
+            "dones",
+            torch.zeros(3),
+            "with 'dones': expected flags of shape [4, 1] or [4], got shape [3].",
+        ),
+        (
+            "actions",
+            torch.zeros(4),
+            "with 'actions': expected float32 of shape [4, 2], got shape [4].",
+        ),
         (
             "values",
             torch.zeros(4, dtype=torch.complex64),
@@ -169,7 +188,10 @@ def test_errors_of_shape_and_dtype_say_what_was_expected():
     ]:
         with pytest.raises(SchemaError) as caught:
             storage.add_transitions(broken(make_transition(0, 4), name, value))
-        assert str(caught.value) == f"cannot add a transition {text} Raised by RolloutStorage.add_transitions."
+        assert (
+            str(caught.value)
+            == f"cannot add a transition {text} Raised by RolloutStorage.add_transitions."
+        )
 
 
 BAD_VALUES = [
@@ -232,7 +254,10 @@ class CostStorage(RolloutStorage):
 
     def declare_columns(self):
         fields = (Field("costs", self.cost_shape),)
-        return [*super().declare_columns(), Column("costs", fields, "costs", "old_costs", argument="cost_shape")]
+        return [
+            *super().declare_columns(),
+            Column("costs", fields, "costs", "old_costs", argument="cost_shape"),
+        ]
 
 
 def test_i17_a_subclass_adds_a_field_in_one_place(tmp_path):
@@ -254,7 +279,9 @@ def test_transitions_mini_batches_and_saved_arguments_follow_from_a_column(tmp_p
     transition = storage.Transition()
     assert transition.costs is None and isinstance(transition, Transition)
     for step in range(3):
-        vars(transition).update(vars(make_transition(step, 2)) | {"costs": torch.full((2, 4), float(step))})
+        vars(transition).update(
+            vars(make_transition(step, 2)) | {"costs": torch.full((2, 4), float(step))}
+        )
         storage.add_transitions(transition)
     transition.clear()
     assert transition.costs is None and not hasattr(RolloutStorage.Transition(), "costs")
@@ -262,9 +289,16 @@ def test_transitions_mini_batches_and_saved_arguments_follow_from_a_column(tmp_p
     storage.save(tmp_path / "kept")
     loaded = CostStorage.load(tmp_path / "kept")
     assert loaded.cost_shape == (4,) and torch.equal(loaded.costs, storage.costs)
-    for batch in [*loaded.mini_batch_generator(2, 1), *copy.deepcopy(loaded).recurrent_mini_batch_generator(1, 1)]:
+    for batch in [
+        *loaded.mini_batch_generator(2, 1),
+        *copy.deepcopy(loaded).recurrent_mini_batch_generator(1, 1),
+    ]:
         assert batch._fields == (*RolloutStorage.MiniBatch._fields, "old_costs")
-        expected = batch.obs[..., :1].floor() if batch.masks is None else torch.arange(3.0).reshape(3, 1, 1)
+        expected = (
+            batch.obs[..., :1].floor()
+            if batch.masks is None
+            else torch.arange(3.0).reshape(3, 1, 1)
+        )
         assert torch.equal(batch.old_costs, expected.expand_as(batch.old_costs))
 
 
@@ -306,7 +340,9 @@ def test_flags_assigned_from_other_dtypes_are_kept_as_zero_and_one():
     storage.dones = torch.full((6, 4, 1), 2)
     storage.time_outs = torch.full((6, 4, 1), 0.5)
     assert storage.dones.eq(1).all() and storage.time_outs.all()
-    with pytest.raises(FieldTypeError, match="cannot assign to 'returns': expected a dense tensor, got float"):
+    with pytest.raises(
+        FieldTypeError, match="cannot assign to 'returns': expected a dense tensor, got float"
+    ):
         storage.returns = 1.0
 
 
@@ -336,7 +372,10 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
             "create a QueueRolloutStorage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'",
         ),
         ({"device": None}, "expected device a torch device such as 'cpu' or 'cuda:0', got None"),
-        ({"output_device": "nope"}, "expected output_device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
+        (
+            {"output_device": "nope"},
+            "expected output_device a torch device such as 'cpu' or 'cuda:0', got 'nope'",
+        ),
         ({"num_rewards": True}, "expected num_rewards >= 1 and a whole number, got True"),
         ({"generator": 2**64}, "a seed as a whole number of 64 bits, got 18446744073709551616"),
         ({"buffer_dilation_ratio": float("inf")}, "expected buffer_dilation_ratio >= 1, got inf"),
@@ -368,7 +407,9 @@ def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got
     if name == "critic_observations" and not shape:
         assert RolloutStorage(2, 2, *shapes.values()).critic_observations is None
         return
-    argument = {"observations": "obs_shape", "actions": "actions_shape"}.get(name, "critic_obs_shape")
+    argument = {"observations": "obs_shape", "actions": "actions_shape"}.get(
+        name, "critic_obs_shape"
+    )
     where = f"'{argument}/a'" if isinstance(shape.get("a"), dict) else f"'{argument}'"
     with pytest.raises(SchemaError) as caught:
         RolloutStorage(2, 2, *shapes.values())
@@ -381,7 +422,13 @@ def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got
 def test_a_column_cannot_stand_below_another_one():
     class Below(RolloutStorage):
         def declare_columns(self):
-            return [*super().declare_columns(), Column("more", (Field("more", ()), Field("more/x", ())), source="more")]
+            return [
+                *super().declare_columns(),
+                Column("more", (Field("more", ()), Field("more/x", ())), source="more"),
+            ]
 
-    with pytest.raises(SchemaError, match="declare the fields of a storage: expected 'more' a leaf or a mapping, got"):
+    with pytest.raises(
+        SchemaError,
+        match="declare the fields of a storage: expected 'more' a leaf or a mapping, got",
+    ):
         make_storage(2, 2, Below)

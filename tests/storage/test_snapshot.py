@@ -26,7 +26,14 @@ from storage import (
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataWarning
 from storage.saving.saved_store import STORES, State, Store
 from tests.saved import config_of
-from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
+from tests.storage.rollouts import (
+    ACTIONS,
+    assert_same,
+    broken,
+    everything,
+    make_storage,
+    make_transition,
+)
 
 KINDS = {
     "plain": (RolloutStorage, {}),
@@ -41,7 +48,9 @@ def advance(storage, first, count, hidden=False):
     num_envs = storage.num_envs
     for step in range(first, first + count):
         done = torch.tensor([(step + env) % 3 == 0 for env in range(num_envs)])
-        transition = make_transition(step, num_envs, 1, done, time_outs=done, bootstrap_values=torch.ones(num_envs))
+        transition = make_transition(
+            step, num_envs, 1, done, time_outs=done, bootstrap_values=torch.ones(num_envs)
+        )
         if isinstance(storage, ActionLabelRollout):
             transition.action_labels = torch.full((num_envs, ACTIONS), float(step))
         if isinstance(storage, SarsaRolloutStorage):
@@ -68,7 +77,12 @@ def make(kind, state):
 
 def batches_of(storage):
     storage.compute_returns(torch.zeros(3), 0.9, 0.9, allow_partial=True)
-    flat = [x for batch in storage.mini_batch_generator(2, 2) for x in batch if isinstance(x, torch.Tensor)]
+    flat = [
+        x
+        for batch in storage.mini_batch_generator(2, 2)
+        for x in batch
+        if isinstance(x, torch.Tensor)
+    ]
     return flat + [batch.masks for batch in storage.recurrent_mini_batch_generator(3, 1)]
 
 
@@ -121,14 +135,20 @@ def test_states_keep_their_structure_and_nested_observations_their_dtypes(tmp_pa
     for step in range(3):
         observations = {
             "image": torch.full((2, 2, 2), step, dtype=torch.uint8),
-            "deep": {"half": torch.full((2, 3), step + 0.5).bfloat16(), "id": torch.tensor([step, step + 1])},
+            "deep": {
+                "half": torch.full((2, 3), step + 0.5).bfloat16(),
+                "id": torch.tensor([step, step + 1]),
+            },
         }
         hidden = (None, (torch.ones(1, 2, 4), torch.zeros(3, 2, 5)))
         transition = make_transition(step, 2, hidden_states=hidden, critic_observations=None)
         storage.add_transitions(broken(transition, "observations", observations))
     storage.save(tmp_path / "kept")
     loaded = load_store(tmp_path / "kept")
-    assert type(loaded) is RolloutStorage and loaded.observations["deep"]["half"].dtype == torch.bfloat16
+    assert (
+        type(loaded) is RolloutStorage
+        and loaded.observations["deep"]["half"].dtype == torch.bfloat16
+    )
     assert_same(everything(storage), everything(loaded))
     actor, (first, second) = loaded.saved_hidden_states
     assert actor is None and first.shape == (3, 1, 2, 4) and second.shape == (3, 3, 2, 5)
@@ -138,7 +158,9 @@ def test_states_keep_their_structure_and_nested_observations_their_dtypes(tmp_pa
 def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
     storage = make("plain", "full")
     before = everything(storage)
-    with pytest.raises(SchemaError, match="expected one of RolloutStorage, got one of QueueRolloutStorage"):
+    with pytest.raises(
+        SchemaError, match="expected one of RolloutStorage, got one of QueueRolloutStorage"
+    ):
         storage.load_state_dict(make("queue", "part").state_dict())
     with pytest.raises(SchemaError, match="expected one with num_envs=3, got 4"):
         storage.load_state_dict(make_storage(4, 4).state_dict())
@@ -155,7 +177,9 @@ def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
 def test_saving_again_replaces(tmp_path):
     for state, step in (("part", 2), ("full", 4)):
         make("plain", state).save(tmp_path / "kept")
-        assert RolloutStorage.load(tmp_path / "kept").step == step and [p.name for p in tmp_path.iterdir()] == ["kept"]
+        assert RolloutStorage.load(tmp_path / "kept").step == step and [
+            p.name for p in tmp_path.iterdir()
+        ] == ["kept"]
 
 
 def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
@@ -178,7 +202,10 @@ def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
         added.wait(60)
         for _ in range(8):
             storage.save(tmp_path / "kept")
-            loaded, tensors = RolloutStorage.load(tmp_path / "kept"), storage.state_dict()["tensors"]
+            loaded, tensors = (
+                RolloutStorage.load(tmp_path / "kept"),
+                storage.state_dict()["tensors"],
+            )
             assert torch.equal(loaded.observations[:, 0, 0], loaded.values[:, 0, 0])
             assert torch.equal(tensors["observations"][:, 0, 0], tensors["values"][:, 0, 0])
     finally:
@@ -204,7 +231,10 @@ def test_saving_never_replaces_what_is_no_save(tmp_path):
     link.symlink_to(folder)
     for state in ("part", "full"):
         make("plain", state).save(link)
-    assert link.is_symlink() and RolloutStorage.load(folder).step == RolloutStorage.load(link).step == 4
+    assert (
+        link.is_symlink()
+        and RolloutStorage.load(folder).step == RolloutStorage.load(link).step == 4
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
 
 
@@ -324,7 +354,10 @@ CUDA_STATE_BYTES = 16
 
 
 def with_random_state_of_cuda(state, number):
-    tensors = {**state["tensors"], "rng": torch.full((CUDA_STATE_BYTES,), number, dtype=torch.uint8)}
+    tensors = {
+        **state["tensors"],
+        "rng": torch.full((CUDA_STATE_BYTES,), number, dtype=torch.uint8),
+    }
     return {**state, "tensors": tensors}
 
 

@@ -7,15 +7,35 @@ import json
 import pytest
 import torch
 
-from storage import HiddenStates, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage, SchemaError, load_store
+from storage import (
+    HiddenStates,
+    QueueRolloutStorage,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    SchemaError,
+    load_store,
+)
 from storage.errors import CorruptFileError
 from tests.saved import config_of
 from tests.storage.rollouts import assert_same, everything, make_storage, make_transition
 
 KINDS = (RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage)
 COUNTS = [True, 1.5, "q", 77, -1, None, [], 10**400]
-LAYOUTS = ["tensors", 3, True, {}, ["q"], [["tensor", 5]], [{}], [{"names": ["a"]}, "tensor", "tensor"]]
-LAYOUTS += [[{"names": ["a", "a"]}, "tensor", "tensor"], [{"names": 5}, "tensor"], [{"names": ["class"]}, "tensor"]]
+LAYOUTS = [
+    "tensors",
+    3,
+    True,
+    {},
+    ["q"],
+    [["tensor", 5]],
+    [{}],
+    [{"names": ["a"]}, "tensor", "tensor"],
+]
+LAYOUTS += [
+    [{"names": ["a", "a"]}, "tensor", "tensor"],
+    [{"names": 5}, "tensor"],
+    [{"names": ["class"]}, "tensor"],
+]
 LAYOUTS += [[{"names": ["tensor"]}], "tensor", ["tensor", "tensor", "tensor"], None]
 FINALS = [[0], [0, 1, 1], [True], [9], [-1], "x", None, [0, 1, 2, 3]]
 HAS_NEXT = [[1] * 4, None, "true", [True] * 5, [True, None]]
@@ -26,7 +46,12 @@ def filled(kind):
     for step in range(3):
         states = HiddenStates(torch.full((1, 3, 2), float(step)), torch.ones(2, 3, 5))
         x = torch.full((3, 3), float(step))
-        more = {"observations": x, "next_observations": x + 1, "hidden_states": states, "critic_observations": None}
+        more = {
+            "observations": x,
+            "next_observations": x + 1,
+            "hidden_states": states,
+            "critic_observations": None,
+        }
         storage.add_transitions(make_transition(step, 3, 1, torch.ones(3), **more))
     return storage
 
@@ -44,7 +69,11 @@ def test_counts_of_a_state_are_ints_in_their_range(kind, name):
     storage = filled(kind)
     state = storage.state_dict()
     for value in [*COUNTS, 3, 5] if name == "num_rows" else COUNTS:
-        refuse(storage, {**state, "numbers": {**state["numbers"], name: value}}, f"with '{name}': expected an int from")
+        refuse(
+            storage,
+            {**state, "numbers": {**state["numbers"], name: value}},
+            f"with '{name}': expected an int from",
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +81,11 @@ def test_the_layout_of_states_is_one_and_fits_their_tensors(kind):
     storage = filled(kind)
     state = storage.state_dict()
     for layout in LAYOUTS:
-        refuse(storage, {**state, "numbers": {**state["numbers"], "states": layout}}, "load a state with")
+        refuse(
+            storage,
+            {**state, "numbers": {**state["numbers"], "states": layout}},
+            "load a state with",
+        )
     storage.load_state_dict(state)
     assert isinstance(storage.saved_hidden_states, HiddenStates)
 
@@ -74,7 +107,11 @@ def test_a_state_that_is_no_mapping_is_refused(state):
 @pytest.mark.parametrize("version", [2, 0, "1", None])
 def test_a_state_of_another_version_is_refused(version):
     storage = filled(RolloutStorage)
-    refuse(storage, {**storage.state_dict(), "version": version}, f"expected version 1, got {version!r}")
+    refuse(
+        storage,
+        {**storage.state_dict(), "version": version},
+        f"expected version 1, got {version!r}",
+    )
 
 
 def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
@@ -87,21 +124,36 @@ def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
     state = sarsa.state_dict()
     for name, values in (("finals", FINALS), ("has_next", HAS_NEXT)):
         for value in values:
-            refuse(sarsa, {**state, "numbers": {**state["numbers"], name: value}}, "load a state with")
+            refuse(
+                sarsa, {**state, "numbers": {**state["numbers"], name: value}}, "load a state with"
+            )
     wrong = {
-        "finals/0/envs": [torch.tensor([0, 1, 3]), torch.zeros(3), torch.tensor(0), torch.tensor([0, 1, -1])],
+        "finals/0/envs": [
+            torch.tensor([0, 1, 3]),
+            torch.zeros(3),
+            torch.tensor(0),
+            torch.tensor([0, 1, -1]),
+        ],
         "finals/0/of/observations": [torch.zeros(2, 3), torch.zeros(3, 3, dtype=torch.float64)],
         "finals/3/envs": [torch.tensor([0])],
-        "whole/observations": [torch.zeros(4, 3, 3), torch.zeros(6, 3, 3), torch.zeros(5, 3, 3).double()],
+        "whole/observations": [
+            torch.zeros(4, 3, 3),
+            torch.zeros(6, 3, 3),
+            torch.zeros(5, 3, 3).double(),
+        ],
         "whole/actions": [torch.zeros(5, 3, 2)],
     }
     for name, values in wrong.items():
         for value in values:
-            refuse(sarsa, {**state, "tensors": {**state["tensors"], name: value}}, "load a state with")
+            refuse(
+                sarsa, {**state, "tensors": {**state["tensors"], name: value}}, "load a state with"
+            )
     sarsa.load_state_dict(state)
 
 
-@pytest.mark.parametrize("name, value", [("step", 77), ("step", 1.5), ("num_partial_rows", True), ("states", ["q"])])
+@pytest.mark.parametrize(
+    "name, value", [("step", 77), ("step", 1.5), ("num_partial_rows", True), ("states", ["q"])]
+)
 def test_a_folder_with_such_numbers_is_called_damaged(tmp_path, name, value):
     filled(RolloutStorage).save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.json"

@@ -27,7 +27,10 @@ NONSENSE = [None, float("nan"), float("inf"), -1, 2**60, 10**400, [], {}, [5], "
 
 
 def stores():
-    made = [make_storage(3, 4, QueueRolloutStorage, buffer_dilation_ratio=1.5), ReplayBuffer(3, 4, generator=0)]
+    made = [
+        make_storage(3, 4, QueueRolloutStorage, buffer_dilation_ratio=1.5),
+        ReplayBuffer(3, 4, generator=0),
+    ]
     made[0].add_transitions(make_transition(0, 3))
     for cls in (NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer):
         item = {"x": torch.ones(2), "name": "a"}
@@ -38,7 +41,11 @@ def stores():
 
 def places_in(content, keys):
     """Name each of `keys`, and what is directly in it: a level, or two."""
-    return [(key, *below) for key in keys for below in [(), *([(x,) for x in content[key]] * (key != "columns"))]]
+    return [
+        (key, *below)
+        for key in keys
+        for below in [(), *([(x,) for x in content[key]] * (key != "columns"))]
+    ]
 
 
 def changed(content, place, value):
@@ -104,7 +111,9 @@ def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        with pytest.raises(CorruptFileError, match=f"open '.*{name}': expected a file, got a folder, a pipe"):
+        with pytest.raises(
+            CorruptFileError, match=f"open '.*{name}': expected a file, got a folder, a pipe"
+        ):
             load_store(tmp_path / "kept")
     finally:
         is_over.set()
@@ -128,6 +137,8 @@ def test_complex_items_are_kept(tmp_path, cls, dtype):
         x, y = (one[0]["x"] if cls is EpisodeReplayBuffer else one["x"] for one in (first, other))
         assert y.dtype == dtype and torch.equal(x, y)
     path = tmp_path / "kept" / "columns.hdf5"
-    path.write_bytes(path.read_bytes().replace(items[0]["x"].numpy().tobytes(), bytes(items[0]["x"].nbytes)))
+    path.write_bytes(
+        path.read_bytes().replace(items[0]["x"].numpy().tobytes(), bytes(items[0]["x"].nbytes))
+    )
     with pytest.raises(CorruptFileError, match="checksum"):
         load_store(tmp_path / "kept")

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import storage
-from storage import DictBuffer, QueueRolloutStorage, ReplayBuffer, RolloutStorage, SarsaRolloutStorage
+from storage import (
+    DictBuffer,
+    QueueRolloutStorage,
+    ReplayBuffer,
+    RolloutStorage,
+    SarsaRolloutStorage,
+)
 from storage.core.memory import StreamOrder
 from tests.storage.rollouts import make_storage, make_transition
 
@@ -125,15 +131,24 @@ def vectors() -> Any:
 
 
 def expert() -> Any:
-    return storage.TrajectoryDictBuffer([rows(3) | {"done": torch.arange(3).unsqueeze(1) == 2}] * 2, generator=0)
+    return storage.TrajectoryDictBuffer(
+        [rows(3) | {"done": torch.arange(3).unsqueeze(1) == 2}] * 2, generator=0
+    )
 
 
 KINDS = (RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage)
 #: What is made, what writes to it, what reads from it.
-CASES: dict[str, tuple[Callable[[], Any], list[Callable[[Any], Any]], list[Callable[[Any], Any]]]] = {
+CASES: dict[
+    str, tuple[Callable[[], Any], list[Callable[[Any], Any]], list[Callable[[Any], Any]]]
+] = {
     kind.__name__: (
         lambda kind=kind: rollout(kind),
-        [add_steps, assign, lambda x: x.compute_returns(torch.zeros(4, 1), 0.9, 0.9), lambda x: load(x)],
+        [
+            add_steps,
+            assign,
+            lambda x: x.compute_returns(torch.zeros(4, 1), 0.9, 0.9),
+            lambda x: load(x),
+        ],
         [
             take_batches,
             lambda x: list(x.mini_batch_generator(2, 1, reshuffle="once")),
@@ -191,7 +206,9 @@ def load(made: Any) -> None:
         for read in range(len(reads))
     ],
 )
-def test_writes_wait_for_readers_on_other_streams_and_readers_for_writes(streams, kind, write, read):
+def test_writes_wait_for_readers_on_other_streams_and_readers_for_writes(
+    streams, kind, write, read
+):
     make, writes, reads = CASES[kind]
     made = streams.on(streams.a, make)
     num_written = streams.a.num_done

@@ -17,7 +17,9 @@ WORK = "tests.trajectory_replay.crash:collect_until_killed"
 
 def collect_until_killed(folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
-    begun, saved, kept, limit = (Counter(folder / f".{name}") for name in ("begun", "saved", "kept", "limit"))
+    begun, saved, kept, limit = (
+        Counter(folder / f".{name}") for name in ("begun", "saved", "kept", "limit")
+    )
     max_trajectories = 3 if seed % 5 % 2 else None
     limit.set(max_trajectories or 0)
     buffer = TrajectoryReplayBuffer(
@@ -45,9 +47,12 @@ def collect_until_killed(folder: Path, seed: int) -> None:
 def check_what_is_left(folder: Path) -> tuple[int, int]:
     """Check that both folders load and are no older than what was waited for; give how many each holds.
 
-    A folder holds the newest ones up to some trajectory: as many as are kept, or all if there are no more.
+    A folder holds the newest ones up to some trajectory: as many as are kept, or all if there are
+    no more.
     """
-    begun, saved, kept, limit = (Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept", "limit"))
+    begun, saved, kept, limit = (
+        Counter.read(folder / f".{name}") for name in ("begun", "saved", "kept", "limit")
+    )
     held = []
     for name, least in (("auto", saved), ("checkpoint", kept)):
         try:

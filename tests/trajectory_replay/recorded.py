@@ -16,7 +16,9 @@ def code(number: int, num_steps: int, num_envs: int) -> torch.Tensor:
     return number * 10_000 + envs * 100 + steps
 
 
-def trajectory(number: int, num_steps: int = 5, num_envs: int = 3, without: Collection[str] = ()) -> dict[str, Any]:
+def trajectory(
+    number: int, num_steps: int = 5, num_envs: int = 3, without: Collection[str] = ()
+) -> dict[str, Any]:
     value = code(number, num_steps, num_envs)
     made: dict[str, Any] = {
         "rewards": value[..., None].float(),
@@ -24,7 +26,9 @@ def trajectory(number: int, num_steps: int = 5, num_envs: int = 3, without: Coll
         "dones": value[..., None] % 2 == 0,
         "curr_obs": {
             "states": value[..., None].float().expand(num_steps, num_envs, 7),
-            "images": (value[..., None, None] % 251).to(torch.uint8).expand(num_steps, num_envs, 64, 70),
+            "images": (value[..., None, None] % 251)
+            .to(torch.uint8)
+            .expand(num_steps, num_envs, 64, 70),
         },
         "half": value.bfloat16(),
         "model_weights_id": f"w{number}",
@@ -63,7 +67,9 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
         same = equal(value, other) if isinstance(value, dict) else None
         if same is None:
             both = isinstance(value, torch.Tensor)
-            same = torch.equal(value, other) and value.dtype == other.dtype if both else value == other
+            same = (
+                torch.equal(value, other) and value.dtype == other.dtype if both else value == other
+            )
         if not same:
             return False
     return True

@@ -28,7 +28,9 @@ class AnyOrder(RuleBasedStateMachine):
         saves=st.booleans(),
         file_format=st.sampled_from(["h5", "pt"]),
     )
-    def begin(self, window: int, limit: int | None, cache_size: int, saves: bool, file_format: str) -> None:
+    def begin(
+        self, window: int, limit: int | None, cache_size: int, saves: bool, file_format: str
+    ) -> None:
         self.folder, self.window = Path(tempfile.mkdtemp(dir=self.folders)), window
         self.number, self.live = 0, {}
         limits = [one for one in (limit, 0 if saves else window) if one]
@@ -79,16 +81,26 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.buffer.trajectory_ids == [*self.live]
         assert self.buffer.total_samples == 2 * sum(self.live.values())
         for version in (None, self.number - 2):
-            window = [one for one in [*self.live][-self.window or None :] if version is None or one >= version]
+            window = [
+                one
+                for one in [*self.live][-self.window or None :]
+                if version is None or one >= version
+            ]
             if not window:
                 with pytest.raises(BufferEmptyError):
                     self.buffer.sample(1, min_weights_version=version)
                 continue
-            expected = torch.cat([code(one, self.live[one], 2).flatten() for one in window]).tolist()
-            sample = self.buffer.sample(12 * len(expected), ["actions", "rewards"], min_weights_version=version)
+            expected = torch.cat(
+                [code(one, self.live[one], 2).flatten() for one in window]
+            ).tolist()
+            sample = self.buffer.sample(
+                12 * len(expected), ["actions", "rewards"], min_weights_version=version
+            )
             values = sample["actions"][:, 0].long()
             assert torch.equal(sample["rewards"][:, 0].long(), values)
-            assert set(values.tolist()) <= set(expected) and len(set(values.tolist())) > 0.9 * len(expected)
+            assert set(values.tolist()) <= set(expected) and len(set(values.tolist())) > 0.9 * len(
+                expected
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
@@ -107,7 +119,9 @@ def test_many_trajectories_of_two_kinds_are_drawn() -> None:
     for number in range(70):
         buffer.add(trajectory(number, 1, 1, ["half"] if number % 2 else []))
     sample = buffer.sample(3000)
-    assert "half" not in sample and set((sample["rewards"].flatten() // 10_000).int().tolist()) == set(range(70))
+    assert "half" not in sample and set(
+        (sample["rewards"].flatten() // 10_000).int().tolist()
+    ) == set(range(70))
 
 
 def test_what_is_drawn_is_whole_while_the_cache_gives_up_its_oldest(tmp_path: Path) -> None:

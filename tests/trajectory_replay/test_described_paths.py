@@ -10,7 +10,10 @@ from storage.errors import DataFileError, UsageError
 
 
 def trajectory(number, steps=4):
-    return {"obs": torch.full((steps, 2, 3), float(number)), "rewards": torch.full((steps, 2), float(number))}
+    return {
+        "obs": torch.full((steps, 2, 3), float(number)),
+        "rewards": torch.full((steps, 2), float(number)),
+    }
 
 
 def numbers(buffer):
@@ -41,14 +44,25 @@ def test_a_run_goes_on_in_its_own_folder(tmp_path):
 def test_ranks_load_their_shares(tmp_path):
     with TrajectoryReplayBuffer(save_path=tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(k) for k in range(5)])
-    shares = [numbers(TrajectoryReplayBuffer(load_path=tmp_path / "a", rank=rank, world_size=2)) for rank in range(2)]
-    assert sorted(shares[0] + shares[1]) == [0, 1, 2, 3, 4] and abs(len(shares[0]) - len(shares[1])) == 1
+    shares = [
+        numbers(TrajectoryReplayBuffer(load_path=tmp_path / "a", rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    assert (
+        sorted(shares[0] + shares[1]) == [0, 1, 2, 3, 4]
+        and abs(len(shares[0]) - len(shares[1])) == 1
+    )
 
 
 def test_the_two_names_of_the_folder_must_agree(tmp_path):
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path), save_path=tmp_path) as buffer:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=str(tmp_path), save_path=tmp_path
+    ) as buffer:
         assert buffer.auto_save_path == tmp_path
-    with pytest.raises(UsageError, match="create a TrajectoryReplayBuffer: expected save_path or auto_save_path, got"):
+    with pytest.raises(
+        UsageError,
+        match="create a TrajectoryReplayBuffer: expected save_path or auto_save_path, got",
+    ):
         TrajectoryReplayBuffer(auto_save_path=tmp_path / "a", save_path=tmp_path / "b")
 
 

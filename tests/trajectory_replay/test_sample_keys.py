@@ -16,7 +16,11 @@ KINDS = ["memory", "h5", "pt"]
 
 
 def filled(kind: str, folder: Path) -> TrajectoryReplayBuffer:
-    saving = {} if kind == "memory" else {"auto_save": True, "auto_save_path": folder, "trajectory_format": kind}
+    saving = (
+        {}
+        if kind == "memory"
+        else {"auto_save": True, "auto_save_path": folder, "trajectory_format": kind}
+    )
     buffer = TrajectoryReplayBuffer(seed=3, cache_size=1, **saving)
     buffer.add(trajectory(0))
     buffer.add(trajectory(1, without=["half"]))
@@ -54,9 +58,15 @@ def test_keys_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
             ):
                 buffer.sample(40, keys=keys)
         for key in ((), ("curr_obs", 1), 3, None):
-            with pytest.raises(UsageError, match=r"^cannot (name a leaf|call TrajectoryReplayBuffer\.sample)"):
+            with pytest.raises(
+                UsageError, match=r"^cannot (name a leaf|call TrajectoryReplayBuffer\.sample)"
+            ):
                 buffer.sample(40, keys=["rewards", key])
-        for key, name in (("curr", "curr"), (("curr_obs", "state"), "curr_obs/state"), ("rewards/x", "rewards/x")):
+        for key, name in (
+            ("curr", "curr"),
+            (("curr_obs", "state"), "curr_obs/state"),
+            ("rewards/x", "rewards/x"),
+        ):
             with pytest.raises(
                 KeyError,
                 match=f"TrajectoryReplayBuffer.sample: expected keys among .*, got '{name}'",

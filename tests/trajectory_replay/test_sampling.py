@@ -25,7 +25,11 @@ def make(kind: str, folder: Path, **options: Any) -> TrajectoryReplayBuffer:
         return TrajectoryReplayBuffer(**options)
     options = {"cache_size": 2, **options}
     return TrajectoryReplayBuffer(
-        enable_cache="without" not in kind, auto_save=True, auto_save_path=folder, trajectory_format=kind[:2], **options
+        enable_cache="without" not in kind,
+        auto_save=True,
+        auto_save_path=folder,
+        trajectory_format=kind[:2],
+        **options,
     )
 
 
@@ -37,7 +41,11 @@ def make(kind: str, folder: Path, **options: Any) -> TrajectoryReplayBuffer:
     flushes=st.booleans(),
 )
 def test_exactly_the_steps_of_the_window_are_drawn(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, shapes: list[tuple[int, int]], window: int, flushes: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    shapes: list[tuple[int, int]],
+    window: int,
+    flushes: bool,
 ) -> None:
     with make(kind, tmp_path_factory.mktemp("auto"), sample_window_size=window) as buffer:
         for number, shape in enumerate(shapes):
@@ -45,7 +53,10 @@ def test_exactly_the_steps_of_the_window_are_drawn(
         if flushes:
             buffer.flush()
         expected = torch.cat(
-            [code(number, *shape).flatten() for number, shape in [*enumerate(shapes)][-window or None :]]
+            [
+                code(number, *shape).flatten()
+                for number, shape in [*enumerate(shapes)][-window or None :]
+            ]
         )
         seen = torch.cat([drawn(buffer, 40 * len(expected)) for _ in range(2)])
         assert sorted(set(seen.tolist())) == sorted(expected.tolist())
@@ -66,7 +77,9 @@ def test_draws_are_uniform_over_steps_not_over_trajectories() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", [1, 1000])
-def test_more_rows_than_there_are_steps_can_be_drawn(tmp_path: Path, kind: str, number: int) -> None:
+def test_more_rows_than_there_are_steps_can_be_drawn(
+    tmp_path: Path, kind: str, number: int
+) -> None:
     """Trap R5."""
     with make(kind, tmp_path) as buffer:
         buffer.add(trajectory(0, 2, 2))
@@ -90,7 +103,9 @@ def test_a_window_of_all_keeps_all() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(tmp_path: Path, kind: str) -> None:
+def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(
+    tmp_path: Path, kind: str
+) -> None:
     """Trap R3."""
     with make(kind, tmp_path / "auto", sample_window_size=0, max_trajectories=2) as buffer:
         for number in range(6):
@@ -103,7 +118,9 @@ def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(tmp_path: Pa
         ):
             buffer.get(3)
         if kind != "memory":
-            assert sorted(path.name.split("_")[1] for path in (tmp_path / "auto").glob("trajectory_?_*")) == ["4", "5"]
+            assert sorted(
+                path.name.split("_")[1] for path in (tmp_path / "auto").glob("trajectory_?_*")
+            ) == ["4", "5"]
         assert set((drawn(buffer, 300) // 10_000).tolist()) == {4, 5}
 
 
@@ -126,7 +143,9 @@ def test_keys_may_come_and_go(tmp_path: Path, kind: str) -> None:
         assert set((sample["rewards"].flatten() // 10_000).int().tolist()) == {2, 3, 4}
         with pytest.raises(KeyError, match=r"expected keys among .*, got 'extra' of trajectory 4"):
             buffer.sample(300, keys=["extra"])
-        with pytest.raises(KeyError, match=r"expected keys among 'rewards', .*got 'reward' of trajectory \d"):
+        with pytest.raises(
+            KeyError, match=r"expected keys among 'rewards', .*got 'reward' of trajectory \d"
+        ):
             buffer.sample(3, keys=["reward"])
 
 
@@ -148,7 +167,10 @@ def test_two_buffers_with_one_seed_draw_the_same_and_nothing_global_changes() ->
         buffer.add(trajectory(0))
         values.append(drawn(buffer, 50))
     assert torch.equal(*values)
-    assert torch.equal(torch_state, torch.get_rng_state()) and (np.random.get_state()[1] == numpy_state).all()
+    assert (
+        torch.equal(torch_state, torch.get_rng_state())
+        and (np.random.get_state()[1] == numpy_state).all()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +185,9 @@ def test_what_is_added_is_copied_at_once(tmp_path: Path, kind: str) -> None:
             given_["rewards"].add_(10_000)
             given_["actions"].add_(torch.tensor([10_000, -10_000]))
         rewards = [buffer.get(number)["rewards"] for number in range(10)]
-        assert [int(reward[0, 0]) for reward in rewards] == [10_000 * number for number in range(10)]
+        assert [int(reward[0, 0]) for reward in rewards] == [
+            10_000 * number for number in range(10)
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +196,11 @@ def test_samples_belong_to_the_caller(tmp_path: Path, kind: str) -> None:
         buffer.add(trajectory(0))
         for contiguous in (False, True):
             sample = buffer.sample(30, contiguous=contiguous)
-            for leaf in (sample["rewards"], sample["curr_obs"]["states"], sample["curr_obs"]["images"]):
+            for leaf in (
+                sample["rewards"],
+                sample["curr_obs"]["states"],
+                sample["curr_obs"]["images"],
+            ):
                 leaf.zero_()
                 assert leaf.is_contiguous() or not contiguous
             drawn(buffer, 100)
@@ -193,7 +221,9 @@ def test_dataclasses_arrays_and_other_leaves_are_taken() -> None:
     given_ = Recorded(torch.ones(4, 2, 1), {"x": np.arange(8, dtype=np.int16).reshape(4, 2)}, 3)
     buffer.add(given_)
     found = buffer.get(0)
-    assert found["version"] == 3 and torch.equal(found["obs"]["x"], torch.from_numpy(given_.obs["x"]))
+    assert found["version"] == 3 and torch.equal(
+        found["obs"]["x"], torch.from_numpy(given_.obs["x"])
+    )
     assert set(buffer.sample(3)) == {"rewards", "obs"}
     assert equal(buffer.get(buffer.add(trajectory(1))), trajectory(1))
     assert equal(buffer.get(1)["curr_obs"], trajectory(1)["curr_obs"])
@@ -207,9 +237,13 @@ def test_log_probabilities_without_rewards_are_enough() -> None:
 
 
 def test_longer_flags_must_be_declared() -> None:
-    flags = torch.arange(14).reshape(7, 2, 1) % 2 == 0  # two epochs of three steps: 6 + 2 - 1 are too few
+    flags = (
+        torch.arange(14).reshape(7, 2, 1) % 2 == 0
+    )  # two epochs of three steps: 6 + 2 - 1 are too few
     given_ = {"rewards": torch.zeros(6, 2, 1), "dones": torch.arange(16).reshape(8, 2, 1)}
-    with pytest.raises(SchemaError, match=r"'dones' of a trajectory: expected \[6, 2, ...\] .* Declare 'dones'"):
+    with pytest.raises(
+        SchemaError, match=r"'dones' of a trajectory: expected \[6, 2, ...\] .* Declare 'dones'"
+    ):
         TrajectoryReplayBuffer().add(given_)
     first = TrajectoryReplayBuffer(drop_first=["dones"])
     first.add(given_)
@@ -231,16 +265,27 @@ def test_longer_flags_must_be_declared() -> None:
             {"actions": torch.zeros(4, 3, 2).double()},
             r"'actions' of a trajectory: expected \[5, 3, ...\] like the others",
         ),
-        ({"rewards": torch.zeros(5)}, r"'rewards' of a trajectory: expected \[T, B, ...\], got shape \[5\]"),
-        ({"rewards": torch.zeros(5, 3, 2)}, r"'rewards': expected float32\[1\] per step, got float32\[2\] per step"),
-        ({"rewards": torch.zeros(5, 3, 1).double()}, r"'rewards': expected float32\[1\] per step, got float64"),
+        (
+            {"rewards": torch.zeros(5)},
+            r"'rewards' of a trajectory: expected \[T, B, ...\], got shape \[5\]",
+        ),
+        (
+            {"rewards": torch.zeros(5, 3, 2)},
+            r"'rewards': expected float32\[1\] per step, got float32\[2\] per step",
+        ),
+        (
+            {"rewards": torch.zeros(5, 3, 1).double()},
+            r"'rewards': expected float32\[1\] per step, got float64",
+        ),
         ({"what": object()}, r"'what' of a trajectory: expected a tensor, an array, a str"),
         ({"task": [object()]}, r"'task' of a trajectory: expected what JSON can hold"),
         ({"curr_obs": {"a/b": torch.zeros(5, 3)}}, r"without '/'"),
     ],
 )
 @pytest.mark.parametrize("kind", ["memory", "h5"])
-def test_a_refused_trajectory_changes_nothing(tmp_path: Path, kind: str, wrong: dict[str, Any], text: str) -> None:
+def test_a_refused_trajectory_changes_nothing(
+    tmp_path: Path, kind: str, wrong: dict[str, Any], text: str
+) -> None:
     with make(kind, tmp_path) as buffer:
         buffer.add(trajectory(0))
         with pytest.raises(SchemaError, match=text):
@@ -304,7 +349,11 @@ def test_clearing_the_cache_stops_nothing(tmp_path: Path, kind: str) -> None:
         if kind == "memory":
             assert len(buffer) == 0
         else:
-            assert buffer.cached_ids == [] and set((drawn(buffer, 300) // 10_000).tolist()) == {0, 1, 2}
+            assert buffer.cached_ids == [] and set((drawn(buffer, 300) // 10_000).tolist()) == {
+                0,
+                1,
+                2,
+            }
         buffer.add(trajectory(3))
         assert 3 in set((drawn(buffer, 300) // 10_000).tolist())
         buffer.clear()
@@ -324,7 +373,9 @@ def test_threads_add_and_sample_at_once(tmp_path: Path, kind: str) -> None:
 
         def sample() -> None:
             try:
-                while not done.wait(0.0005):  # locks are not fair: samplers that never rest may keep `add` out
+                while not done.wait(
+                    0.0005
+                ):  # locks are not fair: samplers that never rest may keep `add` out
                     drawn(buffer, 64)
             except BaseException as failure:  # noqa: BLE001 - shown below
                 failures.append(failure)
@@ -353,7 +404,10 @@ def test_only_trajectories_of_a_recent_policy_are_drawn() -> None:
     assert set((values // 10_000).tolist()) == {4, 5, 7}
     with pytest.raises(BufferEmptyError, match="none of version 3 or later"):
         buffer.sample(1, min_weights_version=3)
-    assert buffer.about(7)["weights_version"] == 2 and len({buffer.about(one)["uuid"] for one in range(8)}) == 8
+    assert (
+        buffer.about(7)["weights_version"] == 2
+        and len({buffer.about(one)["uuid"] for one in range(8)}) == 8
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -364,17 +418,29 @@ def test_a_closed_buffer_says_so(tmp_path: Path, kind: str) -> None:
     buffer.add(trajectory(0))
     buffer.close()
     buffer.close()
-    for call in (lambda: buffer.sample(1), lambda: buffer.add(trajectory(1)), lambda: buffer.save_checkpoint(tmp_path)):
+    for call in (
+        lambda: buffer.sample(1),
+        lambda: buffer.add(trajectory(1)),
+        lambda: buffer.save_checkpoint(tmp_path),
+    ):
         with pytest.raises(ClosedError):
             call()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.bool]
+)
 def test_trajectories_of_other_keys_are_drawn_together_in_every_dtype(dtype: torch.dtype) -> None:
     buffer = TrajectoryReplayBuffer()
     for value, more in ((0, ()), (1, ("extra",))):
         leaf = torch.full((3, 2, 4), value).to(dtype)
-        buffer.add({"rewards": torch.full((3, 2), float(value)), "leaf": leaf, **dict.fromkeys(more, leaf)})
+        buffer.add(
+            {"rewards": torch.full((3, 2), float(value)), "leaf": leaf, **dict.fromkeys(more, leaf)}
+        )
     batch = buffer.sample(50)
-    assert set(batch) == {"rewards", "leaf"} and batch["leaf"].dtype is dtype and batch["rewards"].unique().numel() == 2
+    assert (
+        set(batch) == {"rewards", "leaf"}
+        and batch["leaf"].dtype is dtype
+        and batch["rewards"].unique().numel() == 2
+    )
     assert torch.equal(batch["leaf"].long(), batch["rewards"].view(-1, 1).expand(50, 4).long())

@@ -28,7 +28,9 @@ def leaves(tree: dict[str, Any]) -> dict[str, torch.Tensor]:
     found = {}
     for name, leaf in tree.items():
         found.update(
-            {f"{name}/{one}": x for one, x in leaves(leaf).items()} if isinstance(leaf, dict) else {name: leaf}
+            {f"{name}/{one}": x for one, x in leaves(leaf).items()}
+            if isinstance(leaf, dict)
+            else {name: leaf}
         )
     return found
 
@@ -37,7 +39,9 @@ LENGTHS = st.dictionaries(st.sampled_from(["a", "b", "oa", "ob"]), st.integers(1
 
 
 @settings(max_examples=100)
-@given(max_size=st.integers(0, 4), puts=st.lists(st.tuples(st.integers(0, 8), LENGTHS), max_size=20))
+@given(
+    max_size=st.integers(0, 4), puts=st.lists(st.tuples(st.integers(0, 8), LENGTHS), max_size=20)
+)
 def test_it_equals_an_ordered_dict(max_size: int, puts: list[tuple[int, dict[str, int]]]) -> None:
     """Trap R7."""
     cache, model = TrajectoryCache(max_size), OrderedDict()
@@ -86,7 +90,10 @@ def test_an_id_that_is_not_here_is_named() -> None:
     cache = TrajectoryCache(1)
     cache.put(0, {"x": torch.ones(1)})
     cache.put(1, {"x": torch.ones(1)})
-    with pytest.raises(MissingFieldError, match=r"^cannot find the trajectory in the cache: expected one of 1 cached"):
+    with pytest.raises(
+        MissingFieldError,
+        match=r"^cannot find the trajectory in the cache: expected one of 1 cached",
+    ):
         cache.get(0)
 
 
@@ -128,7 +135,10 @@ def test_threads_put_and_get_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [(5, "a nested mapping of tensors, got int"), ({"a": torch.ones(2), "task": "walk"}, r"'task': .*, got str")],
+    [
+        (5, "a nested mapping of tensors, got int"),
+        ({"a": torch.ones(2), "task": "walk"}, r"'task': .*, got str"),
+    ],
 )
 def test_what_is_no_trajectory_is_refused(what: Any, text: str) -> None:
     cache = TrajectoryCache(2)

@@ -20,7 +20,13 @@ import torch
 
 from rollout_data.blocks.block_header import open_block
 from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
-from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
+from storage.errors import (
+    BackgroundError,
+    CorruptFileError,
+    DataFileError,
+    RolloutDataWarning,
+    UnsafeFileError,
+)
 from storage.live.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 from tests.watch import opened
@@ -42,7 +48,9 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("auto_save", [False, True])
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_a_resumed_buffer_draws_what_the_other_would_have(tmp_path: Path, file_format: str, auto_save: bool) -> None:
+def test_a_resumed_buffer_draws_what_the_other_would_have(
+    tmp_path: Path, file_format: str, auto_save: bool
+) -> None:
     """Traps R4 and R6: complete before any sample; the random state goes on."""
     options = {"trajectory_format": file_format, "trusted": True}
     saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"} if auto_save else {}
@@ -54,7 +62,10 @@ def test_a_resumed_buffer_draws_what_the_other_would_have(tmp_path: Path, file_f
         resumed.load_checkpoint(tmp_path / "a")
         for _ in range(3):
             assert torch.equal(drawn(buffer, 40), drawn(resumed, 40))
-        assert resumed.trajectory_ids == buffer.trajectory_ids and resumed.total_samples == buffer.total_samples
+        assert (
+            resumed.trajectory_ids == buffer.trajectory_ids
+            and resumed.total_samples == buffer.total_samples
+        )
         for one in range(5):
             assert equal(resumed.get(one), trajectory(one, 2 + one % 3, 2))
             assert resumed.about(one) == buffer.about(one)
@@ -66,8 +77,14 @@ def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
     """Trap R3."""
     filled(8, sample_window_size=3).save_checkpoint(tmp_path / "a")
     index = json.loads((tmp_path / "a" / "trajectory_index.json").read_text())
-    assert index["trajectory_id_list"] == [5, 6, 7] and list(index["trajectory_index"]) == ["5", "6", "7"]
-    assert index["trajectory_index"]["6"]["num_samples"] == 4 and index["trajectory_index"]["6"]["shape"] == [2, 2]
+    assert index["trajectory_id_list"] == [5, 6, 7] and list(index["trajectory_index"]) == [
+        "5",
+        "6",
+        "7",
+    ]
+    assert index["trajectory_index"]["6"]["num_samples"] == 4 and index["trajectory_index"]["6"][
+        "shape"
+    ] == [2, 2]
     files = [f"trajectory_{one}_w{one}.h5" for one in (5, 6, 7)]
     assert names_in(tmp_path / "a") == ["metadata.json", *files, "trajectory_index.json"]
     summary = json.loads((tmp_path / "a" / "metadata.json").read_text())
@@ -139,7 +156,11 @@ def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.warns(RolloutDataWarning, match="2 trajectories of an earlier run"):
         assert buffer.add(trajectory(9)) == 2
     buffer.close()
-    assert {name.split("_")[1] for name in names_in(tmp_path) if name.endswith("h5")} == {"0", "1", "2"}
+    assert {name.split("_")[1] for name in names_in(tmp_path) if name.endswith("h5")} == {
+        "0",
+        "1",
+        "2",
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -162,7 +183,8 @@ def test_ranks_share_a_checkpoint_and_never_an_id(tmp_path: Path, world_size: in
 def test_ranks_that_save_under_one_path_are_loaded_as_one(tmp_path: Path) -> None:
     """Trap R13."""
     buffers = [
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, rank=rank, world_size=3) for rank in range(3)
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, rank=rank, world_size=3)
+        for rank in range(3)
     ]
     for rank, buffer in enumerate(buffers):
         for one in range(2):
@@ -200,7 +222,10 @@ def test_an_existing_folder_is_loaded() -> None:
         assert equal(buffer.get(one), expected)
         assert buffer.about(one)["model_weights_id"] == f"w{one % 2}"
     sample = buffer.sample(100)
-    assert sample["curr_obs"]["img"].shape == (100, 2, 2) and sample["forward_inputs"]["tok"].dtype == torch.int64
+    assert (
+        sample["curr_obs"]["img"].shape == (100, 2, 2)
+        and sample["forward_inputs"]["tok"].dtype == torch.int64
+    )
     assert buffer.add(buffer.get(1)) == 3
 
 
@@ -221,7 +246,9 @@ def test_variants_of_existing_folders_are_loaded(tmp_path: Path) -> None:
     one.load_checkpoint(folder)
     assert one.total_samples == 32 and torch.equal(one.get(0)["dones"], flags["dones"][1:])
     (folder / "trajectory_2_w0.pt").unlink()
-    with pytest.warns(RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are left out: 2"):
+    with pytest.warns(
+        RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are left out: 2"
+    ):
         one.load_checkpoint(folder)
     assert one.trajectory_ids == [0, 1]
 
@@ -239,7 +266,9 @@ def test_pickles_are_read_only_by_those_who_trust_them(tmp_path: Path) -> None:
     with pytest.raises(UnsafeFileError, match="trusted=True"):
         buffer.load_checkpoint(tmp_path / "a")
     filled(2, trajectory_format="pt").save_checkpoint(tmp_path / "b")
-    torch.save({"rewards": torch.zeros(2, 2, 1), "x": Evil()}, tmp_path / "b" / "trajectory_0_w0.pt")
+    torch.save(
+        {"rewards": torch.zeros(2, 2, 1), "x": Evil()}, tmp_path / "b" / "trajectory_0_w0.pt"
+    )
     with pytest.raises(UnsafeFileError):
         buffer.load_checkpoint(tmp_path / "b")
     assert not Path("evil").exists()
@@ -270,8 +299,12 @@ def test_damage_is_reported_and_changes_nothing(tmp_path: Path, file_format: str
         lambda index: index.pop("trajectory_id_list"),
         lambda index: index["trajectory_index"].pop("1"),
         lambda index: index["trajectory_index"]["1"].update(shape=[1 << 60, 2]),
-        lambda index: index["trajectory_index"]["1"].update(shape=[1 << 60, 2], num_samples=1 << 61),
-        lambda index: index["trajectory_index"]["1"].update(shape=[1, 1 << 60], num_samples=1 << 60),
+        lambda index: index["trajectory_index"]["1"].update(
+            shape=[1 << 60, 2], num_samples=1 << 61
+        ),
+        lambda index: index["trajectory_index"]["1"].update(
+            shape=[1, 1 << 60], num_samples=1 << 60
+        ),
         lambda index: index["trajectory_index"]["1"].update(num_samples="x"),
         lambda index: index["counters"].update(rng="AAAA"),
         lambda index: index["counters"].update(seed=float("inf")),
@@ -287,13 +320,18 @@ def test_a_hostile_index_is_one_clear_error(tmp_path: Path, change: Any) -> None
     del index["crc32"]  # or else it would be found by its checksum
     change(index)
     path.write_text(json.dumps(index))
-    with pytest.raises(CorruptFileError, match=r"^cannot (load trajectories from|read the trajectory) '.*a/traj"):
+    with pytest.raises(
+        CorruptFileError, match=r"^cannot (load trajectories from|read the trajectory) '.*a/traj"
+    ):
         TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a")
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"^cannot load trajectories from '.*': expected trajectory_index"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=r"^cannot load trajectories from '.*': expected trajectory_index",
+        ):
             TrajectoryReplayBuffer().load_checkpoint(folder)
 
 
@@ -321,7 +359,10 @@ class SlowDisk(PerformanceMonitor):
 
 def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path) -> None:
     """Trap R4; reads of what is being saved are served from memory."""
-    disk, options = SlowDisk(), {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False}
+    disk, options = (
+        SlowDisk(),
+        {"auto_save": True, "auto_save_path": tmp_path / "auto", "enable_cache": False},
+    )
     with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
         for one in range(4):
             buffer.add(trajectory(one))
@@ -337,7 +378,10 @@ def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path) -> None:
 
 
 def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path) -> None:
-    disk, options = SlowDisk(), {"auto_save": True, "auto_save_path": tmp_path, "max_pending_saves": 2}
+    disk, options = (
+        SlowDisk(),
+        {"auto_save": True, "auto_save_path": tmp_path, "max_pending_saves": 2},
+    )
     with TrajectoryReplayBuffer(monitor=disk, **options) as buffer:
         thread = threading.Thread(target=lambda: [buffer.add(trajectory(one)) for one in range(6)])
         thread.start()
@@ -356,7 +400,9 @@ def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         buffer.add(trajectory(0))
-        with pytest.raises(BackgroundError, match=r"^cannot save a trajectory to .*File too large") as caught:
+        with pytest.raises(
+            BackgroundError, match=r"^cannot save a trajectory to .*File too large"
+        ) as caught:
             buffer.flush()
         assert isinstance(caught.value.__cause__, OSError)
         assert (drawn(buffer, 20) < 10_000).all()
@@ -394,15 +440,29 @@ def test_files_are_sampled_alike_where_they_cannot_be_mapped_side_by_side(tmp_pa
         "print(buffer.sample(200)['rewards'].flatten().tolist())\n"
     )
     printed = [
-        subprocess.run([sys.executable, "-c", script, one, tmp_path], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", script, one, tmp_path],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for one in ("linux", "darwin")
     ]
     assert printed[0] == printed[1] and len(printed[0]) > 200
 
 
-def test_more_files_than_can_be_mapped_are_mapped_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4)  # instead of 20,000
-    options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "sample_window_size": 3}
+def test_more_files_than_can_be_mapped_are_mapped_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4
+    )  # instead of 20,000
+    options = {
+        "auto_save": True,
+        "auto_save_path": tmp_path,
+        "enable_cache": False,
+        "sample_window_size": 3,
+    }
     with TrajectoryReplayBuffer(**options) as buffer:
         for one in range(12):
             buffer.add(trajectory(one, 2, 2))

@@ -41,12 +41,17 @@ def test_at_every_step_the_folder_loads_as_many_as_are_kept(tmp_path: Path) -> N
         assert len(found) == 3 or len(list(tmp_path.glob("*.h5"))) <= 4
 
     def before_each_change(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("os.rename", "os.remove") and Path(str(arguments[event == "os.rename"])).parent == tmp_path:
+        if (
+            event in ("os.rename", "os.remove")
+            and Path(str(arguments[event == "os.rename"])).parent == tmp_path
+        ):
             look()
 
     with (
         watching(before_each_change),
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_trajectories=3) as buffer,
+        TrajectoryReplayBuffer(
+            auto_save=True, auto_save_path=tmp_path, max_trajectories=3
+        ) as buffer,
     ):
         for number in range(20):
             buffer.add(trajectory(number, 2, 2))
@@ -55,7 +60,9 @@ def test_at_every_step_the_folder_loads_as_many_as_are_kept(tmp_path: Path) -> N
         look()
     stops = [max(ids) + 1 for ids in seen]
     assert stops == sorted(stops) and stops[-1] == 20 and len(seen) > 20
-    assert all(ids == list(range(max(0, stop - 3), stop)) for ids, stop in zip(seen, stops, strict=True))
+    assert all(
+        ids == list(range(max(0, stop - 3), stop)) for ids, stop in zip(seen, stops, strict=True)
+    )
     assert len(list(tmp_path.glob("*.h5"))) == 3
 
 
@@ -64,7 +71,9 @@ def test_what_could_not_be_written_at_first_takes_its_place_in_time(
     tmp_path: Path, limit: int | None, expected: list[int]
 ) -> None:
     (tmp_path / "trajectory_1_w1.h5").mkdir()  # in the way
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, max_trajectories=limit) as buffer:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, max_trajectories=limit
+    ) as buffer:
         buffer.add_trajectories([trajectory(number, 2, 2) for number in range(4)])
         with pytest.raises(BackgroundError):
             buffer.flush()

@@ -37,14 +37,20 @@ def known_of(folder: Path) -> tuple[Any, ...]:
     return told, buffer.rng.get_state().tolist(), buffer.add({"rewards": torch.zeros(1, 1, 1)})
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))])
-def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Path, first: int) -> None:
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))]
+)
+def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(
+    tmp_path: Path, first: int
+) -> None:
     """Every third place is flipped in turn, from number `first` on."""
     folder = saved(tmp_path / "a")
     path, expected = folder / INDEX_NAME, known_of(folder)
     content = path.read_bytes()
     state = content.index(b'"rng": "') + 8, content.index(b'"', content.index(b'"rng": "') + 8)
-    places = [place for place in range(len(content)) if place % 8 == 0 or not state[0] <= place < state[1]]
+    places = [
+        place for place in range(len(content)) if place % 8 == 0 or not state[0] <= place < state[1]
+    ]
     places = places[first::3]
     num_noticed = 0
     for place in places:
@@ -52,7 +58,9 @@ def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Pat
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         try:
-            assert known_of(folder) == expected, f"byte {place} of {bytes(content[place - 20 : place + 20])!r}"
+            assert known_of(folder) == expected, (
+                f"byte {place} of {bytes(content[place - 20 : place + 20])!r}"
+            )
         except CorruptFileError as error:
             assert str(path) in str(error) or "trajectory_" in str(error)
             num_noticed += 1
@@ -65,15 +73,21 @@ def test_a_changed_number_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert '"weights_version": 1' in text
     path.write_text(text.replace('"weights_version": 1', '"weights_version": 9'))
     expected = rf"^cannot read '{path}': expected checksum [0-9a-f]{{8}}, got "
-    with pytest.raises(CorruptFileError, match=expected + r"[0-9a-f]{8}\. It was damaged or changed; .*'crc32'"):
+    with pytest.raises(
+        CorruptFileError, match=expected + r"[0-9a-f]{8}\. It was damaged or changed; .*'crc32'"
+    ):
         TrajectoryReplayBuffer().load_checkpoint(path.parent)
 
 
-def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(tmp_path: Path) -> None:
+def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(
+    tmp_path: Path,
+) -> None:
     path = saved(tmp_path / "a") / INDEX_NAME
     expected = known_of(path.parent)
     index = json.loads(path.read_text())
-    path.write_text(json.dumps(index, indent=4) + " " * (65 << 20))  # as long as one of 300,000 trajectories is
+    path.write_text(
+        json.dumps(index, indent=4) + " " * (65 << 20)
+    )  # as long as one of 300,000 trajectories is
     assert known_of(path.parent) == expected
     del index["crc32"]
     path.write_text(json.dumps(index))
@@ -89,7 +103,9 @@ def test_an_index_of_a_million_brackets_is_one_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file_format", ["h5", "pt"])
 @pytest.mark.parametrize("ask", ["sample", "get", "save_checkpoint"])
-def test_a_file_that_vanished_is_named_with_its_trajectory(tmp_path: Path, file_format: str, ask: str) -> None:
+def test_a_file_that_vanished_is_named_with_its_trajectory(
+    tmp_path: Path, file_format: str, ask: str
+) -> None:
     with TrajectoryReplayBuffer(trajectory_format=file_format) as buffer:
         for one in range(2):
             buffer.add(trajectory(one, 2, 2))
@@ -138,7 +154,12 @@ def test_a_file_that_vanished_between_listing_and_reading_is_named(tmp_path: Pat
         if event == "open" and "trajectory_0" in str(arguments[0]) and folder.exists():
             shutil.rmtree(folder)
 
-    with watching(lose), pytest.raises(DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"):
+    with (
+        watching(lose),
+        pytest.raises(
+            DataFileError, match=r"cannot read the trajectory 0 in .*trajectory_0_w0\.h5"
+        ),
+    ):
         TrajectoryReplayBuffer().load_checkpoint(folder)
 
 
@@ -149,7 +170,9 @@ def test_an_infinite_number_in_an_index_is_one_error(tmp_path: Path, key: str) -
     del index["crc32"]
     index["trajectory_index"]["1"][key] = float("inf")
     path.write_text(json.dumps(index))
-    with pytest.raises(CorruptFileError, match=rf"^cannot load trajectories from '{path}': .*OverflowError"):
+    with pytest.raises(
+        CorruptFileError, match=rf"^cannot load trajectories from '{path}': .*OverflowError"
+    ):
         TrajectoryReplayBuffer().load_checkpoint(path.parent)
 
 
@@ -178,7 +201,10 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
     code = "import sys; from rollout_data import TrajectoryReplayBuffer as B; B().load_checkpoint(sys.argv[1])"
-    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=150)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=150
+    )
     assert (
-        f"CorruptFileError: cannot open {str(pipe)!r}: expected a file, got a folder, a pipe or a device" in ran.stderr
+        f"CorruptFileError: cannot open {str(pipe)!r}: expected a file, got a folder, a pipe or a device"
+        in ran.stderr
     )

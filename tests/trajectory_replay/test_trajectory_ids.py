@@ -29,12 +29,17 @@ def check(folder: Path, numbers: list[int], **options: Any) -> None:
     buffer.load_checkpoint(folder, **options)
     found = [buffer.get(one) for one in buffer.trajectory_ids]
     assert len(found) == len(numbers)
-    assert all(equal(*pair) for pair in zip(found, [trajectory(one, 2 + one // 10, 2) for one in numbers], strict=True))
+    assert all(
+        equal(*pair)
+        for pair in zip(found, [trajectory(one, 2 + one // 10, 2) for one in numbers], strict=True)
+    )
 
 
 @pytest.mark.parametrize("auto_save", [False, True])
 @pytest.mark.parametrize("file_format", ["h5", "pt"])
-def test_ranks_with_equal_ids_are_saved_and_loaded_again(tmp_path: Path, file_format: str, auto_save: bool) -> None:
+def test_ranks_with_equal_ids_are_saved_and_loaded_again(
+    tmp_path: Path, file_format: str, auto_save: bool
+) -> None:
     saved = save_ranks(tmp_path / "ranks", file_format)
     saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"} if auto_save else {}
     with TrajectoryReplayBuffer(**saving) as buffer:
@@ -46,7 +51,9 @@ def test_ranks_with_equal_ids_are_saved_and_loaded_again(tmp_path: Path, file_fo
 
 
 @pytest.mark.parametrize("file_format", ["h5", "pt"])
-def test_an_index_names_a_file_that_got_another_id_as_it_is_named(tmp_path: Path, file_format: str) -> None:
+def test_an_index_names_a_file_that_got_another_id_as_it_is_named(
+    tmp_path: Path, file_format: str
+) -> None:
     saved = save_ranks(tmp_path, file_format)
     options = {"auto_save": True, "auto_save_path": saved, "rank": 1, "world_size": 2}
     with TrajectoryReplayBuffer(**options, trajectory_format=file_format) as buffer:

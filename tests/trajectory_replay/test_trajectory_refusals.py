@@ -27,14 +27,21 @@ def test_a_closed_buffer_says_so_whatever_it_is_asked(tmp_path: Path) -> None:
     buffer = filled()
     buffer.close()
     buffer.close()
-    for ask in (lambda: buffer.get(0), lambda: buffer.about(0), lambda: buffer.load_checkpoint(tmp_path / "none")):
+    for ask in (
+        lambda: buffer.get(0),
+        lambda: buffer.about(0),
+        lambda: buffer.load_checkpoint(tmp_path / "none"),
+    ):
         with pytest.raises(ClosedError, match="expected an open buffer"):
             ask()
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"max_trajectories": 0}, "max_trajectories >= 1, got 0"), ({"auto_save": True, "auto_save_path": None}, "none")],
+    [
+        ({"max_trajectories": 0}, "max_trajectories >= 1, got 0"),
+        ({"auto_save": True, "auto_save_path": None}, "none"),
+    ],
 )
 def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
@@ -43,14 +50,17 @@ def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -
 
 def test_what_is_no_trajectory_is_refused() -> None:
     for what in (5, [1, 2], None):
-        with pytest.raises(SchemaError, match="add: expected trajectory as a nested mapping or a dataclass"):
+        with pytest.raises(
+            SchemaError, match="add: expected trajectory as a nested mapping or a dataclass"
+        ):
             filled(0).add(what)
 
 
 @pytest.mark.parametrize("seed", ["a", 1.5, None, True, 1 << 64, -(1 << 63) - 1])
 def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"^cannot create a TrajectoryReplayBuffer: expected seed as a whole number of 64 bits, got "
+        UsageError,
+        match=r"^cannot create a TrajectoryReplayBuffer: expected seed as a whole number of 64 bits, got ",
     ):
         TrajectoryReplayBuffer(seed=seed)
 
@@ -61,8 +71,16 @@ def test_seeds_may_be_numpy_integers_and_of_64_bits() -> None:
 
 
 def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
-    numbers = {"cache_size": 2, "sample_window_size": 3, "max_trajectories": 4, "max_pending_saves": 2, "rank": 1}
-    options = {name: np.int64(number) for name, number in numbers.items()} | {"world_size": np.uint8(2)}
+    numbers = {
+        "cache_size": 2,
+        "sample_window_size": 3,
+        "max_trajectories": 4,
+        "max_pending_saves": 2,
+        "rank": 1,
+    }
+    options = {name: np.int64(number) for name, number in numbers.items()} | {
+        "world_size": np.uint8(2)
+    }
     saving = {"auto_save": True, "auto_save_path": tmp_path / "auto"}
     with filled(5, **options, **saving) as buffer:
         assert buffer.trajectory_ids == [3, 5, 7, 9]
@@ -75,7 +93,9 @@ def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [True, np.True_, 2.0, "2", None])
-@pytest.mark.parametrize("name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"])
+@pytest.mark.parametrize(
+    "name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"]
+)
 def test_what_is_no_whole_number_is_none(name: str, wrong: Any) -> None:
     with pytest.raises(UsageError, match=rf"expected {name} .*, got "):
         TrajectoryReplayBuffer(**{name: wrong})
@@ -108,7 +128,9 @@ def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> 
             buffer.add(trajectory(one, without=["half"] if one == 1 else []))
         state = buffer.rng.get_state()
         for key in ("nothing", "half"):  # none has it, one does not
-            with pytest.raises(KeyError, match=f"expected keys among .*, got .{key}. of trajectory"):
+            with pytest.raises(
+                KeyError, match=f"expected keys among .*, got .{key}. of trajectory"
+            ):
                 buffer.sample(200, keys=["rewards", key])
             assert torch.equal(buffer.rng.get_state(), state)
         for one in range(3):
@@ -120,7 +142,9 @@ def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> 
 
 def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto", monitor=monitor) as buffer:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "auto", monitor=monitor
+    ) as buffer:
         for one in range(3):
             buffer.add(trajectory(one))
         buffer.add_trajectories([trajectory(3), trajectory(4)])

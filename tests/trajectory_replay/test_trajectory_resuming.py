@@ -95,7 +95,10 @@ def test_later_trajectories_of_an_earlier_run_are_told_of(tmp_path: Path) -> Non
         buffer.save_checkpoint(tmp_path / "checkpoint")
         add(buffer, range(3, 5))
     with saving(tmp_path / "auto") as buffer:
-        with pytest.warns(RolloutDataWarning, match="^2 trajectories of an earlier run are in .* will not name them"):
+        with pytest.warns(
+            RolloutDataWarning,
+            match="^2 trajectories of an earlier run are in .* will not name them",
+        ):
             buffer.load_checkpoint(tmp_path / "checkpoint")
         add(buffer, range(5, 6))
     check(tmp_path / "auto", [0, 1, 2, 5])
@@ -163,7 +166,9 @@ def test_ranks_that_go_on_hold_everything_once(tmp_path: Path, is_distributed: b
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_the_newest_of_several_ranks_are_the_newest_of_all(tmp_path: Path, limit: int | None) -> None:
+def test_the_newest_of_several_ranks_are_the_newest_of_all(
+    tmp_path: Path, limit: int | None
+) -> None:
     ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for number in range(10):
         assert ranks[number % 2].add(trajectory(number, 2, 2)) == number

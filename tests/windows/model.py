@@ -43,7 +43,9 @@ def window(one: Recorded, anchor: int, deltas: list[int], padding: str) -> Expec
     return Expected(np.stack(rows), np.array(mask), np.array(done), np.array(timeout))
 
 
-def next_window(one: Recorded, anchor: int, deltas: list[int], padding: str) -> tuple[np.ndarray, np.ndarray]:
+def next_window(
+    one: Recorded, anchor: int, deltas: list[int], padding: str
+) -> tuple[np.ndarray, np.ndarray]:
     """The next observations of a window, and which of them were recorded."""
     rows, mask = [], []
     for delta in deltas:

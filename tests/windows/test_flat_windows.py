@@ -15,7 +15,8 @@ from storage.errors import UsageError
 from tests.files import coded, recorded
 
 SEGMENTS = {"joint": (3,), "depth": (4, 4), "goal": ()}
-#: Component -> codec; with none of them the components stand side by side and are joined without a copy.
+#: Component -> codec; with none of them the components stand side by side and are joined without a
+#: copy.
 CODECS = {"raw": {}, "coded": {"depth": "lz4"}, "lossy": {"depth": "normalized_image"}}
 
 
@@ -41,7 +42,13 @@ def joined(components, leading=2):
     wide = {torch.uint16: torch.int32}
     parts = [part.to(wide.get(part.dtype, part.dtype)) for part in components.values()]
     sizes = [int(np.prod(part.shape[leading:])) for part in parts]
-    return torch.cat([part.reshape(*part.shape[:leading], size) for part, size in zip(parts, sizes, strict=True)], -1)
+    return torch.cat(
+        [
+            part.reshape(*part.shape[:leading], size)
+            for part, size in zip(parts, sizes, strict=True)
+        ],
+        -1,
+    )
 
 
 def check_joined(flat, by_name):
@@ -61,21 +68,30 @@ def check_joined(flat, by_name):
 def test_joined_observations_are_the_components_side_by_side(tmp_path, codecs, padding, contiguous):
     record(tmp_path, CODECS[codecs])
     options = {"length": 3, "padding": padding, "next_observations": True, "contiguous": contiguous}
-    by_name, flat = (WindowDataset(tmp_path, **options, flatten_observations=flag) for flag in (False, True))
+    by_name, flat = (
+        WindowDataset(tmp_path, **options, flatten_observations=flag) for flag in (False, True)
+    )
     assert len(flat) == len(by_name) > 0
     for windows in (range(len(flat)), [0, 1], []):
         ours, theirs = flat.__getitems__(windows), by_name.__getitems__(windows)
         check_joined(ours, theirs)
         assert torch.equal(ours["mask"], theirs["mask"])
-        assert torch.equal(ours["next_mask"]["observation"], theirs["next_mask"]["observation"]["joint"])
+        assert torch.equal(
+            ours["next_mask"]["observation"], theirs["next_mask"]["observation"]["joint"]
+        )
         assert not contiguous or all(tensor.is_contiguous() for tensor in flatten(ours).values())
-    assert flat[0]["observation"].shape == (3, 20) and flat[0]["next_privileged_observation"].shape == (3, 3)
+    assert flat[0]["observation"].shape == (3, 20) and flat[0][
+        "next_privileged_observation"
+    ].shape == (3, 3)
 
 
 def test_components_that_stand_side_by_side_are_joined_without_a_copy(tmp_path):
     batch = WindowDataset(record(tmp_path, {}), 2, flatten_observations=True)[0]
     assert batch["observation"].data_ptr() != batch["action"].data_ptr()
-    assert batch["observation"].untyped_storage().data_ptr() == batch["action"].untyped_storage().data_ptr()
+    assert (
+        batch["observation"].untyped_storage().data_ptr()
+        == batch["action"].untyped_storage().data_ptr()
+    )
 
 
 @pytest.mark.parametrize("codecs", CODECS)
@@ -90,7 +106,9 @@ def test_windows_are_as_flat_as_a_stream(tmp_path, codecs):
 
 def test_components_of_several_dtypes_are_promoted_as_in_a_stream(tmp_path):
     coded.record(tmp_path, num_steps=9, num_envs=2)
-    by_name, flat = (WindowDataset(tmp_path, 9, flatten_observations=flag) for flag in (False, True))
+    by_name, flat = (
+        WindowDataset(tmp_path, 9, flatten_observations=flag) for flag in (False, True)
+    )
     check_joined(flat.__getitems__([0, 1]), by_name.__getitems__([0, 1]))
     stream = RolloutDataset(tmp_path, 2, device="cpu").get_batch(9).observation
     assert stream.dtype == torch.float64 and torch.equal(
@@ -105,7 +123,9 @@ def test_a_choice_of_components_is_joined_in_order_and_flat_recordings_stay_as_t
     whole = WindowDataset(tmp_path / "a", 2, flatten_observations=True)
     assert torch.equal(dataset[1]["observation"], whole[1]["observation"][:, [0, 1, 2, 19]])
     recorded.record(tmp_path / "b", [5])
-    plain, flat = (WindowDataset(tmp_path / "b", 2, flatten_observations=flag) for flag in (False, True))
+    plain, flat = (
+        WindowDataset(tmp_path / "b", 2, flatten_observations=flag) for flag in (False, True)
+    )
     assert torch.equal(plain[0]["observation"], flat[0]["observation"]) and plain.form == flat.form
 
 
@@ -130,10 +150,17 @@ def test_components_that_are_joined_have_one_mask_and_the_same_frames(tmp_path):
 def test_joined_observations_come_through_workers_loaders_and_mixtures(tmp_path, codecs):
     for name in ("a", "b"):
         record(tmp_path / name, CODECS[codecs], num_envs=2 if name == "a" else 3)
-    options = {"length": 3, "padding": "repeat", "next_observations": True, "flatten_observations": True}
+    options = {
+        "length": 3,
+        "padding": "repeat",
+        "next_observations": True,
+        "flatten_observations": True,
+    }
     first, second = (WindowDataset(tmp_path / name, **options) for name in ("a", "b"))
     mixture = WindowMixture([first, second])
-    wanted = torch.cat([dataset.__getitems__(range(len(dataset)))["observation"] for dataset in (first, second)])
+    wanted = torch.cat(
+        [dataset.__getitems__(range(len(dataset)))["observation"] for dataset in (first, second)]
+    )
     assert wanted.shape[1:] == (3, 20)
     size = len(first) - 1  # a batch of both members
     loaders = [DataLoader(mixture, size, collate_fn=mixture.collate, num_workers=n) for n in (0, 1)]
@@ -142,14 +169,20 @@ def test_joined_observations_come_through_workers_loaders_and_mixtures(tmp_path,
     again = pickle.loads(pickle.dumps(first))
     assert torch.equal(again[1]["next_observation"], first[1]["next_observation"])
     with pytest.raises(UsageError, match="observation joined"):
-        WindowMixture([first, WindowDataset(tmp_path / "b", **{**options, "flatten_observations": False})])
+        WindowMixture(
+            [first, WindowDataset(tmp_path / "b", **{**options, "flatten_observations": False})]
+        )
 
 
 def test_joining_changes_neither_statistics_nor_splits(tmp_path):
     record(tmp_path, {"depth": "lz4"})
     options = {"split": "train", "validation_fraction": 0.3}
-    by_name, flat = (WindowDataset(tmp_path, 2, flatten_observations=flag, **options) for flag in (False, True))
-    ours, theirs = (dataset.statistics(progress=False, use_cache=False) for dataset in (flat, by_name))
+    by_name, flat = (
+        WindowDataset(tmp_path, 2, flatten_observations=flag, **options) for flag in (False, True)
+    )
+    ours, theirs = (
+        dataset.statistics(progress=False, use_cache=False) for dataset in (flat, by_name)
+    )
     assert list(ours) == list(theirs) and "observation/joint" in ours
     assert all(np.array_equal(ours[name].mean, theirs[name].mean) for name in ours)
     assert flat.trajectories.tolist() == by_name.trajectories.tolist()

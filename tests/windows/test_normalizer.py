@@ -22,9 +22,15 @@ def record(folder: Path, num_steps: int = 50, scale: float = 3.0) -> dict[str, n
     found: dict[str, list[np.ndarray]] = {}
     with RolloutWriter(folder, 2, durable=False) as writer:
         for t in range(num_steps):
-            values = {name: rng.normal(7, scale, (2, *shape)).astype(np.float32) for name, shape in shapes.items()}
+            values = {
+                name: rng.normal(7, scale, (2, *shape)).astype(np.float32)
+                for name, shape in shapes.items()
+            }
             values["pose"][:, 1] = 2.5  # a constant feature
-            step = {"action": rng.normal(size=(2, 2)), "reward": rng.normal(size=2).astype(np.float32)}
+            step = {
+                "action": rng.normal(size=(2, 2)),
+                "reward": rng.normal(size=2).astype(np.float32),
+            }
             writer.add(observation=values, **step, mode="slow", done=[t % 9 == 8] * 2)
             for name, value in {**values, **step}.items():
                 found.setdefault(name, []).append(value)
@@ -49,21 +55,30 @@ def test_a_batch_comes_back_from_the_common_scale(folder, mode):
     scale = Normalizer(statistics, mode)
     normal = scale.normalize(batch)
     back = scale.unnormalize(normal)
-    for one, name in ((batch["observation"][key], f"observation/{key}") for key in ("pose", "height", "image")):
+    for one, name in (
+        (batch["observation"][key], f"observation/{key}") for key in ("pose", "height", "image")
+    ):
         key, values = name.split("/")[1], normal["observation"][name.split("/")[1]]
         assert values.dtype == one.dtype and torch.equal(scale.normalize(one, name), values)
         assert torch.allclose(back["observation"][key], one, atol=1e-5)
         varying = values[..., 0] if key == "pose" else values
         if mode == "mean_std":
-            assert abs(float(varying.mean())) < 1e-5 and abs(float(varying.std(unbiased=False)) - 1) < 0.1
+            assert (
+                abs(float(varying.mean())) < 1e-5
+                and abs(float(varying.std(unbiased=False)) - 1) < 0.1
+            )
         elif mode == "min_max":
             assert abs(float(varying.min()) + 1) < 1e-5 and abs(float(varying.max()) - 1) < 1e-5
         elif key != "image":
             assert abs(float((varying.abs() <= 1).float().mean()) - 0.8) < 0.03
     assert normal["observation"]["pose"][..., 1].abs().max() < 1e-5, "a constant is only shifted"
-    assert normal["action"].dtype == torch.float64 and torch.allclose(back["action"], batch["action"], atol=1e-12)
+    assert normal["action"].dtype == torch.float64 and torch.allclose(
+        back["action"], batch["action"], atol=1e-12
+    )
     assert torch.equal(normal["done"], batch["done"]) and torch.equal(normal["mode"], batch["mode"])
-    assert torch.equal(batch["observation"]["pose"], batch_of(windows)["observation"]["pose"]), "a new tensor"
+    assert torch.equal(batch["observation"]["pose"], batch_of(windows)["observation"]["pose"]), (
+        "a new tensor"
+    )
 
 
 def test_other_fields_and_other_modes_are_left_alone_or_different(folder):
@@ -71,10 +86,14 @@ def test_other_fields_and_other_modes_are_left_alone_or_different(folder):
     statistics, batch = windows.statistics(progress=False), batch_of(windows)
     scale = Normalizer(statistics, {"observation/pose": "min_max", "action": "mean_std"})
     normal = scale(batch)
-    assert scale.fields == ["observation/pose", "action"] and torch.equal(normal["reward"], batch["reward"])
+    assert scale.fields == ["observation/pose", "action"] and torch.equal(
+        normal["reward"], batch["reward"]
+    )
     assert torch.equal(normal["observation"]["height"], batch["observation"]["height"])
     following = batch["next_observation"]["pose"]
-    assert torch.equal(normal["next_observation"]["pose"], scale.normalize(following, "observation/pose"))
+    assert torch.equal(
+        normal["next_observation"]["pose"], scale.normalize(following, "observation/pose")
+    )
 
 
 def test_components_joined_along_the_last_axis_are_one_tensor(folder, tmp_path):
@@ -86,7 +105,9 @@ def test_components_joined_along_the_last_axis_are_one_tensor(folder, tmp_path):
     scale = Normalizer(windows.statistics(progress=False), {"observation": "min_max"})
     joined = scale.normalize(batch_of(windows))["observation"]
     assert joined.shape == (20, 1, 4) and float(joined.min()) == -1 and float(joined.max()) == 1
-    assert torch.allclose(scale.unnormalize(joined, "observation"), batch_of(windows)["observation"], atol=1e-5)
+    assert torch.allclose(
+        scale.unnormalize(joined, "observation"), batch_of(windows)["observation"], atol=1e-5
+    )
     part = Normalizer(windows.statistics(progress=False), {"observation/height": "min_max"})
     with pytest.raises(UsageError, match="4"):
         part.normalize(batch_of(windows))
@@ -126,7 +147,9 @@ def test_streams_named_tuples_and_likes_of_tensordict_are_taken(folder):
     expected = scale.normalize(batch.observation["pose"], "observation/pose")
     assert torch.equal(normal.observation["pose"], expected)
     assert torch.equal(scale.unnormalize(normal).done, batch.done)
-    alike = LikeTensorDict({"observation": LikeTensorDict(dict(batch.observation)), "other": torch.ones(2)})
+    alike = LikeTensorDict(
+        {"observation": LikeTensorDict(dict(batch.observation)), "other": torch.ones(2)}
+    )
     found = scale.normalize(alike)
     assert type(found) is LikeTensorDict and torch.equal(found["observation"]["pose"], expected)
     assert torch.equal(alike["observation"]["pose"], batch.observation["pose"])
@@ -135,13 +158,17 @@ def test_streams_named_tuples_and_likes_of_tensordict_are_taken(folder):
 def test_statistics_of_a_mixture_are_those_of_all_frames_of_its_members(folder, tmp_path):
     there = record(tmp_path / "a", 30, 1.0), record(tmp_path / "b", 70, 5.0)
     members = [WindowDataset(tmp_path / name, 2) for name in "ab"]
-    statistics = WindowMixture(members, weights=[0.9, 0.1]).statistics(use_cache=False, progress=False)
+    statistics = WindowMixture(members, weights=[0.9, 0.1]).statistics(
+        use_cache=False, progress=False
+    )
     for name in ("pose", "height"):
         values = np.concatenate([one[name] for one in there]).astype(np.float64)
         found = statistics[f"observation/{name}"]
         np.testing.assert_allclose(found.mean, values.mean(0), rtol=1e-6)
         np.testing.assert_allclose(found.std, values.std(0), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(found.quantiles, np.quantile(values, (0.01, 0.99), axis=0), rtol=1e-5)
+        np.testing.assert_allclose(
+            found.quantiles, np.quantile(values, (0.01, 0.99), axis=0), rtol=1e-5
+        )
         assert found.num_frames == 200
     assert Normalizer(rollout_data.open(tmp_path / "a").statistics(progress=False)).fields
 
@@ -150,17 +177,28 @@ def test_the_numbers_are_buffers_that_a_checkpoint_holds(folder):
     windows = WindowDataset(folder, 1)
     scale, batch = Normalizer(windows.statistics(progress=False)), batch_of(windows)
     model = torch.nn.ModuleDict({"scale": scale, "net": torch.nn.Linear(3, 2)})
-    assert not list(scale.parameters()) and set(model.state_dict()) > {"scale.offset:action", "scale.scale:action"}
+    assert not list(scale.parameters()) and set(model.state_dict()) > {
+        "scale.offset:action",
+        "scale.scale:action",
+    }
     made = Normalizer.from_state_dict(scale.state_dict())
-    assert made.fields == scale.fields and torch.equal(made.normalize(batch)["reward"], scale(batch)["reward"])
+    assert made.fields == scale.fields and torch.equal(
+        made.normalize(batch)["reward"], scale(batch)["reward"]
+    )
     assert all(buffer.device.type == "meta" for buffer in scale.to("meta").buffers())
 
 
 def test_names_with_dots_travel_too(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        writer.add(observation={"a.b": np.ones((1, 2), np.float32)}, action=np.ones((1, 1), np.uint8))
+        writer.add(
+            observation={"a.b": np.ones((1, 2), np.float32)}, action=np.ones((1, 1), np.uint8)
+        )
     scale = Normalizer(WindowDataset(tmp_path, 1).statistics(progress=False))
-    assert Normalizer.from_state_dict(scale.state_dict()).fields == scale.fields == ["observation/a.b", "action"]
+    assert (
+        Normalizer.from_state_dict(scale.state_dict()).fields
+        == scale.fields
+        == ["observation/a.b", "action"]
+    )
     moved = scale.normalize(torch.ones(4, 1, dtype=torch.uint8), "action")
     assert moved.dtype == torch.float32 and moved.tolist() == [[0.0]] * 4
 
@@ -172,7 +210,12 @@ def test_what_cannot_be_normalized_is_refused(folder, tmp_path):
     with pytest.raises(MissingFieldError, match="'observation/pose'"):
         Normalizer(statistics, {"observation/pse": "mean_std"})
     scale = Normalizer(statistics, {"action": "min_max"})
-    for given in ((torch.ones(2), None), (torch.ones(2), "reward"), ({"action": torch.ones(2)}, "action"), (3, None)):
+    for given in (
+        (torch.ones(2), None),
+        (torch.ones(2), "reward"),
+        ({"action": torch.ones(2)}, "action"),
+        (3, None),
+    ):
         with pytest.raises((MissingFieldError, UsageError)):
             scale.normalize(*given)
     with pytest.raises(UsageError, match=r"shape \[..., 2\]"):
@@ -180,7 +223,9 @@ def test_what_cannot_be_normalized_is_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="at least two quantiles"):
         Normalizer(WindowDataset(folder, 1).statistics([0.5], progress=False), "quantiles")
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
-        writer.add(observation=np.full((1, 2), np.nan, np.float32), action=np.ones((1, 1), np.float32))
+        writer.add(
+            observation=np.full((1, 2), np.nan, np.float32), action=np.ones((1, 1), np.float32)
+        )
     with pytest.raises(UsageError, match="finite statistics"):
         Normalizer(WindowDataset(tmp_path, 1).statistics(progress=False))
 
@@ -189,7 +234,12 @@ def held_joint(num_steps: int = 2000) -> np.ndarray:
     """An arm whose second joint is held, whose gripper closes in 0.5 % of the frames, and whose last joint is off."""
     rng = np.random.default_rng(0)
     is_closed = np.arange(num_steps) % 200 == 7
-    columns = rng.normal(-1, 0.1, num_steps), 1.5691 + rng.normal(0, 0.0003, num_steps), is_closed, 0 * is_closed
+    columns = (
+        rng.normal(-1, 0.1, num_steps),
+        1.5691 + rng.normal(0, 0.0003, num_steps),
+        is_closed,
+        0 * is_closed,
+    )
     return np.stack(columns, 1).astype(np.float32)
 
 
@@ -198,7 +248,12 @@ def arm(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("arm")
     with RolloutWriter(path, 1, durable=False) as writer:
         for t, row in enumerate(held_joint()):
-            writer.add(observation=row[None], action=row[None], reward=np.zeros(1), terminated=[t % 100 == 99])
+            writer.add(
+                observation=row[None],
+                action=row[None],
+                reward=np.zeros(1),
+                terminated=[t % 100 == 99],
+            )
     return {"path": path, "statistics": WindowDataset(path).statistics(progress=False)}
 
 
@@ -209,7 +264,9 @@ def test_a_dimension_with_narrow_quantiles_is_only_shifted(arm):
     normal = scale.normalize(rows, "action")
     middle = (low + high) / 2
     assert torch.allclose(normal[:, 1:], rows[:, 1:] - middle[1:])
-    assert torch.allclose(normal[:, 0], (rows[:, 0] - middle[0]) / ((high[0] - low[0]) / 2), atol=1e-5)
+    assert torch.allclose(
+        normal[:, 0], (rows[:, 0] - middle[0]) / ((high[0] - low[0]) / 2), atol=1e-5
+    )
     assert torch.allclose(scale.unnormalize(normal, "action"), rows, atol=1e-6)
     again = Normalizer.from_state_dict(scale.state_dict())
     assert torch.equal(again.normalize(rows, "action"), normal)
@@ -219,7 +276,9 @@ def test_a_dimension_with_narrow_quantiles_is_only_shifted(arm):
 def test_a_least_range_overrides_the_limit(arm, given):
     scale = Normalizer(arm["statistics"], {"action": "quantiles"}, min_range=given)
     normal = scale.normalize(torch.zeros(1, 4), "action")
-    assert float(normal[0, 1]) < -1000 and normal[0, 2:].tolist() == [0, 0], "equal quantiles stay constants"
+    assert float(normal[0, 1]) < -1000 and normal[0, 2:].tolist() == [0, 0], (
+        "equal quantiles stay constants"
+    )
 
 
 def test_a_larger_least_range_makes_more_dimensions_constant(arm):

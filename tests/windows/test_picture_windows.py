@@ -34,7 +34,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for episode, length in enumerate(LENGTHS):
             for frame in range(length):
                 writer.add(
-                    observation={"camera": picture(episode, frame)[None], "state": np.full((1, 2), frame, np.float32)},
+                    observation={
+                        "camera": picture(episode, frame)[None],
+                        "state": np.full((1, 2), frame, np.float32),
+                    },
                     action=np.full((1, 1), 1000 * episode + frame, np.float32),
                     terminated=[frame == length - 1],
                     truncated=[False],
@@ -65,7 +68,9 @@ def with_chunks_of(source: Path, path: Path, chunk_rows: int) -> Path:
             for group in (demo["obs"], demo["next_obs"]):
                 pixels = group["camera"][...]
                 del group["camera"]
-                group.create_dataset("camera", data=pixels, chunks=(chunk_rows, *SHAPE), compression="gzip")
+                group.create_dataset(
+                    "camera", data=pixels, chunks=(chunk_rows, *SHAPE), compression="gzip"
+                )
     return path
 
 
@@ -77,7 +82,9 @@ def check_batch(batch: dict[str, Any]) -> None:
         for step in range(number.shape[1]):
             if is_valid[window, step]:
                 episode, frame = divmod(int(number[window, step]), 1000)
-                assert np.array_equal(camera_of(batch)[window, step].numpy(), picture(episode, frame))
+                assert np.array_equal(
+                    camera_of(batch)[window, step].numpy(), picture(episode, frame)
+                )
 
 
 def camera_of(batch: dict[str, Any]) -> torch.Tensor:
@@ -97,7 +104,9 @@ def test_random_windows_of_a_lerobot_set_decode_only_their_own_pictures(lerobot:
 
 
 @pytest.mark.parametrize("chunk_cache_bytes", [0, 4 * 80 * 72 * 3, 1 << 29])
-def test_pictures_are_right_whatever_is_kept(lerobot: Path, robomimic: Path, chunk_cache_bytes: int) -> None:
+def test_pictures_are_right_whatever_is_kept(
+    lerobot: Path, robomimic: Path, chunk_cache_bytes: int
+) -> None:
     for path in (lerobot, robomimic):
         dataset = WindowDataset(path, 3, padding="zero", chunk_cache_bytes=chunk_cache_bytes)
         num_windows = 0
@@ -117,7 +126,9 @@ def test_pictures_in_chunks_of_an_hdf5_file_come_out_at_their_places(
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 50])
-def test_playback_of_picture_sets_decodes_each_picture_once(lerobot: Path, robomimic: Path, num_steps: int) -> None:
+def test_playback_of_picture_sets_decodes_each_picture_once(
+    lerobot: Path, robomimic: Path, num_steps: int
+) -> None:
     for path in (lerobot, robomimic):
         num_decoded = sum(LENGTHS) if path == lerobot else 0
         dataset = RolloutDataset(path, 2, device="cpu", num_transitions_per_env=num_steps)
@@ -125,12 +136,16 @@ def test_playback_of_picture_sets_decodes_each_picture_once(lerobot: Path, robom
         with mock.patch.object(image, "open", wraps=image.open) as decode:
             for batch in dataset:
                 numbers = batch.action[batch.valid][:, 0].long().tolist()
-                joined = batch.observation[batch.valid].numpy()  # the camera, flattened, then the state
+                joined = batch.observation[
+                    batch.valid
+                ].numpy()  # the camera, flattened, then the state
                 for number, found in zip(numbers, joined, strict=True):
                     assert np.array_equal(found[:-2].reshape(SHAPE), picture(*divmod(number, 1000)))
                 num_frames += len(numbers)
         assert num_frames == sum(LENGTHS)
-        assert num_decoded <= decode.call_count <= num_decoded + 1  # opening decodes one, to learn its size
+        assert (
+            num_decoded <= decode.call_count <= num_decoded + 1
+        )  # opening decodes one, to learn its size
 
 
 def test_a_damaged_picture_costs_only_its_own_windows(lerobot: Path, tmp_path: Path) -> None:
@@ -145,7 +160,9 @@ def test_a_damaged_picture_costs_only_its_own_windows(lerobot: Path, tmp_path: P
     rows = table[name].to_pylist()
     rows[10] = {**rows[10], "bytes": b"no picture"}
     place = table.column_names.index(name)
-    damaged = table.set_column(place, table.field(name), pyarrow.array(rows, table.field(name).type))
+    damaged = table.set_column(
+        place, table.field(name), pyarrow.array(rows, table.field(name).type)
+    )
     parquet.write_table(damaged, file)
     dataset = WindowDataset(folder, 2)
     check_batch(dataset.batch([8, 11]))

@@ -30,7 +30,9 @@ def recorded(folder):
             for frame in range(10):
                 state = np.array([[episode, frame]], np.float32)
                 rgb = generator.integers(0, 255, (1, 8, 8, 3)).astype(np.uint8)
-                writer.add(observation={"state": state, "rgb": rgb}, action=state, terminated=[frame == 9])
+                writer.add(
+                    observation={"state": state, "rgb": rgb}, action=state, terminated=[frame == 9]
+                )
     return folder
 
 
@@ -38,7 +40,9 @@ def damaged_set(folder, damaged=DAMAGED):
     """Write a LeRobot set in which some pictures, (episode, frame), break off."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rollout_data.convert(recorded(folder / "own"), folder / "set", "lerobot", fps=20, progress=False)
+        rollout_data.convert(
+            recorded(folder / "own"), folder / "set", "lerobot", fps=20, progress=False
+        )
     for episode, frame in damaged:
         path = sorted((folder / "set").glob("data/**/*.parquet"))[episode]
         table = pq.read_table(path)
@@ -72,7 +76,9 @@ def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
     text = str(found.value)
     assert f"cannot read frame 4 of episode '1' in '{file}'" in text
     assert "a truncated PNG" in text and "open the dataset again" not in text
-    number = next(n for n in range(len(windows)) if windows.locate([n])[1][0] == 4 and n >= len(windows) // 4)
+    number = next(
+        n for n in range(len(windows)) if windows.locate([n])[1][0] == 4 and n >= len(windows) // 4
+    )
     with pytest.raises(CorruptFileError, match="frame 4 of episode '1'"):
         windows[number]
 
@@ -138,7 +144,10 @@ def test_ranks_and_resume_are_the_same_with_and_without_the_damaged_picture(tmp_
     data = damaged_set(tmp_path)
     windows = WindowDataset(data, 1, on_error="skip")
     whole = quiet(lambda: seen(WindowLoader(windows, 4, seed=2)))
-    parts = [quiet(lambda rank=rank: list(WindowLoader(windows, 2, seed=2, shard=(rank, 2)))) for rank in (0, 1)]
+    parts = [
+        quiet(lambda rank=rank: list(WindowLoader(windows, 2, seed=2, shard=(rank, 2))))
+        for rank in (0, 1)
+    ]
     assert len(parts[0]) == len(parts[1]) == 10
     assert seen(batch for pair in zip(*parts, strict=True) for batch in pair) == whole
     loader = WindowLoader(windows, 4, seed=2)
@@ -152,7 +161,9 @@ def test_ranks_and_resume_are_the_same_with_and_without_the_damaged_picture(tmp_
 def test_a_batch_of_which_every_window_is_damaged_is_empty(tmp_path):
     windows = WindowDataset(damaged_set(tmp_path), 1, on_error="skip", next_observations=True)
     batches = quiet(lambda: list(WindowLoader(windows, 1, shuffle=False)))
-    assert [len(batch["action"]) for batch in batches] == [int(n not in (13, 14)) for n in range(40)]
+    assert [len(batch["action"]) for batch in batches] == [
+        int(n not in (13, 14)) for n in range(40)
+    ]
     assert batches[14]["observation"]["images.rgb"].shape == (0, 1, 8, 8, 3)
 
 
@@ -177,13 +188,19 @@ def test_a_mixture_skips_as_its_members_do(tmp_path):
     if (order == 14).any():
         with pytest.raises(CorruptFileError, match="frame 4 of episode '1'"):
             list(WindowLoader(strict, 8, seed=3))
-        assert len(quiet(lambda: seen(WindowLoader(strict, 8, seed=3, on_error="skip")))) == len(found)
+        assert len(quiet(lambda: seen(WindowLoader(strict, 8, seed=3, on_error="skip")))) == len(
+            found
+        )
 
 
 def test_a_damaged_chunk_of_block_files_is_skipped_too(tmp_path):
     generator = np.random.default_rng(0)
     with RolloutWriter(
-        tmp_path / "own", 1, writer_name="arm", durable=False, obs_disassemble_mapping={"rgb": "lz4"}
+        tmp_path / "own",
+        1,
+        writer_name="arm",
+        durable=False,
+        obs_disassemble_mapping={"rgb": "lz4"},
     ) as w:
         for step in range(120):
             rgb = generator.integers(0, 255, (1, 16, 16, 3)).astype(np.uint8)
@@ -215,7 +232,9 @@ def test_fields_without_the_damaged_picture_lose_nothing(tmp_path, on_error):
     windows = WindowDataset(data, 1, fields=["action"], on_error=on_error)
     sound = WindowDataset(tmp_path / "own", 1, fields=["action"])
     everything = range(len(sound))
-    assert torch.equal(windows.__getitems__(everything)["action"], sound.__getitems__(everything)["action"])
+    assert torch.equal(
+        windows.__getitems__(everything)["action"], sound.__getitems__(everything)["action"]
+    )
     assert windows.num_lost_windows == 0 and windows.problems == []
 
 
@@ -227,14 +246,20 @@ class Rows:
 
     def map_batches(self, function, batch_size):
         assert batch_size == 1
-        asked = [{name: np.array([value], object) for name, value in task.items()} for task in self.tasks]
+        asked = [
+            {name: np.array([value], object) for name, value in task.items()} for task in self.tasks
+        ]
         return [function(one) for one in asked]
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("damaged", [[], [(1, 4)], [(0, 0), (0, 9), (3, 3)], [(e, 0) for e in range(3)]])
+@pytest.mark.parametrize(
+    "damaged", [[], [(1, 4)], [(0, 0), (0, 9), (3, 3)], [(e, 0) for e in range(3)]]
+)
 @pytest.mark.parametrize("rows_per_task", [10, 20, 1000])
-def test_rollouts_for_ray_leave_out_whole_trajectories_in_every_column(tmp_path, monkeypatch, damaged, rows_per_task):
+def test_rollouts_for_ray_leave_out_whole_trajectories_in_every_column(
+    tmp_path, monkeypatch, damaged, rows_per_task
+):
     data = types.ModuleType("ray.data")
     data.from_items = lambda tasks, override_num_blocks: Rows(tasks)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter, WindowDataset
-from rollout_data.sources.recordings.field_statistics import ByteCounts, QuantileSketch, quantiles_of
+from rollout_data.sources.recordings.field_statistics import (
+    ByteCounts,
+    QuantileSketch,
+    quantiles_of,
+)
 from storage.errors import UsageError
 from tests.files import coded, recorded
 from tests.formats import folders
@@ -64,8 +68,12 @@ def test_statistics_equal_those_of_numpy(tmp_path):
         for part, value in expected.items():
             result = getattr(one, part)
             assert result.shape == value.shape[2:]
-            assert result.dtype == (torch.float64 if name.endswith(("wide", "steps")) else torch.float32)
-            np.testing.assert_allclose(result.numpy(), value[0, 0], rtol=1e-6, err_msg=f"{name} {part}")
+            assert result.dtype == (
+                torch.float64 if name.endswith(("wide", "steps")) else torch.float32
+            )
+            np.testing.assert_allclose(
+                result.numpy(), value[0, 0], rtol=1e-6, err_msg=f"{name} {part}"
+            )
         quantiles = np.quantile(wide, LEVELS, **keep)[:, 0, 0]
         np.testing.assert_allclose(one.quantiles.numpy(), quantiles, rtol=1e-6, err_msg=name)
         assert one.quantile_error == 0 and one.num_frames == 180 and one.levels == LEVELS
@@ -90,7 +98,9 @@ def long(tmp_path_factory):
     done[-1] = True
     with RolloutWriter(folder, shape[1], durable=False) as writer:
         action = np.broadcast_to(CONSTANTS, (*shape, 5))
-        writer.add_rollout(observation=arrays, action=action, reward=np.zeros(shape, np.float32), done=done)
+        writer.add_rollout(
+            observation=arrays, action=action, reward=np.zeros(shape, np.float32), done=done
+        )
     found = WindowDataset(folder).statistics(LEVELS, progress=False, use_cache=False)
     return {name: array.reshape(-1, array.shape[-1]) for name, array in arrays.items()}, found
 
@@ -99,8 +109,12 @@ def test_statistics_of_several_portions_equal_those_of_numpy(long):
     arrays, found = long
     one, values = found["observation/filling"], arrays["filling"]
     for part in ("mean", "std", "min", "max"):
-        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(values, part)(axis=0), rtol=1e-9, err_msg=part)
-    np.testing.assert_allclose(one.quantiles.numpy(), np.quantile(values, LEVELS, axis=0), rtol=1e-9)
+        np.testing.assert_allclose(
+            getattr(one, part).numpy(), getattr(values, part)(axis=0), rtol=1e-9, err_msg=part
+        )
+    np.testing.assert_allclose(
+        one.quantiles.numpy(), np.quantile(values, LEVELS, axis=0), rtol=1e-9
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities
@@ -108,8 +122,16 @@ def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(long):
     arrays, found = long
     one = found["observation/odd"]
     for part in ("mean", "std", "min", "max"):
-        np.testing.assert_allclose(getattr(one, part).numpy(), getattr(arrays["odd"], part)(axis=0), err_msg=part)
-    assert torch.isnan(one.quantiles[LEVELS.index(0.5)]).tolist() == [False, False, True, False, False]
+        np.testing.assert_allclose(
+            getattr(one, part).numpy(), getattr(arrays["odd"], part)(axis=0), err_msg=part
+        )
+    assert torch.isnan(one.quantiles[LEVELS.index(0.5)]).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_sketch_takes_values_that_are_not_finite_as_numpy_does():
@@ -133,7 +155,9 @@ def test_a_split_has_statistics_of_its_own_frames(tmp_path):
         values = dataset.__getitems__(range(len(dataset)))["observation"][:, 0].double()
         found = dataset.statistics(progress=False)["observation"]
         torch.testing.assert_close(found.mean.double(), values.mean(0), rtol=1e-6, atol=0)
-        torch.testing.assert_close(found.std.double(), values.std(0, correction=0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            found.std.double(), values.std(0, correction=0), rtol=1e-6, atol=0
+        )
 
 
 def test_coded_components_are_decoded_for_statistics(tmp_path):
@@ -172,7 +196,9 @@ def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, is_co
         for part in ("mean", "std", "min", "max", "quantiles"):
             assert torch.equal(getattr(one, part), getattr(first[name], part))
         same = ("levels", "quantile_error", "num_frames")
-        assert [getattr(one, part) for part in same] == [getattr(first[name], part) for part in same]
+        assert [getattr(one, part) for part in same] == [
+            getattr(first[name], part) for part in same
+        ]
     train = WindowDataset(tmp_path, split="train", validation_fraction=0.5)
     assert is_computed(dataset, (0.5,)) and is_computed(train)
     assert not is_computed(dataset) and not is_computed(dataset, (0.5,)) and not is_computed(train)
@@ -181,12 +207,16 @@ def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, is_co
     assert is_computed(grown) and grown.statistics()["reward"].max == 7004
 
 
-def test_the_cache_of_other_systems_data_is_in_the_users_cache_folder(tmp_path, is_computed, monkeypatch):
+def test_the_cache_of_other_systems_data_is_in_the_users_cache_folder(
+    tmp_path, is_computed, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = folders.NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 6, done=True)
     files = sorted(folder.data_dir.rglob("*"))
-    assert is_computed(WindowDataset(folder.data_dir)) and not is_computed(WindowDataset(folder.data_dir))
+    assert is_computed(WindowDataset(folder.data_dir)) and not is_computed(
+        WindowDataset(folder.data_dir)
+    )
     assert sorted(folder.data_dir.rglob("*")) == files
     assert len(list((tmp_path / "cache" / "rollout_data").iterdir())) == 1
 
@@ -211,7 +241,9 @@ def test_a_damaged_cache_is_made_anew(tmp_path, is_computed, damage):
         }
         path.write_bytes(damaged[damage])
     assert is_computed(dataset)
-    assert torch.equal(dataset.statistics(progress=False)["observation"].mean, first["observation"].mean)
+    assert torch.equal(
+        dataset.statistics(progress=False)["observation"].mean, first["observation"].mean
+    )
 
 
 def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(tmp_path, is_computed):
@@ -249,7 +281,10 @@ def test_wrong_levels_and_no_frames_are_refused(tmp_path):
 )
 def test_the_sketch_keeps_its_error_bound(num, num_rows, portion, kind, seed):
     rng = np.random.default_rng(seed)
-    values = {"normal": rng.normal(size=(num, 2)), "few": rng.integers(0, 4, (num, 2)).astype(float)}
+    values = {
+        "normal": rng.normal(size=(num, 2)),
+        "few": rng.integers(0, 4, (num, 2)).astype(float),
+    }
     values["sorted"] = np.sort(values["normal"], axis=0)
     sketch = QuantileSketch(2, np.dtype(np.float64), num_rows)
     for start in range(0, num, portion):
@@ -257,7 +292,9 @@ def test_the_sketch_keeps_its_error_bound(num, num_rows, portion, kind, seed):
     bound = sketch.error * num + 1e-9
     assert sketch.error <= max(0, np.log2(max(1, num / num_rows))) / (2 * num_rows) + 1e-12
     if sketch.error == 0:
-        np.testing.assert_allclose(sketch.at(LEVELS), np.quantile(values[kind], LEVELS, axis=0), atol=1e-12)
+        np.testing.assert_allclose(
+            sketch.at(LEVELS), np.quantile(values[kind], LEVELS, axis=0), atol=1e-12
+        )
         return
     for level, row in zip(LEVELS, sketch.at(LEVELS), strict=True):
         for column, value in enumerate(row):
@@ -271,7 +308,9 @@ def test_the_sketch_keeps_its_error_bound(num, num_rows, portion, kind, seed):
 def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
     dtype = np.dtype(np.int8 if is_signed else np.uint8)
     info = np.iinfo(dtype)
-    values = np.random.default_rng(seed).integers(info.min, info.max, (num, 2), dtype, endpoint=True)
+    values = np.random.default_rng(seed).integers(
+        info.min, info.max, (num, 2), dtype, endpoint=True
+    )
     expected = np.quantile(values.astype(np.float64), LEVELS, axis=0)
     for found in (ByteCounts(2, dtype), QuantileSketch(2, dtype, num)):
         found.add(values[: num // 3])

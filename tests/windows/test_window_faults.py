@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from rollout_data import RolloutDataset, RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
+from rollout_data import (
+    RolloutDataset,
+    RolloutDataWarning,
+    WindowDataset,
+    WindowLoader,
+    WindowMixture,
+)
 from rollout_data.blocks.block_header import open_block
-from storage.errors import CorruptFileError, DataFileError, MissingFieldError, RolloutDataError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    MissingFieldError,
+    RolloutDataError,
+    UsageError,
+)
 from tests.files import coded, recorded
 
 
@@ -30,7 +42,11 @@ def folder(tmp_path):
         ({"delta": {"acton": [0]}}, MissingFieldError, "'action'"),
         ({"delta": {"action": []}}, UsageError, "at least one number"),
         ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),
-        ({"delta": {"action": 3}}, UsageError, "delta of 'action' as a list of whole numbers, got 3"),
+        (
+            {"delta": {"action": 3}},
+            UsageError,
+            "delta of 'action' as a list of whole numbers, got 3",
+        ),
         ({"delta": {"action": [1 << 31]}}, UsageError, "up to 2147483647"),
         ({"delta": [0, 1]}, UsageError, "a dict of fields"),
         ({"delta": {3: [0]}}, UsageError, "a dict of fields"),
@@ -43,7 +59,11 @@ def folder(tmp_path):
         ({"fields": []}, UsageError, "fields, some of"),
         ({"split": "test"}, UsageError, "split"),
         ({"split": "train", "validation_fraction": 1.5}, UsageError, "in \\[0, 1\\]"),
-        ({"fields": ["action"], "next_observations": True}, UsageError, "an observation among the fields"),
+        (
+            {"fields": ["action"], "next_observations": True},
+            UsageError,
+            "an observation among the fields",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(folder, options, error, text):
@@ -65,7 +85,9 @@ def test_a_block_that_vanishes_stays_readable_but_a_copy_cannot_open_it(folder):
     for path in sorted(folder.glob("rollout_*.h5"))[-1:]:
         path.unlink()
     assert (dataset.__getitems__(range(len(dataset)))["observation"] == expected).all()
-    with pytest.raises(DataFileError, match=r"cannot open the windows again .*Open the dataset anew"):
+    with pytest.raises(
+        DataFileError, match=r"cannot open the windows again .*Open the dataset anew"
+    ):
         pickle.loads(moved)
     assert 0 < len(WindowDataset(folder, 2)) < len(dataset)
 
@@ -85,10 +107,22 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"length": 10}, "the 10 frames that one needs (length 10, stride 1), the longest of 3 has 9. Ask for fewer"),
-        ({"delta": {"action": [-6, 0]}, "length": 5, "stride": 2}, "the 11 frames that one needs (length 5, stride 2)"),
-        ({"split": "validation", "padding": "zero"}, "split 'validation' has none of 3 trajectories (0.1 for"),
-        ({"split": "train", "validation_fraction": 1}, "split 'train' has none of 3 trajectories (1 for validation)"),
+        (
+            {"length": 10},
+            "the 10 frames that one needs (length 10, stride 1), the longest of 3 has 9. Ask for fewer",
+        ),
+        (
+            {"delta": {"action": [-6, 0]}, "length": 5, "stride": 2},
+            "the 11 frames that one needs (length 5, stride 2)",
+        ),
+        (
+            {"split": "validation", "padding": "zero"},
+            "split 'validation' has none of 3 trajectories (0.1 for",
+        ),
+        (
+            {"split": "train", "validation_fraction": 1},
+            "split 'train' has none of 3 trajectories (1 for validation)",
+        ),
     ],
 )
 def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
@@ -99,8 +133,14 @@ def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
         warnings.simplefilter("error")
         copy = pickle.loads(pickle.dumps(dataset))
         assert len(copy) == 0 and copy.__getitems__([])["action"].shape[0] == 0
-        assert list(WindowLoader(dataset, 4)) == [] and list(DataLoader(dataset, 4, collate_fn=dataset.collate)) == []
-    with pytest.raises(UsageError, match="cannot create a WindowMixture: expected windows in at least one, got none"):
+        assert (
+            list(WindowLoader(dataset, 4)) == []
+            and list(DataLoader(dataset, 4, collate_fn=dataset.collate)) == []
+        )
+    with pytest.raises(
+        UsageError,
+        match="cannot create a WindowMixture: expected windows in at least one, got none",
+    ):
         WindowMixture([dataset, dataset])
 
 
@@ -108,19 +148,25 @@ def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(fo
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(WindowDataset(folder, 9)) == 1
-        assert len(WindowDataset(folder, 4, delta={"action": [-5, 0]}, fields=["action", "reward"])) == 1
+        assert (
+            len(WindowDataset(folder, 4, delta={"action": [-5, 0]}, fields=["action", "reward"]))
+            == 1
+        )
         assert len(WindowDataset(folder, 99, padding="repeat")) == 21
 
 
 def test_a_loader_of_anything_but_windows_is_refused(folder):
-    with pytest.raises(UsageError, match="expected dataset as a WindowDataset or a WindowMixture, got"):
+    with pytest.raises(
+        UsageError, match="expected dataset as a WindowDataset or a WindowMixture, got"
+    ):
         WindowLoader(RolloutDataset(folder, num_envs=1), batch_size=1)
 
 
 def test_a_loader_without_a_batch_says_so(folder):
     dataset = WindowDataset(folder, 9)
     with pytest.warns(
-        RolloutDataWarning, match=r"no batch: there are too few of 1 windows \(batch_size 4, drop_last T"
+        RolloutDataWarning,
+        match=r"no batch: there are too few of 1 windows \(batch_size 4, drop_last T",
     ):
         assert list(WindowLoader(dataset, 4, drop_last=True)) == []
     with warnings.catch_warnings():
@@ -131,7 +177,9 @@ def test_a_loader_without_a_batch_says_so(folder):
 @pytest.mark.parametrize("number", [2**64 - 1, 2**63])
 def test_numbers_of_windows_do_not_wrap(folder, number):
     dataset = WindowDataset(folder, 2)
-    with pytest.raises(IndexError, match=f"call WindowDataset.batch: expected windows in .*, got {number}"):
+    with pytest.raises(
+        IndexError, match=f"call WindowDataset.batch: expected windows in .*, got {number}"
+    ):
         dataset.__getitems__(np.array([number], np.uint64))
     assert len(dataset.__getitems__(np.array([0, 1], np.uint64))["reward"]) == 2
 
@@ -149,7 +197,9 @@ def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path, num_workers):
         warnings.simplefilter("ignore")
         dataset = WindowDataset(tmp_path, 2, fields=["observation/rgb"])
     loader = DataLoader(dataset, len(dataset), collate_fn=dataset.collate, num_workers=num_workers)
-    with pytest.raises(CorruptFileError, match=r"(?s)(^|\.CorruptFileError: )cannot .*observation/rgb") as raised:
+    with pytest.raises(
+        CorruptFileError, match=r"(?s)(^|\.CorruptFileError: )cannot .*observation/rgb"
+    ) as raised:
         list(loader)
     again = pickle.loads(pickle.dumps(raised.value))
     assert str(again) == str(raised.value) == raised.value.message

@@ -22,13 +22,23 @@ LENGTHS = st.lists(st.integers(1, 14), min_size=1, max_size=6)
 DELTAS = st.lists(st.integers(-4, 5), min_size=1, max_size=4)
 
 
-def check(dataset: WindowDataset, done: list[recorded.Recorded], deltas: dict[str, list[int]], stride, padding):
+def check(
+    dataset: WindowDataset,
+    done: list[recorded.Recorded],
+    deltas: dict[str, list[int]],
+    stride,
+    padding,
+):
     """Compare every window with the model; all of them, each once, and no other."""
     by_number = {one.number: one for one in done}
     keys, anchor = dataset.locate(np.arange(len(dataset)))
     numbers = [number for _, number in keys]
     all_deltas = [delta for values in deltas.values() for delta in values]
-    wanted = [(one.number, t) for one in done for t in model.anchors(one.length, all_deltas, stride, padding)]
+    wanted = [
+        (one.number, t)
+        for one in done
+        for t in model.anchors(one.length, all_deltas, stride, padding)
+    ]
     assert sorted(zip(numbers, anchor.tolist(), strict=True)) == sorted(wanted)
     batch = dataset.__getitems__(list(range(len(dataset))))
     for k, (number, t) in enumerate(zip(numbers, anchor.tolist(), strict=True)):
@@ -43,7 +53,12 @@ def check(dataset: WindowDataset, done: list[recorded.Recorded], deltas: dict[st
             elif name == "privileged_observation":
                 assert (found == -expected.values).all()
             else:
-                assert (found == {"done": expected.done, "timeout": expected.timeout}.get(name, expected.values)).all()
+                assert (
+                    found
+                    == {"done": expected.done, "timeout": expected.timeout}.get(
+                        name, expected.values
+                    )
+                ).all()
         if "next_observation" in batch:
             rows, mask = model.next_window(one, t, deltas["observation"], padding)
             assert (batch["next_observation"][k].numpy() == rows).all()
@@ -67,7 +82,9 @@ def test_windows_equal_those_of_a_naive_model(
 ):
     ended = [ends.draw(st.sampled_from(["terminated", "truncated"])) for _ in lengths]
     with tempfile.TemporaryDirectory() as folder:
-        done = recorded.record(Path(folder), lengths, num_envs, ended, with_final, flush_every=flush_every)
+        done = recorded.record(
+            Path(folder), lengths, num_envs, ended, with_final, flush_every=flush_every
+        )
         dataset = WindowDataset(folder, length, stride, padding=padding, next_observations=True)
         deltas = list(range(length))
         names = ("observation", "action", "privileged_observation", "done", "timeout")
@@ -90,10 +107,14 @@ def test_delta_lists_equal_those_of_a_naive_model(
     lengths, flush_every, observation, action, stride, padding, with_final
 ):
     with tempfile.TemporaryDirectory() as folder:
-        done = recorded.record(Path(folder), lengths, 2, with_final=with_final, flush_every=flush_every)
+        done = recorded.record(
+            Path(folder), lengths, 2, with_final=with_final, flush_every=flush_every
+        )
         delta = {"observation": observation, "action": action}
         fields = ["action", "observation", "done"]
-        dataset = WindowDataset(folder, 2, stride, delta=delta, padding=padding, fields=fields, next_observations=True)
+        dataset = WindowDataset(
+            folder, 2, stride, delta=delta, padding=padding, fields=fields, next_observations=True
+        )
         assert list(dataset[0] if len(dataset) else dataset.__getitems__([])) == [
             "observation", "action", "done", "next_observation", "mask", "next_mask",
         ]  # fmt: skip
@@ -103,7 +124,13 @@ def test_delta_lists_equal_those_of_a_naive_model(
 def test_the_last_window_of_a_trajectory_is_there(tmp_path):
     recorded.record(tmp_path, [6])
     dataset = WindowDataset(tmp_path, 2)
-    assert dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 1].tolist() == [0, 1, 2, 3, 4]
+    assert dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 1].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert len(WindowDataset(tmp_path, 6)) == 1
     with pytest.warns(RolloutDataWarning):
         assert len(WindowDataset(tmp_path, 7)) == 0
@@ -111,13 +138,24 @@ def test_the_last_window_of_a_trajectory_is_there(tmp_path):
 
 def test_a_still_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
     done = recorded.record(tmp_path, [4, 5], ends=["terminated", "open"])
-    check(WindowDataset(tmp_path, 2), done, {"observation": [0, 1], "done": [0, 1], "timeout": [0, 1]}, 1, "none")
+    check(
+        WindowDataset(tmp_path, 2),
+        done,
+        {"observation": [0, 1], "done": [0, 1], "timeout": [0, 1]},
+        1,
+        "none",
+    )
 
 
 def test_a_recording_of_which_nothing_was_kept_has_no_window(tmp_path):
     with RolloutWriter(tmp_path, 1, success_only=True, durable=False) as writer:
         for step in range(4):
-            writer.add(observation=np.ones((1, 3)), action=np.zeros((1, 2)), done=[step == 3], success=[False])
+            writer.add(
+                observation=np.ones((1, 3)),
+                action=np.zeros((1, 2)),
+                done=[step == 3],
+                success=[False],
+            )
             writer.flush()
     with pytest.warns(RolloutDataWarning, match="no trajectory was kept"):
         assert len(WindowDataset(tmp_path)) == 0
@@ -127,7 +165,8 @@ def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
     with RolloutWriter(tmp_path, 3, success_only=True, durable=False) as writer:
         for step in range(8):
             writer.add(
-                observation=recorded.observation_of(0, step)[None].repeat(3, 0) + np.arange(3)[:, None],
+                observation=recorded.observation_of(0, step)[None].repeat(3, 0)
+                + np.arange(3)[:, None],
                 action=np.zeros((3, 2)),
                 done=np.array([step == 3, step == 5, False]),
                 timeout=np.array([step == 3, False, False]),
@@ -136,14 +175,20 @@ def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
             if step % 2:
                 writer.flush()
     dataset = WindowDataset(tmp_path, 2)
-    assert dataset.num_trajectories == 1  # env 0 until its timeout; env 1 failed, nothing else ended
+    assert (
+        dataset.num_trajectories == 1
+    )  # env 0 until its timeout; env 1 failed, nothing else ended
     assert dataset.__getitems__([0, 1, 2])["observation"][:, 0, 1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("padding", ["none", "repeat", "zero"])
 def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
     folder, raw = coded.record(tmp_path / "coded"), coded.record(tmp_path / "raw", codecs={})
-    options = {"delta": {"observation": [-2, 0, 5], "action": range(3)}, "padding": padding, "next_observations": True}
+    options = {
+        "delta": {"observation": [-2, 0, 5], "action": range(3)},
+        "padding": padding,
+        "next_observations": True,
+    }
     ours, theirs = (WindowDataset(path, **options) for path in (folder, raw))
     assert len(ours) == len(theirs) > 0
     batch, expected = (dataset.__getitems__(range(len(dataset))) for dataset in (ours, theirs))
@@ -152,7 +197,11 @@ def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
         if group.endswith("mask"):
             found, wanted = found["observation"], wanted["observation"]
         for name in coded.COMPONENTS:
-            assert found[name].shape == (len(ours), 3, *(coded.COMPONENTS[name][0] if "mask" not in group else ()))
+            assert found[name].shape == (
+                len(ours),
+                3,
+                *(coded.COMPONENTS[name][0] if "mask" not in group else ()),
+            )
             if name in coded.LOSSY and "mask" not in group:
                 torch.testing.assert_close(found[name], wanted[name], atol=0.01, rtol=0)
             else:
@@ -160,11 +209,18 @@ def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
 
 
 def test_only_what_is_wanted_of_coded_components_is_read(tmp_path):
-    with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=dict.fromkeys("ab", "lz4"), durable=False) as writer:
+    with RolloutWriter(
+        tmp_path, 1, obs_disassemble_mapping=dict.fromkeys("ab", "lz4"), durable=False
+    ) as writer:
         noise = np.random.default_rng(0).random((2, 6, 1, 32, 32), np.float32)  # is stored as it is
         for step in range(6):
             observation = {"a": noise[0, step], "b": noise[1, step]}
-            writer.add(observation=observation, action=np.zeros((1, 1)), reward=np.zeros(1), done=[step == 5])
+            writer.add(
+                observation=observation,
+                action=np.zeros((1, 1)),
+                reward=np.zeros(1),
+                done=[step == 5],
+            )
     (path,) = tmp_path.glob("rollout_*")
     content = bytearray(path.read_bytes())
     content[content.index(noise[1, 3].tobytes()[:64]) + 8] ^= 1
@@ -189,7 +245,9 @@ def test_trajectory_folders_have_windows_too(tmp_path):
     for k, (number, anchor) in enumerate(places):
         frames = np.minimum(np.arange(anchor, anchor + 4), (5, 4)[number] - 1)
         for field, name, width in ((1, "observation", 3), (3, "action", 2)):
-            expected = np.concatenate([folders.values(field, number, f, f + 1, width) for f in frames])
+            expected = np.concatenate(
+                [folders.values(field, number, f, f + 1, width) for f in frames]
+            )
             assert (batch[name][k].numpy() == expected).all()
     assert lengths == [5, 4]
 
@@ -198,7 +256,10 @@ def test_several_folders_are_one_dataset(tmp_path):
     first = recorded.record(tmp_path / "a", [4, 6])
     second = recorded.record(tmp_path / "b", [5], first_number=10)
     dataset = WindowDataset([tmp_path / "a", tmp_path / "b"], 3)
-    seen = {(int(n), int(f)) for n, f in dataset.__getitems__(range(len(dataset)))["observation"][:, 0, :2]}
+    seen = {
+        (int(n), int(f))
+        for n, f in dataset.__getitems__(range(len(dataset)))["observation"][:, 0, :2]
+    }
     assert seen == {(one.number, t) for one in first + second for t in range(one.length - 2)}
 
 
@@ -218,8 +279,12 @@ def test_splits_are_exact_disjoint_complete_and_decided_by_the_seed(num, fractio
             options = {"split": split, "validation_fraction": fraction, "seed": seed}
             dataset = WindowDataset(folder, 1, **options)
             parts[split] = set(dataset.trajectories.tolist())
-            assert parts[split] == set(WindowDataset(folder, 2, fields=["reward"], **options).trajectories.tolist())
-            seen = {int(n) for n in dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 0]}
+            assert parts[split] == set(
+                WindowDataset(folder, 2, fields=["reward"], **options).trajectories.tolist()
+            )
+            seen = {
+                int(n) for n in dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 0]
+            }
             assert len(seen) == len(parts[split])
         assert len(parts["validation"]) == int(np.floor(num * fraction + 0.5))
         assert not parts["train"] & parts["validation"]
@@ -248,7 +313,10 @@ def test_a_split_of_several_folders_agrees_with_that_of_each(tmp_path):
     def validation(folders):
         dataset = WindowDataset(folders, split="validation", validation_fraction=0.2)
         keys, _ = dataset.locate(range(len(dataset)))
-        return [{number for writer, number in keys if writer.startswith(label)} for label in ("0:", "1:", "")]
+        return [
+            {number for writer, number in keys if writer.startswith(label)}
+            for label in ("0:", "1:", "")
+        ]
 
     alone = validation(one)[2]
     assert validation([one, copy])[:2] == [alone, alone] and len(alone) == 12

@@ -27,25 +27,37 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def dataset(folder):
-    return WindowDataset(folder, 4, padding="zero", delta={"action": [-1, 3]}, next_observations=True)
+    return WindowDataset(
+        folder, 4, padding="zero", delta={"action": [-1, 3]}, next_observations=True
+    )
 
 
 def check_same(ours, theirs):
     ours, theirs = flatten(ours), flatten(theirs)
     assert ours.keys() == theirs.keys()
     for name in ours:
-        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), (
+            name
+        )
 
 
-@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(
+    ("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (1, "spawn")]
+)
 def test_a_data_loader_gives_the_batches_of_the_dataset(dataset, num_workers, context):
     loader = DataLoader(
-        dataset, 7, collate_fn=dataset.collate, num_workers=num_workers, multiprocessing_context=context
+        dataset,
+        7,
+        collate_fn=dataset.collate,
+        num_workers=num_workers,
+        multiprocessing_context=context,
     )
     kept = list(loader)  # more batches at once than places in shared memory
     assert len(kept) == -(-len(dataset) // 7) > 0
     for number, batch in enumerate(kept):
-        check_same(batch, dataset.__getitems__(list(range(len(dataset)))[7 * number : 7 * number + 7]))
+        check_same(
+            batch, dataset.__getitems__(list(range(len(dataset)))[7 * number : 7 * number + 7])
+        )
 
 
 def test_batches_of_workers_stay_as_long_as_they_are_held(dataset):
@@ -94,11 +106,15 @@ def test_a_pickled_dataset_shows_what_the_first_one_saw(folder, tmp_path):
 def test_windows_are_addressed_as_in_a_list(dataset):
     check_same(dataset[-1], dataset[len(dataset) - 1])
     check_same(dataset[np.int64(3)], dataset[3])
-    check_same(dataset.__getitems__(np.array([1, -2], np.int32)), dataset.__getitems__([1, len(dataset) - 2]))
+    check_same(
+        dataset.__getitems__(np.array([1, -2], np.int32)),
+        dataset.__getitems__([1, len(dataset) - 2]),
+    )
     assert dataset.__getitems__([])["observation"].shape == (0, 4, 3)
     for wrong in (len(dataset), -len(dataset) - 1):
         with pytest.raises(
-            IndexError, match=f"read a window of a WindowDataset: expected a whole number in .*, got {wrong}"
+            IndexError,
+            match=f"read a window of a WindowDataset: expected a whole number in .*, got {wrong}",
         ):
             dataset[wrong]
     with pytest.raises(UsageError):
@@ -223,11 +239,16 @@ def test_draws_follow_the_weights_and_are_uniform_within_a_member(mixture):
 
 def test_a_mixture_goes_through_loaders(mixture):
     sampler = mixture.sampler(20, seed=1)
-    runs = [list(DataLoader(mixture, 6, sampler=sampler, collate_fn=mixture.collate, num_workers=n)) for n in (0, 1)]
+    runs = [
+        list(DataLoader(mixture, 6, sampler=sampler, collate_fn=mixture.collate, num_workers=n))
+        for n in (0, 1)
+    ]
     assert [len(batch["reward"]) for batch in runs[0]] == [6, 6, 6, 2]
     assert any(not torch.equal(a["reward"], b["reward"]) for a, b in zip(*runs, strict=True))
     sampler.set_epoch(0)
-    check_same(next(iter(DataLoader(mixture, 6, sampler=sampler, collate_fn=mixture.collate))), runs[0][0])
+    check_same(
+        next(iter(DataLoader(mixture, 6, sampler=sampler, collate_fn=mixture.collate))), runs[0][0]
+    )
     loader = WindowLoader(mixture, 6, seed=1)
     assert numbers_of(loader) != numbers_of(loader)
 
@@ -241,4 +262,7 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
         with pytest.raises(UsageError, match="weights as 2 numbers"):
             WindowMixture([first, first], weights=wrong)
     with pytest.raises(UsageError, match="no window"):
-        WindowMixture([first, WindowDataset(folder, 3, split="validation", validation_fraction=0)], weights=[1, 1])
+        WindowMixture(
+            [first, WindowDataset(folder, 3, split="validation", validation_fraction=0)],
+            weights=[1, 1],
+        )

@@ -48,7 +48,10 @@ def side_by_side(loaders, num_batches):
     batches, sizes = [], []
     iterators = [iter(loader) for loader in loaders]
     for _ in range(num_batches):
-        parts = [names(batch) if batch is not None else [] for batch in (next(one, None) for one in iterators)]
+        parts = [
+            names(batch) if batch is not None else []
+            for batch in (next(one, None) for one in iterators)
+        ]
         if not any(parts):
             break
         batches.append(list(chain(*parts)))
@@ -79,7 +82,9 @@ def model(orders, epoch, position, size, num_ranks, even, drop_last):
         epoch, position = epoch + 1, 0
 
 
-LEGS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=6)
+LEGS = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,7 +96,9 @@ LEGS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4
     shuffle=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:a WindowLoader has no batch")
-def test_legs_of_any_numbers_of_ranks_give_the_order_of_one(datasets, which, legs, even, drop_last, shuffle):
+def test_legs_of_any_numbers_of_ranks_give_the_order_of_one(
+    datasets, which, legs, even, drop_last, shuffle
+):
     dataset = datasets[which]
     alone = WindowLoader(dataset, 1, seed=2, shuffle=shuffle)
     orders = [list(chain(*map(names, alone))) for _ in range(len(legs) * 4 + 2)]
@@ -144,14 +151,21 @@ def test_all_ranks_get_equally_many_batches(datasets, which, drop_last, even):
             for rank in range(num_ranks)
         ]
         expected = [list(map(names, loader)) for loader in loaders]
-        assert {len(batches) for batches in expected} == {len(loader) for loader in loaders} == {len(loaders[0])}
+        assert (
+            {len(batches) for batches in expected}
+            == {len(loader) for loader in loaders}
+            == {len(loaders[0])}
+        )
         for parts in zip(*expected, strict=True):
             assert len({len(part) for part in parts}) == 1
 
 
 def test_25_windows_in_batches_of_4(datasets):
     def batches_of(**options):
-        loaders = [WindowLoader(datasets[25], 4, shuffle=False, shard=(rank, 2), **options) for rank in range(2)]
+        loaders = [
+            WindowLoader(datasets[25], 4, shuffle=False, shard=(rank, 2), **options)
+            for rank in range(2)
+        ]
         found = [list(map(names, loader)) for loader in loaders]
         assert [len(loader) for loader in loaders] == [len(batches) for batches in found]
         return found
@@ -160,7 +174,12 @@ def test_25_windows_in_batches_of_4(datasets):
     full = [[windows[8 * k + 4 * r : 8 * k + 4 * r + 4] for k in range(3)] for r in range(2)]
     padded = [[*full[0], windows[24:]], [*full[1], windows[:1]]]
     assert batches_of() == batches_of(even="pad") == padded
-    assert batches_of(drop_last=True) == batches_of(even="drop") == batches_of(drop_last=True, even="none") == full
+    assert (
+        batches_of(drop_last=True)
+        == batches_of(even="drop")
+        == batches_of(drop_last=True, even="none")
+        == full
+    )
     assert batches_of(even="none") == [[*full[0], windows[24:]], full[1]]
 
 
@@ -211,7 +230,8 @@ def test_a_state_of_another_version_is_refused_and_names_set_epoch(datasets):
     state = loader.state_dict()
     for version in (2, 4):
         with pytest.raises(
-            UsageError, match=f"expected a state of version 3, got {version}. set_epoch begins an epoch"
+            UsageError,
+            match=f"expected a state of version 3, got {version}. set_epoch begins an epoch",
         ):
             loader.load_state_dict({**state, "version": version})
 
@@ -242,8 +262,12 @@ LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6, 2, 5)
 @pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("is_mixture", "shuffle"), [(False, True), (False, False), (True, True), (True, False)])
-def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(tmp_path, is_mixture, shuffle, seed):
+@pytest.mark.parametrize(
+    ("is_mixture", "shuffle"), [(False, True), (False, False), (True, True), (True, False)]
+)
+def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(
+    tmp_path, is_mixture, shuffle, seed
+):
     chance = np.random.default_rng(seed)
 
     def opened(split="train"):
@@ -257,14 +281,21 @@ def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(tmp_pat
     folders = [tmp_path / "first", tmp_path / "second"]
     for number, folder in enumerate(folders):
         if seed % 2:
-            recorded.record(folder, LENGTHS, 2, first_number=20 * number, flush_every=3, writer_name="b0")
+            recorded.record(
+                folder, LENGTHS, 2, first_number=20 * number, flush_every=3, writer_name="b0"
+            )
             continue
         for k in range(0, len(LENGTHS), 2):
-            recorded.record(folder, LENGTHS[k : k + 2], 2, first_number=20 * number + k, writer_name=f"b{k}")
+            recorded.record(
+                folder, LENGTHS[k : k + 2], 2, first_number=20 * number + k, writer_name=f"b{k}"
+            )
     expected = list(chain(*map(names, WindowLoader(opened(), 1, seed=seed, shuffle=shuffle))))
     state, position = None, 0
     for size in (2, 1, 1, 100):
-        loaders = [WindowLoader(opened(), 3, seed=seed, shuffle=shuffle, shard=(rank, 2)) for rank in range(2)]
+        loaders = [
+            WindowLoader(opened(), 3, seed=seed, shuffle=shuffle, shard=(rank, 2))
+            for rank in range(2)
+        ]
         for loader in loaders if state is not None else ():
             loader.load_state_dict(json.loads(json.dumps(state)))
         kept = set(all_names(opened(None))) if state is not None else set(expected)
@@ -283,7 +314,9 @@ def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(tmp_pat
         state = loaders[0].state_dict()
         recorded.record(folders[0], [3, 4], first_number=100 + 10 * size, writer_name=f"a{size}")
         for folder in folders[: 1 + is_mixture]:
-            old = sorted(folder.glob("rollout_b*.h5"))  # the oldest of one writer, or all of any of several
+            old = sorted(
+                folder.glob("rollout_b*.h5")
+            )  # the oldest of one writer, or all of any of several
             old[0 if seed % 2 else chance.integers(len(old))].unlink()
 
 
@@ -314,7 +347,10 @@ def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path
 def test_a_state_of_an_earlier_version_within_an_epoch_of_a_shuffled_mixture_is_refused(datasets):
     loader = WindowLoader(datasets["mixture"], 4, seed=0)
     next(iter(loader))
-    state = {**loader.state_dict(), "after": None}  # an earlier version does not name the last window
+    state = {
+        **loader.state_dict(),
+        "after": None,
+    }  # an earlier version does not name the last window
     with pytest.raises(UsageError, match="set_epoch begins an epoch"):
         loader.load_state_dict(state)
     loader.set_epoch(1)
@@ -356,25 +392,44 @@ def test_wrong_shares_are_refused(datasets):
 
 
 @settings(max_examples=40, deadline=None)
-@given(num=st.integers(0, 40), num_ranks=st.integers(1, 5), even=st.sampled_from(EVENS), epoch=st.integers(0, 3))
+@given(
+    num=st.integers(0, 40),
+    num_ranks=st.integers(1, 5),
+    even=st.sampled_from(EVENS),
+    epoch=st.integers(0, 3),
+)
 def test_ranks_share_the_draws_of_a_sampler(datasets, num, num_ranks, even, epoch):
     mixture = datasets["mixture"]
-    samplers = [mixture.sampler(num, 3, even=even, shard=(rank, num_ranks)) for rank in range(num_ranks)]
+    samplers = [
+        mixture.sampler(num, 3, even=even, shard=(rank, num_ranks)) for rank in range(num_ranks)
+    ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
     alone = mixture.draw(num, np.random.default_rng([3, epoch])).tolist()
-    total = {"pad": -(-num // num_ranks) * num_ranks, "drop": num - num % num_ranks, "none": num}[even]
+    total = {"pad": -(-num // num_ranks) * num_ranks, "drop": num - num % num_ranks, "none": num}[
+        even
+    ]
     expected = [alone[place % num] for place in range(total)]
     shares = [list(sampler) for sampler in samplers]
     assert shares == [expected[rank::num_ranks] for rank in range(num_ranks)]
     assert [sampler.epoch for sampler in samplers] == [epoch + 1] * num_ranks
-    assert even == "none" or len({len(share) for share in shares} | {len(sampler) for sampler in samplers}) == 1
+    assert (
+        even == "none"
+        or len({len(share) for share in shares} | {len(sampler) for sampler in samplers}) == 1
+    )
 
 
 def test_a_sampler_goes_on_from_epoch_to_epoch_with_workers_that_stay(datasets):
     mixture = datasets["mixture"]
     sampler = mixture.sampler(12, seed=1)
-    loader = DataLoader(mixture, 4, sampler=sampler, collate_fn=mixture.collate, num_workers=1, persistent_workers=True)
+    loader = DataLoader(
+        mixture,
+        4,
+        sampler=sampler,
+        collate_fn=mixture.collate,
+        num_workers=1,
+        persistent_workers=True,
+    )
     epochs = [list(map(names, loader)) for _ in range(3)]
     assert len({tuple(chain(*epoch)) for epoch in epochs}) == 3
     sampler.set_epoch(1)
@@ -392,14 +447,18 @@ def test_two_ranks_of_torch_distributed(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.windows.two_ranks", str(tmp_path)]
     root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=240, check=False
+    )
     assert run.returncode == 0, run.stderr
     ranks = json.loads(run.stdout.splitlines()[-1])
     assert [rank["len"] for rank in ranks] == [4, 4]
     for epoch in range(2):
         batches = [rank["epochs"][epoch] for rank in ranks]
         assert [[len(batch) for batch in own] for own in batches] == [[4, 4, 4, 1]] * 2
-        ((expected,),) = [list(map(names, alone))]  # of the first writer's windows: rank 0 saw no others
+        ((expected,),) = [
+            list(map(names, alone))
+        ]  # of the first writer's windows: rank 0 saw no others
         assert list(chain(*(first + second for first, second in zip(*batches, strict=True)))) == [
             *expected,
             expected[0],

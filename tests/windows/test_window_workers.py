@@ -75,10 +75,14 @@ def test_a_collate_may_change_a_batch_and_take_it_apart(dataset):
     for first, got in held:
         expected = with_more(dataset.__getitems__(range(len(dataset))[first : first + 4]))
         check_same(got["whole"], expected["whole"])
-        assert torch.equal(got["reward"], expected["reward"]) and got["number of"] == len(expected["reward"])
+        assert torch.equal(got["reward"], expected["reward"]) and got["number of"] == len(
+            expected["reward"]
+        )
 
 
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+@pytest.mark.parametrize(
+    "take", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))]
+)
 def test_copies_of_a_batch_are_plain_dicts(dataset, take):
     memory = WorkerMemory()
     for _ in range(2):
@@ -93,16 +97,23 @@ def test_batches_are_plain_dicts_that_a_pytree_looks_into(dataset, num_workers):
     for windows in (dataset, mixture):
         loader = DataLoader(windows, 4, num_workers=num_workers, collate_fn=windows.collate)
         for batch in (*loader, *WindowLoader(windows, 4)):
-            assert type(batch) is dict and all(type(leaf) is torch.Tensor for leaf in tree_leaves(batch))
+            assert type(batch) is dict and all(
+                type(leaf) is torch.Tensor for leaf in tree_leaves(batch)
+            )
             check_same(tree_map(lambda leaf: leaf.clone(), batch), batch)
-    check_same(next(iter(DataLoader(dataset, 4, collate_fn=dataset.collate))), dataset.__getitems__(range(4)))
+    check_same(
+        next(iter(DataLoader(dataset, 4, collate_fn=dataset.collate))),
+        dataset.__getitems__(range(4)),
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_forgotten_collate_is_named(dataset, num_workers):
     with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
         list(DataLoader(dataset, 4, num_workers=num_workers))
-    with pytest.raises(KeyError, match="cannot read the field 'obs' of a batch: expected observation, "):
+    with pytest.raises(
+        KeyError, match="cannot read the field 'obs' of a batch: expected observation, "
+    ):
         dataset.__getitems__([0])["obs"]
 
 
@@ -113,7 +124,10 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
     memory, num_bytes = WorkerMemory(), 1 << 20
 
     def read(allocate):
-        return {"rows": allocate((num_bytes,), torch.uint8), "mask": torch.ones(100, dtype=torch.bool)}
+        return {
+            "rows": allocate((num_bytes,), torch.uint8),
+            "mask": torch.ones(100, dtype=torch.bool),
+        }
 
     for _ in range(5):
         batch = memory.make(read)
@@ -126,10 +140,15 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
 
 def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
     memory, limits = WorkerMemory(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no place can be as large as a batch
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # no place can be as large as a batch
     try:
         for _ in range(3):
-            check_same(memory.make(lambda allocate: dataset.read([1, 2], allocate)), dataset.__getitems__([1, 2]))
+            check_same(
+                memory.make(lambda allocate: dataset.read([1, 2], allocate)),
+                dataset.__getitems__([1, 2]),
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not memory.places
@@ -138,12 +157,17 @@ def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
 def test_larger_batches_get_larger_places(dataset):
     memory = WorkerMemory()
     for numbers in ([0], [1], range(20), range(20), [2]):
-        check_same(memory.make(lambda allocate, n=numbers: dataset.read(n, allocate)), dataset.__getitems__(numbers))
+        check_same(
+            memory.make(lambda allocate, n=numbers: dataset.read(n, allocate)),
+            dataset.__getitems__(numbers),
+        )
     assert len(memory.places) == 1
 
 
 def test_memory_of_workers_goes_with_them(dataset):
-    loader = DataLoader(dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True)
+    loader = DataLoader(
+        dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True
+    )
     kept = list(loader)[-1]
     assert worker_batches.mapped
     del loader

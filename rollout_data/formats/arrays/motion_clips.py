@@ -259,7 +259,9 @@ class Reader(FileSource):
     def _read_json(self, path: Path) -> EpisodeInfo:
         fields, metadata = self._json(path)
         schema = Schema(Field(name, one.shape[1:], "float64") for name, one in fields.items())
-        return EpisodeInfo(path.name, len(fields["observation"]), schema, metadata=metadata, source=path)
+        return EpisodeInfo(
+            path.name, len(fields["observation"]), schema, metadata=metadata, source=path
+        )
 
     def _json(self, path: Path) -> _Json:
         self._known.check(path)

@@ -87,7 +87,9 @@ class Unpacking:
         self._spacing = max(_MIN_SPACING, -(-num_bytes // _MAX_STATES))
         # Piece -> state of zlib, packed bytes and CRC-32 of the bytes before it. A dict, not a
         # list, since two threads may add the same piece.
-        self._states: dict[int, tuple[Any, int, int]] = {0: (zlib.decompressobj(-zlib.MAX_WBITS), 0, 0)}
+        self._states: dict[int, tuple[Any, int, int]] = {
+            0: (zlib.decompressobj(-zlib.MAX_WBITS), 0, 0)
+        }
         self._latest: tuple[int, bytes] = (-1, b"")
 
     def __reduce__(self) -> Any:

@@ -81,7 +81,9 @@ class Reader(FileSource):
         shape = arrays["observations"].shape
         num_rows = shape[0] if shape else 0
         if not 0 < num_rows <= _MAX_ROWS:
-            raise CorruptFileError("open", repr(str(self.path)), f"1 to {_MAX_ROWS} rows", str(num_rows))
+            raise CorruptFileError(
+                "open", repr(str(self.path)), f"1 to {_MAX_ROWS} rows", str(num_rows)
+            )
         for name, array in list(arrays.items()):
             has_rows = array.shape[:1] == (num_rows,) and array.dtype.kind in "biuf"
             if not has_rows or (name == "terminals" and len(array.shape) > 2):
@@ -89,7 +91,9 @@ class Reader(FileSource):
                 got = f"{array.dtype}{list(array.shape)}"
                 if name in OGBENCH_ARRAYS:
                     raise CorruptFileError("open", repr(str(self.path)), expected, got)
-                self.problem("read the array", repr(str(self.path)), expected, got, "It is left out")
+                self.problem(
+                    "read the array", repr(str(self.path)), expected, got, "It is left out"
+                )
                 del arrays[name]
         return num_rows
 

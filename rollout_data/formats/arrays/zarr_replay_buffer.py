@@ -102,7 +102,9 @@ class Reader(FileSource):
             raise CorruptFileError("open", repr(str(self.path)), expected, got)
         ends = stored.read(self._store, 0, stored.shape[0]).astype(np.int64)
         if (np.diff(ends, prepend=0) < 0).any():
-            raise CorruptFileError("open", repr(str(self.path)), f"{ZARR_ENDS!r} that grow", "others")
+            raise CorruptFileError(
+                "open", repr(str(self.path)), f"{ZARR_ENDS!r} that grow", "others"
+            )
         return ends
 
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:

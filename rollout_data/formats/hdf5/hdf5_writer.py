@@ -167,7 +167,10 @@ class EpisodeFile:
     def _begin(self, header: SparseFile, note: bytes) -> None:
         """Create the file with its structure and note, in one step."""
         temporary = self.path.with_name(f".{self.path.name}.begun")
-        with replace_file(self._partial, temporary=temporary) as new, open(new, "wb", buffering=0) as file:
+        with (
+            replace_file(self._partial, temporary=temporary) as new,
+            open(new, "wb", buffering=0) as file,
+        ):
             header.write_to(file.fileno())
             write_at(file.fileno(), memoryview(note), self._offsets[self._note_name])
 

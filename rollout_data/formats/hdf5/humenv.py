@@ -70,11 +70,13 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
     """Read all episodes of a file whole.
 
     Returns:
-        Nested dicts by group: new arrays `[T, ...]`, arrays without axes for single numbers, and texts. An array of
+        Nested dicts by group: new arrays `[T, ...]`, arrays without axes for single numbers, and
+            texts. An array of
         texts is read as its first text.
 
     Raises:
-        CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can hold.
+        CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can
+            hold.
         FieldTypeError: A dataset holds neither numbers nor texts.
         UnsafeFileError: A link leads out of the file.
     """
@@ -95,7 +97,9 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
         return episodes
 
 
-def _read_whole(file: OpenFile, node: h5py.h5d.DatasetID, info: DatasetInfo, allowance: Allowance) -> Any:
+def _read_whole(
+    file: OpenFile, node: h5py.h5d.DatasetID, info: DatasetInfo, allowance: Allowance
+) -> Any:
     """Read a dataset as an array, or as its first text."""
     dataset = h5py.Dataset(node)
     where = file.place(node)

@@ -184,7 +184,9 @@ class Reader(FileSource):
                     where = repr(str(log.path))
                     got = f"{first.topic!r} and {leaf.topic!r}"
                     advice = "The latter is left out"
-                    self.problem("name the fields of", where, f"one topic for {name!r}", got, advice)
+                    self.problem(
+                        "name the fields of", where, f"one topic for {name!r}", got, advice
+                    )
         return leaves
 
     def _check_topics(self, log: Log) -> None:
@@ -260,7 +262,9 @@ class Reader(FileSource):
         if num_texts > _MAX_TEXTS:
             where = f"{topic.name!r} of {str(log.path)!r}"
             advice = "The first are taken as metadata"
-            self.problem("keep the texts of", where, f"at most {_MAX_TEXTS}", str(num_texts), advice)
+            self.problem(
+                "keep the texts of", where, f"at most {_MAX_TEXTS}", str(num_texts), advice
+            )
         texts = _columns(log, [leaf], np.arange(min(num_texts, _MAX_TEXTS)))[leaf.keys]
         return texts[0] if len(texts) == 1 else texts
 
@@ -329,7 +333,9 @@ def _columns(
     columns: dict[Any, Any] = {}
     for leaf in leaves:
         is_text = leaf.dtype == _TEXT
-        columns[leaf.keys] = [""] * len(rows) if is_text else np.empty((len(rows), *leaf.shape), leaf.dtype)
+        columns[leaf.keys] = (
+            [""] * len(rows) if is_text else np.empty((len(rows), *leaf.shape), leaf.dtype)
+        )
     topic = log.topics[leaves[0].topic]
     where = f"messages of {topic.name!r} of {str(log.path)!r}"
     expected = f"JSON with {', '.join('/'.join(leaf.keys) for leaf in leaves)}"
@@ -362,7 +368,9 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
     array = np.asarray(value)
     has_other_kind = array.size > 0 and array.dtype.kind not in _KINDS[leaf.dtype]
     if has_other_kind or array.shape != leaf.shape:
-        raise ValueError(f"{'/'.join(leaf.keys)} of another kind or shape than in the first message")
+        raise ValueError(
+            f"{'/'.join(leaf.keys)} of another kind or shape than in the first message"
+        )
     if leaf.dtype == "int64" and array.dtype.kind == "u" and (array > _MAX_INT64).any():
         raise ValueError(f"{'/'.join(leaf.keys)} beyond 64-bit integers")
     return array

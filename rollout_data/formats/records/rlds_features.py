@@ -44,7 +44,9 @@ class Leaf:
     @property
     def dtype(self) -> str:
         """Dtype of the values in the file."""
-        return _FLOATS.get(self.declared, self.declared) if self.kind == "numbers" else self.declared
+        return (
+            _FLOATS.get(self.declared, self.declared) if self.kind == "numbers" else self.declared
+        )
 
     @property
     def values(self) -> int:
@@ -113,7 +115,9 @@ class Leaf:
             picture_shape = shape if dtype == np.uint8 else shape[:2]
             return decode_picture(item, where, picture_shape).reshape(shape)
         num_bytes = prod(shape) * dtype.itemsize
-        stored = zlib.decompressobj().decompress(item, num_bytes + 1) if self.kind == "zlib" else item
+        stored = (
+            zlib.decompressobj().decompress(item, num_bytes + 1) if self.kind == "zlib" else item
+        )
         if len(stored) != num_bytes:
             raise ValueError(f"{num_bytes} bytes of a tensor expected")
         return np.frombuffer(stored, dtype).reshape(shape)

@@ -72,7 +72,9 @@ class Reader(FileSource):
         folders = rlds_folders(self.path)
         if len(folders) != 1:
             got = ", ".join(folder.name for folder in folders) or "none"
-            raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
+            raise ForeignFileError(
+                "open", repr(str(self.path)), "one version", got, "Open the folder of a version"
+            )
         self._known = KnownFiles()
         self._folder = folders[0]
         self._checked = set[int]()
@@ -187,7 +189,9 @@ class Reader(FileSource):
                     episodes.append(info)
                 num_records += 1
             if num_records != length:
-                raise CorruptFileError("read", repr(str(path)), f"{length} episodes", str(num_records))
+                raise CorruptFileError(
+                    "read", repr(str(path)), f"{length} episodes", str(num_records)
+                )
         except DataFileError as error:
             if num_records == 0 and length == 0:
                 return  # A shard without episodes has no file.
@@ -214,7 +218,9 @@ class Reader(FileSource):
             self.problems.append(damage.of("checksum", episode))
             return
         got = str(error)[:200]
-        problem = self.problem("read the episode", where, "steps as declared", got, "It is left out")
+        problem = self.problem(
+            "read the episode", where, "steps as declared", got, "It is left out"
+        )
         problem.of("unreadable", episode)
 
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:

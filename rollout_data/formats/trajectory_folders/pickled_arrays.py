@@ -56,7 +56,9 @@ class StoredArray:
         while done < len(data) and (count := file.readinto(view[done:])):
             done += count
         if done < len(data):
-            raise corrupt_pickle(path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk")
+            raise corrupt_pickle(
+                path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk"
+            )
         axes = self.axes or tuple(range(len(self.shape)))
         stored_shape = [self.shape[axes.index(axis)] for axis in range(len(axes))]
         stored: np.ndarray = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
@@ -84,10 +86,14 @@ class TruncatedPickleError(CorruptFileError):
 
 def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
     """Return the error of a damaged or truncated pickle."""
-    return (TruncatedPickleError if is_cut else CorruptFileError)("read the pickle", repr(str(path)), expected, got)
+    return (TruncatedPickleError if is_cut else CorruptFileError)(
+        "read the pickle", repr(str(path)), expected, got
+    )
 
 
-def unsafe_pickle(path: Path, got: str, expected: str = "arrays and plain containers only") -> UnsafeFileError:
+def unsafe_pickle(
+    path: Path, got: str, expected: str = "arrays and plain containers only"
+) -> UnsafeFileError:
     """Return the error of a pickle that contains more than data."""
     advice = "Nothing in the file was run; find out where it comes from"
     return UnsafeFileError("read the pickle", repr(str(path)), expected, got, advice)
@@ -112,17 +118,28 @@ def set_state(path: Path, state: Any, target: Any) -> None:
 def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
     version, order, *rest = state
     plain = (None, None, None, -1, -1, 0)
-    if version not in (3, 4) or order not in ("<", ">", "|") or tuple(rest[:6]) != plain or any(rest[6:]):
+    if (
+        version not in (3, 4)
+        or order not in ("<", ">", "|")
+        or tuple(rest[:6]) != plain
+        or any(rest[6:])
+    ):
         raise unsafe_pickle(path, "the state of another dtype", "a dtype of plain numbers")
     if order != "|":
         target.dtype = target.dtype.newbyteorder(order)
 
 
-def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None) -> StoredArray:
+def _stored(
+    path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None
+) -> StoredArray:
     """Return the description of an array after its shape is compared with the bytes of the file."""
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")
-    if not isinstance(data, Span) or not isinstance(dtype, PickledDtype) or type(shape) is not tuple:
+    if (
+        not isinstance(data, Span)
+        or not isinstance(dtype, PickledDtype)
+        or type(shape) is not tuple
+    ):
         raise TypeError(f"an array of {kind(data)}, {kind(dtype)} and {kind(shape)}")
     if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError("a shape is a few sizes >= 0")
@@ -131,7 +148,9 @@ def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "
     num_bytes = prod(shape) * dtype.dtype.itemsize
     if num_bytes != data.num_bytes or num_bytes > MAX_ARRAY_BYTES:
         size = "x".join(str(size)[:20] for size in shape[:8])
-        raise corrupt_pickle(path, f"{data.num_bytes} bytes of an array, as the file holds", f"the shape {size}")
+        raise corrupt_pickle(
+            path, f"{data.num_bytes} bytes of an array, as the file holds", f"the shape {size}"
+        )
     if axes is not None:
         shape = tuple(shape[axis] for axis in axes)
     return StoredArray(dtype.dtype, shape, data.offset, order, axes)
@@ -188,7 +207,10 @@ def pairs(items: list[Any]) -> dict[str, Any]:
 
     Keys must be texts, since hashing other keys can run code.
     """
-    if any(type(item) not in (list, tuple) or len(item) != 2 or type(item[0]) is not str for item in items):
+    if any(
+        type(item) not in (list, tuple) or len(item) != 2 or type(item[0]) is not str
+        for item in items
+    ):
         raise TypeError("a dict needs texts as keys, each with a value")
     return dict(items)
 

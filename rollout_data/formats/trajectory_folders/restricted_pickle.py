@@ -20,7 +20,17 @@ from typing import Any, cast
 
 from storage.errors import ForeignFileError
 
-from .pickled_arrays import GLOBALS, Global, PickledArray, Span, corrupt_pickle, kind, pairs, set_state, unsafe_pickle
+from .pickled_arrays import (
+    GLOBALS,
+    Global,
+    PickledArray,
+    Span,
+    corrupt_pickle,
+    kind,
+    pairs,
+    set_state,
+    unsafe_pickle,
+)
 
 #: Most operations of a pickle. A chunk of arrays needs a few hundred.
 MAX_OPERATIONS = 100_000
@@ -51,10 +61,14 @@ def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
     try:
         content = _Machine(file, path).run()
         if type(content) is not dict:
-            raise ForeignFileError("read the pickle", repr(str(path)), "a dict of arrays", kind(content))
+            raise ForeignFileError(
+                "read the pickle", repr(str(path)), "a dict of arrays", kind(content)
+            )
         return {name: _described(value) for name, value in content.items()}
     except _DAMAGE as cause:
-        raise corrupt_pickle(path, "an intact pickle", f"{type(cause).__name__}: {cause}"[:200]) from cause
+        raise corrupt_pickle(
+            path, "an intact pickle", f"{type(cause).__name__}: {cause}"[:200]
+        ) from cause
 
 
 def _described(value: Any) -> Any:
@@ -93,7 +107,9 @@ class _Machine:
             code = self.read(1)
             operation = _OPERATIONS.get(code)
             if operation is None:
-                raise corrupt_pickle(self.path, f"a pickle operation at {self.position - 1}", repr(code))
+                raise corrupt_pickle(
+                    self.path, f"a pickle operation at {self.position - 1}", repr(code)
+                )
             name = operation.name
             argument: Any = None
             if name in _BYTES:
@@ -111,7 +127,9 @@ class _Machine:
                     self.find(argument)
                 raise unsafe_pickle(self.path, f"the operation {name}")
         if trailing := self.file_bytes - self.position:
-            raise corrupt_pickle(self.path, "nothing behind the end of the pickle", f"{trailing} bytes")
+            raise corrupt_pickle(
+                self.path, "nothing behind the end of the pickle", f"{trailing} bytes"
+            )
         return self.stack.pop()
 
     def spend(self, count: int) -> None:
@@ -125,7 +143,9 @@ class _Machine:
         data = self.file.read(count)
         self.position += len(data)
         if len(data) < count:
-            raise corrupt_pickle(self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}", True)
+            raise corrupt_pickle(
+                self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}", True
+            )
         return data
 
     def readline(self) -> bytes:
@@ -139,7 +159,9 @@ class _Machine:
     def check(self, count: int) -> None:
         """Raise `CorruptFileError` if fewer than `count` bytes follow."""
         if not 0 <= count <= (left := self.file_bytes - self.position):
-            raise corrupt_pickle(self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True)
+            raise corrupt_pickle(
+                self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True
+            )
 
     def skip(self, count: int) -> Span:
         self.check(count)
@@ -200,7 +222,9 @@ def _stack_global(m: _Machine, _: None) -> Global:
 
 def _protocol(m: _Machine, version: int) -> None:
     if version > MAX_PROTOCOL:
-        raise ForeignFileError("read the pickle", repr(str(m.path)), f"a protocol up to {MAX_PROTOCOL}", str(version))
+        raise ForeignFileError(
+            "read the pickle", repr(str(m.path)), f"a protocol up to {MAX_PROTOCOL}", str(version)
+        )
 
 
 def _reduce(m: _Machine, _: None) -> Any:

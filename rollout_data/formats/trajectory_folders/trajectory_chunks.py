@@ -85,9 +85,17 @@ class OpenChunk(NamedTuple):
     @property
     def signature(self) -> Signature:
         """Arrays that are fields. Components have one flat axis."""
-        shapes = {key: array.shape[1:] for key, array in self.arrays.items() if key not in (DONES, *TIMEOUTS)}
+        shapes = {
+            key: array.shape[1:]
+            for key, array in self.arrays.items()
+            if key not in (DONES, *TIMEOUTS)
+        }
         return tuple(
-            StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(self.arrays[key].dtype))
+            StoredField(
+                key,
+                (prod(shape),) if _is_component(key) else shape,
+                dtype_name(self.arrays[key].dtype),
+            )
             for key, shape in shapes.items()
         )
 
@@ -115,9 +123,13 @@ def scan_chunk(file: ChunkFile) -> Chunk:
         timeout_keys = [key for key in TIMEOUTS if key in chunk.arrays]
         is_timeout = _flags(chunk, timeout_keys[0]) if timeout_keys else np.zeros_like(is_done)
         if (is_timeout & ~is_done).any():
-            chunk.repairs.append(("timeouts only where dones are", "one without", "Taken as the end of a trajectory"))
+            chunk.repairs.append(
+                ("timeouts only where dones are", "one without", "Taken as the end of a trajectory")
+            )
         ends = np.flatnonzero(is_done | is_timeout)
-        return Chunk(file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs))
+        return Chunk(
+            file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs)
+        )
 
 
 def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
@@ -129,13 +141,19 @@ def _is_component(key: str) -> bool:
     return key.startswith(COMPONENT_PREFIX) and len(key) > len(COMPONENT_PREFIX) and "/" not in key
 
 
-def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[Repair]]:
+def _known_arrays(
+    path: Path, content: dict[str, Any]
+) -> tuple[dict[str, StoredArray], list[Repair]]:
     """Return the arrays of this layout, and repairs. The order is the same for all chunks.
 
     Optional arrays with empty rows are left out, since they were not recorded.
     """
     repairs: list[Repair] = []
-    observations = [OBSERVATIONS] if OBSERVATIONS in content else [key for key in content if _is_component(key)]
+    observations = (
+        [OBSERVATIONS]
+        if OBSERVATIONS in content
+        else [key for key in content if _is_component(key)]
+    )
     required = [*observations, ACTIONS, DONES]
     there = f"{', '.join(map(repr, content))}"[:200]
     for key in (ACTIONS, DONES):
@@ -145,7 +163,9 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
         raise chunk_problem(path, f"{OBSERVATIONS!r} or components 'obs_*'", there)
     wanted = [*observations, PRIVILEGED, ACTIONS, REWARDS, DONES, *TIMEOUTS]
     if ignored := [key for key in content if key not in wanted and key not in _UNREAD]:
-        repairs.append(("the arrays of this layout", f"also {', '.join(map(repr, ignored))}"[:200], "Left out"))
+        repairs.append(
+            ("the arrays of this layout", f"also {', '.join(map(repr, ignored))}"[:200], "Left out")
+        )
     arrays = {}
     for key in wanted:
         value = content.get(key)
@@ -158,7 +178,9 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
         elif prod(value.shape[1:]):
             arrays[key] = value
         elif key not in (PRIVILEGED, REWARDS):
-            raise chunk_problem(path, f"{key!r} with at least one value per frame", f"the shape {list(value.shape)}")
+            raise chunk_problem(
+                path, f"{key!r} with at least one value per frame", f"the shape {list(value.shape)}"
+            )
     return arrays, repairs
 
 
@@ -195,15 +217,21 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
     """
     problems: list[DataFileError] = []
     newest: dict[int, Chunk] = {}
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.file.mtime_ns, chunk.file.stop, chunk.file.path)):
+    for chunk in sorted(
+        chunks, key=lambda chunk: (chunk.file.mtime_ns, chunk.file.stop, chunk.file.path)
+    ):
         start = chunk.file.start
         if chunk.num_frames == 0:
-            problems.append(chunk_problem(chunk.file.path, "at least one frame", "none", "Left out"))
+            problems.append(
+                chunk_problem(chunk.file.path, "at least one frame", "none", "Left out")
+            )
             continue
         if start in newest:
             got = f"also the newer {chunk.file.path.name!r}"
             advice = "The older one is left out"
-            wrong = chunk_problem(newest[start].file.path, f"one chunk from frame {start} on", got, advice)
+            wrong = chunk_problem(
+                newest[start].file.path, f"one chunk from frame {start} on", got, advice
+            )
             problems.append(wrong.of("overlap", folder.name))
         newest[start] = chunk
     kept: list[Chunk] = []
@@ -216,10 +244,18 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
         if file.stop - file.start != num_frames:
             expected = f"{file.stop - file.start} frames, as its name says"
             advice = "Read at the length of its arrays"
-            problems.append(chunk_problem(file.path, expected, f"{num_frames}", advice).of("counts", folder.name))
+            problems.append(
+                chunk_problem(file.path, expected, f"{num_frames}", advice).of(
+                    "counts", folder.name
+                )
+            )
     if newest:
         more = f" and {len(newest) - 1} more" if len(newest) > 1 else ""
-        advice = f"Read the first {position} frames and left out the rest" if position else "Skipped the folder"
+        advice = (
+            f"Read the first {position} frames and left out the rest"
+            if position
+            else "Skipped the folder"
+        )
         expected = f"a chunk from frame {position} on"
         got = f"only {newest[min(newest)].file.path.name!r}{more}"
         kind = "overlap" if min(newest) < position else "gap"
@@ -228,7 +264,9 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
     return kept, problems
 
 
-def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
+def cut_trajectories(
+    folder: Path, chunks: Sequence[Chunk]
+) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
     """Cut the joined chunks of a folder at every recorded end.
 
     A last trajectory without an end is open: the recording stopped before it ended.
@@ -242,7 +280,9 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     lengths = np.array([chunk.num_frames for chunk in chunks], np.int64)
     total = int(lengths.sum())
     chunk_starts = np.cumsum(lengths) - lengths
-    ends = np.concatenate([chunk.ends + start for chunk, start in zip(chunks, chunk_starts, strict=True)])
+    ends = np.concatenate(
+        [chunk.ends + start for chunk, start in zip(chunks, chunk_starts, strict=True)]
+    )
     kinds = np.where(np.concatenate([chunk.is_timeout for chunk in chunks]), TRUNCATED, TERMINATED)
     stops = ends + 1
     if not len(stops) or stops[-1] < total:
@@ -254,10 +294,15 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     trajectory = np.searchsorted(firsts, starts, side="right") - 1
     fragments = np.zeros(len(starts), FRAGMENT_DTYPE)
     fragments["trajectory"], fragments["start"] = trajectory, starts - firsts[trajectory]
-    fragments["length"], fragments["row"] = np.diff(np.append(starts, total)), starts - chunk_starts[chunk]
+    fragments["length"], fragments["row"] = (
+        np.diff(np.append(starts, total)),
+        starts - chunk_starts[chunk],
+    )
     fragments["final_row"] = fragments["policy_version"] = -1
     is_last = starts + fragments["length"] == stops[trajectory]
-    fragments["flags"] = np.where(fragments["start"] == 0, FIRST, 0) | np.where(is_last, kinds[trajectory], 0)
+    fragments["flags"] = np.where(fragments["start"] == 0, FIRST, 0) | np.where(
+        is_last, kinds[trajectory], 0
+    )
     if len(firsts) == 1:
         return fragments, chunk, []
     inside = int((stops < total).sum())

@@ -113,7 +113,10 @@ class FolderScan:
 
 
 def scan_trajectory_folder(
-    data_dir: str | os.PathLike[str], *, previous: FolderScan | None = None, without: Collection[ChunkFile] = ()
+    data_dir: str | os.PathLike[str],
+    *,
+    previous: FolderScan | None = None,
+    without: Collection[ChunkFile] = (),
 ) -> FolderScan:
     """Scan every chunk once and return the trajectories of a data folder.
 
@@ -138,7 +141,9 @@ def scan_trajectory_folder(
     scanned = {file: known[file] if file in known else scanned[file] for file in files}
     readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
     chunks = readable.values()
-    signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
+    signature, schema, contradictions = _fields(
+        chunks, metadata, data_dir / METADATA_NAME, previous
+    )
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
     joined: list[_Joined] = []
     absent = _absent_of(metadata.pop(ABSENT, None), folders)
@@ -164,12 +169,22 @@ def scan_trajectory_folder(
             fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
             if DONES in absent.get(folder.path, ()):
-                fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(np.uint32)
+                fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(
+                    np.uint32
+                )
             order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
             joined.append((order, kept, fragments, chunk_of))
     files_known = KnownFiles({file.path: file.state for file in readable})
     return FolderScan(
-        data_dir, schema, metadata, *_in_order(joined), tuple(problems), absent, readable, files_known, signature
+        data_dir,
+        schema,
+        metadata,
+        *_in_order(joined),
+        tuple(problems),
+        absent,
+        readable,
+        files_known,
+        signature,
     )
 
 
@@ -215,7 +230,9 @@ def _fields(
     if metadata and (difference := schema.difference(described)):
         advice = "Read as before; to read it by these, open the dataset again"
         expected = "the same description as when the dataset was opened"
-        problems = [DataFileError("use the metadata", repr(str(path)), expected, difference, advice)]
+        problems = [
+            DataFileError("use the metadata", repr(str(path)), expected, difference, advice)
+        ]
     return signature, schema, problems
 
 
@@ -258,7 +275,10 @@ def _build_schema(
         name = stored.key.removeprefix(COMPONENT_PREFIX)
         shape = tuple(segments.get(name, stored.shape))
         if segments and (name not in segments or prod(shape) != prod(stored.shape)):
-            report(f"{SEGMENTS} as in the chunks", f"{name!r} of {prod(stored.shape)} values in the chunks")
+            report(
+                f"{SEGMENTS} as in the chunks",
+                f"{name!r} of {prod(stored.shape)} values in the chunks",
+            )
             shape = stored.shape
         codec = mapping.get(name, "raw")
         if not isinstance(codec, str) or codec not in VALUE_CODECS:
@@ -273,11 +293,15 @@ def _build_schema(
             expected = f"{needed} in {stored.key}, coded as {codec!r}"
             report(expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
             codec = "raw"
-        fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
+        fields.append(
+            Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec)
+        )
     missing = [key for key in rank if key not in {stored.key for stored in components}]
     if components and missing:
         report(f"{SEGMENTS} as in the chunks", f"no {missing[0]} in them")
-    fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
+    fields += [
+        Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY
+    ]
     return Schema(fields), problems
 
 
@@ -320,7 +344,9 @@ def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
     problems = []
     for repair, repaired in paths.items():
         more = f" and {len(repaired) - 1} more" if len(repaired) > 1 else ""
-        problems.append(DataFileError("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair))
+        problems.append(
+            DataFileError("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair)
+        )
     return problems
 
 
@@ -351,7 +377,9 @@ def _key_of(field_name: str) -> str:
     return keys[0] if keys else COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
 
 
-def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | None = None) -> dict[str, np.ndarray]:
+def read_chunk_rows(
+    scan: FolderScan, chunk: int, columns: Collection[str] | None = None
+) -> dict[str, np.ndarray]:
     """Read all rows of a chunk.
 
     Args:
@@ -372,7 +400,10 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
     with open_chunk(path) as opened:
         used = scan.fragments[scan.chunk_of == chunk]
         there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
-        is_same = all(there.get(_key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())
+        is_same = all(
+            there.get(_key_of(one.name)) == (one.dtype, one.num_elements)
+            for one in layout.stored.values()
+        )
         num_rows = int((used["row"] + used["length"]).max(initial=0))
         if opened.num_frames < num_rows or not is_same:
             expected = f"at least {num_rows} frames of {scan.schema}"
@@ -394,4 +425,6 @@ def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
     """Return the number of each trajectory within its folder, from 0 on: int64 `[n]`."""
     _, folder_number = np.unique(folder, return_inverse=True)
     pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
-    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)
+    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(
+        pairs[0], folder_number
+    )

@@ -49,7 +49,9 @@ class TrajectoryFolderScanner(Scanner):
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
         #: Scan of each folder by an open recording; None if the folder has to be scanned.
-        self._opened = [None if one.opened is None else one.opened.listing[1][0] for one in source.origins]
+        self._opened = [
+            None if one.opened is None else one.opened.listing[1][0] for one in source.origins
+        ]
         self._scans = [
             scan_trajectory_folder(path) if scan is None else scan
             for path, scan in zip(source.paths, self._opened, strict=True)
@@ -60,7 +62,11 @@ class TrajectoryFolderScanner(Scanner):
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where = repr(str(labelled[0]))
             advice = "They label the states that another policy reached (DAgger)"
-            source.advise(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
+            source.advise(
+                DataFileError(
+                    "take the actions", f"of {where}", "those executed", "a teacher's", advice
+                )
+            )
         for scan in self._scans:
             self._report_copies(scan)
 
@@ -79,14 +85,18 @@ class TrajectoryFolderScanner(Scanner):
 
     def refresh(self, in_use: BlocksInUse) -> None:
         scans = [
-            scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) if scan is None else scan
+            scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable)
+            if scan is None
+            else scan
             for old, scan in zip(self._scans, self._opened, strict=True)
         ]
         before = self._scans
         self._scans = scans
         if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
             present = {(file.path, "") for scan in scans for file in scan.known}
-            self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
+            self._source.count_lost(
+                {block.key for block in self._last.index.blocks} - present, present
+            )
             self._last = self._rows()
             self._listing = (TrajectoryFolderScanner, scans)
         self._report_left_out()
@@ -101,9 +111,13 @@ class TrajectoryFolderScanner(Scanner):
         return listing is not None
 
     def leave_out(self, key: Key) -> None:
-        self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == key[0])
+        self._unreadable.update(
+            file for scan in self._scans for file in scan.known if file.path == key[0]
+        )
 
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+    def snapshot(
+        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
+    ) -> RowSource:
         return self._last
 
     def _report_copies(self, scan: FolderScan) -> None:
@@ -111,11 +125,17 @@ class TrajectoryFolderScanner(Scanner):
         listed = np.flatnonzero(scan.fragments["length"] > 1)
         if not len(listed):
             return
-        one, chunk, layout = scan.fragments[listed[0]], int(scan.chunk_of[listed[0]]), layouts_of(scan.schema)[DATA]
+        one, chunk, layout = (
+            scan.fragments[listed[0]],
+            int(scan.chunk_of[listed[0]]),
+            layouts_of(scan.schema)[DATA],
+        )
 
         def read(name: str, count: int) -> np.ndarray:
             column = layout.column_of[name].name
-            rows = read_chunk_rows(scan, chunk, columns=[column])[column][one["row"] : one["row"] + count]
+            rows = read_chunk_rows(scan, chunk, columns=[column])[column][
+                one["row"] : one["row"] + count
+            ]
             found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
             return found
 
@@ -134,7 +154,9 @@ class TrajectoryFolderScanner(Scanner):
                 self._mixed.add(path)
                 got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"
                 advice = "Only the trajectory folders are read; move one or the other to a folder of their own"
-                problem = DataFileError("read all of", repr(str(path)), "data of one kind", got, advice)
+                problem = DataFileError(
+                    "read all of", repr(str(path)), "data of one kind", got, advice
+                )
                 self._source.report(problem)
 
     def _rows(self) -> ChunkRows:
@@ -144,10 +166,16 @@ class TrajectoryFolderScanner(Scanner):
             if scan.signature:
                 self._source.check_schema(scan.schema, scan.data_dir)
             fragments = scan.fragments.copy()
-            folder_of = [path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths]
-            fragments["trajectory"] = numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
+            folder_of = [
+                path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths
+            ]
+            fragments["trajectory"] = numbers_within(
+                np.array(folder_of)[scan.chunk_of], fragments["trajectory"]
+            )
             of_folder: list[Block] = []
-            parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
+            parts = np.split(
+                fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths)))
+            )
             found = {file.path: file for file in scan.known}
             for chunk, path in enumerate(scan.chunk_paths):
                 file = found[path]
@@ -167,7 +195,9 @@ class TrajectoryFolderScanner(Scanner):
                 chunks[of_folder[-1].key] = scan, chunk
             blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
 
-        return ChunkRows(TrajectoryIndex(blocks), layouts_of(self._source.schema or Schema([])), chunks)
+        return ChunkRows(
+            TrajectoryIndex(blocks), layouts_of(self._source.schema or Schema([])), chunks
+        )
 
 
 class ChunkRows(UnmappedRows):
@@ -178,7 +208,10 @@ class ChunkRows(UnmappedRows):
     """
 
     def __init__(
-        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], chunks: Mapping[Key, tuple[FolderScan, int]]
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        chunks: Mapping[Key, tuple[FolderScan, int]],
     ) -> None:
         super().__init__(index, layouts, losses=(*GONE, DataFileError))
         self._chunks = chunks

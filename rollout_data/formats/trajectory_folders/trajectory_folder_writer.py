@@ -33,7 +33,11 @@ from ..episode_writer import (
 )
 from .trajectory_chunks import DONES, TIMEOUTS
 
-_KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
+_KEYS = {
+    "observation": "observations",
+    "privileged_observation": "privileged_observations",
+    "action": "actions",
+}
 #: Only codec of this layout: uint8 multiples of 1/255.
 _COUNTS = "normalized_image"
 #: Seconds between the modification times of consecutive folders.
@@ -73,19 +77,28 @@ class Writer(ForeignWriter):
         return {**options, **{name: _named(name, options, metadata) for name in ("env", "policy")}}
 
     def begin(self) -> set[str]:
-        self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
+        self._folders = {
+            one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)
+        }
         self._fields = self._chosen_fields()
         for episode in self.episodes:
             if "action" not in self._fields.schema or not self._fields.schema.below("observation"):
                 expected = "an observation and an action of one dtype and shape in all episodes"
                 reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
                 got = "; ".join(reasons) or repr(episode.schema)
-                raise UsageError("write", f"episode {episode.id!r} as a trajectory folder", expected, got)
-            parts = Counter(_component(name.partition("/")[2]) for name in self._fields.schema.below("observation"))
+                raise UsageError(
+                    "write", f"episode {episode.id!r} as a trajectory folder", expected, got
+                )
+            parts = Counter(
+                _component(name.partition("/")[2])
+                for name in self._fields.schema.below("observation")
+            )
             if twice := [part for part, count in parts.items() if count > 1]:
                 where = f"episode {episode.id!r} as a trajectory folder"
                 got = f"several called {twice[0]!r}"
-                raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
+                raise UsageError(
+                    "write", where, "parts of an observation that stay apart without '/'", got
+                )
             if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
                 where = f"episode {episode.id!r} as a trajectory folder"
                 advice = "Say missing_reward="
@@ -111,7 +124,9 @@ class Writer(ForeignWriter):
         """
         shared = shared_fields(self.episodes)
         coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
-        lacking = {name for episode in self.episodes for name in coded if name not in episode.schema}
+        lacking = {
+            name for episode in self.episodes for name in coded if name not in episode.schema
+        }
         left_out = {**shared.left_out, **dict.fromkeys(sorted(lacking), "not all episodes have it")}
         if self.options["missing_reward"] is not None:
             left_out.pop("reward", None)
@@ -152,7 +167,9 @@ class Writer(ForeignWriter):
                 if _COUNTS in field.codec and field.dtype != "uint8":
                     # Recovers the stored bytes exactly.
                     flat = np.rint(flat * 255).astype(np.uint8)
-                chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, name, episode, keeps_bytes=True)
+                chunk[f"obs_{_component(rest)}"] = self._narrowed(
+                    flat, name, episode, keeps_bytes=True
+                )
                 if field.dtype == "uint8":
                     self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
                 if "/" in rest:
@@ -163,7 +180,9 @@ class Writer(ForeignWriter):
             rewards = np.array(episode.read("reward")).reshape(length, -1)
             chunk["rewards"] = self._narrowed(rewards, "reward", episode)
         else:
-            widths = (one.schema["reward"].num_elements for one in self.episodes if "reward" in one.schema)
+            widths = (
+                one.schema["reward"].num_elements for one in self.episodes if "reward" in one.schema
+            )
             shape = length, next(widths, 1)
             chunk["rewards"] = np.full(shape, self.options["missing_reward"], np.float32)
             self.changed("rewards are made up by missing_reward", episode)
@@ -178,9 +197,14 @@ class Writer(ForeignWriter):
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
         """Return the fields and flags that an episode lacks."""
-        return [*self._fields.absent(episode, _read_name), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
+        return [
+            *self._fields.absent(episode, _read_name),
+            *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ()),
+        ]
 
-    def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
+    def _narrowed(
+        self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False
+    ) -> Array:
         """Convert values to a dtype of the original reader: float32; uint8 with `keeps_bytes`."""
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
@@ -216,7 +240,11 @@ class Writer(ForeignWriter):
             about[ABSENT] = noted
         if components:
             about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
-            coded = [name for name, one in components.items() if _COUNTS in one.codec or one.dtype == "uint8"]
+            coded = [
+                name
+                for name, one in components.items()
+                if _COUNTS in one.codec or one.dtype == "uint8"
+            ]
             about["obs_disassemble_mapping"] = dict.fromkeys(coded, _COUNTS)
         folders = [self._folders[one.id] for one in episodes]
         last_s = max((folder.stat().st_mtime for folder in folders), default=0)

@@ -74,7 +74,10 @@ def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = Fa
     """
     return any(
         path.name.startswith(FOLDER_PREFIX)
-        and ((not entries and not with_chunk) or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries))
+        and (
+            (not entries and not with_chunk)
+            or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries)
+        )
         for path, entries in _walk(Path(data_dir), [])
     )
 
@@ -92,14 +95,20 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
     folders = []
     root = os.path.realpath(data_dir)
     for path, entries in _walk(data_dir, problems):
-        if path.name.startswith(FOLDER_PREFIX) and (files := _chunk_files(path, entries, root, problems)):
+        if path.name.startswith(FOLDER_PREFIX) and (
+            files := _chunk_files(path, entries, root, problems)
+        ):
             match = _FOLDER_NUMBER.fullmatch(path.name)
-            folders.append(TrajectoryFolder(path, int(match[1]) if match else _NO_NUMBER, tuple(sorted(files))))
+            folders.append(
+                TrajectoryFolder(path, int(match[1]) if match else _NO_NUMBER, tuple(sorted(files)))
+            )
     folders.sort(key=lambda folder: (str(folder.path.parent), folder.number, folder.path.name))
     return folders, problems
 
 
-def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+def _walk(
+    data_dir: Path, problems: list[DataFileError]
+) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
     """Yield every folder at or below `data_dir` with its files.
 
     Links to folders are not followed. Links that look like trajectory folders, or lead out of
@@ -125,7 +134,9 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
                 if not is_inside(entry.path, root):
                     problems.append(_outside(entry.path))
                 elif entry.name.startswith(FOLDER_PREFIX):
-                    advice = "Skipped; its target is read where it lies, if that is a trajectory folder"
+                    advice = (
+                        "Skipped; its target is read where it lies, if that is a trajectory folder"
+                    )
                     problems.append(_skipped(entry.path, "a folder", "a link to one", advice))
             else:
                 others.append(entry)
@@ -149,7 +160,11 @@ def _chunk_files(
             else:
                 stat = entry.stat()
                 frames = int(match[1]), int(match[2])
-                files.append(ChunkFile(*frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                files.append(
+                    ChunkFile(
+                        *frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino
+                    )
+                )
         except OSError:  # The file was removed after it was listed.
             continue
     if strangers:
@@ -165,14 +180,18 @@ def is_inside(path: str | Path, root: str) -> bool:
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
 
-def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict[str, Any], list[DataFileError]]:
+def read_metadata(
+    data_dir: Path, folders: list[TrajectoryFolder]
+) -> tuple[dict[str, Any], list[DataFileError]]:
     """Read metadata.json of the data folder, or of the parents of its trajectory folders.
 
     The first readable file is used, with its order and unknown keys. Without one, the result is {}.
     A file that stays half-written is reported and ignored.
     """
     root = os.path.realpath(data_dir)
-    parents = dict.fromkeys([data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)])
+    parents = dict.fromkeys(
+        [data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)]
+    )
     problems: list[DataFileError] = []
     found: dict[str, Any] = {}
     for path in (parent / METADATA_NAME for parent in parents):
@@ -188,7 +207,10 @@ def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict
             continue
         if not found:
             found = content
-        elif any(json.dumps(found.get(key)) != json.dumps(content.get(key)) for key in (SEGMENTS, MAPPING)):
+        elif any(
+            json.dumps(found.get(key)) != json.dumps(content.get(key))
+            for key in (SEGMENTS, MAPPING)
+        ):
             expected = f"the {SEGMENTS} and {MAPPING} beside it"
             advice = "Read with those; or open it by itself"
             problems.append(_skipped(path, expected, "others", advice))
@@ -205,7 +227,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             cause = error
     advice = "Read without it: names, shapes and codecs are taken from the chunks"
     got = cause.got if isinstance(cause, CorruptFileError) else str(cause)
-    raise CorruptFileError("read", repr(str(path)), "a JSON object", got[:200], advice).of("metadata") from cause
+    raise CorruptFileError("read", repr(str(path)), "a JSON object", got[:200], advice).of(
+        "metadata"
+    ) from cause
 
 
 def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:

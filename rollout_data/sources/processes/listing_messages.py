@@ -1,6 +1,7 @@
 """Messages about what is in the folders, between processes that read together: only what is new is sent.
 
-Every process receives every message, in the same order. So each message can refer to the listing before it.
+Every process receives every message, in the same order. So each message can refer to the listing
+before it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class ListingMessages:
 
     def _is_like_last(self, listing: Any) -> bool:
         """Return whether a listing and the last one are both of block files."""
-        return self.last is not None and listing[0] is self.last[0] and len(listing) == len(self.last) == 4
+        return (
+            self.last is not None
+            and listing[0] is self.last[0]
+            and len(listing) == len(self.last) == 4
+        )
 
     def _ranges(self, blocks: Any) -> list[Any]:
         """Replace blocks that are in the last listing by ranges of their numbers there."""

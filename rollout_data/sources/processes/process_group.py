@@ -62,7 +62,9 @@ def checked_shard(value: Any, action: str) -> Shard | None:
     """Check a `shard` argument of the call that `action` names; return None for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
         return None if value == "auto" else ALONE
-    return checked_share(value, action, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size")
+    return checked_share(
+        value, action, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size"
+    )
 
 
 def checked_share(value: Any, action: str, expected: str) -> Shard:
@@ -103,7 +105,13 @@ def refuse_second_split() -> None:
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
     if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
         advice = "Do not prepare this loader, or give the dataset shard='none' and as_dict=True"
-        raise UsageError("share the data out", "", "ranks that read a share each", "accelerate, which splits", advice)
+        raise UsageError(
+            "share the data out",
+            "",
+            "ranks that read a share each",
+            "accelerate, which splits",
+            advice,
+        )
 
 
 def alone(number: int | str, look: Look) -> Any:
@@ -223,7 +231,9 @@ class Board:
         parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:
-                with self._locked(_LOOKING):  # what is found may be large: only one process makes it
+                with self._locked(
+                    _LOOKING
+                ):  # what is found may be large: only one process makes it
                     if self.read(name) is None:
                         self.write(name, _told(look), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):

@@ -1,7 +1,8 @@
 """Memory that the processes of one machine share: what one of them has computed or copied, the others map.
 
-One rule: shared memory has no name. It belongs to the processes that have it open, and is gone with the last of them,
-however that ends. Others open it through a process that has it (`/proc/PID/fd`), or make their own where that is gone.
+One rule: shared memory has no name. It belongs to the processes that have it open, and is gone with
+the last of them, however that ends. Others open it through a process that has it (`/proc/PID/fd`),
+or make their own where that is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-#: Where shared memory is found: a process that has it open, its descriptor there, and the first bytes in it.
+#: Where shared memory is found: a process that has it open, its descriptor there, and the first
+#: bytes in it.
 Spot = tuple[int, int, bytes]
 _NAME = "rollout_data"
 _TOKEN_BYTES = 16

@@ -31,9 +31,13 @@ class Fields(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name.startswith("/"):
             return self[name[1:]]
-        below = {key[len(name) + 1 :]: value for key, value in self.items() if key.startswith(f"{name}/")}
+        below = {
+            key[len(name) + 1 :]: value for key, value in self.items() if key.startswith(f"{name}/")
+        }
         if not below:
-            raise MissingFieldError("read the field", repr(name), nearest(name, self), "no such field")
+            raise MissingFieldError(
+                "read the field", repr(name), nearest(name, self), "no such field"
+            )
         return Fields(below)
 
     def __contains__(self, name: object) -> bool:
@@ -165,7 +169,9 @@ class Episode:
         """
         found = self._group(name)
         if found is None:
-            raise UsageError("read the field", f"of episode {self.id!r}", nearest(name, self.keys()), repr(name))
+            raise UsageError(
+                "read the field", f"of episode {self.id!r}", nearest(name, self.keys()), repr(name)
+            )
         return found
 
     def keys(self) -> list[str]:

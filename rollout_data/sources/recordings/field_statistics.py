@@ -99,7 +99,11 @@ def compute_statistics(
         raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
     use_cache = flag(action, "use_cache", use_cache)
     progress = flag(action, "progress", progress)
-    parts = [(snapshot, trajectories) for snapshot, trajectories in parts if snapshot.index.lengths[trajectories].sum()]
+    parts = [
+        (snapshot, trajectories)
+        for snapshot, trajectories in parts
+        if snapshot.index.lengths[trajectories].sum()
+    ]
     if not parts:
         raise UsageError(action, "", "at least one frame", "none")
     schema = parts[0][0].layouts[DATA].schema
@@ -107,12 +111,20 @@ def compute_statistics(
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
     about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
     # One file per question, so that training and validation split have separate caches.
-    question = [about["fields"], about["levels"], *(crc32(trajectories.tobytes()) for _, trajectories in parts)]
+    question = [
+        about["fields"],
+        about["levels"],
+        *(crc32(trajectories.tobytes()) for _, trajectories in parts),
+    ]
     if folder is None:  # write no file beside data of other formats
         question += [
-            [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]] for snapshot, _ in parts
+            [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]]
+            for snapshot, _ in parts
         ]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
+        folder = (
+            Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+            / "rollout_data"
+        )
     path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
     found = _load(path, about, names, checked) if use_cache else None
     if found is None:
@@ -125,14 +137,18 @@ def compute_statistics(
 def _compute(
     parts: Sequence[Frames], names: Sequence[str], levels: tuple[float, ...], progress: bool
 ) -> dict[str, FieldStatistics]:
-    num_frames = sum(int(snapshot.index.lengths[trajectories].sum()) for snapshot, trajectories in parts)
+    num_frames = sum(
+        int(snapshot.index.lengths[trajectories].sum()) for snapshot, trajectories in parts
+    )
     schema = parts[0][0].layouts[DATA].schema
     summaries = {name: _Summary(schema[name], num_frames) for name in names}
     with tqdm(desc="statistics", unit=" frames", unit_scale=True, disable=not progress) as bar:
         for snapshot, trajectories in parts:
             layout = snapshot.layouts[DATA]
             columns = {layout.column_of[name].name: layout.column_of[name] for name in names}
-            bar.total = (bar.total or 0) + int(snapshot.index.lengths[trajectories].sum()) * len(columns)
+            bar.total = (bar.total or 0) + int(snapshot.index.lengths[trajectories].sum()) * len(
+                columns
+            )
             for column in columns.values():
                 inside = [name for name in names if name in column.offsets]
                 for rows in _portions(snapshot, trajectories, column.name, column.row_bytes):
@@ -142,12 +158,16 @@ def _compute(
     return {name: summary.result(levels) for name, summary in summaries.items()}
 
 
-def _portions(snapshot: RowSource, trajectories: Int64s, column: str, row_bytes: int) -> Iterator[torch.Tensor]:
+def _portions(
+    snapshot: RowSource, trajectories: Int64s, column: str, row_bytes: int
+) -> Iterator[torch.Tensor]:
     """Yield all frames of trajectories in order: `[n, row_bytes]` uint8; the memory is reused."""
     lengths = snapshot.index.lengths[trajectories]
     stops = np.cumsum(lengths)
     size = max(1, _PORTION_BYTES // row_bytes)
-    memory = torch.empty((min(size, int(stops[-1])), row_bytes // 4), dtype=torch.int32, device=snapshot.device)
+    memory = torch.empty(
+        (min(size, int(stops[-1])), row_bytes // 4), dtype=torch.int32, device=snapshot.device
+    )
     for start in range(0, int(stops[-1]), size):
         stop = min(start + size, int(stops[-1]))
         low, high = np.searchsorted(stops, [start, stop - 1], side="right")
@@ -172,7 +192,9 @@ class _Summary:
         self._axis, self._shape = _channels(field.shape)
         # bfloat16 has no numpy type; its values are float32 values.
         self._dtype = np.dtype(np.float32) if field.dtype == "bfloat16" else DTYPES[field.dtype][1]
-        is_wide = field.dtype == "float64" or (self._dtype.kind in "iu" and self._dtype.itemsize > 2)
+        is_wide = field.dtype == "float64" or (
+            self._dtype.kind in "iu" and self._dtype.itemsize > 2
+        )
         self._result_dtype = torch.float64 if is_wide else torch.float32
         num_columns = int(np.prod(self._shape, dtype=np.int64))
         self._quantiles: Quantiles = quantiles_of(
@@ -195,7 +217,10 @@ class _Summary:
         with np.errstate(invalid="ignore", over="ignore"):
             total = wide.sum(axis=0)
             mean = total / len(wide)
-            self._min, self._max = np.minimum(self._min, wide.min(axis=0)), np.maximum(self._max, wide.max(axis=0))
+            self._min, self._max = (
+                np.minimum(self._min, wide.min(axis=0)),
+                np.maximum(self._max, wide.max(axis=0)),
+            )
             wide -= mean
             shift = mean - self._sum / max(1, self._count)
             share = len(wide) / (self._count + len(wide))
@@ -207,14 +232,25 @@ class _Summary:
         # Set to 0 for constants, where rounding errors of the mean would remain.
         self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
         with np.errstate(invalid="ignore"):
-            found = {"mean": self._sum / self._count, "std": np.sqrt(self._squares / self._count), "min": self._min}
+            found = {
+                "mean": self._sum / self._count,
+                "std": np.sqrt(self._squares / self._count),
+                "min": self._min,
+            }
             found |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
-        shapes = {name: (len(levels), *self._shape) if name == "quantiles" else self._shape for name in found}
+        shapes = {
+            name: (len(levels), *self._shape) if name == "quantiles" else self._shape
+            for name in found
+        }
         tensors = {
-            name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype) for name, value in found.items()
+            name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype)
+            for name, value in found.items()
         }
         return FieldStatistics(
-            **tensors, levels=levels, quantile_error=self._quantiles.error, num_frames=self._num_frames
+            **tensors,
+            levels=levels,
+            quantile_error=self._quantiles.error,
+            num_frames=self._num_frames,
         )
 
 
@@ -238,7 +274,11 @@ def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
     files: list[list[Any]] = []
     for path in dict.fromkeys(block.path for block in snapshot.index.blocks):
         try:
-            stamps = [stamp_of(one) for one in sorted(path.rglob("*"))] if path.is_dir() else stamp_of(path)
+            stamps = (
+                [stamp_of(one) for one in sorted(path.rglob("*"))]
+                if path.is_dir()
+                else stamp_of(path)
+            )
             files.append([os.path.abspath(path), stamps])
         except OSError:
             files.append([os.path.abspath(path), None])
@@ -275,7 +315,9 @@ def _load(
             for number, name in enumerate(names):
                 arrays = {part: torch.from_numpy(file[f"{number}/{part}"]) for part in _ARRAYS}
                 error, num_frames = file[f"{number}/about"].tolist()
-                found[name] = FieldStatistics(**arrays, levels=levels, quantile_error=error, num_frames=int(num_frames))
+                found[name] = FieldStatistics(
+                    **arrays, levels=levels, quantile_error=error, num_frames=int(num_frames)
+                )
             return found
     except BAD_CACHE:
         return None
@@ -299,8 +341,12 @@ class ByteCounts:
         found = np.empty((len(levels), len(upto)))
         for column, sums in enumerate(upto):
             position = np.asarray(levels) * (sums[-1] - 1)
-            below, above = (np.searchsorted(sums, end(position), side="right") for end in (np.floor, np.ceil))
-            found[:, column] = below + (above - below) * (position - np.floor(position)) + self._lowest
+            below, above = (
+                np.searchsorted(sums, end(position), side="right") for end in (np.floor, np.ceil)
+            )
+            found[:, column] = (
+                below + (above - below) * (position - np.floor(position)) + self._lowest
+            )
         return found
 
 
@@ -314,7 +360,9 @@ class QuantileSketch:
     0.0023 for 10^9.
     """
 
-    def __init__(self, num_columns: int, dtype: np.dtype[Any], num_rows: int = _SKETCH_ROWS) -> None:
+    def __init__(
+        self, num_columns: int, dtype: np.dtype[Any], num_rows: int = _SKETCH_ROWS
+    ) -> None:
         self._filling = np.empty((num_rows, num_columns), dtype)
         self._num_filled = self._count = 0
         self._has_nan = np.zeros(num_columns, bool)
@@ -359,7 +407,9 @@ class QuantileSketch:
         parts += [(rows, 1 << level) for level, rows in enumerate(self._levels) if rows is not None]
         if not self._moved:
             rows = np.concatenate([rows for rows, _ in parts])
-            return np.stack([np.quantile(column.astype(np.float64), levels) for column in rows.T], axis=1)
+            return np.stack(
+                [np.quantile(column.astype(np.float64), levels) for column in rows.T], axis=1
+            )
         weights = np.concatenate([np.full(len(rows), weight) for rows, weight in parts])
         wanted = np.asarray(levels) * self._count
         found = np.empty((len(levels), self._filling.shape[1]))

@@ -7,4 +7,6 @@ import re
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders names by the numbers in them: "run_2" before "run_10"."""
-    return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

@@ -64,7 +64,9 @@ def _open_folder(origin: Origin) -> RowSource:
         return _described(source, origin, listing, live.metadata, live.problems, live.advice)
     where = repr(str(origin.path))
     got = "edits that were replaced at each look"
-    raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
+    raise DataFileError(
+        "open", where, "edits that stay while they are read", got, "Open it again later"
+    )
 
 
 def _open_again(origin: Origin, listing: Any, *known: Any) -> RowSource:
@@ -90,5 +92,8 @@ def _described(
     source.metadata = metadata
     source.problems = problems
     source.advice = advice
-    source.reopening = _open_again, (replace(origin, opened=None), listing, metadata, problems, advice)
+    source.reopening = (
+        _open_again,
+        (replace(origin, opened=None), listing, metadata, problems, advice),
+    )
     return source

@@ -16,7 +16,14 @@ import numpy as np
 from storage.core.arguments import choice, env_ids, instance, is_real, is_whole
 from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
-from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
+from storage.errors import (
+    DataFileError,
+    OutOfRangeError,
+    RolloutDataError,
+    UnansweredError,
+    UsageError,
+    nearest,
+)
 
 from ...blocks.block import Block
 from ...blocks.trajectory_index import Int64s, name_keys, random_keys, share_of
@@ -47,7 +54,9 @@ class Recording(Sequence[Episode]):
     `prune`, raises an error with its name. Other episodes stay readable.
     """
 
-    def __init__(self, origin: Origin, source: EpisodeSource, numbers: Int64s | None = None) -> None:
+    def __init__(
+        self, origin: Origin, source: EpisodeSource, numbers: Int64s | None = None
+    ) -> None:
         self._origin = replace(origin, opened=None)
         self._source = source
         if numbers is not None:
@@ -100,7 +109,9 @@ class Recording(Sequence[Episode]):
         """All numeric fields of the episodes, each as in the first episode that contains it."""
         which, known = self.schemas()
         schemas = [known[place] for place in dict.fromkeys(which.tolist())]
-        return Schema({name: item for schema in reversed(schemas) for name, item in schema.items()}.values())
+        return Schema(
+            {name: item for schema in reversed(schemas) for name, item in schema.items()}.values()
+        )
 
     @property
     def ids(self) -> list[str]:
@@ -145,7 +156,9 @@ class Recording(Sequence[Episode]):
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """Return one column of `table`, with NaN for returns; no rows are read."""
         action = "call Recording.column"
-        found: np.ndarray[Any, Any] = self._source.column(choice(action, "name", name, COLUMNS))[self._numbers]
+        found: np.ndarray[Any, Any] = self._source.column(choice(action, "name", name, COLUMNS))[
+            self._numbers
+        ]
         return found
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
@@ -153,7 +166,9 @@ class Recording(Sequence[Episode]):
         which, schemas = self._source.schemas()
         return which[self._numbers], schemas
 
-    def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+    def read_many(
+        self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s
+    ) -> dict[str, Any]:
         """Read numeric fields of several episodes at once; all episodes must have the fields.
 
         Args:
@@ -202,11 +217,12 @@ class Recording(Sequence[Episode]):
         return (self[number] for number in range(len(self)))
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, self.ids[:_NUM_SHOWN])) + (", ..." if len(self) > _NUM_SHOWN else "")
-        problems = f"; {_counted(len(self.problems), 'problem')}" if self.problems else ""
-        return (
-            f"<Recording of {_counted(len(self), 'episode')} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
+        names = ", ".join(map(repr, self.ids[:_NUM_SHOWN])) + (
+            ", ..." if len(self) > _NUM_SHOWN else ""
         )
+        problems = f"; {_counted(len(self.problems), 'problem')}" if self.problems else ""
+        episodes = _counted(len(self), "episode")
+        return f"<Recording of {episodes} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
 
     def refresh(self) -> Recording:
         """Scan the files again, in place, and return this recording.
@@ -219,7 +235,9 @@ class Recording(Sequence[Episode]):
         self._source = source
         if self._origin.ids is not None:
             there = {*self._source.column("id").tolist()}
-            self._origin = replace(self._origin, ids=tuple(one for one in self._origin.ids if one in there))
+            self._origin = replace(
+                self._origin, ids=tuple(one for one in self._origin.ids if one in there)
+            )
         return self
 
     def removed(self) -> dict[str, DataFileError]:
@@ -273,11 +291,17 @@ class Recording(Sequence[Episode]):
         kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
             if not callable(keeps):
-                raise UsageError("call Recording.filter", "", "keeps as a function of an Episode", repr(keeps))
-            kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
+                raise UsageError(
+                    "call Recording.filter", "", "keeps as a function of an Episode", repr(keeps)
+                )
+            kept &= np.array(
+                [bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool
+            )
         return self._of(kept)
 
-    def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
+    def split(
+        self, parts: Mapping[str, float] | None = None, seed: int = 0
+    ) -> dict[str, Recording]:
         """Split the episodes; return the parts by name.
 
         Args:
@@ -291,7 +315,9 @@ class Recording(Sequence[Episode]):
         """
         return self.parts("call Recording.split", parts, seed)
 
-    def parts(self, action: str, parts: Mapping[str, float] | None, seed: int) -> dict[str, Recording]:
+    def parts(
+        self, action: str, parts: Mapping[str, float] | None, seed: int
+    ) -> dict[str, Recording]:
         """Return the parts of `split`; errors name the call `action`."""
         if parts is None:
             if not self._source.splits:
@@ -304,22 +330,33 @@ class Recording(Sequence[Episode]):
                 for name, ids in self._source.splits.items()
             }
         if not isinstance(parts, Mapping):
-            raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
+            raise UsageError(
+                action, "", "parts as a mapping of names to shares", type(parts).__name__
+            )
         seed = checked_seed(action, "seed", seed)
         is_given = all(map(is_real, parts.values()))
         shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
             raise UsageError(
-                action, f"of {str(self.path)!r}", "parts with shares >= 0 that add up to 1", repr(dict(parts))
+                action,
+                f"of {str(self.path)!r}",
+                "parts with shares >= 0 that add up to 1",
+                repr(dict(parts)),
             )
-        keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)
+        keys = random_keys(
+            name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed
+        )
         order = np.lexsort((np.array(self.ids), keys)) if len(self) else np.zeros(0, np.int64)
         stops = [share_of(len(self), *shares[:place]) for place in range(1, len(shares))]
         pieces = np.split(order, stops)
         return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
 
     def statistics(
-        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+        self,
+        quantiles: Sequence[float] = (0.01, 0.99),
+        *,
+        use_cache: bool = True,
+        progress: bool = True,
     ) -> dict[str, FieldStatistics]:
         """Compute statistics of each field over all frames; see `WindowDataset.statistics`.
 

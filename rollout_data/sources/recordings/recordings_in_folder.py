@@ -30,7 +30,9 @@ def _is_recording(path: Path) -> bool:
         if path.is_file():
             return detect(path) is not None
         is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
-        return path.is_dir() and (is_written_here or detect(path) is not None or trajectory_folders().is_there(path))
+        return path.is_dir() and (
+            is_written_here or detect(path) is not None or trajectory_folders().is_there(path)
+        )
     return False
 
 
@@ -44,7 +46,9 @@ def several_error(
     action: str, path: Path, inside: list[Path], error_class: type[RolloutDataError] = UsageError
 ) -> RolloutDataError:
     """Build the error for a folder of recordings, for calls that need one recording."""
-    names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (", ..." if len(inside) > _NUM_SHOWN else "")
+    names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (
+        ", ..." if len(inside) > _NUM_SHOWN else ""
+    )
     count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
     got = f"{str(path)!r}, a folder that holds {count} ({names})"
     return error_class(action, "", "path as one recording", got, "Name one of them")

@@ -123,11 +123,17 @@ class CachedRows(RowSource):
 
     def _shared_memory(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
         """Create shared memory for rows of these shapes; None if the system has no room for it."""
-        return shared_memory([4 * prod(shape) for shape in shapes]) if self.device.type == "cpu" else None
+        return (
+            shared_memory([4 * prod(shape) for shape in shapes])
+            if self.device.type == "cpu"
+            else None
+        )
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         if self._memory is not None:
-            return torch.from_numpy(self._memory.take(4 * prod(shape)).view(np.int32).reshape(shape))
+            return torch.from_numpy(
+                self._memory.take(4 * prod(shape)).view(np.int32).reshape(shape)
+            )
         # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
         return BufferPool(1).empty(shape, torch.int32)
 
@@ -137,7 +143,10 @@ class CachedRows(RowSource):
 
     def locate(self, rows: Rows) -> Runs:
         return Runs(
-            rows.target, np.zeros_like(rows.target), self._first_row[rows.episode] + rows.start, rows.num_frames
+            rows.target,
+            np.zeros_like(rows.target),
+            self._first_row[rows.episode] + rows.start,
+            rows.num_frames,
         )
 
     def probe(self, episode: int) -> None:

@@ -75,7 +75,9 @@ class ChunkFiles:
         cache: Cache of decoded chunks; other columns share it.
     """
 
-    def __init__(self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache) -> None:
+    def __init__(
+        self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache
+    ) -> None:
         self.place = place
         self.row_bytes = row_bytes
         self._mapped = mapped
@@ -93,7 +95,9 @@ class ChunkFiles:
         start = int(self._rows[-1])
         number = np.full(len(table.sums), self._num_files)
         self._rows = np.concatenate([self._rows[:-1], table.rows + start])
-        spots = np.stack([number, table.places[:-1] + first_byte, table.places[1:] + first_byte, table.sums])
+        spots = np.stack(
+            [number, table.places[:-1] + first_byte, table.places[1:] + first_byte, table.sums]
+        )
         self._spots = np.concatenate([self._spots, spots], axis=1)
         if len(table.sums):
             self._files[self._num_files] = header.path, table
@@ -171,7 +175,12 @@ class ChunkFiles:
             window, begin = divmod(place, windows.shape[1])
             targets.append((windows[window, begin : begin + count], low))
         whole = targets[0][0]
-        if rows is None and len(targets) == 1 and len(whole) == num_rows and whole.flags.c_contiguous:
+        if (
+            rows is None
+            and len(targets) == 1
+            and len(whole) == num_rows
+            and whole.flags.c_contiguous
+        ):
             self._decode(chunk, num_rows, whole)
             return
         if rows is None:

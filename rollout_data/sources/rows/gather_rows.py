@@ -35,7 +35,12 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     """
     windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
     if not length:
-        _copy_rows(words, counted_from(first, runs.num_rows), counted_from(runs.target, runs.num_rows), windows)
+        _copy_rows(
+            words,
+            counted_from(first, runs.num_rows),
+            counted_from(runs.target, runs.num_rows),
+            windows,
+        )
         return
     width = words.shape[1]
     num_words = words.shape[0]
@@ -45,7 +50,9 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     broken = _NO_PIECES
     num_rows = num_windows * length
     is_whole = len(first) == num_windows  # each window is one run
-    if words.device.type != "cpu" or (not is_whole and (num_rows <= _FEW_ROWS or num_words < length)):
+    if words.device.type != "cpu" or (
+        not is_whole and (num_rows <= _FEW_ROWS or num_words < length)
+    ):
         # A GPU gathers single rows as fast as pieces, and needs only one array of row numbers.
         size = 1
         starts = counted_from(first, runs.num_rows)
@@ -71,7 +78,9 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
             torch.index_select(pieces, 0, some, out=windows[:, part * size : (part + 1) * size])
     if len(broken):
         place = (size * broken[:, None] + np.arange(size)).reshape(-1)
-        _copy_rows(words, place + shift[runs.target.searchsorted(place, side="right") - 1], place, windows)
+        _copy_rows(
+            words, place + shift[runs.target.searchsorted(place, side="right") - 1], place, windows
+        )
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
@@ -85,7 +94,9 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
         rows = torch.from_numpy(numbers)
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
     else:
-        rows, *at = sent_together([torch.from_numpy(numbers), *map(torch.from_numpy, (window, row))], words.device)
+        rows, *at = sent_together(
+            [torch.from_numpy(numbers), *map(torch.from_numpy, (window, row))], words.device
+        )
         windows[tuple(at)] = torch.index_select(words, 0, rows)
 
 

@@ -75,7 +75,9 @@ class JoinedFiles(UnmappedRows):
             for block in _pieces(files[key[0]], labels[key[0]], key, position, num_rows, finals):
                 key_of[block.key] = key
                 blocks.append(block)
-        super().__init__(TrajectoryIndex(blocks), layouts, (*GONE, DataFileError), _CACHE_BYTES, max_group_bytes)
+        super().__init__(
+            TrajectoryIndex(blocks), layouts, (*GONE, DataFileError), _CACHE_BYTES, max_group_bytes
+        )
         self._files = files
         self._key_of = key_of
         self._text_names = tuple(texts)
@@ -137,7 +139,12 @@ class JoinedFiles(UnmappedRows):
 
 
 def _pieces(
-    file: FileSource, label: str, key: EpisodeKey, position: int, num_rows: int, finals: Sequence[str]
+    file: FileSource,
+    label: str,
+    key: EpisodeKey,
+    position: int,
+    num_rows: int,
+    finals: Sequence[str],
 ) -> list[Block]:
     """Cut the episode number `position` into blocks of `num_rows` steps."""
     number, episode = key
@@ -161,7 +168,9 @@ def _pieces(
 def _layouts(schema: Schema) -> dict[str, RowLayout]:
     """Return `layouts_of` with a column per image: a damaged image then affects no other field."""
     pictures = [name for name, field in schema.items() if len(field.shape) > 1]
-    return {table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()}
+    return {
+        table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()
+    }
 
 
 def end_flags(info: EpisodeInfo) -> int:
@@ -179,12 +188,16 @@ def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> An
     return values
 
 
-def _read_texts(files: Sequence[FileSource], keys: Sequence[EpisodeKey], names: Sequence[str]) -> set[str]:
+def _read_texts(
+    files: Sequence[FileSource], keys: Sequence[EpisodeKey], names: Sequence[str]
+) -> set[str]:
     """Return all texts of some fields; unreadable episodes are skipped."""
     texts: set[str] = set()
     for number, episode in keys if names else ():
         file = files[number]
         with suppress(DataFileError):  # reading the rows raises it again
-            for values in file.read_fields(episode, names, 0, file.episodes[episode].length).values():
+            for values in file.read_fields(
+                episode, names, 0, file.episodes[episode].length
+            ).values():
                 texts.update(values)
     return texts

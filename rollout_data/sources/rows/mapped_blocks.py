@@ -43,16 +43,30 @@ class FileMap:
     """
 
     def __init__(
-        self, layouts: Mapping[str, RowLayout], blocks: Sequence[Block], chunk_cache_bytes: int = CHUNK_CACHE_BYTES
+        self,
+        layouts: Mapping[str, RowLayout],
+        blocks: Sequence[Block],
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
         self.layouts = layouts
-        self.places = [(table, column) for table, layout in layouts.items() for column in layout.columns]
-        coded = [(table, column) for table, column in self.places if layouts[table].columns[column].is_coded]
+        self.places = [
+            (table, column) for table, layout in layouts.items() for column in layout.columns
+        ]
+        coded = [
+            (table, column)
+            for table, column in self.places
+            if layouts[table].columns[column].is_coded
+        ]
         self.places += [_WHOLE] if coded else []
         plain = [place for place in self.places if place not in coded]
-        self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
+        self.arenas = {
+            place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain
+        }
         cache = RowCache(chunk_cache_bytes)
-        self.chunks = {place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache) for place in coded}
+        self.chunks = {
+            place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache)
+            for place in coded
+        }
         #: Mapped blocks, each with its first row in every arena.
         self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
         self.num_unmapped = 0
@@ -61,13 +75,17 @@ class FileMap:
         """Unmap blocks. Snapshots that contain them raise `LostBlockError` when reading them."""
         for block, rows in map(self.mapped.pop, identities):
             for place, first in zip(self.places, rows, strict=True):
-                (self.chunks.get(place) or self.arenas[place]).unmap(first, self._at(block, place)[1])
+                (self.chunks.get(place) or self.arenas[place]).unmap(
+                    first, self._at(block, place)[1]
+                )
             self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
         """Return whether there is address space for the unmapped blocks of these."""
         new = [block for block in blocks if block.identity not in self.mapped]
-        return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
+        return all(
+            mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items()
+        )
 
     def _row_bytes(self, place: Place) -> int:
         return 1 if place == _WHOLE else self.layouts[place[0]].columns[place[1]].row_bytes
@@ -79,7 +97,10 @@ class FileMap:
     def _size(self, place: Place, blocks: Sequence[Block]) -> int:
         """Return the largest address space that blocks can need: rows and alignment gaps."""
         row_bytes = self._row_bytes(place)
-        return sum(self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
+        return sum(
+            self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES
+            for block in blocks
+        )
 
     def add(self, block: Block) -> None:
         """Map a block. Do nothing if it is mapped already, even if its file was deleted.
@@ -93,9 +114,14 @@ class FileMap:
         header = read_header(block.path) if self.chunks else None
         if header is not None and header.file_bytes != block.file_bytes:
             raise corrupt(block.path, f"{block.file_bytes} bytes", str(header.file_bytes))
-        rows = {place: mapped.map_file(block.path, *self._at(block, place)) for place, mapped in self.arenas.items()}
+        rows = {
+            place: mapped.map_file(block.path, *self._at(block, place))
+            for place, mapped in self.arenas.items()
+        }
         if header is not None:
-            rows |= {place: chunks.add(header, rows[_WHOLE]) for place, chunks in self.chunks.items()}
+            rows |= {
+                place: chunks.add(header, rows[_WHOLE]) for place, chunks in self.chunks.items()
+            }
         self.mapped[block.identity] = block, [rows[place] for place in self.places]
 
 
@@ -107,11 +133,15 @@ def can_map(blocks: Iterable[Block]) -> bool:
 class MappedBlocks(RowSource):
     """Rows of memory-mapped block files. Rows of coded components are decoded from chunks."""
 
-    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
+    def __init__(
+        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap
+    ) -> None:
         super().__init__(index, layouts)
         self.files = files
         nowhere = (None, [0] * len(files.places))
-        rows = np.array([files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64)
+        rows = np.array(
+            [files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64
+        )
         #: For each kind of row, the arena row at which each block starts, int64 `[B]`.
         rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
         self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
@@ -131,7 +161,9 @@ class MappedBlocks(RowSource):
     def _check_mapped(self, runs: Runs) -> None:
         if self._num_unmapped != self.files.num_unmapped:
             self._num_unmapped = self.files.num_unmapped
-            is_unmapped = np.array([block.identity not in self.files.mapped for block in self.index.blocks])
+            is_unmapped = np.array(
+                [block.identity not in self.files.mapped for block in self.index.blocks]
+            )
             self._is_unmapped = is_unmapped if is_unmapped.any() else None
         if self._is_unmapped is None:
             return
@@ -148,8 +180,14 @@ class MappedBlocks(RowSource):
 
     def is_resident(self, rows: Rows) -> bool:
         runs = self.locate(rows)
-        arenas = [(place, mapped) for place, mapped in self.files.arenas.items() if place[0] == DATA]
-        return all(mapped.is_resident(row) for place, mapped in arenas for row in self._first(place, runs).tolist())
+        arenas = [
+            (place, mapped) for place, mapped in self.files.arenas.items() if place[0] == DATA
+        ]
+        return all(
+            mapped.is_resident(row)
+            for place, mapped in arenas
+            for row in self._first(place, runs).tolist()
+        )
 
     def note_read_once(self, num_bytes: int) -> None:
         self._num_read_once += max(num_bytes, _MAPPED_AROUND_BYTES)

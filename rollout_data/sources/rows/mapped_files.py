@@ -52,7 +52,9 @@ _libc: Any = _load_libc()
 is_supported = _libc is not None
 
 
-def _map(address: int | None, num_bytes: int, flags: int, descriptor: int = -1, offset: int = 0) -> int:
+def _map(
+    address: int | None, num_bytes: int, flags: int, descriptor: int = -1, offset: int = 0
+) -> int:
     got = _libc.mmap(address, num_bytes, mmap.PROT_READ, flags, descriptor, offset)
     if got in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
@@ -98,7 +100,9 @@ class Arena:
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
         self.bytes_view = np.frombuffer(buffer, np.uint8)
         if row_bytes > 1:
-            self.words_view = torch.from_numpy(self.bytes_view.view(np.int32)).view(num_rows, row_bytes // 4)
+            self.words_view = torch.from_numpy(self.bytes_view.view(np.int32)).view(
+                num_rows, row_bytes // 4
+            )
 
     @property
     def free_bytes(self) -> int:
@@ -121,9 +125,16 @@ class Arena:
             size = os.fstat(file.fileno()).st_size
             needed = offset + num_rows * self.row_bytes
             if needed > size:  # reading a mapping beyond the end of its file kills the process
-                raise CorruptFileError("map the block", repr(str(path)), f"{needed} bytes", f"{size}")
+                raise CorruptFileError(
+                    "map the block", repr(str(path)), f"{needed} bytes", f"{size}"
+                )
             if start + length + PAGE_BYTES > self._base + self._bytes:
-                raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
+                raise UsageError(
+                    "map the block",
+                    repr(str(path)),
+                    f"at most {self._bytes >> 30} GiB in all",
+                    "more",
+                )
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
         self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
         if self.row_bytes > 1:
@@ -169,4 +180,7 @@ class Arena:
             where = f"of {self.row_bytes} bytes at offset {inner} of a page"
             raise RolloutDataError("map rows", where, "an offset that rows can share")
         num_units = self.row_bytes // unit
-        return self._end + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
+        return (
+            self._end
+            + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
+        )

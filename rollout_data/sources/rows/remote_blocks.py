@@ -73,7 +73,9 @@ class Stock:
         self._passing: list[tuple[int, int, torch.Tensor]] = []  # (block, first row, rows)
         unit = rows_of_a_unit(row_bytes)
         step = max(1, source.options.chunk_bytes // row_bytes // unit) * unit
-        for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
+        for start, end, base in zip(
+            self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True
+        ):
             block, row = divmod(start, _ROWS)
             stop = row + end - start
             cuts = range(row // unit * unit + step, stop, step)  # requests do not overlap
@@ -146,11 +148,16 @@ class RemoteBlocks(RowSource):
     """
 
     def __init__(
-        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], folders: Sequence[RemoteFolder]
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        folders: Sequence[RemoteFolder],
     ) -> None:
         super().__init__(index, layouts)
         self._folders = by_path = {folder.data_dir: folder for folder in folders}
-        self.read_header = lambda block: by_path[block.path.parent].read_header(block.path, block.file_bytes)
+        self.read_header = lambda block: by_path[block.path.parent].read_header(
+            block.path, block.file_bytes
+        )
         self.options = folders[0].files.options
         self.memory = BufferPool(8)
         self.routes: tuple[weakref.ref[Stock], ...] = ()
@@ -182,9 +189,13 @@ class RemoteBlocks(RowSource):
 
     def stretch_bytes(self, num_envs: int) -> int:
         # All envs together use a quarter of the cache.
-        return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
+        return max(
+            1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs))
+        )
 
-    def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
+    def request(
+        self, place: Place, block: int, start: int, stop: int, out: torch.Tensor
+    ) -> Request | None:
         """Request rows `start:stop` of a block into `out`; None if no bytes are stored for them."""
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
@@ -254,7 +265,9 @@ class RemoteBlocks(RowSource):
                 if at.fragment_sums is not None and not columns[place[1]].is_coded:
                     fragments, sums = at.fragment_sums
                     column = list(columns).index(place[1])
-                    known = FragmentRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
+                    known = FragmentRows(
+                        at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column]
+                    )
                 self._fragments[block, place] = known
             return self._fragments[block, place]
 
@@ -285,13 +298,17 @@ class RemoteBlocks(RowSource):
         """Yield groups of runs that fit into the cache; a larger run forms its own group."""
         size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
         number = np.cumsum(size) // (self.options.kept_bytes // 2)
-        for cut in np.split(np.arange(len(size)), np.flatnonzero(np.diff(number)) + 1) if len(size) else ():
+        for cut in (
+            np.split(np.arange(len(size)), np.flatnonzero(np.diff(number)) + 1) if len(size) else ()
+        ):
             yield Runs(*(column[cut] for column in runs))
 
     def _widened(self, runs: Runs, place: Place) -> Runs:
         """Extend runs of final rows to their neighbours, which are usually read soon."""
         unit = max(1, _FINAL_BYTES // self.layouts[FINAL].columns[place[1]].row_bytes)
-        num_rows = np.array([self.index.blocks[block].places[place][1] for block in runs.block.tolist()])
+        num_rows = np.array(
+            [self.index.blocks[block].places[place][1] for block in runs.block.tolist()]
+        )
         first = runs.row // unit * unit
         return Runs(runs.target, runs.block, first, np.minimum(first + unit, num_rows) - first)
 
@@ -306,7 +323,9 @@ class FragmentRows:
         sums: uint32 `[F]`, CRC-32 of the rows of each fragment.
     """
 
-    def __init__(self, path: Path, place: Place, ranges: tuple[np.ndarray, np.ndarray], sums: np.ndarray) -> None:
+    def __init__(
+        self, path: Path, place: Place, ranges: tuple[np.ndarray, np.ndarray], sums: np.ndarray
+    ) -> None:
         first, stop = ranges
         order = np.flatnonzero(stop > first)
         order = order[np.argsort(first[order], kind="stable")]
@@ -363,7 +382,9 @@ class FragmentRows:
 
     def _numbers(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of the fragments that contain rows `start:stop`: (first, end)."""
-        return int(self._stop.searchsorted(start, side="right")), int(self._first.searchsorted(stop))
+        return int(self._stop.searchsorted(start, side="right")), int(
+            self._first.searchsorted(stop)
+        )
 
     def _check(self, number: int, checksum: int) -> None:
         if checksum != self._sums[number]:
@@ -377,11 +398,18 @@ def _put(rows: np.ndarray, data: bytes) -> None:
 
 
 def _decode(
-    table: ChunkTable, rows: tuple[int, int], first: int, where: tuple[Path, Place], out: np.ndarray, data: bytes
+    table: ChunkTable,
+    rows: tuple[int, int],
+    first: int,
+    where: tuple[Path, Place],
+    out: np.ndarray,
+    data: bytes,
 ) -> None:
     """Decode rows of a coded column from `data`: the bytes of their chunks, at offset `first`."""
     path, place = where
     try:
-        out[:] = table.read(*rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first])
+        out[:] = table.read(
+            *rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first]
+        )
     except CorruptFileError as cause:
         raise corrupt(path, f"{cause.expected} of {'/'.join(place)}", cause.got) from cause

@@ -76,7 +76,9 @@ class RowSource(EpisodeSource):
             snapshots of a stream.
     """
 
-    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
+    def __init__(
+        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU
+    ) -> None:
         self.index = index
         self.layouts = layouts
         self.device = device
@@ -157,7 +159,9 @@ class RowSource(EpisodeSource):
             return np.full(len(index), np.nan)
         if name == "success":
             noted = self._noted_column(name)
-            return np.array([int(value) if isinstance(value, bool) else -1 for value in noted], np.int8)
+            return np.array(
+                [int(value) if isinstance(value, bool) else -1 for value in noted], np.int8
+            )
         # The note of a converted episode takes precedence over the value in the file.
         stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
         values = stored.get(name, np.full(len(index), ""))
@@ -165,7 +169,9 @@ class RowSource(EpisodeSource):
         value_type = str if values.dtype.kind == "U" else int
         if any(type(value) is value_type for value in noted):
             pairs = zip(noted, values.tolist(), strict=True)
-            values = np.array([value if type(value) is value_type else other for value, other in pairs])
+            values = np.array(
+                [value if type(value) is value_type else other for value, other in pairs]
+            )
         if name != "time":
             return values
         return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
@@ -178,7 +184,9 @@ class RowSource(EpisodeSource):
     def _noted(self) -> dict[str, list[Any]] | None:
         """Parsed notes by name, for all columns of a table; None if a note is damaged."""
         try:
-            return self.notes.columns(self, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+            return self.notes.columns(
+                self, {"env", "writer", "end_time_ns", "success", "task", ABSENT}
+            )
         except CorruptFileError:
             return None
 
@@ -189,7 +197,9 @@ class RowSource(EpisodeSource):
         changed = {block.path for block in self.index.blocks_of(asked) if not _is_as_found(block)}
         errors: dict[int, DataFileError] = {}
         for number in asked.tolist() if changed else ():
-            lost = [block for block in self.index.blocks_of(np.array([number])) if block.path in changed]
+            lost = [
+                block for block in self.index.blocks_of(np.array([number])) if block.path in changed
+            ]
             if lost:
                 errors[number] = self._removed_error(number, lost[0])
         return errors
@@ -200,8 +210,12 @@ class RowSource(EpisodeSource):
         is_replaced = block.path.exists()
         got = f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}"
         change = "replaced" if is_replaced else "removed, as by prune"
-        advice = f"It was {change}; the other episodes are read, and refresh() lists what is there now"
-        error = LostBlockError("read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice)
+        advice = (
+            f"It was {change}; the other episodes are read, and refresh() lists what is there now"
+        )
+        error = LostBlockError(
+            "read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice
+        )
         error.key = block.key
         return error.of("", name)
 
@@ -213,14 +227,18 @@ class RowSource(EpisodeSource):
         wanted = number, column, start, stop
         # The fields of a row are usually read one after the other.
         if self._last_rows is None or self._last_rows[0] != wanted:
-            rows = self.column_rows(column, *(np.array([value]) for value in (number, start, stop - start)))
+            rows = self.column_rows(
+                column, *(np.array([value]) for value in (number, start, stop - start))
+            )
             self._last_rows = wanted, rows
         values: np.ndarray[Any, Any] = self._array((DATA, name), self._last_rows[1]).copy()
         if not self.layouts[DATA].schema[name].is_text:
             return values
         return self._texts_of(name, values.reshape(-1))
 
-    def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+    def read_many(
+        self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s
+    ) -> dict[str, Any]:
         self.check_present(numbers.tolist())
         column_of_field = self.layouts[DATA].column_of
         columns = {column_of_field[name].name: column_of_field[name] for name in names}
@@ -243,7 +261,9 @@ class RowSource(EpisodeSource):
     def _array(self, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
         """Return a field, (table, name), of rows of its column as an array; bfloat16 as float32."""
         values = self.layouts[place[0]].decoded(place[1], rows)
-        array: np.ndarray[Any, Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        array: np.ndarray[Any, Any] = (
+            values.float() if values.dtype == torch.bfloat16 else values
+        ).numpy()
         return array
 
     def _texts_of(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
@@ -255,7 +275,9 @@ class RowSource(EpisodeSource):
             where = f"of {name!r} in {str(self.path)!r}"
             expected = "the text of each number"
             got = f"none of {missing[0]}"
-            raise DataFileError("read the texts", where, expected, got, "It was damaged and set aside")
+            raise DataFileError(
+                "read the texts", where, expected, got, "It was damaged and set aside"
+            )
         return [self._texts[number] for number in numbers.tolist()]
 
     # Rows of many episodes, for batches
@@ -278,7 +300,9 @@ class RowSource(EpisodeSource):
         for column, tensor in out.items():
             self._copy((DATA, column), runs, length, tensor)
 
-    def column_rows(self, column: str, episode: Int64s, start: Int64s, count: Int64s) -> torch.Tensor:
+    def column_rows(
+        self, column: str, episode: Int64s, start: Int64s, count: Int64s
+    ) -> torch.Tensor:
         """Return a column of frames of episodes, joined: `[sum of count, row_bytes]` uint8, new."""
         num_words = self.layouts[DATA].columns[column].row_bytes // 4
         out = torch.empty((int(count.sum()), num_words), dtype=torch.int32)
@@ -307,7 +331,9 @@ class RowSource(EpisodeSource):
         """Return the file that contains a column of a frame."""
         first = np.zeros(1, np.int64)
         runs = self.index.locate(np.array([episode]), np.array([frame]), first + 1, first)
-        return self._file_of(self.index.blocks[int(runs.block[0])], (DATA, column), int(runs.row[0]))
+        return self._file_of(
+            self.index.blocks[int(runs.block[0])], (DATA, column), int(runs.row[0])
+        )
 
     def prefetch(self, rows: Rows) -> None:
         """Fetch rows in the background before they are read, if that is faster."""
@@ -373,7 +399,11 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         absent = noted.pop(ABSENT, None) or ()
         task = noted.pop("task", None)
         success = noted.pop("success", None)
-        metadata = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
+        metadata = {
+            "env": int(index.env[number]),
+            "writer": writer,
+            "end_time_ns": int(index.end_time_ns[number]),
+        }
         metadata |= noted
         # End flags and parts of a joined observation are not fields of the schema.
         other_names = [name for name in absent if name not in source.numeric_fields]
@@ -408,7 +438,9 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
 
 def _without(schema: Schema, names: Sequence[str]) -> Schema:
     """Return a schema without some fields; the same object if it contains none of them."""
-    return Schema(field for field in schema.values() if field.name not in names) if names else schema
+    return (
+        Schema(field for field in schema.values() if field.name not in names) if names else schema
+    )
 
 
 def _header_of(block: Block) -> BlockHeader:
@@ -422,4 +454,7 @@ def _is_as_found(block: Block) -> bool:
     except FileNotFoundError:
         return False
     is_stamped = bool(block.mtime_ns)
-    return not is_stamped or (status.st_size, status.st_mtime_ns) == (block.file_bytes, block.mtime_ns)
+    return not is_stamped or (status.st_size, status.st_mtime_ns) == (
+        block.file_bytes,
+        block.mtime_ns,
+    )

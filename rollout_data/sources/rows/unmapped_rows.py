@@ -110,14 +110,22 @@ class UnmappedRows(RowSource):
         return rows[first : first + count]
 
     def _copy_groups(
-        self, block: int, place: Place, first: int, group_rows: int, first_in_group: int, out: np.ndarray
+        self,
+        block: int,
+        place: Place,
+        first: int,
+        group_rows: int,
+        first_in_group: int,
+        out: np.ndarray,
     ) -> None:
         """Copy the rows from `first` on to `out`; read adjacent uncached groups together."""
         about = self.index.blocks[block]
         num_rows = int(about.fragments["length"].sum())
         stop = first + len(out)
         start_of = range(-first_in_group, num_rows, group_rows)
-        groups = range((first + first_in_group) // group_rows, (stop - 1 + first_in_group) // group_rows + 1)
+        groups = range(
+            (first + first_in_group) // group_rows, (stop - 1 + first_in_group) // group_rows + 1
+        )
         kept = {group: self._cached_groups.get((block, place, group)) for group in groups}
         missing = [group for group in groups if kept[group] is None]
         for some in _neighbours(missing):

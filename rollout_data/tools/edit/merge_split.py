@@ -454,7 +454,9 @@ def newest_ns(folder: BlockFolder) -> int:
 
 def is_own(recording: Recording) -> bool:
     """Return whether a recording is a folder of block files on this machine."""
-    return scanner_of(recording.origin) is BlockScanner and not isinstance(recording.path, RemotePath)
+    return scanner_of(recording.origin) is BlockScanner and not isinstance(
+        recording.path, RemotePath
+    )
 
 
 def _intact_folder(recording: Recording) -> BlockFolder | None:
