@@ -1,1 +1,1 @@
-"""Readers and writers of other formats; nothing that a file contains is executed."""
+"""Readers and writers of other formats. Code in a data file is never executed."""

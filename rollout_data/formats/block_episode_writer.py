@@ -1,8 +1,8 @@
-"""`OwnWriter`: episodes of any recording as a folder of block files.
+"""`OwnWriter`: write the episodes of any recording to a folder of block files.
 
 A published block has whole episodes, or a part of one episode that is larger than a block. A killed
-conversion therefore leaves whole episodes, and blocks with parts that are removed when it is
-resumed.
+conversion may therefore leave blocks with a part of an episode. A resumed conversion removes these
+blocks.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from .episode_writer import (
 )
 
 OWN = "rollout-data"
-#: Number of bytes of rows that are read at a time.
+#: Bytes of rows read at a time.
 _PORTION_BYTES = 16 << 20
-#: Number of bytes of added rows after which blocks are published.
+#: Bytes of added rows after which blocks are published.
 _PUBLISHED_BYTES = 64 << 20
-#: Codec of components that are multiples of 1/255.
+#: Codec of observation components whose values are multiples of 1/255.
 _COUNTS = "normalized_image"
-#: (writer, number) of a trajectory.
+#: Key of a trajectory: (name of the writer, number of the trajectory).
 Key = tuple[str, int]
 #: Groups whose fields keep their names in a record.
 _GROUPS = ("observation", "privileged_observation", "action", "reward")
 
 
 class OwnWriter(ForeignWriter):
-    """Write episodes through a `RolloutWriter` of one environment.
+    """Writer of a folder of block files, through a `RolloutWriter` with one environment.
 
     The option `obs_disassemble_mapping` maps components to codecs. Components that the source
     stores as `normalized_image` keep this codec by default.
@@ -93,11 +93,11 @@ class OwnWriter(ForeignWriter):
 
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
-        #: Bytes of rows that were added since the last publication.
+        #: Bytes of rows added since blocks were last published.
         self._num_bytes = 0
-        #: Whether the trajectory of the last episode was left without an end.
+        #: Whether the trajectory of the last episode has no end in its block.
         self._is_open = False
-        #: Episodes that were added since the last publication.
+        #: Ids of the episodes added since blocks were last published.
         self._added: list[str] = []
 
         schemas = [_renamed(episode.schema) for episode in self.episodes]
@@ -116,7 +116,7 @@ class OwnWriter(ForeignWriter):
         return {*self.conversion.published}
 
     def _shared_texts(self) -> list[str]:
-        """Return the text fields of all episodes that are written."""
+        """Return the names of the text fields that all episodes to write have."""
         left_out = self._fit.left_out
         written = [episode for episode in self.episodes if _renamed(episode.schema) not in left_out]
         if not written:
@@ -125,9 +125,9 @@ class OwnWriter(ForeignWriter):
         return [name for name in texts if all(name in episode.texts for episode in written)]
 
     def _mark_noted_ends(self) -> None:
-        """Mark an earlier folder as one with noted ends.
+        """Set the mark in metadata.json that metadata of episodes state their ends.
 
-        Readers search for noted ends only then.
+        Readers search the metadata for ends only if this mark is set.
         """
         metadata = load_metadata(self.path) if self.path.is_dir() else None
         if metadata is None or not self._has_noted_ends:
@@ -138,19 +138,19 @@ class OwnWriter(ForeignWriter):
             mark_noted_ends(self.path)
 
     def _note_unlisted(self) -> None:
-        """Note the episodes in the folder that the note does not list."""
+        """Add the episodes in the folder that are missing from the conversion note."""
         if self.path.is_dir():
             unlisted = self._present_episodes() - self.conversion.published
             if unlisted:
                 self._note_blocks(unlisted)
 
     def _present_episodes(self) -> set[str]:
-        """Return the ids of the episodes in the folder, dropped episodes included.
+        """Return the ids of the episodes in the folder, including dropped episodes.
 
-        Parts of episodes are removed.
+        Blocks that contain only a part of an episode are removed.
 
         Raises:
-            UsageError: The folder has other trajectories.
+            UsageError: The folder has trajectories that this conversion did not write.
         """
         folder = BlockFolder.at(self.path)
         if not folder.index.is_complete().all():
@@ -173,7 +173,7 @@ class OwnWriter(ForeignWriter):
         return episodes
 
     def _note_blocks(self, episodes: Collection[str]) -> None:
-        """Note the blocks that are not noted yet, and the episodes in them."""
+        """Add new blocks and their episodes to the conversion note."""
         names = {entry.name for entry in block_entries(self.path) if named_edit(entry.name) is None}
         if (self.path / METADATA_NAME).exists():
             names.add(METADATA_NAME)
@@ -181,7 +181,7 @@ class OwnWriter(ForeignWriter):
         self.note_files({name: self.path / name for name in new}, episodes)
 
     def _remove_parts(self, index: TrajectoryIndex) -> None:
-        """Remove the blocks that only have a part of an episode, left by a killed conversion."""
+        """Remove blocks of a killed conversion that contain only a part of an episode."""
         is_whole = np.repeat(index.is_complete(), np.diff(index.first_fragment))
         needed = set(index.fragment_block[is_whole].tolist())
         incomplete = set(index.fragment_block[~is_whole].tolist())
@@ -222,10 +222,10 @@ class OwnWriter(ForeignWriter):
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
             self._publish(
                 writer
-            )  # An episode that fills a block then shares it with no other episode.
+            )  # An episode that fills a block then has a block without other episodes.
         try:
             self._add_steps(writer, episode)
-        except BaseException:  # Also after Ctrl-C no part of an episode is published.
+        except BaseException:  # Ctrl-C must not publish a part of an episode either.
             writer.discard([0])
             raise
         if self._is_open:
@@ -236,7 +236,7 @@ class OwnWriter(ForeignWriter):
             self._publish(writer)
 
     def _report_changes(self, episode: EpisodeToWrite, schema: Schema) -> None:
-        """Report the fields of an episode that are left out, renamed or filled."""
+        """Report the omitted, renamed and filled fields of an episode."""
         for name in self._fit.dropped.keys() & schema.keys():
             expected = self._fit.dropped[name]
             self.changed(f"field {name!r} is left out: expected {expected}", episode)
@@ -252,7 +252,7 @@ class OwnWriter(ForeignWriter):
             self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
 
     def _add_steps(self, writer: RolloutWriter, episode: EpisodeToWrite) -> None:
-        """Add the steps of an episode in portions; note it before the last one."""
+        """Add the steps of an episode in portions, and its note before the last portion."""
         num_steps = max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
         for start in range(0, episode.length, num_steps):
             stop = min(start + num_steps, episode.length)
@@ -275,7 +275,10 @@ class OwnWriter(ForeignWriter):
             self._added = []
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
-        """Read steps as arguments of `add_rollout`, `[T, 1, ...]`. The last step has the metadata of the episode."""
+        """Read steps as arguments of `add_rollout`, `[T, 1, ...]`.
+
+        The last step of the episode has the metadata of the episode.
+        """
         num_steps = stop - start
         is_last = stop == episode.length
         fields: dict[str, Any] = {}
@@ -292,7 +295,8 @@ class OwnWriter(ForeignWriter):
         for name in self._texts:
             steps[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
         final = self._final(episode) if is_last else None
-        # A block has final observations of ends only. The metadata state that this is no end.
+        # A block has a final observation only for an ended trajectory. The metadata of the episode
+        # state that this episode has not ended.
         is_truncated = episode.truncated or (final is not None and not episode.terminated)
         for name, is_end in (("terminated", episode.terminated), ("truncated", is_truncated)):
             steps[name] = np.zeros((num_steps, 1), bool)
@@ -307,7 +311,7 @@ class OwnWriter(ForeignWriter):
     def _final(self, episode: EpisodeToWrite) -> Any:
         """Return the observation after the last step as `[1, ...]`.
 
-        None if a part of it is missing.
+        The result is None if a part of the observation is missing.
         """
         observation = episode.final_observation
         if observation is None:
@@ -333,7 +337,7 @@ class OwnWriter(ForeignWriter):
         return unflatten({**rows, **{name: [parts[name]] for name in texts}})
 
     def _noted_metadata(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return the metadata to note with an episode. Values that are too large are left out."""
+        """Return the metadata to store with an episode. Values that are too large are omitted."""
         known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
         noted: dict[str, Any] = {}
         for name, value in episode.metadata.items():
@@ -357,23 +361,26 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            # After a full disk a writer closes without the episodes that it could not publish.
+            # After a full disk the writer closes without publishing all added episodes.
             if self._added:
                 self._note_unlisted()
 
 
 def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
-    """Copy rows to a tensor of the field's dtype. numpy has no bfloat16, so it is copied as float32 first."""
+    """Copy rows to a tensor with the dtype of the field.
+
+    bfloat16 is converted from float32, because numpy has no bfloat16.
+    """
     dtype = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
     numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
     return torch.from_numpy(rows.astype(numpy_dtype)).to(field.torch_dtype)
 
 
 def _without_inventions(fit: Fit) -> Fit:
-    """Return a fit in which missing flags and floats are filled, and other missing fields are dropped.
+    """Return a fit that fills missing flags and floats and drops other missing fields.
 
-    Streams fill flags and integers as floats. A copy must keep the numbers of its source: flags
-    stay flags, and floats round large integers.
+    A stream converts incomplete flags and integers to floats. A conversion must keep the values of
+    its source: flags stay flags, and large integers must not be rounded to floats.
     """
     names = {name for missing in fit.lacking.values() for name in missing}
     own: dict[str, Field] = {}
@@ -393,7 +400,10 @@ def _without_inventions(fit: Fit) -> Fit:
 
 
 def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
-    """Return the codecs of components that all episodes store as multiples of 1/255, which loses nothing."""
+    """Return the codecs of components that all episodes store as multiples of 1/255.
+
+    The codec stores such components without loss.
+    """
     distinct = list(dict.fromkeys(schemas))
     codecs = {}
     for name in distinct[0] if distinct else ():
@@ -406,9 +416,9 @@ def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
 
 
 def _noted_end(episode: EpisodeToWrite) -> str:
-    """Return the end to note in the metadata of an episode.
+    """Return the end to store in the metadata of an episode.
 
-    "" if the flags of its block state it.
+    The result is "" if the flags in its block state the end.
     """
     if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
         return UNKNOWN
@@ -422,7 +432,7 @@ def _are_equal(value: Any, own: Any) -> bool:
 def _free_name(name: str) -> str:
     """Return the name of a field in a record.
 
-    Names that a record uses otherwise become "recorded_...".
+    A name with another meaning in a record gets the prefix "recorded_".
     """
     group, slash, rest = name.partition("/")
     is_used = group not in _GROUPS and (is_taken(group) or group in RESERVED)

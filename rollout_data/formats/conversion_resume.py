@@ -1,4 +1,7 @@
-"""Checks that a recording is the source of an existing target, by the note in the target."""
+"""Checks that a recording is the source of an existing target of a conversion.
+
+A target contains a note of its source, options and checksums: a `ConversionNote`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from ..sources.recordings.recording import Recording
 from ..writing.conversion_record import AFTER_LAST, ConversionNote, SummedEpisode, UnreadableEpisode
 from ..writing.json_values import plain
 
-#: Formats whose single files refer to no other file.
+#: Formats of single files without references to other files.
 _SINGLE_FILES = ("robomimic", "isaaclab", "libero", "d4rl", "mcap", "bfm_zero")
 #: Maximum number of characters of a value in an error.
 _MAX_SHOWN = 60
@@ -28,8 +31,7 @@ _MAX_SHOWN = 60
 def source_state(recording: Recording) -> str:
     """Return a digest of the path, size and modification time of every file of a recording.
 
-    The result is "" for a URL, for a file that may refer to other files, and if a file was removed
-    meanwhile.
+    The result is "" for a URL, for a file that may refer to other files, and if a file is missing.
     """
     root = recording.path
     if isinstance(root, RemotePath):
@@ -73,11 +75,12 @@ def check_same_note(
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        effective: Returns the effect of options on the recording; see `ForeignWriter.effective`.
-        path: The target.
+        effective: Function that returns the effect of options on the recording; see
+            `ForeignWriter.effective`.
+        path: Path of the target.
 
     Raises:
-        UsageError: There is a difference. The error states the first one.
+        UsageError: The notes differ. The error states the first difference.
     """
     difference = _writer_difference(there, now)
     difference = difference or _option_difference(there.options, now.options, effective)
@@ -100,8 +103,8 @@ def check_same_rows(
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        recording: The source, which `check_same_note` has compared.
-        path: The target.
+        recording: The source, after `check_same_note`.
+        path: Path of the target.
         progress: Show a progress bar.
 
     Raises:
@@ -133,7 +136,7 @@ def other_source(path: Path, difference: str) -> UsageError:
 
 
 def _writer_difference(there: ConversionNote, now: ConversionNote) -> str:
-    """Describe another format or version of the writer; "" if both are the same."""
+    """Describe a difference in the format or the version of the writer; "" if there is none."""
     if there.format != now.format:
         return f"format {_text(now.format)} instead of {_text(there.format)}"
     if not _are_same(there.version, now.version):
@@ -146,14 +149,14 @@ def _option_difference(
     now: Mapping[str, Any],
     effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> str:
-    """Describe the first option with another effect; "" if there is none."""
+    """Describe the first option whose effect differs; "" if all effects are equal."""
     name = _first_difference(there, now)
     if name and there.keys() == now.keys():
         try:
             effect_there = effective(there)
             effect_now = effective(now)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # The values of options are not checked yet. Compare them as they are.
+            # `effective` fails for invalid options. The option values are compared instead.
             effect_there = there
             effect_now = now
         name = _first_difference(plain(effect_there), plain(effect_now))
@@ -165,7 +168,7 @@ def _option_difference(
 
 
 def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:
-    """Describe the first difference of episodes or metadata, without rows; "" if there is none."""
+    """Describe the first difference of episodes or metadata; "" if there is none. Ignores rows."""
     if len(now.episodes) < len(there.episodes):
         return f"{len(now.episodes)} episodes instead of {len(there.episodes)}"
 
@@ -198,7 +201,7 @@ def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """Compare values as JSON has them: True is not 1, and -0.0 is not 0.0."""
+    """Return whether two values are equal as JSON: True differs from 1, and -0.0 from 0.0."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 
@@ -212,11 +215,11 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Return the forms of the fields, on which the layout of a target depends.
+    """Return the forms (dtype and shape) of the fields; the layout of a target depends on these.
 
     Returns:
-        Field -> its dtypes and shapes as text, and whether every episode has it. Ends and success
-        that are known count as fields.
+        Field -> its forms as texts, and whether every episode has the field. A known end or
+        success counts as a field.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
@@ -245,11 +248,11 @@ def check_nothing_gained(
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        readable: Episodes that could not be read when the target was written, and can be now.
-        path: The target.
+        readable: Episodes that were unreadable when the target was written, and are readable now.
+        path: Path of the target.
 
     Raises:
-        UsageError: The source has more episodes.
+        UsageError: The source has episodes that are missing from the target.
     """
     gained = [episode["id"] for episode in now.episodes[len(there.episodes) :]]
     gained += readable
@@ -262,12 +265,12 @@ def check_nothing_gained(
 def unreadable_episodes(
     ids: Collection[str], recording: Recording, damaged: Mapping[str, DataFileError]
 ) -> dict[str, DataFileError]:
-    """Return the errors of episodes that still cannot be read, in the order of the source.
+    """Return the errors of episodes that are still unreadable, in the order of the source.
 
     Args:
-        ids: Episodes that could not be read when the target was written.
+        ids: Episodes that were unreadable when the target was written.
         recording: The source.
-        damaged: Episodes with wrong checksums -> error.
+        damaged: Id of an episode with wrong checksums -> error.
     """
     problems: dict[str, DataFileError] = {}
     if not ids:

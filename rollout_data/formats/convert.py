@@ -53,8 +53,8 @@ class Conversion:
         num_episodes: Episodes in the target.
         num_present: Episodes that an earlier conversion had written.
         changes: Description of a change -> ids of the changed episodes.
-        problems: Data that were not read, were repaired or were left out.
-        advice: Remarks on data that were written as they are stored; see `Recording.advice`.
+        problems: Errors about data that were unreadable, repaired or left out.
+        advice: Remarks on suspicious data, which were converted unchanged; see `Recording.advice`.
     """
 
     num_episodes: int
@@ -74,13 +74,13 @@ def convert(
 ) -> Conversion:
     """Write the episodes of a recording in another format.
 
-    Memory holds a part of one episode at a time.
+    Only a part of one episode is in memory at a time.
 
-    The same call again resumes a conversion that was stopped or killed. The target keeps a note of
-    the source, the options and checksums of all rows. Episodes in the target are compared with it;
-    their rows are read again only if a file of the source has changed. A complete target is not
-    written again. New episodes at the end of the source are added to a target that is not complete,
-    and to every target of block files.
+    Repeat the same call to resume a stopped or killed conversion. The target contains a note of the
+    source, the options and the checksums of all rows. Source and options are compared with this
+    note. Rows of converted episodes are compared only if a file of the source has changed. A
+    complete target is not written again. New episodes at the end of the source are added to an
+    incomplete target, and to every target of block files.
 
     Args:
         source: A path of any format, or a `Recording`.
@@ -90,8 +90,7 @@ def convert(
         **options: Options of the target's format.
 
     Returns:
-        A summary of the target. Episodes that cannot be read are left out and are listed among the
-        problems.
+        A summary of the target. Unreadable episodes are left out and listed among the problems.
 
     Raises:
         UsageError: The format or an option is unknown. The target holds other files, or was
@@ -125,7 +124,7 @@ class _Job:
     """Arguments of a conversion after checks.
 
     Attributes:
-        recording: Episodes of the source whose files are present.
+        recording: Episodes of the source whose files exist and are unchanged.
         path: Absolute path of the target.
         writer_type: Writer of the target's format.
         options: Options of the format, as the caller passed them.
@@ -143,7 +142,7 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     """Return the writer of a format.
 
     Raises:
-        UsageError: The format is unknown, or it has no such option.
+        UsageError: The format is unknown, or has no option of a given name.
     """
     formats = (OWN, *WRITERS, *EXPORTS)
     if to not in formats:
@@ -159,7 +158,7 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
 
 
 def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
-    """Convert into a target that no other process writes; append to `problems`."""
+    """Convert after the target is locked for this process; append errors to `problems`."""
     recording = job.recording
     path = job.path
     writer_type = job.writer_type
@@ -169,7 +168,7 @@ def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
     plan = writer_type.planned(recording, recording.metadata, job.options)
     plan.source = source_state(
         recording
-    )  # Before any row is read: later changes are another state.
+    )  # The state is recorded before any row is read, so later changes of the source are noticed.
     with errors_of_target(path):
         earlier = writer_type.noted(path)
         is_complete = earlier is not None and writer_type.is_finished(path)
@@ -189,8 +188,8 @@ def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
         if writer_type.can_grow:
             plan.resume(earlier)
         elif readable or shared_forms(earlier) != shared_forms(plan):
-            # A resumed target would have a readable episode after later ones, or the fields of
-            # an earlier state of the source. All episodes are written again.
+            # Resuming would append an episode out of order, or keep the fields of an earlier state
+            # of the source. All episodes are therefore written again.
             num_present = len(earlier.rows)
         else:
             plan.resume(earlier)
@@ -220,11 +219,11 @@ def _check_earlier(
 ) -> None:
     """Check that an earlier target has the source and the options of this conversion.
 
-    `plan` takes the options of the note, which have the same effect.
+    The options of `plan` are replaced by the options in the earlier note, which have equal effects.
 
     Raises:
-        UsageError: The first difference.
-        DataFileError: An episode of the target cannot be read in the source any more.
+        UsageError: The source or an option differs. The error states the first difference.
+        DataFileError: An episode of the target is no longer readable in the source.
     """
     if is_complete and not earlier.is_whole():
         raise occupied(job.path, "a complete target whose note is damaged")
@@ -246,9 +245,10 @@ def _write_episodes(
     damaged: Mapping[str, DataFileError],
     problems: list[RolloutDataError],
 ) -> tuple[ForeignWriter, int]:
-    """Write the episodes that are not in the target yet; append unreadable ones to `problems`.
+    """Write the episodes that are missing from the target; append read errors to `problems`.
 
-    A format that chooses all places first begins again without the episodes that cannot be read.
+    If the format needs the whole layout first (`is_laid_out_first`), an unreadable episode restarts
+    the conversion without this episode.
 
     Returns:
         The closed writer, and the number of episodes that an earlier conversion had written.
@@ -286,7 +286,7 @@ def _write_episodes(
 
 
 def _add_episode(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
-    """Write an episode; return the error of an episode that cannot be read."""
+    """Write an episode. Return the error if the episode is unreadable, otherwise None."""
     try:
         with errors_of_target(writer.path):
             writer.add(SummedEpisode(episode))
@@ -300,9 +300,9 @@ def _add_episode(writer: ForeignWriter, episode: Episode) -> DataFileError | Non
 
 @contextmanager
 def errors_of_target(path: Path) -> Iterator[None]:
-    """Convert errors of writing into a `TargetError`.
+    """Convert errors of writing into a `TargetError`. Also usable as a decorator.
 
-    Errors of the source and invalid arguments stay as they are.
+    Errors about the source and about arguments are not converted.
     """
     try:
         yield
@@ -319,7 +319,7 @@ def errors_of_target(path: Path) -> Iterator[None]:
 
 
 def _errno(reason: BaseException | None) -> int | None:
-    """Return the first error number of an error and its causes; None without a number."""
+    """Return the first `errno` of an error and its causes; None if no error has an `errno`."""
     while reason is not None:
         number = getattr(reason, "errno", None)
         if isinstance(number, int):
@@ -329,22 +329,22 @@ def _errno(reason: BaseException | None) -> int | None:
 
 
 def _reason(error: Exception) -> BaseException | None:
-    """Return the cause if a file could not be written; None for other errors."""
+    """Return the operating system error behind a failed write; None for other errors."""
     if isinstance(error, (DataFileError, BackgroundError, OSError)):
         return error
-    if isinstance(getattr(error, "errno", None), int):  # FFmpeg's errors
+    if isinstance(getattr(error, "errno", None), int):  # FFmpeg's errors have an `errno`.
         return error
-    # `torch.save` raises another error after the one of the file.
+    # `torch.save` raises a second error, whose context is the error of the file.
     return error.__context__ if isinstance(error.__context__, OSError) else None
 
 
 def _damaged_episodes(recording: Recording) -> dict[str, DataFileError]:
-    """Return the episodes of local block files whose rows have wrong checksums: id -> error."""
+    """Return the episodes with wrong checksums in local block files: id -> error."""
     damaged: dict[str, DataFileError] = {}
     if recording.format != OWN or isinstance(recording.path, RemotePath):
         return damaged
     for block in BlockFolder.at(recording.path).blocks.values():
-        # Retention may remove a block meanwhile. Reading its episodes reports that.
+        # Retention may delete a block in the meantime. Reading its episodes reports the deletion.
         with suppress(FileNotFoundError):
             for _, error in damaged_fragments(read_header(block.path)):
                 damaged[f"{block.writer}:{error.trajectory}"] = error

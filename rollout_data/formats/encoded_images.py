@@ -1,6 +1,6 @@
-"""Encoded pictures through pillow: PNG, JPEG, and uncompressed TIFF of depth maps.
+"""Read and write encoded pictures with pillow: PNG, JPEG, and uncompressed TIFF for depth maps.
 
-The header is checked against the expected shape before pixels are decoded.
+The size in the header is compared with the expected shape before pixels are decoded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from storage.errors import CorruptFileError
 
 from .input_checks import damage_named, of_kind, optional
 
-#: 8192 x 8192: 192 MiB of RGB.
+#: Maximum number of pixels of a picture: 8192 x 8192, or 192 MiB of RGB.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "TIFF")
 _ACTION = "decode the picture"
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
-#: Modes of pillow with more than 8 bits -> dtype of the decoded pixels.
+#: Mode of pillow with more than 8 bits per channel -> dtype of the decoded pixels.
 _DEEP_MODES = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
 _COMPRESSION_TAG = 259
 _UNCOMPRESSED = 1
@@ -45,7 +45,7 @@ _NUM_CHANNELS = (1, 3, 4)
 def axes_of(shape: Sequence[int]) -> str:
     """Return the axes of a picture with this shape: "HW", "HWC" or "CHW".
 
-    "" if it is the shape of no picture.
+    The result is "" if no picture has this shape.
     """
     if len(shape) == 2:
         axes = "HW"
@@ -59,7 +59,7 @@ def axes_of(shape: Sequence[int]) -> str:
 
 
 def picture_format(data: bytes | memoryview) -> str:
-    """Return the format by the first bytes: "PNG", "JPEG" or "TIFF"; "" for other data."""
+    """Detect the format from the first bytes: "PNG", "JPEG" or "TIFF"; "" for other data."""
     head = bytes(data[:8])
     if head == b"\x89PNG\r\n\x1a\n":
         return "PNG"
@@ -76,9 +76,9 @@ def decode_picture(
 
     Args:
         data: The encoded picture.
-        where: Field and frame, for errors.
-        shape: Expected shape, `[H, W, C]` or, for depth, `[H, W]`; None accepts every shape. A grey
-            picture is converted to RGB if three channels are expected.
+        where: Field and frame of the picture, for errors.
+        shape: Expected shape, `[H, W, C]`, or `[H, W]` for depth; None accepts every shape. A grey
+            picture is converted to RGB if the shape has three channels.
 
     Returns:
         A new array: `[H, W, C]` uint8 with C of 1, 3 or 4, or `[H, W]` uint16 or float32 for deep
@@ -108,7 +108,7 @@ def decode_picture(
 
 @of_kind("undecodable")
 def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
-    """Return the shape of the result of `decode_picture`, from the header alone.
+    """Return the shape that `decode_picture` would return, reading only the header.
 
     Raises:
         CorruptFileError: The picture is damaged, or has more than 8 bits per channel.
@@ -123,7 +123,7 @@ def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
 
 @contextmanager
 def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None) -> Iterator[Any]:
-    """Open a picture with pillow after checks of its header.
+    """Open a picture with pillow, after checks of its header.
 
     Errors raised in the block become `CorruptFileError`.
     """
@@ -150,7 +150,7 @@ def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
 
 
 def encode_picture(pixels: Pixels) -> bytes:
-    """Encode a picture without loss.
+    """Encode a picture losslessly.
 
     Args:
         pixels: `[H, W, C]` uint8 with C of 1, 3 or 4, encoded as PNG, or `[H, W]` uint16 or

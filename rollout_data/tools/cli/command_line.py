@@ -1,6 +1,6 @@
 """The command `rollout-data`: the table of commands, parsing, errors and printing.
 
-Only this file prints. The modules of a command are imported when it runs, so that help is quick.
+Only this file prints. The modules of a command are imported when the command runs, so help is fast.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Arguments = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """A row of the table.
+    """A command of `rollout-data`: help text, arguments and function.
 
     Attributes:
-        summary: A sentence about the command.
-        example: A call, without the name of the program.
-        arguments: Its arguments, or a function that returns them after an import. All commands
-            also have `--json`.
-        path: Path below `rollout_data` of the documented function, if it differs from the name.
+        summary: One sentence of help.
+        example: Example call, without the name of the program.
+        arguments: Arguments of the command, or a function that returns the arguments and avoids an
+            early import. All commands also have `--json`.
+        path: Path of the documented Python function below `rollout_data`; "" for the command name.
         module: Module of `tools.cli` with the function of the command. The function has the name
-            of the command, takes the parsed options and `progress`, and returns an `Answer`.
+            of the command, takes the parsed options, and returns an `Answer`.
     """
 
     summary: str
@@ -48,7 +48,7 @@ class Command:
 
     @property
     def function(self) -> str:
-        """The documented function that does the same in Python."""
+        """Qualified name of the equivalent Python function."""
         return f"rollout_data.{self.path or self.name}"
 
 
@@ -67,7 +67,7 @@ def _several(metavar: str, text: str) -> dict[str, Any]:
 
 _ANY: Arguments = {"data_dir": {"help": "a file or folder of any format"}}
 _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
-#: Arguments of all commands that select episodes; see `select_option`.
+#: The option `--select` of all commands that select episodes; see `select_option`.
 SELECT: Arguments = {
     "--select": _several(
         "WHICH",
@@ -117,7 +117,7 @@ _PLAY: Arguments = {
     },
     "--mp4": {"metavar": "FILE", "help": "write the pictures as a video (extra video)"},
 }
-#: The path may be left out where rules are only listed.
+#: The path is optional, because `--list-rules` and `--explain` need no recording.
 _DOCTOR: Arguments = {
     "data_dir": {"nargs": "?", "help": "a file or folder of any format"},
     "--only": {"metavar": "CODES", "help": "run these rules only: VAL01,TIM,..."},
@@ -173,7 +173,7 @@ _EDIT: Arguments = {
     "--undo": _flag("undo the command for these ids, or for all without one"),
     "--dry-run": _flag("print the number of trajectories, and change nothing"),
 }
-#: Flags that change data. They are never suggested for an unknown flag.
+#: Flags that change data. These flags are never suggested for an unknown flag.
 _CHANGING = {"--undo", "--repair", "--in-place", "--set"}
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
 _MERGE: Arguments = {
@@ -207,7 +207,7 @@ _REPAIR: Arguments = {
 _URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
 
 _edit = partial(Command, module="edit_commands")
-#: Name -> command, in the order of the help.
+#: Name of a command -> command, in the order of the help.
 COMMANDS: dict[str, Command] = {
     "info": Command(
         "Print the counts, fields and metadata of a recording of any format.",
@@ -301,8 +301,8 @@ COMMANDS: dict[str, Command] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rollout-data` and return the exit code.
 
-    The code is 0 without problems, 1 if the data have problems, 2 if the call is wrong, and 130
-    after Ctrl-C.
+    Exit codes: 0 without problems, 1 for problems of the data, 2 for an invalid call, 130 after
+    Ctrl-C.
     """
     prog = PROGRAM
     code = 1
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = _command_name(words)
         prog = f"{PROGRAM} {name}"
         code = _run(COMMANDS[name], prog, words[1:])
-        sys.stdout.flush()  # Raises if the disk is full or a pipe is closed.
+        sys.stdout.flush()  # Flushing raises if the disk is full or the pipe is closed.
         return code
     except SystemExit as exit_request:  # Help was printed, or the call is invalid.
         code = int(exit_request.code or 0)
@@ -356,7 +356,7 @@ def _run(command: Command, prog: str, words: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest match of an unknown flag."""
+    """Argument parser with one-line errors and a suggestion for an unknown flag."""
 
     def error(self, message: str) -> NoReturn:
         known: list[str] = []
@@ -391,10 +391,10 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
 
 
 def _command_name(words: Sequence[str]) -> str:
-    """Return the command that the first word names, or the only one that begins with it.
+    """Return the command named by the first word, which may be abbreviated unambiguously.
 
     Raises:
-        SystemExit: Help was printed, or there is no such command.
+        SystemExit: Help was printed, or the command is unknown.
     """
     word = words[0] if words else ""
     if word in COMMANDS:
@@ -415,12 +415,12 @@ def _command_name(words: Sequence[str]) -> str:
 
 
 def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) -> str:
-    """Return a suggestion: the nearest of the known names, else a list.
+    """Return an ending for an error: the nearest known name, or a list of names if none is near.
 
     Args:
         word: The unknown name.
-        known: Names that may be suggested.
-        listed: Names of the list; `known` by default.
+        known: Candidates for the suggestion.
+        listed: Names to list if no candidate is near; `known` if empty.
     """
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if matches:
@@ -429,13 +429,13 @@ def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) ->
 
 
 def _print_error(prog: str, text: str, code: int) -> int:
-    """Print an error in one line; return the exit code."""
+    """Print an error in one line to stderr; return `code`."""
     _print_line(f"{prog}: {text}", sys.stderr)
     return code
 
 
 def _print_line(text: str, stream: TextIO) -> None:
-    """Print a line; escape control characters, line ends and characters that cannot be encoded."""
+    """Print a line; escape control characters, line breaks and unencodable characters."""
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     encoding = stream.encoding or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)

@@ -31,18 +31,18 @@ from .list_recordings import recording_rows, rows_as_text
 from .play_command import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .select_option import selected
 
-#: Maximum number of ids that a line lists before it ends in "...".
+#: Maximum number of ids in a line. A line with more ids ends in "...".
 _MAX_IDS = 3
-#: Frames per second of a GIF or a video if the metadata have none.
+#: Default frame rate of a GIF or video in Hz, for metadata without a frame rate.
 _RATE_HZ = 20.0
 
 
 class Answer(NamedTuple):
-    """The result of a command.
+    """Result of a command.
 
     Attributes:
-        about: Plain values that `--json` prints.
-        lines: Text that is printed otherwise.
+        about: JSON values to print with `--json`.
+        lines: Lines of text to print without `--json`.
         code: Exit code: 0 without problems, 1 if the data have problems.
     """
 
@@ -68,7 +68,7 @@ def ls(options: argparse.Namespace) -> Answer:
 
 
 def _listed(paths: Sequence[Path]) -> Answer:
-    """Return a row for each recording; the exit code is 1 if one cannot be opened."""
+    """Return a row for each recording; the exit code is 1 if a recording cannot be opened."""
     rows = recording_rows(paths)
     has_errors = any(row["error"] for row in rows)
     return Answer(rows, rows_as_text(rows), int(has_errors))
@@ -110,10 +110,10 @@ def some_ids(ids: Sequence[str]) -> str:
 
 
 def option_values(action: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """Return the values of texts NAME=VALUE, which are JSON or text.
+    """Parse NAME=VALUE pairs: name -> value, from JSON if it is valid JSON, otherwise the text.
 
     Raises:
-        UsageError: A text has no sign, or a name occurs twice.
+        UsageError: A pair has no "=", or a name occurs twice.
     """
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -146,7 +146,7 @@ def report(options: argparse.Namespace) -> Answer:
 
 
 def _several_recordings(options: argparse.Namespace, recordings: Sequence[Path]) -> Answer:
-    """List recordings instead of a page; the exit code is 2 if an option asked for a page."""
+    """List recordings instead of writing a page; the exit code is 2 with `--out` or `--compare`."""
     answer = _listed(recordings)
     holds = f"{options.data_dir} holds several recordings"
     lines = [*answer.lines, f"{holds}: no page was written; name one of them"]

@@ -1,4 +1,4 @@
-"""The command `doctor`: findings as text or JSON, rules and their explanations."""
+"""The command `doctor`: print findings, the list of rules, or explanations of rules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..doctor.rules.change_scripts import CHANGES
 from .commands import Answer
 from .list_recordings import recording_rows, rows_as_text
 
-#: Maximum number of trajectories that the line of a finding lists.
+#: Maximum number of trajectories in the line of a finding.
 _MAX_LISTED = 8
-#: Maximum number of ranges of frames that the line of a finding lists.
+#: Maximum number of frame ranges in the line of a finding.
 _MAX_RANGES = 3
 
 
@@ -56,14 +56,17 @@ def _examine_several(
     chosen: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> Answer:
-    """Examine several recordings and return a row for each; the exit code is the largest."""
+    """Examine several recordings and return a row for each recording.
+
+    The exit code is the largest exit code of all recordings.
+    """
     columns = [f"{severity}s" for severity in reversed(SEVERITIES)]
     codes: list[int] = []
 
     def counts(path: Path) -> dict[str, int | None]:
         try:
             diagnosis = examination.doctor(path, **chosen, progress=options.progress)
-        except (RolloutDataError, OSError):  # The row already has the error of opening.
+        except (RolloutDataError, OSError):  # `recording_row` reports the error.
             codes.append(1)
             return dict.fromkeys(columns)
         codes.append(1 if diagnosis.at_least(options.fail_on) else 0)
@@ -111,7 +114,7 @@ def _explained(rules: Sequence[Rule]) -> Iterator[str]:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the lines of the findings, the worst first, then of the summary and of the scripts."""
+    """Yield the text of a diagnosis: findings (worst first), summary, repair scripts."""
     for finding in diagnosis.findings:
         yield f"{finding.severity} {finding.code} {finding.name}: {finding.message}"
         place = _place(finding)
@@ -135,7 +138,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def _place(finding: Finding) -> str:
-    """Return the trajectories and frames of a finding; "" if it has none."""
+    """Return the trajectories and frames of a finding as text; "" if there are none."""
     trajectories = [*map(str, finding.places), *finding.left_out]
     if not trajectories:
         return _frames(finding)

@@ -22,7 +22,7 @@ def keep(options: argparse.Namespace) -> Answer:
 
 
 def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
-    """Call `drop` or `keep`; `--undo` of either restores trajectories."""
+    """Call `edits.drop` or `edits.keep`; with `--undo`, restore dropped trajectories instead."""
     ids = _chosen_ids(options)
     if options.undo:
         count = edits.undrop(options.data_dir, ids, dry_run=options.dry_run)
@@ -134,10 +134,10 @@ def _action_line(action: repair_recording.Action) -> str:
 
 
 def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
-    """Return the ids of the call and of `--select`; None is all, which only `--undo` accepts.
+    """Return the ids chosen by arguments and `--select`; None means all ids (only for `--undo`).
 
     Raises:
-        UsageError: There are neither ids nor `--select`, without `--undo`.
+        UsageError: The call has neither ids nor `--select`, and no `--undo`.
     """
     ids: list[str] = options.ids
     if not ids and not options.select:

@@ -1,4 +1,7 @@
-"""The pictures of an episode as a GIF or a video. A video is written with one part in memory."""
+"""Write the pictures of an episode as a GIF or a video.
+
+A video is written in parts of at most 16 MiB of pictures.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from ...formats.lerobot.lerobot_features import write_video
 from ...sources.recordings.episode import Episode
 from ..report.embedded_data import to_rgb
 
-#: Number of bytes of the pictures that are read at once, as float64.
+#: Bytes of pictures read at once, counted as float64.
 _PART_BYTES = 16 << 20
-#: Bytes of the pictures of a GIF, which are all in memory. Longer episodes lose frames evenly.
+#: Maximum bytes of the pictures of a GIF, which are all in memory. A longer episode is subsampled.
 _MAX_GIF_BYTES = 256 << 20
 Array = np.ndarray[Any, Any]
 
@@ -38,15 +41,15 @@ def save_mp4(
     """Write the pictures of an episode as a video (H.264); return their number.
 
     Args:
-        episode: Its pictures are `[H, W]`, `[H, W, C]` or `[C, H, W]`. Other dtypes than uint8 are
-            scaled from [0, 1], or from the minimum and the maximum of the episode.
-        path: The new file; an existing file is replaced.
-        field: Name of the field; None is the first field of pictures.
+        episode: Episode with pictures `[H, W]`, `[H, W, C]` or `[C, H, W]`. Other dtypes than uint8
+            are scaled from [0, 1], or from the minimum and the maximum of the episode.
+        path: Path of the new file. An existing file is replaced.
+        field: Name of the picture field; None means the first picture field.
         rate_hz: Frames per second.
         progress: Show a progress bar.
 
     Raises:
-        UsageError: There is no such field, or a package is missing.
+        UsageError: The episode has no such picture field, or a package is missing.
     """
     name = _picture_field(episode, field)
     parts = map(_with_even_sides, _pictures(episode, name, 1, progress))
@@ -88,10 +91,10 @@ def save_gif(
 
 
 def _picture_field(episode: Episode, field: str | None) -> str:
-    """Return the name of a field of pictures; the first one if `field` is None.
+    """Return the name of a picture field: `field`, or the first picture field if it is None.
 
     Raises:
-        UsageError: The episode has no such field.
+        UsageError: The episode has no such picture field.
     """
     names = [name for name, declared in episode.schema.items() if axes_of(declared.shape)]
     if not names or (field is not None and field not in names):
@@ -124,7 +127,7 @@ def _range_of(
     name: str,
     parts: list[tuple[int, int]],
 ) -> tuple[float, float]:
-    """Return the minimum and the maximum of a field, or (0, 1) if all values lie in [0, 1]."""
+    """Return the minimum and the maximum of a field; (0, 1) if all values are in [0, 1]."""
     minima = []
     maxima = []
     for start, stop in parts:
@@ -139,6 +142,6 @@ def _range_of(
 
 
 def _with_even_sides(part: Array) -> Array:
-    """Repeat the last row and column of pictures with odd sides, which H.264 does not encode."""
+    """Pad pictures to even sides by repeating the last row and column; H.264 needs even sides."""
     _, height, width, _ = part.shape
     return np.pad(part, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")

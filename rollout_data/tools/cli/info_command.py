@@ -1,4 +1,7 @@
-"""The contents of a recording, as a dict and as text. Only descriptions and rewards are read."""
+"""The contents of a recording, as a dict and as text.
+
+Only descriptions and rewards of the episodes are read.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,18 @@ from ...sources.recordings.recording import Recording
 from ..edit.pack_folder import open_folder
 from .list_recordings import aligned
 
-#: Name of an end -> its flag.
+#: Name of an episode end -> flag of the end.
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
-#: Columns of the text of `ls`.
+#: Columns that `ls` prints as text.
 _LISTED = ("id", "length", "return", "ends", "success", "task")
-#: Maximum number of characters of a value of the metadata.
+#: Maximum number of characters of a metadata value in the text.
 _MAX_TEXT = 80
 
 
 def describe(data_dir: str) -> dict[str, Any]:
     """Return the counts, fields, metadata and problems of a recording of any format.
 
-    A folder of blocks also has counts of blocks and sizes of compressed fields.
+    For a folder of block files, the result also has the block counts and compressed field sizes.
     """
     origin = origins_of(data_dir)[0]
     if isinstance(origin.path, RemotePath) or scanner_of(origin) not in (BlockScanner, None):
@@ -131,7 +134,7 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
 
 
 def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Return the codecs, sizes in bytes and largest error of each field with a codec."""
+    """Return the codec, the sizes in bytes and the largest error of each field with a codec."""
     fields: dict[str, dict[str, Any]] = {}
     for path in paths:
         header = read_header(path)
@@ -204,11 +207,11 @@ def _left_out_line(about: Mapping[str, Any]) -> str:
 
 
 def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
-    """Return the codec of a field, its size and its error; "" for a field without a codec.
+    """Return the codec, size and error of a field as text; "" for a field without a codec.
 
     Args:
-        codec: Codec in the schema.
-        coded: Facts of `_coded_fields`, if blocks have the field with a codec.
+        codec: Name of the codec in the schema.
+        coded: Entry of the field in `_coded_fields`; None if no block has the field with a codec.
     """
     text = "" if codec == "raw" else f"  {codec}"
     if not coded:
@@ -221,7 +224,7 @@ def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
 
 
 def strict_json(about: Any) -> str:
-    """Return JSON with null for NaN and infinities, which JSON cannot represent."""
+    """Return JSON; NaN and infinities become null, because JSON cannot represent them."""
     text = json.dumps(_strict(about), indent=2, default=str, allow_nan=False)
     return text.replace("\x7f", "\\u007f")
 

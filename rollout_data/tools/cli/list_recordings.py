@@ -1,4 +1,4 @@
-"""The table of recordings of a folder that holds several."""
+"""The table of the recordings in a folder of several recordings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from storage.errors import RolloutDataError
 from ...formats.open_recording import open as open_recording
 from ...sources.block_scanner import BlockScanner
 
-#: Columns of a row without `error`, in the order of the text.
+#: Columns of a row except `error`, in the order of the text.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
 
 
 def recording_row(path: Path) -> dict[str, Any]:
-    """Return the columns of a recording, and its `error` if it cannot be opened, else None."""
+    """Return the row of a recording; its `error` is None unless the recording cannot be opened."""
     try:
         recording = open_recording(path)
         num_frames = int(np.sum(recording.column("length")))
@@ -43,7 +43,7 @@ def recording_rows(
 
     Args:
         paths: The recordings.
-        more: Returns further columns of a recording.
+        more: Function that returns further columns of a recording.
     """
     rows = []
     for path in paths:

@@ -1,6 +1,6 @@
-"""An episode in the terminal: a line of bars for each dimension of its fields.
+"""Draw an episode in the terminal: a line of bars for each dimension of its fields.
 
-Fields are read in parts of at most 64 MiB, whatever the length of the episode.
+Fields are read in parts of at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ...sources.episode_info import end_of
 from ...sources.recordings.episode import Episode
 from ...sources.recordings.recording import Recording
 
-#: Bars from low to high.
+#: Characters for bars, from low to high.
 BARS = "▁▂▃▄▅▆▇█"
-#: Bars of a terminal that cannot encode `BARS`.
+#: Characters for bars in a terminal that cannot encode `BARS`.
 ASCII_BARS = "_.,-=+*#"
-#: Drawn for a value that is not finite.
+#: Character for NaN and infinite values.
 NOT_FINITE = "!"
-#: Maximum number of dimensions of a field that are drawn if the call names no field.
+#: Maximum number of drawn dimensions per field if the call names no field.
 _MAX_DIMENSIONS = 12
-#: Number of bytes of a field that are read at once, as float64.
+#: Bytes of a field read at once, counted as float64.
 _PART_BYTES = 64 << 20
-#: Smallest line width, in characters, at which the range of a curve is printed.
+#: Minimum line width in characters for printing the range of a curve.
 _MIN_RANGE_WIDTH = 60
 #: Number of characters of the printed range.
 _RANGE_WIDTH = 24
@@ -51,8 +51,8 @@ def play(
         source: As in `describe_episode`.
         episode: As in `describe_episode`.
         fields: As in `describe_episode`.
-        width: Characters in a line.
-        bars: From low to high; `ASCII_BARS` for terminals without others.
+        width: Line width in characters.
+        bars: Characters for bars, from low to high, such as `BARS` or `ASCII_BARS`.
 
     Raises:
         UsageError: There is no such episode or field.
@@ -67,7 +67,8 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
 
     Args:
         source: A path of any format, or a `Recording`.
-        episode: Its id, or its position if no episode has this id; None is the first episode.
+        episode: Id of the episode, or its position if no episode has this id. None means the first
+            episode.
 
     Raises:
         UsageError: There is no such episode.
@@ -90,15 +91,16 @@ def describe_episode(
     fields: Sequence[str] = (),
     num_values: int = 80,
 ) -> dict[str, Any]:
-    """Return the facts of an episode, and a curve for each dimension of its numeric fields.
+    """Return a description of an episode, with a curve for each dimension of its numeric fields.
 
     Args:
         source: A path of any format, or a `Recording`.
         episode: As in `chosen_episode`.
-        fields: Names of fields, or the beginnings of names; none is the first 12 dimensions of
-            each field. Pictures have one curve, of their mean.
-        num_values: Values of a curve, at most. Each is the value of a part of the episode that is
-            furthest from the middle of the curve; NaN if a value is not finite.
+        fields: Names or leading parts of names of fields. Without names, the first 12 dimensions of
+            every field are returned. A picture field has one curve, the mean of each picture.
+        num_values: Maximum number of values of a curve. The episode is divided into parts. A curve
+            has the extreme of each part that is furthest from the mean of all extremes; NaN if a
+            value of the part is not finite.
 
     Raises:
         UsageError: There is no such episode or field.
@@ -125,10 +127,10 @@ def describe_episode(
 
 
 def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
-    """Return the numeric fields at or below some names; all without a name.
+    """Return the numeric fields at or below the names `prefixes`; all fields if it is empty.
 
     Raises:
-        UsageError: A name has no field.
+        UsageError: No field is at or below a name.
     """
     if not prefixes:
         return list(episode.schema)
@@ -150,7 +152,7 @@ def _curves(
     num_values: int,
     max_dimensions: int | None,
 ) -> list[dict[str, Any]]:
-    """Return the curves of a field, `max_dimensions` at most; None is all."""
+    """Return at most `max_dimensions` curves of a field; all curves if it is None."""
     shape = episode.schema[name].shape
     bounds = _bounds(episode.length, num_values)
     if 0 in shape:
@@ -172,7 +174,7 @@ def _curves(
 
 
 def _picture_means(episode: Episode, name: str, frames: Sequence[int]) -> Array:
-    """Return the means of the pictures of some frames: `[frames, 1]`."""
+    """Return the mean of the picture at each frame in `frames`: float64 `[len(frames), 1]`."""
     means = []
     for frame in frames:
         picture = episode.read(name, frame, frame + 1)
@@ -186,13 +188,15 @@ def _part_extremes(
     bounds: Array,
     max_dimensions: int | None,
 ) -> tuple[Array, Array]:
-    """Return the minima and the maxima of parts: `[parts, dimensions]`, NaN if not finite.
+    """Return the minima and the maxima of parts of an episode: `[parts, dimensions]` each.
+
+    Both are NaN for a part with values that are not finite.
 
     Args:
         episode: The episode.
         name: A numeric field.
-        bounds: The frames at which parts begin and end, `[parts + 1]`.
-        max_dimensions: Dimensions to return, at most; None is all.
+        bounds: First frame of each part, then the end of the last part, int64 `[parts + 1]`.
+        max_dimensions: Maximum number of dimensions; None means all.
     """
     width = math.prod(episode.schema[name].shape)
     part_bytes = 8 * width * int(np.diff(bounds).max())
@@ -211,16 +215,16 @@ def _part_extremes(
 
 
 def _bounds(length: int, num_parts: int) -> Array:
-    """Return the bounds of at most `num_parts` parts of `length` frames, none of them empty."""
+    """Return the bounds of at most `num_parts` non-empty parts of `length` frames."""
     return np.unique(np.linspace(0, length, min(length, num_parts) + 1).astype(np.int64))
 
 
 def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
-    """Return a curve for each dimension: in each part the extreme furthest from the middle.
+    """Return a curve for each dimension: per part the extreme furthest from the curve's mean.
 
     Args:
-        minima: `[parts, dimensions]`.
-        maxima: `[parts, dimensions]`.
+        minima: Minimum of each part, `[parts, dimensions]`.
+        maxima: Maximum of each part, `[parts, dimensions]`.
     """
     curves = []
     for low, high in zip(minima.T, maxima.T, strict=True):
@@ -230,7 +234,7 @@ def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
         middle = np.nan
         if len(known):
             curve = {"min": float(known.min()), "max": float(known.max())}
-            # Divided first, because the sum of large values may be infinite.
+            # Values are divided before the sum, because the sum of large values may overflow.
             middle = (known / len(known)).sum()
         is_high_further = high / 2 - middle >= -low / 2
         curves.append({**curve, "values": np.where(is_high_further, high, low).tolist()})
@@ -280,7 +284,7 @@ def _bars(curve: dict[str, Any], num_bars: int, bars: str) -> str:
     starts = _bounds(len(values), num_bars)[:-1]
     minima = np.minimum.reduceat(values, starts)
     maxima = np.maximum.reduceat(values, starts)
-    # Halves, because the difference of two finite values may not be finite.
+    # Values are halved, because the difference of two finite values may overflow.
     low = (curve["min"] or 0.0) / 2
     high = (curve["max"] or 0.0) / 2
 

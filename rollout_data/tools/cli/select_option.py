@@ -16,29 +16,29 @@ from storage.errors import UsageError
 from ...sources.episode_table import COLUMNS
 from ...sources.recordings.recording import Recording
 
-#: Sign -> comparison. Its first argument is the value of the condition, so "<" is `gt`.
+#: Sign -> comparison. The first argument is the value in the condition, so "<" maps to `gt`.
 _SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.ge, ">=": operator.le,
     "=": operator.eq, "<": operator.gt, ">": operator.lt,
 }  # fmt: skip
 _CONDITION = re.compile(rf"\s*(\w+)\s*({'|'.join(_SIGNS)})\s*(.*?)\s*", re.DOTALL)
-#: Word -> the value of the column `success`.
+#: Word in a condition -> value of the column `success`.
 _SUCCESS = {"true": 1, "false": 0, "unknown": -1}
-#: Columns that are compared with numbers.
+#: Columns of numbers.
 _NUMBERS = ("env", "length", "return")
 
 
 def selected(recording: Recording, which: Sequence[str]) -> Recording:
-    """Return the episodes that have one of the ids and meet all of the conditions.
+    """Return the episodes with one of the ids that meet all conditions.
 
     Args:
-        recording: The episodes to select from.
+        recording: Recording to select from.
         which: Ids, and conditions on columns of `Recording.table`: `success=true`, `length>20`,
-            `task!=pick`. The signs are =, ==, !=, <, <=, > and >=. Without an id, every episode
-            may be selected.
+            `task!=pick`. The signs are =, ==, !=, <, <=, > and >=. Without ids, the conditions
+            apply to all episodes.
 
     Raises:
-        UsageError: There is no such id or column, or a value does not fit its column.
+        UsageError: An id or column does not exist, or a value does not fit its column.
     """
     if not which:
         return recording
@@ -60,13 +60,13 @@ def selected(recording: Recording, which: Sequence[str]) -> Recording:
 
 
 def _column_value(name: str, text: str) -> Any:
-    """Return the value that a column is compared with.
+    """Parse the value in a condition on a column.
 
     Raises:
         UsageError: The text is not a value of the column.
     """
     if name not in COLUMNS:
-        return text  # `Recording.filter` raises the error that lists the columns
+        return text  # `Recording.filter` raises an error that lists the columns.
     try:
         if name == "success":
             return _SUCCESS[text.lower()]

@@ -16,7 +16,7 @@ from .figures import Figure, histogram, plotly_text
 from .summary import SIGNS, count_text
 from .survey import Survey, quantiles
 
-#: Quantiles whose mean difference is the distance of a dimension: 5 % to 95 %.
+#: Quantiles (5 % to 95 %) that define the distance of a dimension: the mean of their differences.
 _SHARES = tuple(share / 20 for share in range(1, 20))
 #: Quantiles of a dimension in the table: label -> share.
 _LISTED_SHARES = {"1 %": 0.01, "median": 0.5, "99 %": 0.99}
@@ -32,7 +32,7 @@ class _Distance(NamedTuple):
     Attributes:
         name: Name of the dimension.
         distance: Mean difference of 19 quantiles, relative to the range of both (1 to 99 %).
-        values: Its sorted values in each recording.
+        values: Sorted values of the dimension in each recording.
     """
 
     name: str
@@ -45,7 +45,7 @@ def compare_surveys(
     names: Sequence[str],
     findings: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the content of the page about two recordings.
+    """Return the content of the comparison section of the page.
 
     Args:
         surveys: The survey of each recording.
@@ -135,7 +135,7 @@ def _unshared_findings(
     findings: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """List the findings whose code and field no other finding has."""
+    """Return the findings without a finding of equal code and field in the other recording."""
     other_keys = {(finding["code"], finding["field"]) for finding in others}
     items = []
     for finding in findings:
@@ -154,7 +154,7 @@ def _unshared_dimensions(
     surveys: Sequence[Survey],
     names: tuple[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """List the dimensions that only one recording has, if there are any."""
+    """Yield a list of the dimensions that only one of both recordings has, if there are any."""
     dimensions = []
     for survey in surveys:
         dimensions.append({survey.name(column) for column in survey.course.columns})
@@ -166,7 +166,7 @@ def _unshared_dimensions(
 
 
 def _distances(survey: Survey, other: Survey) -> Iterator[_Distance]:
-    """Yield the distance of each dimension that both recordings have values of."""
+    """Yield the distance of each dimension with values in both recordings."""
     other_columns = {other.name(column): column for column in other.course.columns}
     for column in survey.course.columns:
         name = survey.name(column)

@@ -19,14 +19,14 @@ from ...formats.encoded_images import axes_of
 from ...formats.input_checks import optional
 
 Array = np.ndarray[Any, Any]
-#: Larger numbers are drawn as this one: the differences in charts would not be finite.
+#: Largest number in charts. Larger numbers are clipped, because their differences may overflow.
 LARGEST = 1e300
-#: Code of a value that is not finite. The others are 0 to 65534, from the minimum to the maximum.
+#: Code of NaN and infinite values. Finite values have codes from 0 (minimum) to 65534 (maximum).
 UNKNOWN = 65535
 #: Longest side of a picture, in pixels.
 PICTURE_PIXELS = 96
 _JPEG_QUALITY = 60
-#: Shortest side of a depth picture, in pixels: smaller arrays are numbers.
+#: Minimum side of a depth picture, in pixels. A smaller array is a field of numbers.
 _MIN_DEPTH_SIDE = 16
 #: JSON escapes of control, direction and line separator characters. An even number of backslashes
 #: precedes an escape that is not itself escaped.
@@ -74,7 +74,7 @@ def pack_rows(values: Array) -> dict[str, Any]:
 
 
 def digits(values: Any, count: int = 5) -> Any:
-    """Return numbers rounded to `count` digits; None where a number is not finite."""
+    """Return numbers rounded to `count` digits; None replaces NaN and infinities."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list):
@@ -83,20 +83,20 @@ def digits(values: Any, count: int = 5) -> Any:
 
 
 def as_json(content: Any) -> str:
-    """Return JSON without "<", which may stand in a script element."""
+    """Return JSON without "<", so that it can be embedded in a script element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
 def as_visible_json(content: Any) -> str:
-    """Return JSON in which invisible and direction-changing characters are shown by their codes."""
+    """Return JSON that shows invisible and direction-changing characters as their codes."""
     return _INVISIBLE.sub(r"\1\\\\\2", as_json(content))
 
 
 def is_picture(shape: tuple[int, ...]) -> bool:
     """Return whether rows of this shape are drawn as pictures.
 
-    These are `[H, W, C]`, `[C, H, W]`, and `[H, W]` of depth.
+    Shapes of pictures are `[H, W, C]` and `[C, H, W]`, and `[H, W]` for depth.
     """
     return bool(axes_of(shape)) and (len(shape) == 3 or min(shape) >= _MIN_DEPTH_SIDE)
 
@@ -105,7 +105,7 @@ def to_rgb(rows: Array, low: float, high: float) -> Array:
     """Return pictures as `[n, H, W, 3]` uint8.
 
     Args:
-        rows: `[n, *shape]`, with axes that `axes_of` knows. A fourth channel is left out.
+        rows: Pictures `[n, *shape]` in an axis order of `axes_of`. A fourth channel is left out.
         low: Value that becomes black, unless `rows` are uint8.
         high: Value that becomes white, unless `rows` are uint8.
     """
@@ -126,8 +126,8 @@ def thumbnail(row: Array) -> str:
     """Return a small JPEG of a picture, as a data URL.
 
     Args:
-        row: A shape of `is_picture`. Depth is stretched from its minimum to its maximum, colours
-            that are not uint8 from 0 to 1 or 255.
+        row: A picture with a shape that `is_picture` accepts. Depth is scaled from its minimum and
+            maximum. Colours of other dtypes than uint8 are scaled from [0, 1] or [0, 255].
     """
     image_module = optional("PIL.Image", "pillow", "report", "pictures for the page")
     low = 0.0
@@ -142,7 +142,7 @@ def thumbnail(row: Array) -> str:
         high = 255.0 if high > 1.5 else 1.0
 
     colours = to_rgb(row[None], low, high)[0]
-    # Leaving out pixels before the exact resizing takes less time.
+    # Subsampling the pixels makes the exact resizing faster.
     step = max(1, min(colours.shape[:2]) // (2 * PICTURE_PIXELS))
     image = image_module.fromarray(np.ascontiguousarray(colours[::step, ::step]))
     image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))

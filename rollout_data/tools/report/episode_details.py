@@ -1,6 +1,6 @@
-"""Curves and pictures of single episodes, and of the worst place of each finding.
+"""Curves and pictures of single episodes, and of the worst frames of each finding.
 
-Only the episodes that the page shows are read again.
+Only episodes with curves or pictures on the page are read a second time.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from .embedded_data import Array, is_picture, pack_rows, thumbnail
 from .summary import dimensions_of
 from .survey import MEDIAN, WHOLE, Column, Survey, quantiles
 
-#: Number of stretches of a curve of an episode. Each is drawn as its minimum and its maximum.
+#: Number of intervals of the curve of an episode. An interval is drawn as its minimum and maximum.
 NUM_POINTS = 150
-#: Number of stretches of a curve of one of the worst episodes.
+#: Number of intervals of the curve of one of the worst episodes.
 NUM_FINE_POINTS = 600
-#: Number of stretches of a curve of a finding, or of an episode that only an outlier opens.
+#: Number of intervals of the curve of a finding, or of an episode shown only as an outlier.
 NUM_SMALL_POINTS = 75
 #: Width of the drawing of a finding, in SVG units.
 WIDTH = 600
 #: Height of the drawing of a finding, in SVG units.
 HEIGHT = 192
-#: Number of pictures of an episode, evenly spread, besides those of findings.
+#: Number of evenly spread pictures of an episode. Pictures of findings are added.
 NUM_PICTURES = 12
-#: SVG dash patterns of the curves of a finding; there are at most as many curves.
+#: SVG dash patterns of the curves of a finding. A finding has at most one curve per pattern.
 _DASHES = ("", "5 3", "1.5 2.5")
-#: Minimum number of frames that are shown before and after the frames of a finding.
+#: Minimum number of context frames before and after the frames of a finding.
 _AROUND = 25
 
 
 def _extremes(values: Array, num_stretches: int) -> list[Array]:
-    """Return the minima and the maxima of `num_stretches` stretches of rows, NaN without a value.
+    """Return the minima and the maxima of `num_stretches` intervals of rows, NaN without a value.
 
-    Fewer rows are returned unchanged, as the only entry.
+    If there are fewer rows than intervals, the list contains only the rows.
     """
     finite = np.where(np.isfinite(values), values, np.nan)
     if len(values) <= num_stretches:
@@ -53,7 +53,7 @@ class Closeups:
 
     Attributes:
         survey: Facts of the recording.
-        columns: Dimensions that are drawn.
+        columns: Dimensions with curves.
     """
 
     def __init__(self, survey: Survey, columns: Sequence[Column]) -> None:
@@ -61,7 +61,7 @@ class Closeups:
         self.columns = columns
 
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
-        """Return the packed curves of all columns of an episode; missing values are unknown."""
+        """Return the packed curves of all columns of an episode; missing values are `UNKNOWN`."""
         episode = self.survey.recording[number]
         rows = self._rows(episode, self.columns, 0, episode.length)
         planes = np.stack(_extremes(rows, num_points))
@@ -70,7 +70,7 @@ class Closeups:
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
         """Read columns of frames: float64 `[stop - start, columns]`.
 
-        A whole field is the median of its dimensions. Values that cannot be read are NaN.
+        The column of a whole field has the median of its dimensions. Unreadable values are NaN.
         """
         rows = np.full((stop - start, len(columns)), np.nan)
         fields: dict[str, Array] = {}
@@ -88,7 +88,7 @@ class Closeups:
 
         Args:
             number: Position of the episode.
-            frames: Frames that are shown besides `NUM_PICTURES` evenly spread ones.
+            frames: Frames to show in addition to `NUM_PICTURES` evenly spread frames.
         """
         episode = self.survey.recording[number]
         spread = np.linspace(0, episode.length - 1, NUM_PICTURES).round().astype(int).tolist()
@@ -101,7 +101,7 @@ class Closeups:
         return pictures
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
-        """Return one picture as a data URL, or None if it does not exist or cannot be read."""
+        """Return a picture as a data URL, or None if the picture is missing or unreadable."""
         if name not in episode.schema or frame >= episode.length:
             return None
         if not is_picture(episode.schema[name].shape):
@@ -111,10 +111,10 @@ class Closeups:
         return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the drawing of the worst place of a finding.
+        """Return the drawing of the first frames of a finding.
 
-        The drawing has pictures, or curves in which the frames of the finding are shaded. A finding
-        without an episode gets the medians of its field over the recording.
+        The drawing has pictures, or curves in which the frames of the finding are shaded. If a
+        finding has no episode, the curves are the medians of its field over the recording.
         """
         field = finding["field"]
         named_columns = self._named_columns(finding)
@@ -156,7 +156,7 @@ class Closeups:
         return drawing
 
     def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
-        """Return the columns that a finding names, as many as there are dash patterns."""
+        """Return the columns that a finding names, at most one for each dash pattern."""
         dimensions = dimensions_of(finding)
         columns = []
         for name, dimension in self.survey.course.columns:
@@ -165,7 +165,7 @@ class Closeups:
         return columns[: len(_DASHES)]
 
     def _columns_of(self, field: str | None) -> list[Column]:
-        """Return the drawn columns of a field and of those below it; None is all."""
+        """Return the drawn columns of a field and of its subfields; all columns if it is None."""
         if field is None:
             return list(self.columns)
         return [column for column in self.columns if f"{column[0]}/".startswith(f"{field}/")]
@@ -182,7 +182,7 @@ class Closeups:
         number: int,
         frame: int,
     ) -> list[dict[str, Any]]:
-        """Return a picture of a finding and, to compare, one of an unconcerned episode."""
+        """Return a picture of a finding, and a picture of an episode without it for comparison."""
         concerned = {*finding["trajectories"], number}
         others = (other for other in range(len(self.survey.table)) if other not in concerned)
         other = next(others, number)
@@ -199,7 +199,7 @@ class Closeups:
 
 
 def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
-    """Read frames of a field as `[stop - start, D]`; no dimension if it cannot be read."""
+    """Read frames of a field as `[stop - start, D]`; D is 0 if the field cannot be read."""
     with suppress(DataFileError):  # The doctor reports unreadable episodes.
         if name in episode.schema:
             return np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
@@ -207,7 +207,7 @@ def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
 
 
 def _worst_place(finding: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the first episode of a finding and its frames there; -1 without an episode."""
+    """Return `(episode, start, stop)` of the first frames of a finding; episode -1 if none."""
     if finding["frames"]:
         number, start, stop = finding["frames"][0]
         return number, start, stop
@@ -225,14 +225,14 @@ def _frames_text(start: int, stop: int) -> str:
 
 
 def svg_path(values: Array) -> str:
-    """Return values from left to right as an SVG path, with gaps where they are unknown."""
+    """Return values from left to right as an SVG path, with gaps at unknown values."""
     points = np.concatenate(list(_extremes(values[:, None], NUM_SMALL_POINTS)), 1)
     finite = points[np.isfinite(points)]
     levels = points.reshape(-1)
     if np.ptp(finite):
         levels = (levels - finite.min()) / np.ptp(finite)
     else:
-        levels = 0.5 + 0 * levels  # The term keeps NaN.
+        levels = 0.5 + 0 * levels  # Multiplying by 0 keeps NaN.
     centers = (np.arange(len(points)) + 0.5) / len(points) * WIDTH
     x = np.repeat(centers, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)
@@ -251,7 +251,7 @@ def svg_path(values: Array) -> str:
 def _salient_places(rows: Array, start: int, stop: int) -> list[int]:
     """Return the columns whose values in `start:stop` differ most from their median.
 
-    Values that are not finite count most. There are at most as many as dash patterns.
+    Columns with NaN or infinities rank first. The result has at most one column per dash pattern.
     """
     if not rows.size:
         return []

@@ -1,6 +1,6 @@
 """Charts of lengths and returns, as plotly traces and layouts.
 
-A colour is "@" and its position in the palette of the page, which has a dark and a light one.
+A colour is "@" and an index into the palette of the page. The page has a dark and a light palette.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from .embedded_data import LARGEST, digits
 from .survey import Survey
 
 Figure = dict[str, Any]
-#: Maximum number of episodes that are drawn as points. More are drawn as a density with outliers.
+#: Maximum number of episodes drawn as points. More episodes are drawn as a density with outliers.
 _MAX_POINTS = 400
-#: Number of outliers that are drawn as points over a density.
+#: Number of outliers drawn as points over a density.
 NUM_ODD = 20
 _NUM_BINS = 40
-#: Maximum number of tasks that a histogram is divided by.
+#: Maximum number of tasks for a histogram with one group per task.
 _MAX_GROUPS = 7
 #: Maximum number of characters of a name in a chart.
 _MAX_NAME = 40
-#: Fill patterns of plotly; each group of a histogram has another.
+#: Fill patterns of plotly for the groups of a histogram, in the order of the groups.
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
 
 
 def plotly_text(text: str) -> str:
-    """Return a name that plotly shows literally, without markup; cut if it is long."""
+    """Return a name escaped for plotly, and cut to `_MAX_NAME` characters."""
     if len(text) > _MAX_NAME:
         text = text[: _MAX_NAME - 1] + "…"
     return html.escape(text, quote=False)
 
 
 def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
-    """Divide episodes by task if there are a few tasks, else by their end.
+    """Divide episodes by task if there are 2 to `_MAX_GROUPS` tasks, otherwise by their end.
 
     Returns:
-        "task" or "end", and the groups: name -> bool `[episodes]`.
+        "task" or "end", and the members of each group: name -> bool `[episodes]`.
     """
     tasks = sorted(set(table["task"].tolist()))
     if 2 <= len(tasks) <= _MAX_GROUPS:
@@ -50,7 +50,7 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
 
 
 def _bin_edges(values: Array) -> Array:
-    """Return the edges of bins; one bin for each integer if there are few."""
+    """Return the edges of histogram bins; one bin per integer for a small range of integers."""
     low = float(values.min())
     high = float(values.max())
     are_integers = bool((values == np.round(values)).all())
@@ -73,13 +73,13 @@ def histogram(
     groups: Mapping[str, Array],
     as_share: bool = False,
 ) -> Figure:
-    """Return a histogram of several groups of values; {} without a finite value.
+    """Return a histogram of several groups of values; {} if no value is finite.
 
     Args:
         title: Title of the chart.
         unit: Title of the horizontal axis.
         groups: Name -> values.
-        as_share: Draw the shares of each group over each other, instead of stacked counts.
+        as_share: Overlay the shares of the groups instead of stacking their counts.
     """
     finite = {}
     for name, values in groups.items():
@@ -109,7 +109,7 @@ def histogram(
 
 
 def _bars(place: int, name: str, x: list[float], y: list[float], opacity: float) -> Figure:
-    """Return the bars of a group; `place` determines their colour and pattern."""
+    """Return the bars of a group; `place` selects the colour and the pattern."""
     pattern = {
         "shape": _PATTERNS[place % len(_PATTERNS)],
         "fillmode": "overlay",
@@ -139,7 +139,7 @@ def _figure(
     axes: tuple[str, str],
     layout: Mapping[str, Any],
 ) -> Figure:
-    """Return a chart with titles of its horizontal and vertical axis."""
+    """Return a chart; `axes` are the titles of the horizontal and the vertical axis."""
     x_title, y_title = axes
     full_layout = {
         "xaxis": {"title": {"text": x_title}},
@@ -162,9 +162,9 @@ def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
 
 
 def length_against_return(survey: Survey) -> Figure:
-    """Return a scatter plot of episodes; many are drawn as a density with outliers.
+    """Return a scatter plot of episodes, or {} if fewer than two episodes have a return.
 
-    {} if fewer than two episodes have a return.
+    More than `_MAX_POINTS` episodes are drawn as a density with outliers.
     """
     lengths = survey.table["length"].astype(np.float64)
     returns = survey.table["return"]
@@ -204,7 +204,8 @@ def length_against_return(survey: Survey) -> Figure:
 def _density(x: Array, y: Array) -> Figure:
     """Return a heat map of the logarithm of counts; empty cells are transparent."""
     counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
-    logarithms = np.log10(np.maximum(counts, 1)) + 0.3  # Keeps a cell with one episode visible.
+    # The offset of 0.3 keeps a cell with one episode visible.
+    logarithms = np.log10(np.maximum(counts, 1)) + 0.3
     levels = np.where(counts > 0, logarithms, np.nan).T
     return {
         "type": "heatmap",
@@ -237,7 +238,7 @@ def episode_marks(
     findings: Sequence[Mapping[str, Any]],
     table: Array,
 ) -> dict[str, Any]:
-    """Return the marks in the curves of an episode: the frames of findings, and its end."""
+    """Return the marks in the curves of an episode: frames of findings, and the episode's end."""
     findings_at: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for finding in findings:
         for place, start, stop in finding["frames"]:

@@ -1,6 +1,6 @@
 """The function `report`: examine a recording and write one HTML page about it.
 
-The page loads nothing. Its content security policy allows two scripts, by their checksums.
+The page loads no other files. Its content security policy allows two scripts by their checksums.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from .episode_details import NUM_FINE_POINTS, NUM_POINTS, NUM_SMALL_POINTS, Clos
 from .figures import NUM_ODD, episode_marks, figures, plotly_text
 from .survey import Column, Course, Survey
 
-#: Size of the page in bytes, at most. The page counts the episodes that did not fit.
+#: Maximum size of the page in bytes. The page states the number of episodes that did not fit.
 MAX_PAGE_BYTES = 4_800_000
 #: Number of worst episodes with curves.
 NUM_WORST = 60
-#: Number of random episodes with curves, besides the worst.
+#: Number of random episodes with curves, in addition to the worst episodes.
 NUM_RANDOM = 20
-#: Number of episodes whose curves have more points.
+#: Number of episodes whose curves have `NUM_FINE_POINTS` points.
 NUM_FINE = 20
 #: Maximum number of dimensions with a chart.
 MAX_DRAWN = 64
-#: Number of curves of each group of fields that are switched on at first.
+#: Number of curves per group of fields that are visible when the page opens.
 NUM_PICKED = 4
-#: Maximum number of rows of the table.
+#: Maximum number of rows of the table of episodes.
 MAX_ROWS = 5000
 #: Group of fields -> its axis in the curves of an episode.
 AXES = {"observation": "y", "action": "y2", "other": "y3"}
@@ -84,19 +84,19 @@ def report(
 
     Args:
         path: A file or folder of any format, or a `Recording`.
-        out: The page, outside of the recording; an existing file is replaced. None is a page in the
-            working directory that is named after the recording: `walk.html` of `data/walk` or
-            `data/walk.hdf5`.
-        compare: Another recording to compare it with.
-        absolute_paths: Let texts name the folder of the recording; otherwise only its own name.
+        out: Path of the page, outside of the recording. An existing file is replaced. None writes
+            the page to the working directory, named after the recording: `walk.html` for
+            `data/walk` or `data/walk.hdf5`.
+        compare: A second recording, for a comparison with the first.
+        absolute_paths: Show the full path of the recording. By default only its last part is shown.
         progress: Show progress bars.
 
     Returns:
         The path of the page.
 
     Raises:
-        UsageError: There is nothing at a path, or no episode; `out` lies inside a recording; a
-            package of the extra `report` is missing.
+        UsageError: A path does not exist, or a recording has no episode. `out` is inside a
+            recording. A package of the extra `report` is missing.
         DataFileError: A recording cannot be opened.
     """
     absolute_paths = arguments.flag(_ACTION, "absolute_paths", absolute_paths)
@@ -109,7 +109,7 @@ def report(
     for recording in recordings:
         _check_recording(recording, target)
 
-    with np.errstate(all="ignore"):  # Not finite results are drawn as unknown.
+    with np.errstate(all="ignore"):  # Results that are not finite are drawn as unknown.
         page = Page(recordings, absolute_paths, progress)
         text = page.text(*plotly)
     with replace_file(target) as new_file:
@@ -122,7 +122,7 @@ def _opened(argument: str, path: DataDir) -> Recording:
 
 
 def _page_name(recording: Recording) -> str:
-    """Return the name of the page: that of the recording, without the ending of a file."""
+    """Return the name of the page: the name of the recording, without a file extension."""
     path = recording.path
     is_file = not isinstance(path, RemotePath) and path.is_file()
     name = path.stem if is_file else path.name
@@ -147,13 +147,13 @@ class Page:
         names: Name of each recording on the page.
         diagnoses: Diagnosis of each recording, as in `Diagnosis.as_dict`.
         surveys: Facts of each recording.
-        survey: Facts of the recording of the page.
-        findings: Its findings.
-        order: int64 `[num_episodes]`, the worst episode first.
-        marks: Column -> marks of its chart.
+        survey: Facts of the first recording, the subject of the page.
+        findings: Findings of the first recording.
+        order: Positions of the episodes, int64 `[num_episodes]`, the worst episode first.
+        marks: Column -> texts that mark its chart, such as "constant".
         columns: Dimensions with a chart.
-        closeups: Reads curves and pictures of episodes.
-        notes: Remarks on data that are not shown.
+        closeups: Reader of the curves and pictures of episodes.
+        notes: Remarks on data that the page omits.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Page:
         self.survey = self.surveys[0]
         self.findings = self.diagnoses[0]["findings"]
         for finding in self.findings:
-            # Trajectories that are left out when the recording is opened have no row on the page.
+            # Trajectories that `open` left out have no row on the page.
             num_shown = len(finding["trajectories"]) - len(finding["left_out"])
             finding["trajectories"] = finding["trajectories"][:num_shown]
         self.order = summary.worst_first(self.survey, self.findings)
@@ -183,7 +183,10 @@ class Page:
         self.notes: list[str] = []
 
     def _weights(self) -> dict[Column, int]:
-        """Return the weight of each dimension: its marks and findings; constants weigh less."""
+        """Return the weight of each dimension: its number of marks and findings.
+
+        A constant dimension weighs less.
+        """
         weights: dict[Column, int] = {}
         for column, texts in self.marks.items():
             weights[column] = len(texts) - 2 * ("constant" in texts)
@@ -201,7 +204,7 @@ class Page:
 
         Args:
             plotly: The compressed script of plotly.
-            checksum: Checksum of that script in the content security policy.
+            checksum: Checksum of the plotly script in the content security policy.
         """
         folder = resources.files(__package__)
         style = folder.joinpath("page.css").read_text("utf-8")
@@ -228,7 +231,7 @@ class Page:
         return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
 
     def _content(self) -> dict[str, Any]:
-        """Return the content that is shown before an episode is opened."""
+        """Return the content of the page without the curves and pictures of single episodes."""
         survey = self.survey
         order = self.order[:MAX_ROWS]
         columns, values = summary.table(survey, self.findings, order)
@@ -269,7 +272,7 @@ class Page:
         self,
         findings: Sequence[Mapping[str, Any]],
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the packed charts of dimensions, and the title, label and marks of each.
+        """Return the packed charts of dimensions, and the title, label and marks of each chart.
 
         Args:
             findings: The view of each finding.
@@ -299,7 +302,7 @@ class Page:
     def _curves(self) -> dict[str, Any]:
         """Return the names and axes of the curves of episodes.
 
-        The twin of an action is the observation of the same name and shape.
+        The twin of an action is the observation field with the same name and shape.
         """
         curves = list[dict[str, Any]]()
         groups: dict[str, list[dict[str, str]]] = {name: [] for name in AXES}
@@ -328,7 +331,7 @@ class Page:
         return {"curves": curves, "episode": episode}
 
     def _twin_of(self, column: Column) -> int | None:
-        """Return the position of the observation with the name and shape of an action, if any."""
+        """Return the position of the twin of an action among the columns; None without a twin."""
         field, dimension = column
         head, _, rest = field.partition("/")
         twin_field = f"observation/{rest}" if rest else "observation"
@@ -348,11 +351,11 @@ class Page:
         """Read the curves and pictures of the worst, random and oddest episodes.
 
         Args:
-            opened: Episodes that findings open, which are read first.
-            budget: Bytes of JSON, at most.
+            opened: Episodes that links of findings open. They are read first.
+            budget: Maximum number of bytes of JSON.
 
         Returns:
-            Number -> content of an episode, and the contact sheet.
+            Number -> content of an episode; and the contact sheet, a list of pictures.
         """
         num_points = self._points_of_episodes(opened)
         episodes: dict[int, Any] = {}
@@ -374,7 +377,7 @@ class Page:
         return episodes, self._pictures(episodes, budget)
 
     def _points_of_episodes(self, opened: Sequence[int]) -> dict[int, int]:
-        """Return the episodes to draw, and the points of their curves, in the order of reading."""
+        """Return episode -> number of points of its curves, in the order of reading."""
         worst = self.order[:NUM_WORST]
         random = np.random.default_rng(0).permutation(self.order[NUM_WORST:])[:NUM_RANDOM]
         oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
@@ -386,11 +389,11 @@ class Page:
         return num_points
 
     def _pictures(self, episodes: dict[int, Any], budget: int) -> list[dict[str, Any]]:
-        """Add pictures to episodes, as many as fit, and return the contact sheet.
+        """Add pictures to episodes within the budget, and return the contact sheet.
 
         Args:
-            episodes: Number -> content of an episode, which is changed.
-            budget: Bytes of JSON, at most.
+            episodes: Number -> content of an episode. The contents are changed in place.
+            budget: Maximum number of bytes of JSON.
         """
         if not self.survey.pictures:
             return []
@@ -446,7 +449,7 @@ def _without(paths: Sequence[Path], content: Any) -> Any:
     for path in paths:
         folder = str(path.parent).rstrip(os.sep) + os.sep
         pattern = re.escape(json.dumps(folder)[1:-1])
-        if folder == "/":  # Names of fields contain "/" too.
+        if folder == "/":  # Removing "/" would damage the names of fields.
             name = re.escape(json.dumps(path.name)[1:-1])
             pattern = rf"(?<!\w)/(?={name}\b)"
         text = re.sub(pattern, "", text)
@@ -462,5 +465,5 @@ def _plotly() -> tuple[str, str]:
 
 
 def _checksum(script: str) -> str:
-    """Return the checksum of a script, as a content security policy names it."""
+    """Return the checksum of a script in the notation of a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,6 +1,6 @@
 """The head, the cards, the findings and the table of the page, as plain values for its templates.
 
-Texts are for people. Numbers and codes are those of the diagnosis.
+Texts are for people. Numbers and codes are copied from the diagnosis.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .survey import WHOLE, Column, Survey
 
 #: Severity -> its sign on the page, the worst first.
 SIGNS = {"error": "●", "warning": "▲", "info": "○"}
-#: Worst severity of the findings -> the answer of the first card.
+#: Worst severity of the findings -> verdict on the first card.
 _VERDICTS = {
     "error": "● Not as it is",
     "warning": "▲ With care",
     "info": "○ Yes",
     "good": "✓ Yes",
 }
-#: Metadata that the head shows if the recording has them.
+#: Names of metadata for the head of the page. Missing metadata are skipped.
 _CONTEXT = (
     "env", "env_id", "env_name", "robot_type", "policy", "version", "frame_rate_hz", "fps", "date",
 )  # fmt: skip
-#: Severity -> its weight in the order of episodes. The oddness adds at most 500.
+#: Severity -> weight of a finding in the order of episodes. The oddness adds at most 500.
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
 #: Maximum number of characters of a value in the head.
 _MAX_TEXT = 120
-#: Share of values at a limit from which a chart is marked.
+#: Minimum share of values at a limit for a mark on the chart.
 _MIN_AT_LIMIT = 0.05
 #: Bytes of each unit, the largest first.
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -47,7 +47,7 @@ Findings = Sequence[Mapping[str, Any]]
 
 
 def rate_hz(survey: Survey) -> float | None:
-    """Return the frame rate of the metadata; None if it is missing or not a positive number."""
+    """Return the frame rate in the metadata; None if it is missing or not a positive number."""
     metadata = survey.recording.metadata
     rate = metadata.get("frame_rate_hz", metadata.get("fps"))
     if isinstance(rate, (int, float)) and 0 < rate < math.inf:
@@ -56,7 +56,7 @@ def rate_hz(survey: Survey) -> float | None:
 
 
 def count_text(number: int, word: str) -> str:
-    """Return a number with a noun: "1 trajectory", "2 trajectories"."""
+    """Return a count and a noun in singular or plural: "1 trajectory", "2 trajectories"."""
     if number == 1 or word == "info":
         return f"{number:,} {word}"
     if word.endswith("y"):
@@ -65,11 +65,11 @@ def count_text(number: int, word: str) -> str:
 
 
 def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
-    """Return the names and values of the head, with secrets masked.
+    """Return the names and values in the head of the page, with secrets masked.
 
     Args:
         survey: Facts of the recording.
-        page_time: Time at which the page is written.
+        page_time: Date and time of writing the page.
     """
     metadata = survey.recording.metadata
     times = survey.table["time"][~np.isnat(survey.table["time"])]
@@ -91,7 +91,7 @@ def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
 
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the cards: verdict, counts, size, ends, untouched frames, skipped rules."""
+    """Return the cards: verdict, counts, size, ends, frames without findings, skipped rules."""
     ends = Counter(survey.table["ends"].tolist())
     ends_text = ", ".join(f"{count:,} {name}" for name, count in ends.most_common())
     untouched = math.floor(1000 * _untouched_share(survey, diagnosis["findings"])) / 10
@@ -167,7 +167,7 @@ def _skipped_card(skipped: Findings) -> dict[str, str]:
 
 
 def stored_bytes(path: Any) -> int:
-    """Return the size of a file, or of all files of a folder; 0 if it is not on this machine."""
+    """Return the size of a file or folder in bytes; 0 for a path that is not on this machine."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     num_bytes = 0
@@ -177,7 +177,7 @@ def stored_bytes(path: Any) -> int:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return a value in the largest unit that it reaches, else in the smallest."""
+    """Return a value with the largest unit that does not exceed it, otherwise the smallest unit."""
     reached = [unit for unit in units if value >= unit[0]]
     size, name = reached[0] if reached else units[-1]
     if value >= 100 * size:
@@ -191,12 +191,12 @@ def finding_view(
     evidence: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    """Return the content of the page about a finding.
+    """Return the view of a finding: its content on the page.
 
     Args:
-        place: Position among the findings.
+        place: Position of the finding in the list of findings.
         finding: As in `Diagnosis.as_dict`.
-        evidence: Its drawing, which replaces values of the view.
+        evidence: Drawing of the finding, as in `Closeups.evidence`. Its keys override the view.
         name: Name of the recording.
     """
     severity = finding["severity"]
@@ -237,15 +237,15 @@ def table(
     findings: Findings,
     order: Array,
 ) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
-    """Return the heads of the columns of the table, and their values.
+    """Return the headings and the values of the table of episodes.
 
     Args:
         survey: Facts of the recording.
-        findings: The worst first.
+        findings: Findings, the worst first.
         order: Positions of the episodes that the table shows.
 
     Returns:
-        The heads, and column -> values. Two columns without a head are "facts" and "rank".
+        The headings, and column -> values. The columns "facts" and "rank" have no heading.
     """
     rows = survey.table[order]
     numbers = order.tolist()
@@ -292,7 +292,7 @@ def _facts(row: Mapping[str, Any], measure: str) -> str:
 
     Args:
         row: Column -> value.
-        measure: The measure in which the episode is oddest.
+        measure: Name of the measure with the largest z-score of the episode.
     """
     facts = [count_text(row["length"], "frame"), f"end: {row['end']}"]
     if row["success"]:
@@ -312,10 +312,10 @@ def options(
     values: Mapping[str, Sequence[Any]],
     findings: Findings,
 ) -> dict[str, list[dict[str, str]]]:
-    """Return the choices of the filters of the table.
+    """Return the choices of the filters above the table of episodes.
 
     Args:
-        values: Columns of the table.
+        values: Column -> values of the table.
         findings: As in `Diagnosis.as_dict`.
     """
     choices: dict[str, list[dict[str, str]]] = {}
@@ -333,9 +333,9 @@ def options(
 
 
 def marks(survey: Survey) -> dict[Column, list[str]]:
-    """Return the marks of the chart of each dimension.
+    """Return the marks of the chart of each dimension, as texts.
 
-    A dimension may be not finite, constant, or have many of its values at a limit.
+    Marks are "not finite", "constant" and the share of values at the minimum or maximum.
     """
     texts: dict[Column, list[str]] = {}
     for column in survey.course.columns:
@@ -363,7 +363,7 @@ def _marks_of(survey: Survey, column: Column) -> list[str]:
 
 
 def dimensions_of(finding: Mapping[str, Any]) -> set[int]:
-    """Return the dimensions that the evidence of a finding names; an empty set if none."""
+    """Return the dimensions in the evidence of a finding; may be empty."""
     evidence = finding["evidence"]
     dimensions = evidence.get("dimensions", evidence.get("dimension"))
     if not isinstance(dimensions, (list, tuple)):
@@ -377,7 +377,9 @@ def finding_marks(
     name: str,
     views: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
-    """Return the marks of the findings that name a column or draw it as their evidence.
+    """Return the marks of the findings that concern a column.
+
+    The evidence of such a finding names the dimension, or its drawing has a curve of the dimension.
 
     Args:
         findings: As in `Diagnosis.as_dict`.

@@ -1,7 +1,7 @@
-"""Value ranges of each dimension over a recording, and how much each episode differs.
+"""Value ranges of each dimension over a recording, and outlier scores of its episodes.
 
-Ranges are collected in the doctor's single pass over the data. Their memory does not grow with
-the frames.
+The ranges are collected while the doctor reads the data once. Their memory is independent of the
+number of frames.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Maximum number of buckets of consecutive frames that a recording is cut into.
+#: Maximum number of buckets. A bucket is a range of consecutive frames.
 NUM_BUCKETS = 400
-#: Quantiles that are kept of each bucket, between its minimum and its maximum.
+#: Quantiles of a bucket that are stored in addition to its minimum and its maximum.
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 #: Index of the median among the levels of a bucket: minimum, quantiles, maximum.
 MEDIAN = 3
-#: Approximate number of values of a bucket that its quantiles are computed from.
+#: Approximate number of sampled values of a bucket for the computation of its quantiles.
 _NUM_RANKED = 512
-#: A field with more dimensions also gets one chart of all dimensions together.
+#: Number of dimensions above which a field also gets one chart of all dimensions together.
 _MAX_APART = 64
-#: A field with more dimensions gets only the chart of all dimensions together.
+#: Number of dimensions above which a field gets only the chart of all dimensions together.
 _MAX_COLUMNS = 256
-#: Fields of at most this number of dimensions are drawn first: actions, rewards.
+#: Maximum number of dimensions of a narrow field. Narrow fields (actions, rewards) are drawn first.
 _NARROW = 16
-#: A field and one of its dimensions, or `WHOLE`.
+#: Name of a field, and the index of a dimension or `WHOLE`.
 Column = tuple[str, int]
-#: All dimensions of a field together.
+#: Index that means all dimensions of a field together.
 WHOLE = -1
 
 
 class Course(Collector):
-    """Collects the value range of each dimension in each bucket of frames.
+    """Collector of the value range of each dimension in each bucket of frames.
 
     Attributes:
-        columns: Dimensions with levels.
-        bucket_size: Frames of a bucket.
-        levels: Column -> float64 `[7, buckets]`: minimum, quantiles, maximum; NaN without a value.
+        columns: Dimensions in `levels`.
+        bucket_size: Number of frames of a bucket.
+        levels: Column -> float64 `[7, buckets]`: minimum, 5 quantiles, maximum; NaN without values.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -100,17 +100,17 @@ class Course(Collector):
 
 
 def _levels(rows: Array) -> Array:
-    """Return the minimum, the quantiles and the maximum of `[D, n]` values: `[D, 7]`."""
+    """Return the minimum, 5 quantiles and the maximum of each row of `[D, n]` values: `[D, 7]`."""
     step = max(1, rows.shape[1] // _NUM_RANKED)
     inner = quantiles(rows[:, ::step], QUANTILES)
     return np.stack([np.fmin.reduce(rows, 1), *inner, np.fmax.reduce(rows, 1)], 1)
 
 
 def quantiles(rows: Array, shares: Sequence[float]) -> Array:
-    """Return the nearest-rank quantiles of each row, without its NaN: `[len(shares), rows]`."""
+    """Return the nearest-rank quantiles of each row, ignoring NaN: `[len(shares), len(rows)]`."""
     if not rows.shape[1]:
         return np.full((len(shares), len(rows)), np.nan)
-    ranked = np.sort(rows, 1)  # NaN is sorted to the end.
+    ranked = np.sort(rows, 1)  # `np.sort` moves NaN to the end.
     last = np.maximum((~np.isnan(ranked)).sum(1) - 1, 0)
     ranks = np.round(np.array(shares)[:, None] * last).astype(np.int64)
     levels: Array = np.take_along_axis(ranked.T, ranks, 0)
@@ -118,17 +118,18 @@ def quantiles(rows: Array, shares: Sequence[float]) -> Array:
 
 
 class Survey:
-    """The facts of a recording that the page shows.
+    """Facts of a recording for the page.
 
     Attributes:
         scan: The examination of the recording.
         recording: The examined recording.
-        course: Value ranges of its dimensions.
-        pictures: Names of the fields that are pictures.
-        table: Its table of episodes, with returns.
-        num_frames: Frames of all episodes.
-        oddness: float64 `[num_episodes]`: largest robust z-score of an episode among all measures.
-        oddest: Name of the measure with that z-score, `[num_episodes]`.
+        course: Value ranges of the dimensions of the recording.
+        pictures: Names of the picture fields.
+        table: Table of the episodes, with returns.
+        num_frames: Number of frames of all episodes.
+        oddness: Largest robust z-score of each episode over all measures, float64 `[num_episodes]`.
+            Measures are the length, the return and the mean of each dimension.
+        oddest: Name of the measure with the largest z-score, `[num_episodes]`.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -156,7 +157,7 @@ class Survey:
             self._score(measure, facts.mean[:, dimension], facts.numbers)
 
     def _score(self, measure: str, values: Array, numbers: Array) -> None:
-        """Raise the oddness of the episodes whose z-score in a measure exceeds it."""
+        """Update `oddness` and `oddest` with the robust z-scores of one measure."""
         finite = values[np.isfinite(values)].astype(np.float64)
         if not len(finite):
             return
@@ -171,7 +172,7 @@ class Survey:
         self.oddest[numbers[is_odder]] = measure
 
     def name(self, column: Column) -> str:
-        """Return the name of a dimension: "observation[3]", or the field if it has only one."""
+        """Return the name of a dimension: "observation[3]"; the field's name for a scalar field."""
         name, dimension = column
         field = self.scan.schema[name]
         if dimension == WHOLE:
@@ -182,7 +183,7 @@ class Survey:
         return f"{name}[{', '.join(map(str, index))}]"
 
     def values(self, column: Column) -> Array:
-        """Return the finite values of a dimension in the doctor's sample, sorted."""
+        """Return the finite values of a dimension in the doctor's sample, in ascending order."""
         name, dimension = column
         rows = self.scan.facts[name].sorted
         rows = rows.reshape(-1) if dimension == WHOLE else rows[dimension]
@@ -190,7 +191,7 @@ class Survey:
         return finite
 
     def most_important(self, weights: Mapping[Column, int], count: int) -> list[Column]:
-        """Return `count` columns: whole fields first, then narrow fields, then by weight."""
+        """Return `count` columns, chosen in this order: whole fields, narrow fields, weight."""
 
         def rank(column: Column) -> tuple[Any, ...]:
             name, dimension = column
