@@ -1,4 +1,4 @@
-"""`DictBuffer`: a ring of nested observations, sampled uniformly; `ZBuffer`: a ring of latent vectors."""
+"""`DictBuffer`: ring of nested observations with uniform sampling. `ZBuffer`: ring of vectors."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ _NAME = "z"
 
 
 class DictBuffer(RowBuffer):
-    """The last `capacity` rows of nested records.
+    """Ring buffer of the last `capacity` rows of nested records.
 
     Args:
         capacity: Number of rows.
         device: Device of the rows.
-        nested_key_separator: Joins the levels of a key in saved files.
-        num_envs: Rows that arrive per step, one of each environment: `extend` then takes
-            `[steps * num_envs, *event]`, environments fastest. Only trajectories need it.
-        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested
-            names, or a list of those. None: rows are independent.
+        nested_key_separator: Text that joins the levels of a key in saved files.
+        num_envs: Number of environments that add one row each per step. Leaves of `extend` are
+            `[steps * num_envs, *event]`, environments fastest. Required only for trajectories.
+        end_key: Fields that end a trajectory in a row with any value other than 0: a name, a tuple
+            of nested names, or a list of names and tuples. None: rows are independent.
         auto_unsqueeze: Whether a leaf `[n]` becomes `[n, 1]` instead of an error.
         narrow: Whether float64 is stored as float32.
-        contiguous: Whether leaves of samples are contiguous. Otherwise they are strided views of
+        contiguous: Whether leaves of samples are contiguous. Otherwise leaves are strided views of
             one new tensor per sample, which takes a third less time.
         output_device: Device of samples; None for `device`.
-        generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed.
+        generator: Random generator of the samples: a `torch.Generator` on `device` or a seed. None:
+            seeded from `torch.initial_seed()` and the number of objects created since that seed
+            changed.
 
-    Thread-safe: no sample holds a torn row. On CUDA events order the streams.
+    Thread-safe: no sample contains a partly written row. CUDA streams are ordered by events.
     """
 
     _ARGUMENTS: ClassVar[tuple[str, ...]] = (
@@ -55,7 +56,7 @@ class DictBuffer(RowBuffer):
         "contiguous",
     )
     _last_sampler: TransitionSampler | None = None
-    #: Places in memory of the first rows of the last sample, and the number of rows from each on.
+    #: Places in memory of the first row of each window of the last sample, and the window length.
     _last_drawn: tuple[torch.Tensor, int] | None = None
 
     def __init__(
@@ -90,11 +91,10 @@ class DictBuffer(RowBuffer):
 
     @property
     def storage(self) -> dict[str, Any] | None:
-        """All slots of every field, `[capacity, *event]`, as a nested dict; None before the first `extend`.
+        """Nested dict of all slots, `[capacity, *event]` by field; None before the first `extend`.
 
-        They share memory with the buffer, except with several environments, where they are a copy.
-        Do not write to them: rows that are stored twice, and the ends of trajectories, would not
-        follow.
+        Tensors share memory with the buffer, or are copies if `num_envs > 1`. Do not write to the
+        tensors: the buffer would not update its guard rows and its trajectory ends.
         """
         with self._lock:
             ring = self._rows.ring
@@ -104,9 +104,10 @@ class DictBuffer(RowBuffer):
 
     @property
     def ind(self) -> Any:
-        """Indices of the rows of the last `sample`, of any thread: `[batch_size]` int64; None before the first.
+        """Indices into `storage` of the last sample, of any thread: `[batch_size]` int64.
 
-        `buffer.storage[key][buffer.ind]` equals that sample until its rows are overwritten.
+        None before the first `sample`. `buffer.storage[key][buffer.ind]` equals the sample until
+        its rows are overwritten.
         """
         with self._lock:
             ring = self._rows.ring
@@ -119,11 +120,11 @@ class DictBuffer(RowBuffer):
             return self._shown_index(slots.flatten(), lane.repeat_interleave(num_rows))
 
     def sample(self, batch_size: int) -> dict[str, Any]:
-        """Draw rows uniformly with replacement: nested dict of `[batch_size, *event]`, the caller's own.
+        """Draw and copy rows, uniformly with replacement: nested dict of `[batch_size, *event]`.
 
         Raises:
             UsageError: `batch_size` is below 1.
-            BufferEmptyError: Nothing was added yet.
+            BufferEmptyError: The buffer has no rows.
         """
         batch_size = arguments.whole(
             f"sample from a {type(self).__name__}", "batch_size", batch_size, 1
@@ -139,16 +140,17 @@ class DictBuffer(RowBuffer):
     def sample_transitions(
         self, batch_size: int, request: TransitionRequest | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Draw transitions uniformly over all that are complete; `next` is the following row.
+        """Draw transitions uniformly from all complete transitions; `next` is the following row.
 
         Args:
             batch_size: Number of transitions.
-            request: Contents of a transition. Or give its fields as `options`: `next_keys`,
-                `num_steps`, `num_frames`, `at_end`, ... (see `TransitionRequest`).
+            request: Contents of a transition.
+            options: Fields of a `TransitionRequest`, such as `next_keys`, `num_steps`,
+                `num_frames` or `at_end`, instead of `request`.
 
         Returns:
             Every field `[batch_size, *event]` of the first row, `next` with the fields of
-            `next_keys` after the last step, and the further entries of the request.
+            `next_keys` after the last step, and `discount` and `next_valid` if requested.
 
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
@@ -178,9 +180,9 @@ class DictBuffer(RowBuffer):
         """Return every row: nested dict of `[len(self), *event]`.
 
         Args:
-            order: "ring" in the order of the slots, "time" oldest first.
-            copy: Whether to copy the rows. Without, they share memory with the buffer. That is not
-                possible in order of time once the ring has closed.
+            order: "ring" for the order of the slots, "time" for oldest first.
+            copy: Whether to copy the rows. Otherwise the tensors share memory with the buffer. With
+                order "time", a copy is required once rows have been overwritten.
         """
         arguments.choice("get the full buffer", "order", order, ("ring", "time"))
         arguments.flag("get the full buffer", "copy", copy)
@@ -217,15 +219,16 @@ class DictBuffer(RowBuffer):
             raise UsageError(
                 "sample transitions", "", "fields that end trajectories", "no end_key", advice
             )
-        with self._order.writes:  # Other streams wait for the factors of the sampler.
+        # The sampler writes its reward weights to the device. Other streams wait for that write.
+        with self._order.writes:
             return TransitionSampler(boundaries, self._rows.end_names, request)
 
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `[slots, lanes, *event]` in the form that users see."""
+        """Return rows `[slots, lanes, *event]` in the public shape `[slots * lanes, *event]`."""
         return rows.flatten(0, 1)
 
     def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
-        """Return the index of rows in the result of `_shown`."""
+        """Return the indices of rows in the result of `_shown`."""
         return slots * self.num_envs + lanes
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
@@ -234,11 +237,11 @@ class DictBuffer(RowBuffer):
 
 
 class ZBuffer(RowBuffer):
-    """The last `capacity` vectors.
+    """Ring buffer of the last `capacity` vectors.
 
     Args:
         capacity: Number of vectors.
-        dim: Size of a vector.
+        dim: Number of elements of a vector.
         device: Device of the vectors.
         dtype: Dtype of the vectors.
         generator: As for `DictBuffer`.
@@ -266,7 +269,7 @@ class ZBuffer(RowBuffer):
 
     @torch.no_grad()
     def add(self, z: Any) -> None:
-        """Append `[n, dim]` of any n; of more than fit the newest are kept."""
+        """Append vectors `[n, dim]`. Only the newest `capacity` vectors are kept."""
         values = (
             z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")
         ).detach()
@@ -280,7 +283,10 @@ class ZBuffer(RowBuffer):
 
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
+        """Draw vectors `[num, dim]` uniformly with replacement and return them on a device.
+
+        `device` is the buffer's device by default.
+        """
         num = arguments.whole("call ZBuffer.sample", "num", num, 1)
         device = arguments.optional_device("call ZBuffer.sample", "device", device)
         with self._lock:

@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: pairs of a state and its next state."""
+"""`ReplayBuffer`: ring buffer of pairs of a state and its next state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAMES = ("states", "next_states")
 
 
 class ReplayBuffer(RowFront, Store):
-    """The last `buffer_size` pairs; the newest overwrite the oldest.
+    """Ring buffer of the last `buffer_size` pairs of a state and its next state.
 
     Args:
-        obs_dim: Shape of a state; a number for a vector.
+        obs_dim: Shape of a state, or the number of elements of a vector.
         buffer_size: Number of pairs.
         device: Device of the pairs.
-        generator: Draws the samples: a `torch.Generator` or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed.
+        generator: Random generator of the samples: a `torch.Generator` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects created since that seed changed.
 
     Attributes:
         states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples`
@@ -46,7 +46,8 @@ class ReplayBuffer(RowFront, Store):
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
         self.device = arguments.device(action, "device", device)
-        is_given = isinstance(generator, torch.Generator)  # It may be on the CPU.
+        # A generator of the caller may be on the CPU although the pairs are not.
+        is_given = isinstance(generator, torch.Generator)
         generator = generator_on(generator, None if is_given else self.device, action)
         reader = RecordReader(1, False, False, False)
         self._use(
@@ -58,12 +59,12 @@ class ReplayBuffer(RowFront, Store):
 
     @property
     def step(self) -> int:
-        """Slot of the next pair."""
+        """Slot that the next pair is written to."""
         return self._ring.cursor
 
     @property
     def num_samples(self) -> int:
-        """Number of pairs."""
+        """Number of stored pairs."""
         return self._ring.num_live
 
     def __len__(self) -> int:
@@ -71,11 +72,12 @@ class ReplayBuffer(RowFront, Store):
 
     @torch.no_grad()
     def insert(self, states: torch.Tensor, next_states: torch.Tensor) -> None:
-        """Append pairs `[n, *obs_dim]`; of more than fit the last `buffer_size` are kept.
+        """Append pairs `[n, *obs_dim]`. Only the last `buffer_size` pairs are kept.
 
         Raises:
-            SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing
+            SchemaError: A shape is wrong, or the numbers of states and next states differ. Nothing
                 is written.
+            FieldTypeError: A dtype cannot be converted to float32 without loss. Nothing is written.
         """
         schema = self._ring.schema
         action = "call ReplayBuffer.insert"
@@ -89,12 +91,14 @@ class ReplayBuffer(RowFront, Store):
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield `num_mini_batch` pairs of `[mini_batch_size, *obs_dim]`, uniform with replacement.
+        """Yield `num_mini_batch` mini-batches, drawn uniformly with replacement.
 
-        Each pair is drawn at its `next`, from the pairs at that moment, and copied.
+        A mini-batch is a tuple of states and next states, `[mini_batch_size, *obs_dim]` each. It is
+        drawn and copied by the call of `next`, from the pairs that are stored at that moment.
 
         Raises:
-            UsageError, BufferEmptyError: At the call, not at the first `next`.
+            UsageError: An argument is out of range. Raised by this call, not by the first `next`.
+            BufferEmptyError: There are no pairs. Raised by this call, not by the first `next`.
         """
         action = "call ReplayBuffer.feed_forward_generator"
         num_mini_batch = arguments.whole(action, "num_mini_batch", num_mini_batch, 0)
@@ -104,7 +108,11 @@ class ReplayBuffer(RowFront, Store):
 
     @torch.no_grad()
     def sample(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw `size` pairs like `feed_forward_generator`; raise `BufferEmptyError` if there are none."""
+        """Draw `size` pairs uniformly with replacement: states and next states `[size, *obs_dim]`.
+
+        Raises:
+            BufferEmptyError: There are no pairs.
+        """
         size = arguments.whole("call ReplayBuffer.sample", "size", size, 1)
         with self._lock:
             self._check_filled("call ReplayBuffer.sample")
@@ -126,5 +134,5 @@ class ReplayBuffer(RowFront, Store):
         total = checked_count(numbers, "total", 0, 1 << 62)
         shape = [min(total, self.buffer_size), 1, *self.obs_dim]
         columns = {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES}
-        # Into the same memory: users hold `states` and `next_states`.
+        # Load into the existing memory, because `states` and `next_states` are views of it.
         self._rows.load(self._ring.schema, 1, total, [(0, columns)], {})

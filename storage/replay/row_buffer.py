@@ -1,4 +1,4 @@
-"""`RowBuffer`: the base of buffers over a `RowStore` whose saved folders have the layout of `BufferStore`."""
+"""`RowBuffer`: base of buffers that keep rows in a `RowStore` and save them as a `BufferStore`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..saving.saved_store import State
 
 
 class RowBuffer(RowFront, BufferStore):
-    """Rows under one lock that are written, cleared and saved; a subclass samples them.
+    """Base of row buffers: writes, clears and saves rows under one lock. Subclasses sample.
 
     Args:
-        options: Size and trajectories.
-        reader: Checks records.
+        options: Capacity, end flags of trajectories and guards.
+        reader: Reader that checks records.
         device, generator: As for `DictBuffer`.
     """
 
-    #: Arguments that create an equal buffer, by the names of its attributes.
+    #: Names of the constructor arguments to save. The attributes have the same names.
     _ARGUMENTS: ClassVar[tuple[str, ...]]
-    #: Name of the method that adds rows.
+    #: Name of the method that adds rows, for errors.
     _WRITER: ClassVar[str] = "extend"
-    # A subclass that has these options sets them.
+    # Defaults for subclasses without these options.
     num_envs: int = 1
     output_device: torch.device | None = None
 
@@ -51,13 +51,13 @@ class RowBuffer(RowFront, BufferStore):
         )
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of live rows."""
         ring = self._rows.ring
         return 0 if ring is None else ring.num_live * self.num_envs
 
     @property
     def total(self) -> int:
-        """Rows added since the creation or the last `clear`."""
+        """Number of rows added since the creation or the last `clear`."""
         ring = self._rows.ring
         return 0 if ring is None else ring.total * self.num_envs
 
@@ -67,17 +67,18 @@ class RowBuffer(RowFront, BufferStore):
         return self._rows.num_bytes
 
     def extend(self, data: Any, *, final: Any = None) -> None:
-        """Append copies of rows; of more than fit the newest are kept.
+        """Append copies of rows. Only the newest `capacity` rows are kept.
 
         Args:
-            data: Nested mapping whose leaves are `[n, *event]`, any n. The first one fixes keys,
-                shapes and dtypes.
-            final: Observations after the last steps of trajectories that end in these rows:
-                leaves of some fields, as long as those of `data`. Only rows that end count.
+            data: Nested mapping of leaves `[n, *event]`, any n. The first call fixes keys, shapes
+                and dtypes.
+            final: Observations after the last steps of trajectories that end in these rows: leaves
+                of some fields, with as many rows as `data`. Only the rows at which a trajectory
+                ends are used.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit. The text names it;
-                nothing is written.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not match the schema. The
+                message names the leaf. Nothing is written.
         """
         self._rows.extend(data, final)
 
@@ -100,7 +101,7 @@ class RowBuffer(RowFront, BufferStore):
         return self.num_envs > 1
 
     def _filled(self, action: str) -> RingStore:
-        """Return the ring; raise `BufferEmptyError` if it has no rows."""
+        """Return the ring. Raises `BufferEmptyError` if the ring has no rows."""
         ring = self._rows.ring
         if ring is None or not ring.total:
             advice = f"Call {self._WRITER}() first"
@@ -108,7 +109,7 @@ class RowBuffer(RowFront, BufferStore):
         return ring
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of an equal buffer, as JSON."""
+        """Return the constructor arguments to save, as JSON values."""
         return {name: getattr(self, name) for name in self._ARGUMENTS}
 
     @classmethod
@@ -118,7 +119,7 @@ class RowBuffer(RowFront, BufferStore):
         if is_earlier_system and isinstance(known.get("end_key"), list):
             known["end_key"] = tuple(
                 known["end_key"]
-            )  # Earlier systems have one key, perhaps nested.
+            )  # Earlier systems save one key, and a nested key becomes a list in JSON.
         return known
 
     def _get_state(self) -> State:
@@ -180,18 +181,18 @@ class RowBuffer(RowFront, BufferStore):
 
 
 def lane_parts(table: Table, num_lead: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yield the first row of each part of a table, and its columns `[n, lanes, *event]`."""
+    """Yield the parts of a table as pairs: the first row, and columns `[n, lanes, *event]`."""
     for first, part in table.rows():
         yield first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()}
 
 
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """Copy a nested dict of tensors to a device; None returns it as it is."""
+    """Copy a nested dict of tensors to a device. With `device=None`, return `tree` unchanged."""
     if device is None:
         return tree
     is_to_host = (
         device.type == "cpu"
-    )  # A reader on the host does not wait for an asynchronous copy.
+    )  # The host would read the result before an asynchronous copy has finished.
     moved: dict[str, Any] = map_leaves(
         lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree
     )

@@ -1,7 +1,7 @@
-"""`TrajectoryDictBuffer`: a fixed set of episodes, drawn by priority; `PrefixSum`: the episode of a frame.
+"""`TrajectoryDictBuffer`: fixed set of episodes, drawn by priority. `PrefixSum`: episode bounds.
 
-Only the priorities change after the construction. Frames are stored episode after episode. The
-lengths of the episodes decide where they end, never the flags.
+Only the priorities change after the construction. Frames are stored episode after episode. Episode
+bounds are computed from the episode lengths, never from end flags.
 """
 
 from __future__ import annotations
@@ -42,40 +42,39 @@ _OPTIONS = (
     "contiguous",
     "nested_key_separator",
 )
-#: An episode: its leaves `[T, 1, *event]`, its motion id, and the file that it came from.
+#: An episode: leaves `[T, 1, *event]`, motion id, and name of the source file.
 _Episode = tuple[list[torch.Tensor], Any, str | None]
 Integers = npt.NDArray[np.int64]
 _FIRST_ROOM = 16
 
 
 class TrajectoryDictBuffer(RowFront, BufferStore):
-    """Expert episodes, sampled as windows of consecutive frames.
+    """Buffer of expert episodes, sampled as windows of consecutive frames.
 
     Args:
-        episodes: Nested mappings whose leaves are `[T, *event]`, T of each its own. A
-            `motion_id_key` may also be one value, and `file_name` a str.
+        episodes: One nested mapping per episode, with leaves `[T, *event]`. T is the length of the
+            episode. The leaf `motion_id_key` may be a single value. A leaf `file_name` is a str.
         device: Device of the episodes.
-        seq_length: Rows of a window; `sample` may use another number.
-        output_key_t: Fields of every row of a window.
-        output_key_tp1: Fields of the row after each row, below `next`; [] for none.
-        end_key: Field that is True on the last frame of every episode and nowhere else; made if
-            absent.
+        seq_length: Default number of rows of a window.
+        output_key_t: Fields to return from every row of a window.
+        output_key_tp1: Fields to return from the row after each row, below `next`; [] for none.
+        end_key: Field that is True only on the last frame of every episode; created if missing.
         motion_id_key: Name of the leaf with the motion id of an episode.
         file_names: Path of the source file of each episode.
-        split_on_end: Whether an episode is cut behind a frame whose `end_key` is True; otherwise
-            such a frame before the last one is an error.
+        split_on_end: Whether to split an episode after each frame with a True `end_key`. Otherwise
+            a True `end_key` before the last frame is an error.
         contiguous, output_device, generator: As for `DictBuffer`.
-        nested_key_separator: Joins the levels of a key in saved files.
+        nested_key_separator: Text that joins the levels of a key in saved files.
 
     Attributes:
-        lengths, start_idx, stop_idx: `[E]` int64, of the episodes; frames `start_idx` to
-            `stop_idx`.
-        motion_ids, file_names: Lists of E entries, None where unknown.
-        priorities: `[E]` float32 of sum 1, equal at first.
-        capacity: Number of frames.
+        lengths: Frames per episode, `[E]` int64.
+        start_idx, stop_idx: First frame of each episode, and the frame after its last, `[E]` int64.
+        motion_ids, file_names: Lists of E entries; None for an unknown entry.
+        priorities: `[E]` float32 with sum 1, initially equal.
+        capacity: Number of frames of all episodes.
     """
 
-    # Set by the constructor or by `load`.
+    # The constructor or `load` sets these attributes.
     seq_length: int
     output_key_t: list[str]
     output_key_tp1: list[str]
@@ -86,11 +85,11 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     priorities: torch.Tensor
     motion_ids: list[Any]
     file_names: list[str | None]
-    #: Wrong priorities that a device found, in all and when last raised.
+    #: Number of invalid priorities found on a device: in total, and at the last raised error.
     _num_wrong: torch.Tensor | int
     _num_wrong_raised: int
     _late_wrong: LateNumber
-    #: Whether a device found no priority above 0.
+    #: Whether no long enough episode had a priority above 0, sent from a device.
     _late_empty: LateNumber
 
     def __init__(
@@ -141,14 +140,14 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.file_names = [name for _, _, name in pieces]
 
     def __len__(self) -> int:
-        """Frames of all episodes."""
+        """Return the number of frames of all episodes."""
         return self.capacity
 
     @property
     def storage(self) -> dict[str, Any]:
-        """All frames of every field, episode after episode: nested dict of `[capacity, *event]`.
+        """Nested dict of all frames, episode after episode: `[capacity, *event]` by field.
 
-        The tensors share memory with the buffer and are for reading.
+        Tensors share memory with the buffer. Do not write to them.
         """
         return unflatten(self._columns())
 
@@ -159,17 +158,17 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @torch.no_grad()
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
-        """Draw windows: an episode by priority, then a start, uniformly over all that it has.
+        """Draw windows: an episode by priority, then a start frame uniformly.
 
-        Only episodes that are long enough take part. If none of those has a priority above 0, all
-        are equally likely, with a warning.
+        Only episodes that are long enough are drawn. If none of these episodes has a priority above
+        0, all of them are equally likely, and a warning is issued.
 
         Args:
-            batch_size: Rows in all: a multiple of the window's length.
-            seq_length: Rows of a window, instead of the buffer's own.
+            batch_size: Total number of rows, a multiple of the window length.
+            seq_length: Number of rows of a window; None for `seq_length` of the buffer.
 
         Returns:
-            As `TrajectoryDictBufferMultiDim.sample`.
+            Fields in the layout of `TrajectoryDictBufferMultiDim.sample`.
         """
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
@@ -179,7 +178,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             cut = ring.cut_of(
                 tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True
             )
-            # Other streams wait for new weights.
+            # New weights are written to the device. Other streams must wait for that write.
             access = self._order.reads if needed in self._drawn_by else self._order.writes
             with access:
                 episode = self._weights(needed).draw(num_windows, self._rows.generator)
@@ -191,14 +190,15 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @lasting
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
-        """Set the priorities of some episodes, then scale all to a sum of 1.
+        """Set the priorities of some episodes, then scale all priorities to a sum of 1.
 
-        Priorities and indices on a GPU are not waited for: wrong ones are left out, and a later
-        call raises.
+        The host does not wait for priorities and indices on a GPU. Invalid entries are ignored, and
+        a later call raises `UsageError`.
 
         Args:
             priorities: `[num]`, finite and >= 0.
-            idxs: `[num]` episodes; of one that stands twice the last value counts. None for all.
+            idxs: Indices of episodes, `[num]`. For a repeated index the last priority is used. None
+                for all episodes.
         """
         action = "update priorities"
         values = numbers(action, "priorities", priorities).flatten()
@@ -253,10 +253,11 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     def _set_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
         new = self.priorities.to(torch.float64).numpy()
-        new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
+        # numpy assigns in order, so that the last priority of a repeated index is kept.
+        new[places.long().numpy()] = values.numpy()
         if new.any():
-            new = new / new.max()  # or the sum may be infinite
-            new = new / fsum(new)  # exact, in whatever order
+            new = new / new.max()  # The sum of very large priorities may be infinite.
+            new = new / fsum(new)  # `fsum` is exact and does not depend on the order.
         self.priorities = torch.from_numpy(new.astype(np.float32))
 
     def _set_priorities_on_device(self, values: torch.Tensor, places: torch.Tensor) -> None:
@@ -266,18 +267,19 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         is_right = values.isfinite() & (values >= 0) & (places >= 0) & (places < self.num_episodes)
         self._num_wrong = self._num_wrong + (~is_right).sum()
         self._late_wrong.send(self._num_wrong)
-        # What is wrong goes behind the last episode.
+        # Invalid entries are written to an extra element after the last episode.
         places = torch.where(is_right, places, self.num_episodes)
         new = torch.cat([self.priorities.double(), values.new_zeros(1)])
         if len(places):
             new.index_copy_(0, places, last_copies(places, values, len(new)))
         new = new[:-1]
         largest = new.max()
-        new = torch.where(largest > 0, new / largest, new)  # or the sum may be infinite
+        # The sum of very large priorities may be infinite.
+        new = torch.where(largest > 0, new / largest, new)
         self.priorities = torch.where(largest > 0, new / new.sum(), new).float()
 
     def _read_numbers(self) -> None:
-        """Raise or warn about invalid priorities that earlier calls found on a device."""
+        """Raise an error or warn about invalid priorities that earlier calls found on a device."""
         received = self._late_wrong.receive()
         if received is not None and received[0] > self._num_wrong_raised:
             num_wrong = received[0] - self._num_wrong_raised
@@ -297,7 +299,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
-        """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
+        """Copy all frames, episode after episode: nested dict of `[len(self), *event]`."""
         with self._lock, self._order.reads:
             columns = self._columns()
             copies = {
@@ -307,7 +309,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Create a buffer without episodes; its state is loaded next."""
+        """Create a buffer without episodes, into which `load` loads a state."""
         buffer = cls.__new__(cls)
         buffer._set_devices(device, None, generator_on(0, device))
         return buffer
@@ -358,18 +360,18 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def _load_rows(
         self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
     ) -> None:
-        """Store all frames: first frame and `[n, 1, *event]` per field."""
+        """Store all frames from parts: first frame, and leaves `[n, 1, *event]` by field name."""
         rows = self._rows.emptied(self.capacity)
         self._ring = rows.load(schema, 1, self.capacity, parts, {})
         self._use(rows)
 
     def _columns(self) -> dict[str, torch.Tensor]:
-        """Return all frames of every field by flat name, `[capacity, *event]`, sharing memory."""
+        """Return views of all frames, `[capacity, *event]` by flat field name."""
         return {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
 
     @lasting
     def _set_up(self, lengths: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Set options and the bounds of episodes of these lengths."""
+        """Set the options, the episode bounds from `lengths`, and equal priorities."""
         bounds = PrefixSum([int(length) for length in lengths])
         for name in _OPTIONS:
             setattr(self, name, options[name])
@@ -384,7 +386,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
-        #: Length that is needed -> how episodes of at least that length are drawn.
+        #: Required number of frames -> draws of episodes with at least that number of frames.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
         self._num_wrong = 0
@@ -393,7 +395,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self._late_empty = LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:
-        """Return how episodes of at least `needed` frames are drawn."""
+        """Return cached weighted draws of the episodes with at least `needed` frames."""
         self._read_numbers()
         if needed not in self._drawn_by:
             longest = int(self._frame_counts.max())
@@ -420,10 +422,11 @@ def _read(
     file_names: Iterable[str | None] | None,
     split_on_end: bool,
 ) -> tuple[Schema, list[_Episode]]:
-    """Check episodes, and cut out what describes them.
+    """Check episodes and separate their leaves from motion ids and file names.
 
     Raises:
-        UsageError, SchemaError, FieldTypeError: Naming the episode and the leaf that does not fit.
+        UsageError, SchemaError, FieldTypeError: A leaf does not match the schema. The message names
+            the episode and the leaf.
     """
     names = [None] * len(episodes) if file_names is None else list(file_names)
     if not episodes or len(names) != len(episodes):
@@ -432,7 +435,7 @@ def _read(
         )
         raise UsageError(_MAKE, "", expected, str(len(names)) if episodes else "none")
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
-    # A motion id that only some episodes have is known of them, but no column.
+    # If an episode has no leaf of motion ids, they are stored in `motion_ids` and not as a column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
     reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
     found = []
@@ -463,7 +466,7 @@ def _read(
 def _take_apart(
     columns: dict[str, Any], motion_name: str
 ) -> tuple[dict[str, Any], Any, str | None]:
-    """Split an episode into columns, motion id and file name."""
+    """Split an episode into its columns, its motion id and its file name."""
     file_name = columns.pop("file_name", None)
     value: Any = columns.get(motion_name)
     if value is None or isinstance(value, (str, int, float)) or getattr(value, "ndim", 1) == 0:
@@ -476,7 +479,7 @@ def _take_apart(
 def _split(
     rows: list[torch.Tensor], place: int, split_on_end: bool, where: str
 ) -> Iterator[list[torch.Tensor]]:
-    """Cut an episode where a flag inside it says so; set the flags of all pieces anew."""
+    """Split an episode after each set end flag and reset the end flags of the pieces."""
     inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
     if inside and not split_on_end:
         advice = "Cut it there, or give split_on_end=True"
@@ -490,13 +493,13 @@ def _split(
 
 
 class PrefixSum:
-    """Lengths of episodes, oldest first, and the running sum of them.
+    """Lengths of episodes, oldest first, and their running sum.
+
+    Frames and episodes are numbered from 0, the start of the oldest episode that was not removed.
 
     Args:
-        lengths: Episodes to begin with; or an int, which is taken as `max_len`.
-        max_len: Number of episodes expected. It limits nothing: the arrays grow as needed.
-
-    Frames are numbered from 0 at the start of the oldest episode that is kept; so are episodes.
+        lengths: Lengths of the initial episodes. An int is interpreted as `max_len`.
+        max_len: Expected number of episodes. It is not a limit: the arrays grow as needed.
     """
 
     def __init__(self, lengths: int | Iterable[int] = (), *, max_len: int | None = None) -> None:
@@ -510,20 +513,20 @@ class PrefixSum:
             raise UsageError(
                 "create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60]
             )
-        #: Ends of the episodes in frames since creation; [_first] is the start of the oldest kept
-        #: one.
+        #: End of each episode, as a running number of frames. `_ends[_first]` is the start of the
+        #: oldest episode.
         self._ends: Integers = np.zeros(_FIRST_ROOM, np.int64)
         self._first = 0
         self._last = 0
         self.extend(lengths)
 
     def __len__(self) -> int:
-        """Number of episodes."""
+        """Return the number of episodes."""
         return self._last - self._first
 
     @property
     def total(self) -> int:
-        """Number of frames of all episodes together."""
+        """Total number of frames of all episodes."""
         return int(self._ends[self._last] - self._ends[self._first])
 
     @property
@@ -540,24 +543,28 @@ class PrefixSum:
 
     @property
     def ar(self) -> Integers:
-        """Another name of `lengths`."""
+        """Alias of `lengths`."""
         return self.lengths
 
     @property
     def prefix_sum(self) -> Integers:
-        """Number of frames up to the end of every episode, `[len(self)]`, a new array: the running sum of `ar`."""
+        """Running sum of `lengths`, `[len(self)]`: frames up to each episode's end; a new array."""
         found: Integers = self._ends[self._first + 1 : self._last + 1] - self._ends[self._first]
         return found
 
     def add(self, val: int) -> None:
-        """Append an episode of `val` frames; amortized O(1). A number below 0, or none at all, raises `UsageError`."""
+        """Append an episode of `val` frames in amortized O(1).
+
+        Raises:
+            UsageError: `val` is not an integer >= 0.
+        """
         length = whole("call PrefixSum.add", "val", val, 0)
         self._make_room(1)
         self._ends[self._last + 1] = self._ends[self._last] + length
         self._last += 1
 
     def extend(self, lengths: Iterable[int]) -> None:
-        """Append many episodes at once; all or none."""
+        """Append many episodes at once. If a length is invalid, no episode is appended."""
         given = arguments.instance("add episodes", "lengths", lengths, "as integers", Iterable)
         values = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         if not values.size:
@@ -572,7 +579,7 @@ class PrefixSum:
         self._last = stop
 
     def pop_oldest(self, num_episodes: int = 1) -> int:
-        """Remove the oldest episodes; return the number of removed frames.
+        """Remove the oldest episodes and return the number of removed frames.
 
         Raises:
             IndexError: There are fewer than `num_episodes` episodes.
@@ -589,10 +596,11 @@ class PrefixSum:
         """Return the number of the episode of a frame, and the offset of the frame in the episode.
 
         Args:
-            index: A number, or an array of numbers of any shape, in `[0, total)`.
+            index: Frame number, or an array of frame numbers of any shape, in `[0, total)`.
 
         Returns:
-            Two ints, or two int64 arrays of that shape. Episodes without frames are never found.
+            Two ints, or two int64 arrays with the shape of `index`. Episodes without frames are
+            never returned.
         """
         wanted = np.asarray(index)
         if wanted.size and wanted.dtype.kind not in "iu":
@@ -608,7 +616,7 @@ class PrefixSum:
         return (int(episode), int(offset)) if wanted.ndim == 0 else (episode, offset)
 
     def get_range_idx(self, idx: Any) -> Any:
-        """Return the number of the episode that holds frame `idx`: an int, or int64 for an array; see `locate`."""
+        """Return the number of the episode of frame `idx`: the first result of `locate`."""
         return self.locate(idx)[0]
 
     def _make_room(self, num_episodes: int) -> None:

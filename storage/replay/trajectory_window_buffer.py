@@ -1,4 +1,4 @@
-"""`TrajectoryDictBufferMultiDim`: a ring sampled as windows of trajectories; `motion_priorities`."""
+"""`TrajectoryDictBufferMultiDim`: ring sampled as windows. `motion_priorities`: episode weights."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from ..ring.window_sampler import WindowRequest, draw_windows, list_windows
 from .dict_buffer import DictBuffer
 from .row_buffer import on_device
 
-#: Fields that end trajectories by default, if rows have them.
+#: Default end flags. Fields missing from the rows are ignored.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
 _ACTION = "sample windows"
 
 
 class TrajectoryDictBufferMultiDim(DictBuffer):
-    """A ring of rows of one or many environments, sampled as windows of consecutive rows.
+    """Ring buffer of rows of one or many environments, sampled as windows of consecutive rows.
 
     Args:
-        capacity: Number of rows; with `n_dim=2` per lane.
+        capacity: Number of rows, per lane if `n_dim=2`. A lane is the stream of one environment.
         device: Device of the rows.
         n_dim: 1 for leaves `[n, *event]`, the consecutive steps of one environment; 2 for
-            `[n, lanes, *event]`. Lanes are fixed by the first `extend`.
-        seq_length: Rows of a window; `sample` may use another number.
-        output_key_t: Fields of every row of a window.
-        output_key_tp1: Fields of the row after each row, below `next`; [] for none.
-        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested
-            names, or a list of those. None takes terminated, truncated, done and time_outs, if rows
-            have them.
-        start_mode: "uniform" draws uniformly over all valid windows; "trajectory" first a
-            trajectory, uniformly, then one of its windows.
-        at_end: Windows whose next row is not known, because their trajectory ended with them and no
-            final observation was given. "exclude" never draws them. "mark" draws them with the last
-            row in the place of the next, and adds `next_valid`, `[rows, 1]` bool.
+            `[n, lanes, *event]`. The first `extend` fixes the number of lanes.
+        seq_length: Default number of rows of a window.
+        output_key_t: Fields to return from every row of a window.
+        output_key_tp1: Fields to return from the row after each row, below `next`; [] for none.
+        end_key: Fields that end a trajectory in a row with any value other than 0: a name, a tuple
+            of nested names, or a list of names and tuples. None for terminated, truncated, done and
+            time_outs, if rows have these fields.
+        start_mode: "uniform" draws uniformly from all valid windows. "trajectory" draws a
+            trajectory uniformly, then one of its windows.
+        at_end: Treatment of windows at the end of a trajectory without a known next row, because
+            no final observation was passed to `extend`. "exclude" never draws them. "mark" draws
+            them, repeats the last row as the next row, and adds `next_valid`, `[rows, 1]` bool.
         nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for
-        `DictBuffer`.
+            `DictBuffer`.
     """
 
     _ARGUMENTS = (
@@ -117,20 +117,20 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         return self._rows.num_live
 
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
-        """Draw windows.
+        """Draw windows of consecutive rows with replacement.
 
         Args:
-            batch_size: Rows in all: a multiple of the window's length.
-            seq_length: Rows of a window, instead of the buffer's own.
+            batch_size: Total number of rows, a multiple of the window length.
+            seq_length: Number of rows of a window; None for `seq_length` of the buffer.
 
         Returns:
-            Fields of `output_key_t`, and below `next` those of `output_key_tp1` one row later, each
-            `[batch_size, *event]`: windows one after another, time fastest. Nothing is shared with
-            the buffer.
+            Fields of `output_key_t` and, below `next`, fields of `output_key_tp1` one row later,
+            each `[batch_size, *event]`. Windows follow one another, time fastest. The tensors are
+            copies.
 
         Raises:
-            UsageError: The sizes do not fit, or no window is valid.
-            BufferEmptyError: Nothing was added yet.
+            UsageError: `batch_size` is not a multiple of the window length, or no window is valid.
+            BufferEmptyError: The buffer has no rows.
         """
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
@@ -147,13 +147,13 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
-        """Return every row that is followed by another of its trajectory, and that one, as `sample` returns windows.
+        """Copy every row with a following row in its trajectory, in the layout of `sample`.
 
-        Rows come lane by lane, oldest first, whatever the order asked for.
-        (`DictBuffer.get_full_buffer(buffer)` gives all slots.)
+        Rows are ordered lane by lane, oldest first, for both values of `order`.
+        `DictBuffer.get_full_buffer(buffer)` returns all slots instead.
 
         Raises:
-            UsageError: Another order than "ring" and "time", or `copy=False`, which cannot be.
+            UsageError: `order` is not "ring" or "time", or `copy` is False.
         """
         copy = arguments.flag("get the full buffer", "copy", copy)
         if order not in ("ring", "time") or not copy:
@@ -199,7 +199,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
 
 def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Find the fields that end trajectories; None takes the default ones."""
+    """Return the fields that end trajectories; `end_key=None` means the default end flags."""
     if end_key is not None:
         return end_places(schema, end_key)
     names = [name for name in DEFAULT_END_KEYS if name in schema]
@@ -212,19 +212,19 @@ def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
 
 
 def as_list(keys: Sequence[Key], argument: str) -> list[str]:
-    """Return keys as a list of flat names; one name alone is a list of one."""
+    """Return keys as a list of flat names. A str becomes a list with one name."""
     listed = [keys] if isinstance(keys, str) else keys
     arguments.instance(_ACTION, argument, listed, "as a list of names", Iterable)
     return [flat_name(key, argument) for key in listed]
 
 
 def check_length(length: Any, action: str = _ACTION) -> int:
-    """Return a number of rows as an int; raise `UsageError` if it is not one."""
+    """Return a window length as an int. Raises `UsageError` if it is not an integer >= 1."""
     return arguments.whole(action, "seq_length", length, 1)
 
 
 def count_windows(batch_size: int, length: int) -> int:
-    """Return how many windows of `length` rows make `batch_size` rows."""
+    """Return the number of windows of `length` rows in `batch_size` rows."""
     length = check_length(length)
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(
@@ -256,15 +256,16 @@ def motion_priorities(
     """Compute priorities for `TrajectoryDictBuffer.update_priorities` from tracking errors.
 
     Args:
-        scores: `[E]`, larger is tracked worse (for example an earth mover's distance).
-        mode: With x = scale * clamp(score, min_value, max_value): "exp" gives 2 ** x; "bin" sorts
-            into bins by floor(x) and makes all bins equally likely; None gives x itself.
-        min_value, max_value: Where scores are clamped.
+        scores: Tracking error per episode, `[E]`, for example an earth mover's distance.
+        mode: Function of x = scale * clamp(score, min_value, max_value). "exp": the priority is
+            2 ** x. "bin": episodes are grouped into bins by floor(x), and all bins are equally
+            likely. None: the priority is x.
+        min_value, max_value: Limits to which scores are clamped.
         scale: Factor after clamping.
 
     Returns:
-        `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new
-        tensor, not normalized.
+        Priorities `[E]`, not normalized: a new tensor on the device of the scores, with their
+        floating dtype (float32 for integers and lists).
     """
     action = "turn scores into priorities"
     arguments.choice(action, "mode", mode, _MODES)

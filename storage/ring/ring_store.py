@@ -1,12 +1,13 @@
-"""`RingStore`: fields of rows in fixed memory; the newest rows overwrite the oldest.
+"""`RingStore`: ring of rows in fixed memory. The newest rows overwrite the oldest.
 
-Only this file wraps indices. The id of a row is its number since the creation or the last `clear`.
-A lane and an id identify a row. Its slot is `id % num_slots`. It is live while `id >= total -
-num_slots`. All lanes are written in lock-step, so that one `total` counts for all.
+Only this file computes slots modulo `num_slots`. The id of a row counts the rows of its lane since
+the creation or the last `clear`. A lane and an id identify a row. The slot of a row is
+`id % num_slots`. A row is live while `id >= total - num_slots`. All lanes are written in lock-step,
+so one `total` is valid for every lane.
 
-In memory the rows of a lane are consecutive, `[lanes, slots, row]`, so that a window is one piece.
-Results are time first. Copies of the first `num_guards` slots follow the last slot, so that windows
-of up to `num_guards + 1` rows are one piece across the end of the memory.
+The rows of a lane are consecutive in memory, `[lanes, slots, row]`, so that a window is one
+contiguous piece. Results are time first. Copies of the first `num_guards` slots, the guards, follow
+the last slot. Windows of up to `num_guards + 1` rows are therefore contiguous across the end too.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
 from ..errors import UsageError
 
-#: Bytes of a leaf from which torch copies it, with several threads. numpy needs less time to start.
+#: Bytes of a leaf from which torch copies it with several threads. Below, numpy has less overhead.
 _MIN_TORCH_BYTES = 256 * 1024
 #: Number of remembered `Cut`s.
 _MAX_CUTS = 8
 
 
 class RingStore:
-    """Memory for the live rows of some fields.
+    """Memory for the live rows of a schema.
 
     Args:
-        num_slots: Rows per lane.
-        num_lanes: Streams that are written in lock-step.
-        schema: The fields of a row.
+        num_slots: Capacity in rows per lane.
+        num_lanes: Number of lanes (streams that are written in lock-step).
+        schema: Fields of a row.
         device: Device of the memory.
-        num_guards: Rows that are stored twice, for windows across the end of the memory.
+        num_guards: Number of rows per lane that are stored twice, for windows across the end.
     """
 
     @lasting
@@ -61,10 +62,10 @@ class RingStore:
         self.num_guards = min(
             arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots
         )
-        #: Rows per lane that were ever written.
+        #: Number of rows per lane that were written since the creation or the last `clear`.
         self.total = 0
         self.groups: list[Group] = lay_out(schema)
-        #: Rows of one lane in memory.
+        #: Rows of memory per lane: slots and guards.
         self.stride = self.num_slots + self.num_guards
         self._pool = BufferPool(max(8, 2 * len(self.groups)))
         self._bases = [
@@ -79,11 +80,12 @@ class RingStore:
         found: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             found.update(group.views(base))
-        #: `[lanes, stride, *event]`, and time first for writing; as arrays where numpy can.
+        #: Fields as `[lanes, stride, *event]`. `_slots` and `_arrays` are time-first views of them,
+        #: as tensors and, if numpy supports the dtype, as arrays.
         self._columns = {name: found[name] for name in schema}
         self._slots = [column.transpose(0, 1) for column in self._columns.values()]
         self._arrays: list[Any] = [_array(slots) for slots in self._slots]
-        #: Whether arrays can be written: the memory is on the CPU, and numpy knows every dtype.
+        #: Whether `write` accepts arrays: the memory is on the CPU, and numpy has every dtype.
         self.takes_arrays = all(array is not None for array in self._arrays)
         self._row_arrays = [
             array[:, 0] if array is not None and self.num_lanes == 1 else array
@@ -92,7 +94,7 @@ class RingStore:
 
     @property
     def num_live(self) -> int:
-        """Live rows per lane."""
+        """Number of live rows per lane."""
         return min(self.total, self.num_slots)
 
     @property
@@ -102,7 +104,7 @@ class RingStore:
 
     @property
     def cursor(self) -> int:
-        """Slot of the next row."""
+        """Slot that the next row is written to."""
         return self.total % self.num_slots
 
     @property
@@ -111,14 +113,14 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return the slots of the next `num_rows` rows; see the function `spans`."""
+        """Return (slots, rows) pairs for the next `num_rows` rows; see the function `spans`."""
         return spans(self.total, num_rows, self.num_slots)
 
     def write(self, leaves: Sequence[Any]) -> None:
-        """Write checked leaves, `[n, lanes, *event]` in the order of the schema.
+        """Write rows of checked leaves, `[n, lanes, *event]` in the order of the schema.
 
-        Of more than `num_slots` rows the last are kept. Leaves are tensors, or arrays if
-        `takes_arrays`. Arrays for a ring of one lane are `[n, *event]`.
+        If n exceeds `num_slots`, only the last `num_slots` rows are stored. Leaves are tensors, or
+        arrays if `takes_arrays`. Arrays for a ring of one lane are `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
         if not self.is_on_cpu:
@@ -142,13 +144,13 @@ class RingStore:
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
-        """Return the slot of an id, or the slots of a tensor of ids."""
+        """Return the slot of a row id, or the slots of a tensor of row ids."""
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
         """Return the places of rows in memory, for `gather` and `windows`: tensors or arrays.
 
-        With one lane `lane` may be None.
+        `lane` may be None if the ring has one lane.
         """
         place = row_id % self.num_slots
         return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
@@ -158,14 +160,21 @@ class RingStore:
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and ids of rows from their keys: the inverse of `key`."""
+        """Return the lanes and ids of the rows with these keys: the inverse of `key`."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
     def gather(
         self, places: torch.Tensor, contiguous: bool = False, nested: bool = False
     ) -> dict[str, Any]:
-        """Copy rows: `[len(places), *event]` per field, views of one new tensor per group; by flat name, or nested."""
+        """Copy the rows at places: `[len(places), *event]` by field name.
+
+        Args:
+            places: Places in memory, as returned by `place`.
+            contiguous: Whether fields are contiguous. Otherwise they are views of one new tensor
+                per group of fields.
+            nested: Whether the result is a nested dict instead of a dict by flat name.
+        """
         return self.rows(places, self.cut_of(self.names, (), contiguous, nested))
 
     def cut_of(
@@ -176,9 +185,14 @@ class RingStore:
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Return the remembered plan of a copy: the fields of `keys`, and of `next_keys` one row later, below `next`.
+        """Return a cached plan to copy fields of rows and of the rows that follow them.
 
-        `windows` needs a plan made with `apart`, `rows` one without.
+        Args:
+            keys: Fields to copy from each row.
+            next_keys: Fields to copy from the following row, returned below `next`.
+            contiguous, nested: As for `gather`.
+            apart: Whether rows and following rows are copied separately. `windows` requires True,
+                `rows` requires False.
         """
         asked = keys, next_keys, contiguous, nested, apart
         found = self._cuts.get(asked)
@@ -203,7 +217,12 @@ class RingStore:
         return found
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
-        """Copy the fields of rows at places, and of the rows that follow them; places are a result of `own`."""
+        """Copy the fields of a plan from the rows at places and the rows that follow them.
+
+        Args:
+            places: Places in memory, as returned by `own`.
+            cut: Fields to copy, made without `apart`.
+        """
         return cut(
             [
                 self._take(place, width, 0, places) if width else None
@@ -214,14 +233,16 @@ class RingStore:
     def windows(
         self, places: Any, length: int, cut: Cut, never_wraps: bool = False
     ) -> dict[str, Any]:
-        """Copy the fields of windows, and of the same windows one row later, `[len(places) * length, *event]`.
+        """Copy the fields of windows, and of the windows one row later.
 
         Args:
             places: Places of the first rows: a tensor, or a result of `own`.
-            length: Rows of a window.
+            length: Number of rows of a window.
             cut: Fields to copy, made with `apart`.
-            never_wraps: Whether the caller knows that no window reaches across the end of the
-                memory.
+            never_wraps: Whether the caller guarantees that no window crosses the end of the memory.
+
+        Returns:
+            `[len(places) * length, *event]` by field name, time fastest.
         """
         reach = length + cut.reach - 1
         starts = [places, places]
@@ -234,31 +255,31 @@ class RingStore:
             units = (length if is_one_piece else 1) * group.width
             for row in (0, 1):
                 if cut.wanted[place][row]:
-                    # An offset of the source takes less time than an addition to all places.
+                    # An offset of the source costs less than adding 1 to every place.
                     rows = self._take(place, units, row * is_one_piece, starts[row])
                     found[place + row * len(self.groups)] = rows.reshape(-1, group.width)
         return cut(found)
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
+        """Return a field in memory order, a view `[lanes * stride, *event]` indexed by place."""
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
-        """Return the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
+        """Return a view of the slots of a field, `[num_slots, lanes, *event]`."""
         return self._columns[name][:, : self.num_slots].transpose(0, 1)
 
     def ids(self) -> torch.Tensor:
-        """Return the live ids, oldest first: `[num_live]` int64."""
+        """Return the ids of the live rows, oldest first: `[num_live]` int64."""
         return torch.arange(self.oldest, self.total, device=self.device)
 
     def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Fill slots from `first` on; the caller sets `total`."""
+        """Write leaves `[n, lanes, *event]` into the slots from `first` on; keep `total`."""
         for name, leaf in leaves.items():
             self.slots_view(name)[first : first + len(leaf)].copy_(leaf)
             self._copy_guards(first, first + len(leaf))
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check the invariants: return (whether all hold, a description of the first that does not)."""
+        """Check the invariants. Returns whether all hold, and a text about the first violation."""
         for base in self._bases:
             guards = base[:, self.num_slots :].view(torch.uint8)
             written = min(self.num_live, self.num_guards)
@@ -273,16 +294,22 @@ class RingStore:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
 
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the places of each window's rows, `[windows, length]`, also across the end of the memory."""
+        """Return the places of each window's rows, `[windows, length]`, modulo the ring."""
         lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
     def _take(self, place: int, units: int, skipped: int, index: Any) -> Any:
-        """Copy pieces of `units` units of a group that start `skipped` rows after the rows at `index`: `[n, units]`.
+        """Copy contiguous pieces of a group of fields: `[n, units]`.
 
-        On the CPU the result is an array: numpy needs less time to start. It copies pieces, which
-        may overlap, as single items. Large results are in pooled memory.
+        On the CPU the result is an array, because numpy has less overhead per call. numpy copies
+        each piece as a single item; pieces may overlap. Large results are in pooled memory.
+
+        Args:
+            place: Position of the group in `groups`.
+            units: Length of a piece, in units of the group.
+            skipped: Number of rows between the row at `index` and the start of the piece.
+            index: Places of rows, `[n]`.
         """
         source, items = self._sources.get((place, units, skipped)) or self._source(
             place, units, skipped
@@ -299,7 +326,10 @@ class RingStore:
     def _source(
         self, place: int, units: int, skipped: int
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return overlapping pieces of a group, `[num, units]`, and on the CPU the function that copies some."""
+        """Return all pieces of a group as an overlapping view, and numpy's function to copy them.
+
+        The view is `[num, units]`. The function is None on other devices than the CPU.
+        """
         group = self.groups[place]
         base = self._bases[place]
         num_rows = self.num_lanes * self.stride - -(-units // group.width) + 1 - skipped
@@ -310,16 +340,16 @@ class RingStore:
             memory = base.view(torch.uint8).numpy()
             skipped_bytes = skipped * group.row_bytes
             pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
-            # `take` would first copy pieces that are not contiguous.
+            # Overlapping pieces are not contiguous, and `take` would first copy all of them.
             items = pieces.take if units == group.width else pieces.__getitem__
         self._sources[place, units, skipped] = tensor, items
         return tensor, items
 
 
 def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]]:
-    """Return (slots, rows) pairs for rows from id `first` on: two pairs where the ring closes.
+    """Return (slots, rows) pairs for the rows from id `first` on: two pairs if they wrap around.
 
-    Of more than `num_slots` rows the last are kept.
+    If `num_rows` exceeds `num_slots`, the pairs cover only the last `num_slots` rows.
     """
     slot = first % num_slots
     if slot + num_rows <= num_slots:  # The common case.
@@ -335,7 +365,10 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Return the cells of rows with these keys, among `num_lanes * num_slots` lane by lane: a tensor or an array."""
+    """Return the cells of the rows with these keys: a tensor or an array, as `keys`.
+
+    The cell of a row is `lane * num_slots + slot`.
+    """
     return (
         keys % num_slots
         if num_lanes == 1
@@ -344,7 +377,7 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Return the keys of the rows in cells after `total` writes; below 0 in cells that were never written."""
+    """Return the keys of the rows in cells after `total` writes; below 0 for unwritten cells."""
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
     ids = slots + (total - cursor) - num_slots * (slots >= cursor)
@@ -358,7 +391,7 @@ def _array(slots: torch.Tensor) -> npt.NDArray[Any] | None:
 def _write(
     column: torch.Tensor, array: npt.NDArray[Any] | None, slots: slice, leaf: torch.Tensor
 ) -> None:
-    """Write `[n, lanes, *event]` into slots of a column that is seen time first."""
+    """Write a leaf `[n, lanes, *event]` into slots of a time-first column."""
     is_small = (
         leaf.device.type == "cpu" and leaf.dtype is column.dtype and leaf.nbytes < _MIN_TORCH_BYTES
     )

@@ -1,8 +1,8 @@
-"""`RowStore`: rows of one schema that threads and CUDA streams share, and `RowFront`, the base of classes on one.
+"""`RowStore`: rows of one schema, shared by threads and CUDA streams. `RowFront`: its public base.
 
-Samplers are beside it: `draw_uniformly` here, windows in `window_sampler.py`, transitions in
-`transition_sampler.py` and priorities in the room `prioritized`. Public buffers check their
-arguments and name the results.
+A `RowStore` does not sample. `draw_uniformly` of this file draws single rows, `window_sampler.py`
+windows and `transition_sampler.py` transitions. `storage/prioritized/` draws by priority.
+Public buffers derive from `RowFront`, check their arguments and name the results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
 
-#: The least share of accepted candidates that is saved.
+#: Lower limit for a loaded share of accepted candidates (rejection sampling).
 _LEAST_SHARE = 1e-3
 
 
@@ -32,11 +32,11 @@ class RowOptions:
     """Options of a `RowStore`.
 
     Attributes:
-        num_slots: Rows per lane.
-        find_ends: Returns the fields of a schema that end trajectories; None if rows are
+        num_slots: Capacity in rows per lane.
+        find_ends: Function from a schema to the fields that end trajectories; None if rows are
             independent.
-        num_guards: Rows that are stored twice; see `RingStore`.
-        keeps_segments: Whether ended trajectories are listed; see `Boundaries`.
+        num_guards: Number of rows that are stored twice; see `RingStore`.
+        keeps_segments: Whether `Boundaries` keeps a list of the ended trajectories.
     """
 
     num_slots: int
@@ -47,17 +47,19 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class RowState:
-    """The rows of a store and their trajectories.
+    """The state of a `RowStore`: its rows, the ages of its trajectories, and final observations.
 
     Attributes:
-        total: Rows per lane that were ever written.
-        num_lanes: Lanes.
-        columns: `[num_live, num_lanes, *event]` per field, in the order of the slots; views.
-        oldest_ages: Age of each lane's oldest row; None if rows are independent.
+        total: Number of rows per lane that were ever written.
+        num_lanes: Number of lanes (streams that are written in lock-step).
+        columns: Live rows `[num_live, num_lanes, *event]` by field name, in the order of the slots;
+            views.
+        oldest_ages: Age of each lane's oldest row, in rows since the start of its trajectory; None
+            if rows are independent.
         accepted_share: Share of candidates that recent draws accepted.
-        final_keys: `[num]` int64, keys of the rows with a final observation; None if there are
-            none.
-        final_columns: `[num, *event]` per field.
+        final_keys: `[num]` int64, keys of the rows with a final observation; None if the buffer
+            stores no final observations.
+        final_columns: Final observations `[num, *event]` by field name.
     """
 
     total: int
@@ -73,18 +75,18 @@ class RowStore:
     """Rows of one schema in memory; the newest overwrite the oldest.
 
     Args:
-        options: Size and trajectories.
-        reader: Checks records; it has no schema yet.
+        options: Capacity, end flags of trajectories and guards.
+        reader: Reader that checks records; without a schema.
         device: Device of the rows.
-        generator: Draws the samples.
+        generator: Random generator of the samples.
 
     Attributes:
-        ring: The rows; None before the first record.
-        boundaries: Where trajectories end; None before the first record or if rows are independent.
-        reader: Checks records.
-        lock: Must be held by callers of every method but `extend` and `clear`.
-        order: Order of CUDA streams.
-        generator: Draws the samples.
+        ring: Memory of the rows; None before the first record.
+        boundaries: Ends of trajectories; None before the first record or if rows are independent.
+        reader: Reader that checks records.
+        lock: Lock that callers hold during every method except `extend` and `clear`.
+        order: Order of reads and writes among CUDA streams.
+        generator: Random generator of the samples.
     """
 
     ring: RingStore | None = None
@@ -107,7 +109,10 @@ class RowStore:
         self._end_places: Places = []
 
     def emptied(self, num_slots: int | None = None) -> RowStore:
-        """Return a store without rows and schema that shares the lock, the generator and the order of streams."""
+        """Return a store without rows and without a schema.
+
+        The new store shares the lock, the generator and the order of CUDA streams.
+        """
         options = self.options
         if num_slots is not None:
             options = RowOptions(
@@ -120,7 +125,7 @@ class RowStore:
 
     @property
     def num_live(self) -> int:
-        """Live rows of all lanes."""
+        """Number of live rows, summed over all lanes."""
         return 0 if self.ring is None else self.ring.num_live * self.ring.num_lanes
 
     @property
@@ -136,16 +141,17 @@ class RowStore:
         )
 
     def extend(self, data: Any, final: Any = None) -> None:
-        """Check records and append them; of more than fit the newest are kept.
+        """Check records and append them. Only the newest `num_slots` rows per lane are kept.
 
         Args:
-            data: Nested mapping of leaves as the reader expects them. The first one fixes the
-                schema.
-            final: Observations after the last rows of trajectories, as long as `data`; only rows
-                that end count.
+            data: Nested mapping of leaves, shaped as the reader expects. The first record fixes
+                the schema.
+            final: Observations after the last rows of trajectories, with as many rows as `data`.
+                Only the rows at which a trajectory ends are used.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit; nothing is written.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not match the schema.
+                Nothing is written.
         """
         with self.lock:
             ring = self.ring
@@ -172,7 +178,7 @@ class RowStore:
                 self._write(ring, rows, last_rows)
 
     def create(self, schema: Schema, num_lanes: int) -> RingStore:
-        """Fix the schema and allocate the memory; nothing is changed if that fails."""
+        """Fix the schema and allocate the ring. If an error is raised, the store is unchanged."""
         options = self.options
         places = self._find_ends(schema)
         ring = RingStore(options.num_slots, num_lanes, schema, self.device, options.num_guards)
@@ -192,7 +198,10 @@ class RowStore:
                 self.boundaries.clear()
 
     def state(self) -> RowState | None:
-        """Return the rows and their trajectories; None before the first record. Tensors may share memory."""
+        """Return the state to save, or None before the first record.
+
+        Tensors of the state may share memory with the store.
+        """
         ring = self.ring
         if ring is None:
             return None
@@ -202,8 +211,8 @@ class RowStore:
         if boundaries is None:
             return RowState(ring.total, ring.num_lanes, columns, None, 1.0, None, {})
         lanes = torch.arange(ring.num_lanes, device=ring.device)
-        # The first rows of the oldest trajectory may be gone, so that its age does not follow from
-        # the rows.
+        # The first rows of the oldest trajectory may be overwritten. Its age is then not computable
+        # from the live rows.
         ages = boundaries.age(lanes, torch.full_like(lanes, ring.oldest))
         final_keys = None
         final_columns: dict[str, torch.Tensor] = {}
@@ -223,18 +232,19 @@ class RowStore:
         parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]],
         numbers: Mapping[str, Any],
     ) -> RingStore:
-        """Fill an empty store.
+        """Load rows into an empty store and return its ring.
 
         Args:
             schema: Fields of a row.
-            num_lanes: Lanes.
-            total: Rows per lane that were ever written.
-            parts: First slot and `[n, num_lanes, *event]` per field.
-            numbers: `oldest_ages` and `accepted_share` of `RowState`. Without, the oldest rows
-                begin trajectories.
+            num_lanes: Number of lanes.
+            total: Number of rows per lane that were ever written.
+            parts: Pairs of a first slot and the rows from this slot on, `[n, num_lanes, *event]`
+                by field name.
+            numbers: `oldest_ages` and `accepted_share` of `RowState`. Without `oldest_ages`, the
+                oldest rows begin trajectories.
 
         Raises:
-            SchemaError: A number does not fit.
+            SchemaError: `oldest_ages` or `accepted_share` is out of range.
         """
         num_slots = self.options.num_slots
         with self.order.writes:
@@ -260,10 +270,14 @@ class RowStore:
 
     @lasting
     def load_finals(self, keys: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        """Restore final observations, `final_keys` and `final_columns` of `RowState`, after `load`.
+        """Load final observations after `load`.
+
+        Args:
+            keys: `final_keys` of `RowState`.
+            columns: `final_columns` of `RowState`.
 
         Raises:
-            SchemaError: They are not of rows that ended a trajectory.
+            SchemaError: A key is not the key of a live row that ended a trajectory.
         """
         ring = self.ring
         boundaries = self.boundaries
@@ -285,7 +299,7 @@ class RowStore:
         return [] if find is None else find(schema)
 
     def _read_final(self, final: Any, rows: Rows, places: Places) -> Rows:
-        """Check final observations."""
+        """Check final observations and return them as rows."""
         if not places:
             raise UsageError("add final rows", "", "a buffer with end_key", "one without")
         finals = None if self.boundaries is None else self.boundaries.finals
@@ -320,21 +334,22 @@ class RowStore:
 
 
 def draw_uniformly(ring: RingStore, num_draws: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw places of live rows uniformly with replacement: `[num_draws]` int64, for `RingStore.gather`.
+    """Draw live rows uniformly with replacement and return their places, `[num_draws]` int64.
 
-    The generator may be on the CPU although the rows are not.
+    `RingStore.gather` copies the rows at these places. The generator may be on the CPU although the
+    rows are on another device.
     """
     places = uniform(ring.num_live * ring.num_lanes, num_draws, generator)
     if not ring.is_on_cpu:
         places = sent(places, ring.device)
-    if ring.num_lanes > 1:  # Each lane has slots without live rows behind its live rows.
+    if ring.num_lanes > 1:  # Skip the slots of each lane that follow its live rows.
         lane = torch.div(places, ring.num_live, rounding_mode="floor")
         places = places.add_(lane * (ring.stride - ring.num_live))
     return places
 
 
 class RowFront:
-    """Base of the public classes whose rows are in a `RowStore`."""
+    """Base of the public classes that keep their rows in a `RowStore`."""
 
     _rows: RowStore
     _lock: threading.RLock
@@ -347,7 +362,7 @@ class RowFront:
 
     @property
     def generator(self) -> torch.Generator:
-        """Draws the samples."""
+        """Random generator of the samples."""
         return self._rows.generator
 
     @generator.setter
@@ -356,7 +371,7 @@ class RowFront:
 
     @property
     def rng(self) -> torch.Generator:
-        """Another name of `generator`."""
+        """Alias of `generator`."""
         return self._rows.generator
 
     @rng.setter
@@ -365,7 +380,7 @@ class RowFront:
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:
-    """Return the share of candidates that recent draws accepted."""
+    """Return the saved share of accepted candidates, at least `_LEAST_SHARE`; by default 1."""
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
         raise SchemaError("load a state", "", "an accepted_share above 0, at most 1", str(share))
@@ -373,7 +388,7 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
 
 
 def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
-    """Return the ages of each lane's oldest row; in saves without them it begins its trajectory."""
+    """Return the saved age of each lane's oldest row, `[num_lanes]` int64; by default 0."""
     listed: Sequence[int] = numbers.get("oldest_ages", [0] * num_lanes)
     ages = torch.tensor(listed, device="cpu")
     if (

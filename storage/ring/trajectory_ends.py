@@ -1,7 +1,7 @@
-"""Ends of trajectories: the rows that end one, and fields that are stored for those rows.
+"""Ends of trajectories: the end flags of rows, and fields stored only for the last rows.
 
-A row ends a trajectory if any value of a field of `end_key` is not 0. `window_bounds.py` uses the
-ends.
+A row ends its trajectory if any value of an `end_key` field is not 0. `window_bounds.py` computes
+the valid windows from the ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .ring_store import RingStore
 #: Position in the schema and number of values of each field that ends trajectories.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
-#: On a device there is room at first for the ends of trajectories of this many rows.
+#: Rows of the ring per place for an ended row, in the initial memory on a device.
 _ROWS_PER_END = 64
 _BOOL = np.dtype(np.bool_)
-#: Names of flags of ends by themselves, and of flags of time limits; of a nested key the last part.
+#: Names of termination flags. A nested key is compared by its last part.
 _TERMINATIONS = {
     "terminated",
     "terminateds",
@@ -37,14 +37,18 @@ _TERMINATIONS = {
 }
 _TIME_OUTS = {"truncated", "truncateds", "truncation", "truncations", "is_truncated"}
 _TIME_OUTS |= {"timeout", "timeouts", "time_out", "time_outs", "TimeLimit.truncated"}
-#: Names of flags of ends of any kind.
+#: Names of flags that are set at terminations and at time-outs.
 _ANY_END = {"done", "dones", "is_last"}
-#: Mappings beside an end flag in which simulators keep their time-outs.
+#: Names of the mappings, next to an end flag, in which simulators store their time-out flags.
 _INFOS = {"info", "infos", "extras"}
 
 
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Return the fields that end trajectories; raise `MissingFieldError` for a key without fields."""
+    """Return the fields that end trajectories.
+
+    Raises:
+        MissingFieldError: A key of `end_key` matches no field of the schema.
+    """
     names = list(schema)
     action = "find what ends a trajectory"
     found = [
@@ -54,9 +58,13 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
 
 
 def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
-    """Return which rows end a trajectory: `[n, lanes]` bool, from checked leaves `[n, lanes, *event]`.
+    """Return whether each row ends its trajectory, `[n, lanes]` bool: any end flag is not 0.
 
-    Arrays give an array, tensors a tensor. With `num_lead=1` there is no axis of lanes.
+    Args:
+        leaves: Checked leaves `[n, lanes, *event]`, all arrays or all tensors. The result has the
+            same type.
+        places: Fields that end trajectories.
+        num_lead: 2, or 1 if leaves and result have no axis of lanes.
     """
     found: Any = None
     for place, width in places:
@@ -79,9 +87,9 @@ class EndKinds:
     """Fields that show whether a trajectory terminated or was truncated.
 
     Attributes:
-        terminations: Flags of terminations.
-        time_outs: Flags of time limits; ignored where a termination is set.
-        others: Further end flags: a termination unless a time-out is set.
+        terminations: Names of termination flags.
+        time_outs: Names of time-out flags. A time-out is ignored if a termination is set too.
+        others: Names of further end flags. They mean a termination unless a time-out is set.
     """
 
     terminations: tuple[str, ...]
@@ -90,40 +98,43 @@ class EndKinds:
 
     @classmethod
     def of(cls, schema: Iterable[str], end_names: Sequence[str]) -> EndKinds:
-        """Return the kinds of the end flags, and of related flags in the same mapping of the schema."""
+        """Sort end flags, and related flags in the same mappings of the schema, by their kind."""
         parents = {name.rpartition("/")[0] for name in end_names}
         parents |= {f"{parent}/{infos}".lstrip("/") for parent in parents for infos in _INFOS}
         beside = [name for name in schema if name.rpartition("/")[0] in parents]
         terminations = tuple(name for name in beside if _last_part(name) in _TERMINATIONS)
         time_outs = tuple(name for name in beside if _last_part(name) in _TIME_OUTS)
         others = [name for name in end_names if name not in terminations + time_outs]
-        if terminations:  # `done` is then either of both kinds
+        if terminations:  # A set `done` may then be a termination or a time-out.
             others = [name for name in others if _last_part(name) not in _ANY_END]
         return cls(terminations, time_outs, tuple(others))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of these fields."""
+        """Names of all flags of the three kinds."""
         return self.terminations + self.time_outs + self.others
 
     def unnamed(self, end_names: Sequence[str]) -> tuple[str, ...]:
-        """Return the fields that say more of ends than `end_names`, of which none is set at ends of every kind."""
+        """Return termination and time-out flags that are missing from `end_names`.
+
+        Empty if `end_names` has a flag such as `done`, which is set at every end.
+        """
         if any(name not in self.terminations + self.time_outs for name in end_names):
             return ()
         return tuple(name for name in self.terminations + self.time_outs if name not in end_names)
 
     def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return whether each row terminated its trajectory: `[n]` bool, possibly a view of a field.
+        """Return whether each row terminated its trajectory: `[n]` bool, maybe a view of a field.
 
         Args:
-            rows: Function that returns a field of these rows, `[n, *event]`.
+            rows: Function from the name of a field to its values `[n, *event]`.
         """
         by_itself, other = (_any_set(names, rows) for names in (self.terminations, self.others))
         if other is None and by_itself is not None:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
-            assert cut is not None  # at least one of these fields ends trajectories
+            assert cut is not None  # At least one of the three kinds has a field.
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut
@@ -135,9 +146,9 @@ def _last_part(name: str) -> str:
 
 
 def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-    """Return whether any value of the fields is not 0 in each row: `[n]` bool, or None without fields.
+    """Return whether each row has a value other than 0 in any of the fields: `[n]` bool.
 
-    The result may share memory with a field.
+    None if `names` is empty. The result may share memory with a field.
     """
     found: torch.Tensor | None = None
     for name in names:
@@ -151,17 +162,17 @@ def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch
 class EndedRows:
     """Fields that are stored only for rows that ended a trajectory, such as final observations.
 
-    The rows are stored in a separate ring, in the order of their keys. On the CPU this ring grows
-    before a live row would be overwritten. On other devices the host reads the number of ended rows
-    later, and grows the ring when half of its places are in use. A live row is overwritten only if
-    many trajectories end at once.
+    Ended rows are stored in a separate ring, in the order of their keys. On the CPU this ring grows
+    before a live row would be overwritten. On other devices the host receives the number of ended
+    rows with a delay, and grows the ring when more than half of its places are in use. A live row
+    is overwritten only if many trajectories end at once.
 
     Args:
-        ring: The ring that the rows belong to.
-        schema: The fields.
+        ring: Ring of all rows. Keys refer to its rows.
+        schema: Fields that are stored for ended rows.
 
     Attributes:
-        num_places: Rows that fit.
+        num_places: Capacity in ended rows.
     """
 
     @lasting
@@ -174,13 +185,15 @@ class EndedRows:
         if not self._is_on_cpu:
             expected = max(self._num_rows // _ROWS_PER_END, 2 * ring.num_lanes)
             self.num_places = max(_FIRST_ROOM, min(self._num_rows, expected))
-        #: Rows that were ever kept; a tensor on other devices than the CPU.
+        #: Running number of the next ended row, stored at place `_count % num_places + 1`. An int
+        #: on the CPU, elsewhere a tensor.
         self._count: Any = (
             0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
         )
-        #: On the CPU: number of the oldest live row.
+        #: Running number of the oldest live ended row. Used only on the CPU.
         self._first = 0
-        #: Places count from 1. Place 0 takes the rows that did not end, and stands for "no place".
+        #: Key of the row at each place, -1 if free. Places count from 1; place 0 means "no place".
+        #: On a device, rows that did not end are written to place 0 too.
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=ring.device)
         self._columns = {
             name: torch.zeros(
@@ -197,14 +210,17 @@ class EndedRows:
 
     @lasting
     def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
-        """Grow before rows are kept, if needed. A device is asked only about more rows than there are places.
+        """Grow the memory before `append`, if needed.
+
+        On a device, the host waits for the number of ended rows only if `ended` has more rows than
+        there are places.
 
         Args:
-            ended: `[n, lanes]` bool.
+            ended: `[n, lanes]` bool, whether each row that will be written ends a trajectory.
 
         Returns:
-            The keys by their new places from 0 on, -1 for a place without a row; None if no place
-            has changed.
+            Keys of the rows by their new places, from place 0 on, -1 for a free place. None if no
+            row has moved.
         """
         if self._is_on_cpu or ended.numel() > self.num_places:
             num_more = int(ended.sum())
@@ -235,16 +251,17 @@ class EndedRows:
     def append(
         self, ended: torch.Tensor, leaves: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keep the rows that ended of those that are about to be written.
+        """Store the fields of ended rows, before `RingStore.write` writes the rows themselves.
 
         Args:
-            ended: `[n, lanes]` bool.
-            leaves: `[n, lanes, *event]` per field.
+            ended: `[n, lanes]` bool, whether each row ends a trajectory.
+            leaves: `[n, lanes, *event]` by field name.
 
         Returns:
-            Numbers among the `n * lanes` rows, of those that ended on the CPU and of all elsewhere;
-            their places; and, not on the CPU, the keys of live rows that were overwritten, -1 for
-            others.
+            A tuple of three. First, positions among the `n * lanes` rows: of ended rows on the CPU,
+            of all rows elsewhere. Second, the place of each position, 0 for a row that did not end.
+            Third, the key of the live row that was overwritten at each position, -1 if there is
+            none; on the CPU always None.
         """
         flags = ended.flatten()
         first_key = self._ring.total * self._ring.num_lanes
@@ -273,13 +290,16 @@ class EndedRows:
         return rows, places, lost
 
     def num_live(self, num_more: int = 0) -> Any:
-        """Return how many rows are live after `num_more` more steps: an int on the CPU, elsewhere a tensor."""
+        """Return the number of ended rows that stay live after `num_more` more steps.
+
+        An int on the CPU, elsewhere a tensor.
+        """
         oldest_key = self._oldest_key(num_more)
         if not self._is_on_cpu:
             return (self._keys >= oldest_key).sum()
         first = self._first
         keys = self._keys[1:].numpy()
-        while first < self._count:  # twice at most: places go on from the last to the first
+        while first < self._count:  # At most two pieces, because places wrap around once.
             start = first % self.num_places
             piece = keys[start : min(start + self._count - first, self.num_places)]
             num_dead = int(piece.searchsorted(oldest_key))
@@ -291,16 +311,16 @@ class EndedRows:
         return self._count - first
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the places of live rows by their number, 0 for the oldest of `num_live`."""
+        """Return the places of live ended rows. Number 0 is the oldest of `num_live` rows."""
         found: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
         return found
 
     def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lane and the id of the rows at places."""
+        """Return the lanes and the ids of the rows at places."""
         return self._ring.named(self._keys[place])
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
-        """Copy a field of rows: `[len(place), *event]`."""
+        """Copy a field of the rows at places: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
 
     def clear(self) -> None:
@@ -309,17 +329,21 @@ class EndedRows:
         self._set_count(0, 0)
 
     def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Copy the keys of live rows, `id * num_lanes + lane`, ascending, and their fields."""
+        """Copy the keys `id * num_lanes + lane` of live ended rows, ascending, and their fields."""
         order = self._keys.argsort()
         order = order[self._keys[order] >= self._oldest_key(0)]
         return self._keys[order], {name: self.take(name, order) for name in self.schema}
 
     @lasting
     def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Keep, as the only ones, rows as `live` gives them; return the keys by their places from 0 on.
+        """Replace all ended rows by saved ones. Returns the keys by their places, from place 0 on.
+
+        Args:
+            keys: Ascending keys `[num]` int64, as returned by `live`.
+            leaves: `[num, *event]` by field name, as returned by `live`.
 
         Raises:
-            SchemaError: They are not as `live` gives them.
+            SchemaError: Keys or leaves have a wrong shape, dtype or order.
         """
         action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
@@ -348,7 +372,7 @@ class EndedRows:
         return self._keys[: len(keys) + 1]
 
     def _oldest_key(self, num_more: int) -> int:
-        """Return the least key of a row that is live after `num_more` more steps."""
+        """Return the smallest key of the rows that stay live after `num_more` more steps."""
         ring = self._ring
         return max(0, ring.total + num_more - ring.num_slots) * ring.num_lanes
 

@@ -1,7 +1,7 @@
-"""Transitions of one or several steps. The next observation is the following row, which is stored once.
+"""Draw transitions of one or several steps. Next observations are read from the following rows.
 
-A transition never crosses the end of a trajectory. The last step of a trajectory is followed by its
-final observation, if there is one. Otherwise such rows are left out or marked.
+A transition never crosses the end of a trajectory. The next observation of a trajectory's last step
+is its final observation, if one was stored. Otherwise the last step is excluded or marked.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ class TransitionRequest:
     """The contents of a transition.
 
     Attributes:
-        next_keys: Fields (or mappings of fields) that are given for the time after the last step,
-            below `next`.
-        num_steps: n of n-step transitions: rewards are summed with discounts up to the end of the
-            trajectory, and flags that end trajectories, or name time-outs, are those of the last
-            step taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0
-            where the trajectory terminated, `gamma ** k` after k steps where it was cut or goes on.
-            An end flag that is neither a termination nor a time-out by its name, such as `done`, is
-            a termination unless a time-out of the same step is set; beside a flag of terminations
-            `done` says nothing more. Multiplying by `1 - terminated` changes nothing.
-        gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one
+        next_keys: Fields, or mappings of fields, to return below `next` for the time after the last
             step.
-        reward_key: Field of the rewards that are summed if `num_steps > 1`.
+        num_steps: Number of steps n of an n-step transition. Rewards are summed with discounts up
+            to the end of the trajectory. End flags and time-out flags are copied from the last
+            step taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0 if
+            the trajectory terminated, `gamma ** k` after k steps if it was truncated or continues.
+            An end flag with another name, such as `done`, means a termination unless a time-out of
+            the same step is set. If the schema has a termination flag, `done` is ignored.
+            `discount` already contains the factor `1 - terminated`.
+        gamma: Discount per step. None means 0.99, and omits `discount` from transitions of one
+            step.
+        reward_key: Field of the rewards to sum if `num_steps > 1`.
         num_frames: Number of frames in a stack of the fields of `next_keys`, oldest first:
-            `[B, frames, *event]`. The first row of a trajectory replaces frames before it.
-        at_end: Rows whose next observation is not known, because their trajectory ended and no
-            final observation was given: "exclude" never draws them; "mark" does, with their own
-            observation in the place of the next, and gives `next_valid`, `[B, 1]` bool.
+            `[B, frames, *event]`. Frames before the start of the trajectory repeat its first row.
+        at_end: Treatment of last rows without a known next observation, because no final
+            observation was passed to `extend`. "exclude" never draws them. "mark" draws them,
+            repeats their own observation as the next observation, and adds `next_valid`, `[B, 1]`
+            bool.
     """
 
     next_keys: tuple[Key, ...] = ("observation",)
@@ -72,7 +73,7 @@ class TransitionRequest:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TransitionRequest:
-        """Return a request with the options of `sample_transitions`.
+        """Build a request from the keyword options of `sample_transitions`.
 
         Raises:
             UsageError: An option is unknown or has a wrong value.
@@ -82,24 +83,24 @@ class TransitionRequest:
                 raise UsageError(
                     _ACTION, "", f"options {nearest(name, cls.__dataclass_fields__)}", repr(name)
                 )
-        if isinstance(options.get("gamma"), torch.Tensor):  # It may change in place.
+        if isinstance(options.get("gamma"), torch.Tensor):  # A tensor may change in place.
             return cls(**options)
         try:
             return _remembered(**options)
-        except TypeError:  # an option that cannot be hashed, such as a list
+        except TypeError:  # An option is not hashable, such as a list.
             return cls(**options)
 
 
-#: Returns a request with these options. The checks take 10 us, a third of a draw of 32 transitions.
+#: Cached constructor of requests: the checks take 10 us, a third of a draw of 32 transitions.
 _remembered = lru_cache(maxsize=16, typed=True)(TransitionRequest)
 
 
 class TransitionSampler:
-    """Draw and gather transitions of one ring.
+    """Sampler of the transitions of one ring.
 
     Args:
-        boundaries: Where the trajectories of the ring end, and final observations.
-        end_names: Fields that end trajectories.
+        boundaries: Ends of the ring's trajectories, with their final observations.
+        end_names: Names of the fields that end trajectories.
         request: Contents of a transition.
     """
 
@@ -137,7 +138,7 @@ class TransitionSampler:
         self._unnamed_ends = self._end_kinds.unnamed(end_names)
         self._num_wrong_ends = LateNumber(self._ring.device)
         is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
-        #: Whether every transition is two rows of one trajectory.
+        #: Whether every transition consists of two consecutive rows of one trajectory.
         self._is_plain = is_short and self._extent.ends == "never"
         self._set_factors(_GAMMA if request.gamma is None else request.gamma)
         if request.num_steps > 1:
@@ -151,7 +152,7 @@ class TransitionSampler:
                 )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
-        """Return whether this sampler draws these transitions."""
+        """Return whether this sampler can be reused for a request and boundaries."""
         is_same = request is self._request or request == self._request
         return (
             is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
@@ -160,7 +161,7 @@ class TransitionSampler:
     def sample(
         self, num_draws: int, generator: torch.Generator, contiguous: bool
     ) -> dict[str, Any]:
-        """Draw transitions uniformly: a nested dict."""
+        """Draw transitions uniformly with replacement and return them as a nested dict."""
         names = self._ring.names
         boundaries = self._boundaries
         ring = self._ring
@@ -193,7 +194,7 @@ class TransitionSampler:
             )
             following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
-            # A trajectory that ends sooner stays at its last row.
+            # Steps beyond the end of a trajectory repeat its last row; their weight is 0.
             steps = self._steps if drawn.ended is None else self._steps.minimum(drawn.num_ahead)
             places = ring.place(drawn.lane, drawn.row + steps)
             found = ring.gather(places[0], contiguous)
@@ -213,27 +214,28 @@ class TransitionSampler:
 
     @lasting
     def _set_factors(self, gamma: float) -> None:
-        """Compute discounts and weights of rewards by the number of rows ahead, 0 to `num_steps`."""
+        """Compute reward weights and discounts for 0 to `num_steps` rows after the first row."""
         num_steps = self._request.num_steps
         factor = torch.tensor(gamma, dtype=torch.float32, device="cpu")
         steps = torch.arange(num_steps, device="cpu")
         num_taken = torch.cat([steps + 1, steps[-1:] + 1])
         weights = torch.where(steps < num_taken.unsqueeze(1), factor**steps, 0)
         discounts = (factor**num_taken).unsqueeze(1)
-        #: `[num_steps + 1, num_steps + 1]` float32: weights of the rewards, then the discount.
+        #: `[num_steps + 1, num_steps + 1]` float32, by the number of rows that follow in the
+        #: trajectory. Columns are the reward weights; the last column is the discount.
         self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
-        #: `[num_steps + 1, 1]`: 0, 1, ...
+        #: Offsets from the first row, `[num_steps + 1, 1]`: 0, 1, ..., num_steps.
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
 
     def _sum_rewards(
         self, found: dict[str, torch.Tensor], places: torch.Tensor, factors: torch.Tensor
     ) -> None:
-        """Replace the first row's reward by the discounted sum, and its end flags by those of the last step.
+        """Replace rewards by their discounted sums, and end flags by the flags of the last step.
 
         Args:
-            found: The fields of the first rows, changed.
-            places: `[num_steps, n]` of the rows of each step.
-            factors: `[n or 1, num_steps + 1]`, weights of the rewards first.
+            found: Fields of the first rows, changed in place.
+            places: Places of the rows of each step, `[num_steps, n]`.
+            factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
         """
         name = self._reward_name
         rewards = self._ring.column(name).index_select(0, places.t().flatten())
@@ -244,16 +246,21 @@ class TransitionSampler:
             found[flag_name] = self._ring.column(flag_name).index_select(0, places[-1])
 
     def _discount(self, rows: Callable[[str], torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
-        """Return the factors of next values after transitions with these end flags: `[n, 1]` float32."""
+        """Return the discounts `[n, 1]` float32: 0 for transitions that terminated.
+
+        Args:
+            rows: Function from the name of an end flag to its values `[n, *event]`.
+            factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
+        """
         return torch.where(self._end_kinds.terminated(rows), 0.0, factors[:, -1]).unsqueeze(1)
 
     def _check_ends_are_named(self, drawn: Drawn) -> None:
-        """Raise `UsageError` if a flag of ends that `end_key` does not name is set within a trajectory.
+        """Raise `UsageError` if an end flag missing from `end_key` is set within a trajectory.
 
-        On a device the rows are counted, and a later call raises.
+        On a device this call only counts such rows. A later call raises the error.
         """
         steps = self._steps[:-1]
-        # A trajectory that ends does so with the last of these rows.
+        # Only rows before step `num_ahead` are checked, because that row may end the trajectory.
         is_within = steps < drawn.num_ahead
         steps = steps if drawn.ended is None else steps.minimum(drawn.num_ahead)
         places = self._ring.place(drawn.lane, drawn.row + steps).flatten()
@@ -268,7 +275,7 @@ class TransitionSampler:
             self._raise_unnamed_ends()
 
     def _raise_unnamed_ends(self) -> None:
-        """Raise `UsageError` if an earlier draw found end flags that `end_key` does not name."""
+        """Raise `UsageError` if an earlier draw found such an end flag, missing from `end_key`."""
         received = self._num_wrong_ends.receive()
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
@@ -281,7 +288,7 @@ class TransitionSampler:
     def _stack(
         self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn
     ) -> None:
-        """Stack the frames up to the first row, and the frames up to the row after the last step."""
+        """Replace observations and next observations by stacks of `num_frames` frames."""
         first = drawn.row.unsqueeze(1)
         num_taken: Any = self._request.num_steps
         if drawn.ended is not None:
@@ -294,12 +301,12 @@ class TransitionSampler:
         for name in self._next_names:
             found[name] = self._frames(name, places)
             stack = self._frames(name, next_places)
-            # The row that follows may be a final observation, or not be written yet.
+            # `following` has the final observation where a trajectory ended; the ring does not.
             stack[:, -1] = following[name]
             following[name] = stack
 
     def _frames(self, name: str, places: torch.Tensor) -> torch.Tensor:
-        """Copy a field of rows at `[n, any]` places: `[n, any, *event]`."""
+        """Copy a field of the rows at places `[n, frames]`: `[n, frames, *event]`."""
         rows = self._ring.column(name).index_select(0, places.flatten())
         return rows.view(*places.shape, *rows.shape[1:])
 
@@ -314,7 +321,7 @@ def _rows_of(
 
 
 def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return the leaf of a nested record with this flat name."""
+    """Return the leaf with a flat name from a nested record."""
     found: Any = tree
     for key in name.split("/"):
         found = found[key]

@@ -1,4 +1,4 @@
-"""Windows of consecutive rows of one trajectory, and the rows one step later."""
+"""Windows: consecutive rows of one trajectory, drawn together with the rows one step later."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class WindowRequest(NamedTuple):
     """The contents of windows.
 
     Attributes:
-        length: Rows of a window.
-        keys: Fields of every row.
-        next_keys: Fields of the row after each row, below `next`; empty for none.
-        draws_trajectories: Whether a trajectory is drawn first, uniformly, then one of its windows.
-        is_marked: Whether windows are drawn whose next row is not known; `next_valid` marks them.
-        contiguous: Whether fields are contiguous.
+        length: Number of rows of a window.
+        keys: Fields to copy from every row.
+        next_keys: Fields to copy from the row after each row, returned below `next`; may be empty.
+        draws_trajectories: Whether to draw a trajectory uniformly, then one of its windows.
+            Otherwise windows are drawn uniformly.
+        is_marked: Whether to draw windows without a known next row too. `next_valid` marks them.
+        contiguous: Whether the fields of the result are contiguous tensors.
     """
 
     length: int
@@ -37,11 +38,11 @@ class WindowRequest(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Windows that were drawn.
+    """A sample of windows.
 
     Attributes:
         fields: Nested dict of `[num_windows * length, *event]`, time fastest.
-        places: `[num_windows]` int64, where the first rows are in the memory of the ring.
+        places: `[num_windows]` int64, places of the first rows in the memory of the ring.
     """
 
     fields: dict[str, Any]
@@ -51,7 +52,7 @@ class Windows(NamedTuple):
 def draw_windows(
     boundaries: Boundaries, num_windows: int, request: WindowRequest, generator: torch.Generator
 ) -> Windows:
-    """Draw windows with replacement, uniformly over all valid ones or by trajectory.
+    """Draw windows with replacement, uniformly over all valid windows or by trajectory.
 
     Raises:
         UsageError: No window is valid.
@@ -83,14 +84,14 @@ def draw_windows(
 
 
 def list_windows(boundaries: Boundaries, request: WindowRequest) -> dict[str, Any]:
-    """Return every window inside one trajectory whose next row is known, lane by lane, oldest first."""
+    """Copy every window of one trajectory with a known next row, lane by lane, oldest first."""
     num_later = 1 if request.next_keys else 0
     lane, last = boundaries.list_all(request.length + num_later)
     return _copied(boundaries, lane, last - num_later, request, "never")
 
 
 def _ends(boundaries: Boundaries, request: WindowRequest) -> str:
-    """Return the `ends` of an `Extent`: which windows may end with their trajectory."""
+    """Return `Extent.ends`: whether a window may contain the last row of its trajectory."""
     if not request.next_keys:
         return "never"
     if request.is_marked:
@@ -101,7 +102,7 @@ def _ends(boundaries: Boundaries, request: WindowRequest) -> str:
 
 
 def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
-    """Return the names of the fields that are copied one row later."""
+    """Return the flat names of the fields below `request.next_keys`."""
     names = []
     for key in request.next_keys:
         names += names_below(ring.schema, key, _ACTION, "output_key_tp1")
@@ -115,7 +116,7 @@ def _copied(
     request: WindowRequest,
     ends: str,
 ) -> dict[str, Any]:
-    """Copy windows that end at the rows `last`, and the rows one step later: a nested dict."""
+    """Copy windows that end at the rows `last`, and the rows one step later, as a nested dict."""
     ring = boundaries.ring
     length = request.length
     cut = ring.cut_of(request.keys, request.next_keys, request.contiguous, nested=False, apart=True)
