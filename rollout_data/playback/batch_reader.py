@@ -1,9 +1,9 @@
-"""Batches: carry out a plan, that is gather rows and give them as a `Transition`; and have the next ones read ahead.
+"""`BatchReader`: gathers the rows of a plan as a `Transition`. `ReadAhead`: prefetches later rows.
 
-One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after
-it is views, except coded components (decoded into new memory) and next observations with a true
-final one among them. Reading ahead is advice to the kernel, given only while a few sampled pages
-are not all in memory.
+One gather per column copies the rows of a batch, time first. The fields of the batch are views of
+them, with two exceptions: coded components are decoded into new memory, and next observations are
+copied if a true final observation is among them. Prefetching advises the kernel, as long as probed
+pages are not in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OBSERVATION = "observation"
 PRIVILEGED = "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
-#: The last one only where an end may be unknown.
+#: Flags of a batch. The last flag exists only if the end of a trajectory may be unknown.
 _FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
 #: Rows that are probed to learn whether the files are in memory.
 _NUM_SAMPLES = 16
@@ -42,44 +42,45 @@ _BATCHES_BETWEEN_PROBES = {True: 64, False: 16}
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How batches look; see `RolloutDataset`."""
+    """Options of `RolloutDataset` for the form of batches.
+
+    Attributes:
+        notes: Reads the task of each frame; None without `texts`.
+    """
 
     device: torch.device
     flatten_observations: bool = True
     mark_first_frame: bool = True
     contiguous: bool = False
-    notes: Notes | None = None  # which tell the task of each frame
+    notes: Notes | None = None
 
 
 class BatchReader:
-    """Turns plans into batches; holds reusable memory, and what follows from the layout of the rows."""
+    """Turns plans into batches, in memory that is used again."""
 
     def __init__(self, options: BatchOptions) -> None:
-        self.options, self._pool = (
-            options,
-            BufferPool(24),
-        )  # with `contiguous` a batch takes a dozen
+        self.options = options
+        # With `contiguous` a batch takes a dozen buffers.
+        self._pool = BufferPool(24)
         self._layouts: Mapping[str, RowLayout] | None = None
 
     def _know(self, layouts: Mapping[str, RowLayout]) -> None:
-        """Decide where each leaf of a batch lies in rows of these layouts."""
-        if layouts is not self._layouts:
-            cuts = [
-                leaves_of(
-                    layouts[table], (OBSERVATION, PRIVILEGED), self.options.flatten_observations
-                )
-                for table in (DATA, FINAL)
-            ]
-            self._layouts, self._cuts, self._final_cuts = layouts, *cuts
+        """Compute where each field of a batch lies in rows of these layouts, if they are new."""
+        if layouts is self._layouts:
+            return
+        joins = self.options.flatten_observations
+        self._layouts = layouts
+        self._cuts = leaves_of(layouts[DATA], (OBSERVATION, PRIVILEGED), joins)
+        self._final_cuts = leaves_of(layouts[FINAL], (OBSERVATION, PRIVILEGED), joins)
 
     def read(self, plan: Plan, stream_id: int = 0, without_time: bool = False) -> Transition:
-        """Gather what a plan says: a `Transition` of `[T, N, ...]`; `without_time` of its one step, `[N, ...]`."""
+        """Gather the batch of a plan: `[T, N, ...]`, or `[N, ...]` of its one step `without_time`."""
         assert plan.parts, "a plan covers its envs"
         self._know(plan.parts[0].deal.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
         rows = self._gather(plan, flags[_FLAGS.index("valid")])
-        # How many rows the next step, and the next env, are away: time first; one step lies beside
-        # the next.
+        # Rows from one step to the next, and from one env to the next. With one step, the row of the
+        # next observation follows directly.
         steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
         grid = (
             Grid((len(plan.num_valid),), steps[1:])
@@ -108,7 +109,10 @@ class BatchReader:
         return map_batch(self._owned, batch) if self.options.contiguous else batch
 
     def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
-        """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
+        """Gather the rows of a plan on the target device.
+
+        Rows of lost trajectories are zeros; their flags in `valid` are cleared.
+        """
         snapshot: RowSource = plan.parts[0].deal.source
         num_envs = len(plan.num_valid)
         length = plan.num_steps + 1
@@ -153,7 +157,11 @@ class BatchReader:
     def _put_finals(
         self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool
     ) -> None:
-        """Put the true final observations of a part into next observations, which get memory of their own."""
+        """Copy the true final observations of a part into next observations.
+
+        A field of next observations is copied before its first change. `has_own` names the copied
+        fields; grows.
+        """
         snapshot: RowSource = part.deal.source
         index = snapshot.index
         ends = part.ends
@@ -167,7 +175,7 @@ class BatchReader:
         trajectory = ends.trajectory[which]
         device = self.options.device
         columns = list(snapshot.layouts[FINAL].columns)
-        # Without a recorded privileged part, the next privileged observation is that of the stream.
+        # If no final privileged observation was recorded, the next frame of the stream stays.
         has_privileged = (index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0
         privileged = has_privileged.nonzero()[0]
         places = [ends.time[which], ends.env[which]][without_time:]
@@ -195,12 +203,15 @@ class BatchReader:
         return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory that nothing else is in."""
+        """Return a tensor that is contiguous and alone in its memory; a copy if needed."""
         is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_own else self._copied(tensor)
 
     def empty(self, snapshot: RowSource, num_steps: int | None, num_envs: int) -> Transition:
-        """A batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None; every field has memory of its own."""
+        """Return a batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None.
+
+        Every field has memory of its own.
+        """
         self._know(snapshot.layouts)
         sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
         rows = FrameRows({
@@ -243,12 +254,13 @@ class BatchReader:
         state = StreamState(
             trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool)
         )
-        only = Deal(deal.lengths, none, none, deal.number, deal.source)  # nothing comes after these
+        # A deal without further trajectories.
+        only = Deal(deal.lengths, none, none, deal.number, deal.source)
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
 
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
-    """The flags of a plan, bool `[F, T, N]`, of the first F `_FLAGS`."""
+    """Return the flags of a plan: bool `[F, T, N]`, the first F of `_FLAGS`."""
     has_unknown = any(part.deal.source.index.has_unknown_ends for part in plan.parts)
     flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
     done, timeout, is_first, valid, is_last = flags[:5]
@@ -266,7 +278,7 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
 
 
 def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
-    """The `text_id` of the task of each transition of a plan, int64 `[N, T]`; 0 where nothing is played."""
+    """Return the `text_id` of the task of each transition: int64 `[N, T]`; 0 without a trajectory."""
     num_envs = len(plan.num_valid)
     length = plan.num_steps + 1
     found = np.zeros(num_envs * length, np.int64)
@@ -301,7 +313,7 @@ def map_batch(function: Any, batch: Transition) -> Transition:
 def write_into(
     action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None
 ) -> None:
-    """Copy every tensor of `batch` into `buffer`: into its first-axis `rows`, or all of it for None."""
+    """Copy every tensor of `batch` into `buffer`: into the rows `rows` of its first axis; None: all."""
     if not isinstance(buffer, Transition):
         raise UsageError(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
     for name, target, source in zip(Transition._fields, buffer, batch, strict=True):

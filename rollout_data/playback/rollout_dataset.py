@@ -38,85 +38,86 @@ from .transition import Transition
 Cache = Literal["none", "ram", "device"]
 OnError = Literal["raise", "skip"]
 Interpolation = Literal["nearest", "linear"]
-_flag, _whole = partial(flag, CREATE), partial(whole, CREATE)
-_real, _choice = partial(real, CREATE), partial(choice, CREATE)
+_flag = partial(flag, CREATE)
+_whole = partial(whole, CREATE)
+_real = partial(real, CREATE)
+_choice = partial(choice, CREATE)
 
 
 class RolloutDataset(RolloutStream):
     """Stream recorded trajectories into `num_envs` parallel streams, in order, with random starts.
 
-    Every env plays one trajectory after the other; when one ends, that env alone takes the next
-    unused one. Reads block files, and files of other systems (see FORMATS.md). Nothing is read
-    before the first batch.
+    Every env plays one trajectory after the other. When a trajectory ends, its env takes the next
+    unused one; the other envs do not change. Reads block files and files of other systems (see
+    FORMATS.md). Files are opened with the first batch.
 
     Args:
         data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a
-            list of them of one kind; or URLs of folders of block files, see `remote`.
-        num_envs: Parallel streams of each rank. Those of all ranks are one stream, planned alike in
-            every process and the same for any number of ranks and workers; workers of a rank read
-            its batches in turns.
-        dataset_loops: How often all trajectories are delivered; below 1 without end.
-        random_shuffle_traj_order: Deal them in an order that is a permutation by (seed, epoch,
-            pass).
-        keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories, waits until there
-            are N, and looks for newer ones at every pass.
+            list of them of one format. Or URLs of folders of block files; see `remote`.
+        num_envs: Parallel streams of each rank. The streams of all ranks are planned alike in every
+            process, and are the same for any number of ranks and workers. The workers of a rank
+            read its batches in turns.
+        dataset_loops: Number of passes over all trajectories; below 1 without end.
+        random_shuffle_traj_order: Shuffle the trajectories of a pass: a permutation that depends on
+            (seed, epoch, pass).
+        keep_latest_n_trajs: N > 0 reads only the newest N complete trajectories. The stream waits
+            until there are N, and scans for newer ones before every pass.
         starting_frame_range: Half-open range of the frame at which a trajectory starts.
-        device: Where batches are delivered; None is CUDA if there is one. In DataLoader workers
-            always the CPU.
-        num_transitions_per_env: T of the batches of iteration; None is one step without a time
-            axis.
-        seed: Of permutations and starting frames.
-        cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device"
-            into the memory of `device`, so that a batch never leaves it. With "ram" and "device" a
-            batch on a GPU waits for nothing; filling the cache does. Blocks are never modified; if
-            another program truncates a mapped one, every process that reads it ends, as with any
-            mapped file.
+        device: Device of the batches; None is CUDA if there is one. In DataLoader workers always
+            the CPU.
+        num_transitions_per_env: Steps T of the batches of iteration; None is one step without a
+            time axis.
+        seed: Seed of permutations and starting frames.
+        cache: "none" reads the mapped files. "ram" copies the frames into memory first. "device"
+            copies them into the memory of `device`, so that a batch never leaves it. With "ram" and
+            "device" only filling the cache waits for a GPU. Blocks are never modified. If another
+            program truncates a mapped file, every process that reads it ends, as with any mapped
+            file.
         flatten_observations: Join components along the last axis in `obs_segments` order; False
-            gives dicts.
-        mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent
-            learners reset. `is_first` tells it in either case.
-        drop_last: Stop at the first batch that not every env can fill, and count what is left in
-            `num_dropped_frames`. False goes on until all envs are exhausted; the exhausted repeat
-            their last transition with `valid=False`.
-        verify_on_open: Check every checksum when a block is first seen.
-        wait_timeout_s: How long to wait for `keep_latest_n_trajs` trajectories, or with `refresh_s`
-            for the first one; the folder may be missing until then.
-        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
-        frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
+            returns dicts.
+        mark_first_frame: Set `done` on the first delivered frame of a trajectory, so that recurrent
+            learners reset. `is_first` marks this frame in either case.
+        drop_last: Stop before the first batch that an env cannot fill, and count the undelivered
+            frames in `num_dropped_frames`. False continues until all envs are exhausted. Exhausted
+            envs repeat their last transition with `valid=False`.
+        verify_on_open: Compare every checksum when a block is first seen.
+        wait_timeout_s: Seconds to wait for `keep_latest_n_trajs` trajectories, or with `refresh_s`
+            for the first one. The folder may be missing until then.
+        contiguous: Copy every field to contiguous memory of its own, in place of a view of rows.
+        frame_rate_hz: Frames per second for `get_batch_by_time`; None takes it from the metadata.
         interpolation: "nearest" or "linear", for `get_batch_by_time`.
-        chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded
-            pictures of other systems' files, is kept, those used last; 0 for none. LeRobot sets
-            keep 128 MiB of encoded ones besides.
-        shard: Which share of the envs this process reads. "auto": that of its rank in
-            torch.distributed, where rank 0 decides for all which trajectories a pass may use.
-            "none": all of it, for trainers that split batches themselves. (rank, world size): that
-            share.
-        even: When ranks end. "pad": all together, when the last env of all ranks is exhausted;
-            "drop": all together, when one rank has nothing left; "none": each when its own envs are
-            exhausted.
-        on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in
-            `problems` and goes on. A file that is gone is always left out so.
-        as_dict: Give batches as plain dicts of tensors: what was recorded and the flags, no None,
-            extras among them.
-        refresh_s: Look for new trajectories within a pass too, so that those that were published
-            are dealt within this many seconds, to envs that become free, before the rest of the
-            pass. None looks between passes only. Reads complete trajectories only; waits for the
-            first one, up to `wait_timeout_s`.
-        texts: Add `task` to the extras: the number of the task noted of the episode, int64 `[T,
-            num_envs]`; see the attribute `texts`.
-        remote: How files behind a network are read: what envs need next is fetched ahead. Several
-            ranks and workers fetch what they read, each for itself.
+        chunk_cache_bytes: Bytes of decoded chunks of coded components, and of decoded pictures of
+            other systems' files, that are kept, most recently used; 0 for none. LeRobot sets also
+            keep 128 MiB of encoded pictures.
+        shard: The share of the envs that this process reads. "auto": the share of its rank in
+            torch.distributed, where rank 0 decides which trajectories a pass uses. "none": all
+            envs, for trainers that split batches themselves. (rank, world size): that share.
+        even: The end of an epoch for several ranks. "pad": all ranks end when the last env of all
+            ranks is exhausted. "drop": all ranks end when one rank has no frame left. "none": each
+            rank ends when its own envs are exhausted.
+        on_error: "skip" leaves out the rest of a trajectory with damaged data, lists it in
+            `problems`, and continues. Deleted files are always left out so. "raise" raises.
+        as_dict: Return batches as plain dicts of tensors: recorded fields, extras and flags, without
+            None.
+        refresh_s: Scan for new trajectories within a pass too. Envs that become free take the new
+            trajectories within this many seconds, before the rest of the pass. None scans between
+            passes only. The stream reads complete trajectories only, and waits for the first one up
+            to `wait_timeout_s`.
+        texts: Add `task` to the extras: the number of the task of the episode, int64
+            `[T, num_envs]`; see the attribute `texts`.
+        remote: Options of files behind a network. Rows that envs need next are prefetched. Each
+            rank and worker fetches its own rows.
 
     Attributes:
-        problems: What could not be read, was repaired or left out, as exceptions.
+        problems: Data that were not read, were repaired or were left out, as errors.
         advice: Remarks on data that are read as they are stored, such as copied actions.
-        num_lost_trajectories: Trajectories that could not be read to their end; the rest has
-            `valid=False`.
+        num_lost_trajectories: Trajectories that could not be read to their end; their other frames
+            have `valid=False`.
         num_dropped_frames: Frames that `drop_last` left undelivered.
 
     Raises:
-        UsageError: An argument is wrong, or there are fewer trajectories than envs (at reset).
-        WaitTimeoutError: `keep_latest_n_trajs` did not come in time.
+        UsageError: An argument is invalid, or there are fewer trajectories than envs (at reset).
+        WaitTimeoutError: There were fewer than `keep_latest_n_trajs` trajectories in time.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class RolloutDataset(RolloutStream):
         self.verify_on_open = _flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._remote = checked_remote(CREATE, remote)
+        if refresh_s is not None:
+            refresh_s = _real("refresh_s", refresh_s, ">= 0 seconds", lambda seconds: seconds >= 0)
         self._passes = PassOptions(
             _whole("dataset_loops", dataset_loops, -(1 << 62)),
             _flag("random_shuffle_traj_order", random_shuffle_traj_order),
@@ -170,9 +173,7 @@ class RolloutDataset(RolloutStream):
             frame_range(starting_frame_range),
             _whole("seed", seed, 0),
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
-            refresh_s=None
-            if refresh_s is None
-            else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
+            refresh_s=refresh_s,
         )
         self._notes = Notes()
         self._look = {
@@ -184,7 +185,7 @@ class RolloutDataset(RolloutStream):
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
         self._begin_unread(checked_shard(shard, CREATE))
 
-    # What there is
+    # Contents
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -193,17 +194,17 @@ class RolloutDataset(RolloutStream):
 
     @property
     def texts(self) -> dict[int, str]:
-        """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
+        """Number -> text, of text fields and of `task`; read from all files at each call."""
         return self._notes.texts(self._snapshot())
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories in the folders, as last seen."""
+        """Number of trajectories in the folders at the last scan."""
         return len(self._snapshot().index)
 
     @property
     def num_frames(self) -> int:
-        """Frames in the folders, as last seen."""
+        """Number of frames in the folders at the last scan."""
         return self._snapshot().index.num_frames
 
     def statistics(
@@ -213,7 +214,7 @@ class RolloutDataset(RolloutStream):
         use_cache: bool = True,
         progress: bool = True,
     ) -> dict[str, FieldStatistics]:
-        """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
+        """Compute statistics of each field over all present frames; see `WindowDataset.statistics`."""
         source = self.new_source()
         source.refresh()
         snapshot = source.snapshot()
@@ -238,7 +239,7 @@ class RolloutDataset(RolloutStream):
         return self.source.snapshot()
 
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
-        """Allocate a batch of zeros in the form that `get_batch` gives."""
+        """Allocate a batch of zeros with the fields and shapes of `get_batch`."""
         self._ensure_started()
         return self.reader.empty(
             self._snapshot(),
@@ -249,7 +250,10 @@ class RolloutDataset(RolloutStream):
     def fill_transition(
         self, buffer: Transition, env_ids: torch.Tensor | None = None
     ) -> Transition:
-        """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
+        """Write the next step of `env_ids` into their rows of a `[num_envs, ...]` buffer.
+
+        The other envs do not advance.
+        """
         self._ensure_started()
         ids = np.sort(self._checked_ids("fill_transition", env_ids).numpy())
         some = ids if len(ids) < self.num_envs else None
@@ -274,9 +278,9 @@ class RolloutDataset(RolloutStream):
     def prefetch(
         self, num_batches: int = 2, device: torch.device | str | None = None
     ) -> PrefetchedBatches:
-        """Iterate with batches read ahead by a thread and copied to `device` (None: the dataset's).
+        """Return an iterable whose batches a thread prefetches and copies to `device` (None: the dataset's).
 
-        `state_dict()` of the iterator tells what was delivered, not what was read ahead.
+        Its `state_dict()` is the state after the last delivered batch.
         """
         action = arguments.calling(self, "prefetch")
         num_batches = arguments.whole(action, "num_batches", num_batches, 1)
@@ -289,11 +293,11 @@ class RolloutDataset(RolloutStream):
     def read_dataset_directory(self) -> bool:
         """Wait until the folders hold enough trajectories, up to `wait_timeout_s`; return True.
 
-        Enough are `keep_latest_n_trajs` complete trajectories, or as many as the environments need
-        to start. No cursor moves; a stream that is under way finds new trajectories by itself.
+        Enough are `keep_latest_n_trajs` complete trajectories, or as many as the envs need to
+        start. No cursor moves; a running stream finds new trajectories by itself.
 
         Raises:
-            WaitTimeoutError: There were not enough in time.
+            WaitTimeoutError: There were fewer after `wait_timeout_s`.
             UsageError: There is no folder, and neither `keep_latest_n_trajs` nor `refresh_s`
                 announces data.
         """
@@ -314,10 +318,11 @@ class RolloutDataset(RolloutStream):
                 trajectory, "writer:number" (`ids` of `rollout_data.open(data_dir)`): `(0, length)`.
 
         Raises:
-            UsageError: It is neither.
+            UsageError: The name is neither of them.
         """
         name = os.fsdecode(filename) if isinstance(filename, (str, os.PathLike)) else repr(filename)
-        if (frames := chunk_frames(name)) is not None:
+        frames = chunk_frames(name)
+        if frames is not None:
             return frames
         index = self._snapshot().index
         writer, _, number = name.rpartition(":")
@@ -341,7 +346,7 @@ class RolloutDataset(RolloutStream):
         return 0, int(index.lengths[places[0]])
 
     def assemble_obs_components(self, traj_data: Mapping[str, Any]) -> torch.Tensor:
-        """Join the components of a trajectory's observation as the batches of this dataset have them joined.
+        """Join the components of a trajectory's observation in the order of batches of this dataset.
 
         Args:
             traj_data: Arrays or tensors `[T, ...]` by name: `obs_<component>` as chunk files of the
@@ -368,8 +373,9 @@ class RolloutDataset(RolloutStream):
     @property
     def frame_rate_hz(self) -> float:
         rate = self._frame_rate_hz
-        if rate is None and (found := self.metadata.get("frame_rate_hz")) is not None:
-            rate = _frame_rate(found)
+        if rate is None:
+            recorded = self.metadata.get("frame_rate_hz")
+            rate = None if recorded is None else _frame_rate(recorded)
         if rate is None:
             advice = "Give frame_rate_hz, or record it in the metadata"
             raise UsageError(
@@ -395,7 +401,7 @@ class RolloutDataset(RolloutStream):
         return reader.frames_at(self.position.deal, self._played(ids), frames, is_linear)
 
     def _checked_frames(self, ids: torch.Tensor, position: Any) -> npt.NDArray[np.float64]:
-        """Check positions of `read_frames_at`: float64 `[len(ids)]`, each within the trajectory of its env."""
+        """Return the positions of `read_frames_at`: float64 `[len(ids)]`, each within its trajectory."""
         last = self.reference_num_frames(ids).numpy() - 1
         try:
             frames = torch.as_tensor(position, dtype=torch.float64, device="cpu").numpy()
@@ -410,7 +416,7 @@ class RolloutDataset(RolloutStream):
         return frames
 
     def _played(self, env_ids: torch.Tensor) -> Int64s:
-        """Which trajectories envs of this process are at."""
+        """Return the trajectories that envs of this process play."""
         played: Int64s = self.position.state.trajectory[self._mine][env_ids.numpy()]
         return played
 

@@ -1,7 +1,6 @@
 """The template of datasets that play recorded rollouts back, env by env and in order.
 
-One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here once;
-where the frames come from, in a subclass.
+Resets, batches, iteration and lookup by time are written here once. A subclass reads the frames.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..sources.processes.process_group import is_in_worker
 _MAX_ENVS = 1 << 24
 
 EnvIds = Sequence[int] | torch.Tensor | None
-#: What a stream gives: for `RolloutDataset` a `Transition`.
+#: Type of the batches of a stream: `Transition` for `RolloutDataset`.
 Batch = TypeVar("Batch")
 
 
@@ -148,7 +147,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         return field("observation", None), field("action", None), field("reward", None), done, info
 
     def __iter__(self) -> Iterator[Batch]:
-        """Reset all envs to the first pass and give this object, whose cursors all iterators share.
+        """Reset all envs to the first pass and return this object, whose cursors all iterators share.
 
         For a look that does not disturb a stream use another dataset; `get_batch` goes on without a
         reset.

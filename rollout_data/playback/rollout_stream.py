@@ -1,7 +1,7 @@
-"""A stream of recorded trajectories: epochs, passes, batches and resuming: plan, read, commit.
+"""`RolloutStream`: epochs, batches and resuming of a stream of recorded trajectories.
 
-One rule: every process plans the envs of all ranks with integers, reads its own share of what the
-plan says, and only then moves on; a failed read leaves every cursor where it was.
+A batch takes three steps. `plan_next` computes the frames of all ranks with integers. `read` reads
+the frames of this process. `commit` keeps the new position. So a failed read moves no cursor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONTINUE = "call RolloutDataset.load_state_dict"
 
 
 class RolloutStream(RolloutFileBase[Transition]):
-    """What `RolloutDataset` delivers, and in which order; made and documented there."""
+    """The order of the batches of a `RolloutDataset`, which checks and documents the options."""
 
     _origins: list[Origin]
     _passes: PassOptions
@@ -59,56 +59,57 @@ class RolloutStream(RolloutFileBase[Transition]):
     _chunk_cache_bytes: int
     _remote: Any
     as_dict: bool
-    is_for_workers = False  # a loader has workers, which read what this process has in memory
+    #: Whether a loader has workers, which map the frames and the index of this process.
+    is_for_workers = False
 
     def _begin_unread(self, shard: Shard | None) -> None:
-        """Be a new stream; `shard`: see `checked_shard`."""
+        """Initialize the state of an unread stream; see `checked_shard` for `shard`."""
         self._chosen_shard = shard
-        self._travelled = (
-            process_group.ALONE
-        )  # the rank of the process that sent this copy to a worker
-        self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
-        self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
-        self.left_reader: Worker | None = (
-            None  # of an iteration that was left: it may still read one batch
-        )
+        #: Rank of the process that sent this copy to a worker.
+        self._travelled = process_group.ALONE
+        self._epoch = 0
+        #: Whether a batch of the epoch was delivered.
+        self._is_used = False
+        #: The thread that prefetches; None if there is none.
+        self.lent_to: PrefetchedItems[Any] | None = None
+        #: The thread of an abandoned iteration, which may still read one batch.
+        self.left_reader: Worker | None = None
         self._board = Board()
         self._num_iterations = 0
-        self.agree: Agree = process_group.alone  # how this process learns what is in the folders
-        self._is_told = False  # by the process with a `RolloutLoader`
+        #: Synchronizes scans of the folders across processes.
+        self.agree: Agree = process_group.alone
+        #: Whether the process of a `RolloutLoader` sends the scans.
+        self._is_told = False
         self.num_dropped_frames = 0
         self._forget()
 
     def _forget(self) -> None:
-        """Be as before the first batch."""
+        """Reset to the state before the first batch."""
         self.wait_for_left_reader()
         self._source: LiveSource | None = None
-        self._dealer: Any = None  # a `Dealer` from the first batch on
+        #: A `Dealer` from the first batch on.
+        self._dealer: Any = None
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
+        #: The envs of this rank among those of all ranks.
         self._mine = ALL
-        self._saved: dict[str, Any] | None = (
-            None  # the state just loaded, until a batch was delivered
-        )
+        #: The loaded state, until a batch was delivered.
+        self._saved: dict[str, Any] | None = None
         self._saved_name = ""
         self._skip: int | None = None
-        self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
+        #: Whether the next iteration in this worker resumes the loaded state.
+        self._is_continued = False
         self._is_started = False
         self._readable = ReadableCheck()
-        self.losses: list[Any] = []  # names of trajectories that could not be read, and why
+        #: Names and errors of trajectories that this process could not read.
+        self.losses: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
-        made_anew = {
-            "_source",
-            "_dealer",
-            "_position",
-            "_readahead",
-            "reader",
-            "lent_to",
-            "left_reader",
-        }
-        state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
+        """A copy opens its files where it arrives, and starts from the beginning."""
+        unpickled = {
+            "_source", "_dealer", "_position", "_readahead", "reader", "lent_to", "left_reader",
+        }  # fmt: skip
+        state = {name: value for name, value in self.__dict__.items() if name not in unpickled}
         state["_travelled"] = self._rank()
         state["agree"] = self.agree if self._is_told else process_group.alone
         return state
@@ -122,14 +123,17 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._is_continued = state["_is_continued"]
 
     def _rank(self) -> Shard:
-        """The share of this process; a worker that was not forked knows it from the process that made it."""
+        """Return the share of this process.
+
+        A worker that was not forked has no process group: its share is that of its parent process.
+        """
         shard = current_shard(self._chosen_shard)
         if shard.total > 1:
             process_group.refuse_second_split()
         is_unknown = self._chosen_shard is None and shard == process_group.ALONE
         return self._travelled if is_unknown and is_in_worker() else shard
 
-    # What there is
+    # Contents
 
     @property
     def source(self) -> LiveSource:
@@ -139,7 +143,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         return self._source
 
     def new_source(self) -> LiveSource:
-        """Open the folders again; they may be missing as long as data are announced."""
+        """Open the folders again; they may be missing while trajectories are still recorded."""
         is_awaited = self._passes.are_data_coming
         return LiveSource(
             self._origins,
@@ -151,22 +155,22 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        """Data that were not read, were repaired or were left out, as errors in order of discovery."""
         return self.source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
-        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        """Remarks on data that are read as they are stored; see `Recording.advice`."""
         return self.source.advice
 
     @property
     def num_lost_trajectories(self) -> int:
-        """Trajectories that could not be read to their end."""
+        """Number of trajectories that could not be read to their end."""
         return self.source.num_lost_trajectories
 
     @property
     def num_dataset_looped(self) -> int:
-        """How many passes were dealt out completely."""
+        """Number of passes of which all trajectories were started."""
         if self._position is None:
             return 0
         state, deal, _ = self._position
@@ -175,7 +179,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         )
 
     def wait_for_left_reader(self) -> None:
-        """Wait until the thread of a prefetch that was left has ended its last read."""
+        """Wait until the thread of an abandoned prefetch has finished its last read."""
         reader = self.left_reader
         self.left_reader = None
         if reader is not None and reader.owner.is_own:
@@ -184,15 +188,14 @@ class RolloutStream(RolloutFileBase[Transition]):
     # Epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the number of the next epoch; those after it count on from there.
+        """Set the number of the next epoch; later epochs count on from it.
 
-        Epochs differ in their permutations and starting frames, equal ones are equal. Each reset,
-        hence each iteration, begins the next epoch by itself. Workers that live on from epoch to
-        epoch are reached too.
+        The number determines the permutations and starting frames of an epoch. Each reset, hence
+        each iteration, begins the next epoch. The number also reaches persistent workers.
         """
         epoch = whole(f"call {type(self).__name__}.set_epoch", "epoch", epoch, 0)
         if self._saved is not None and self._saved["epoch"] == epoch:
-            return  # of which the state is: it goes on
+            return  # the loaded state belongs to this epoch and is resumed
         if self._saved is not None:
             self._forget()
         self._epoch = epoch
@@ -201,7 +204,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._note(self._epoch, self._saved_name)
 
     def _new_dealer(self, num_envs: int) -> Dealer:
-        """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
+        """Create the dealer of this process for `num_envs` envs of all ranks, for the current rank and epoch."""
         self._shard = self._rank()
         self._mine = self._shard.part_of(num_envs)
         if not self._is_told:
@@ -209,21 +212,23 @@ class RolloutStream(RolloutFileBase[Transition]):
             if is_in_worker():
                 self.agree = partial(self._board.agree, self._group())
         keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
-        stream = weakref.proxy(
-            self
-        )  # without a circle of references, files are unmapped with the last one
-        options = (self._passes, self._epoch, keeps_on, self.on_error == "skip")
-        told = (
-            self._shard.total > 1 and is_in_worker() and not self._is_told,
-            self.is_for_workers or is_in_worker(),
+        # Without a circle of references, files are unmapped with the last reference to the stream.
+        stream = weakref.proxy(self)
+        dealer = Dealer(
+            self.source,
+            self._passes,
+            self._epoch,
+            keeps_on,
+            skips=self.on_error == "skip",
+            agree=lambda number, look: stream.agree(number, look),
+            is_cut_off=self._shard.total > 1 and is_in_worker() and not self._is_told,
+            is_shared=self.is_for_workers or is_in_worker(),
         )
-        dealer = self._dealer = Dealer(
-            self.source, *options, lambda number, look: stream.agree(number, look), *told
-        )
+        self._dealer = dealer
         return dealer
 
     def _undecided(self, deal: Deal, in_use: Int64s) -> None:
-        """Stand for the pass after `deal`, at whose beginning the folders are looked at."""
+        """Raise `Undecided`: the pass after `deal` needs a scan of the folders first."""
         if self._passes.has_pass(deal.number + 1):
             raise Undecided
 
@@ -273,7 +278,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         )
 
     def _check_alone(self, action: str) -> None:
-        """Raise where other processes plan the same stream: they would not know."""
+        """Raise if other processes plan the same stream, since they cannot be notified."""
         if self._shard.total * current_worker().total > 1:
             got = f"{self._shard.total} ranks and {current_worker().total} workers, which share one plan"
             advice = (
@@ -290,14 +295,17 @@ class RolloutStream(RolloutFileBase[Transition]):
         after: Position | None = None,
         is_read: bool = True,
     ) -> tuple[Plan, Position]:
-        """Plan the next steps of `envs` (None: all) of this process: what to read, and where the stream stands then.
+        """Plan the next steps of this process; return the plan, and the position after it.
 
-        Where another process reads what was planned (`is_read` False), the plan is of no env.
+        Args:
+            num_steps: Steps T.
+            envs: The envs that advance; None: all.
+            after: Position at which the steps begin; None: the current one.
+            is_read: Whether this process reads the frames. If not, the plan has no env.
 
         Raises:
             DatasetExhausted: There is no further batch.
-            Undecided: It is not the next one, but that `after` a position, and the folders are to
-                be looked at.
+            Undecided: `after` is given, and the folders must be scanned first.
         """
         if after is None:
             self.wait_for_left_reader()
@@ -305,7 +313,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._dealer.is_due(position, self.agree is process_group.alone):
             if after is not None:
                 raise Undecided
-            position = self._position = self._dealer.refreshed(position)
+            position = self._dealer.refreshed(position)
+            self._position = position
         state, deal, num_left = position
         if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
@@ -338,11 +347,11 @@ class RolloutStream(RolloutFileBase[Transition]):
     def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
         """Return the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
-        It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of
-        its tensors.
+        Memory is time first, so that `flatten(0, 1)` is a view. With `as_dict` the batch is a dict
+        of tensors.
 
         Raises:
-            DatasetExhausted: Everything was delivered; also a `StopIteration`.
+            DatasetExhausted: All passes were delivered; also a `StopIteration`.
         """
         steps = self._checked_steps(num_transitions_per_env)
         self._ensure_started()
@@ -354,7 +363,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def read(
         self, plan: Plan, position: Position, envs: Int64s | None = None, without_time: bool = False
     ) -> Transition:
-        """Read what was planned; give up files that are gone and that no env plays at the position behind it."""
+        """Read the frames of a plan; then release deleted files that the position after it does not need."""
         chosen = plan if envs is None else share_of(plan, envs)
         while True:
             try:
@@ -368,18 +377,18 @@ class RolloutStream(RolloutFileBase[Transition]):
                 return batch
 
     def release(self, position: Position) -> None:
-        """Close files that are gone and not needed at a position."""
+        """Close deleted files that are not needed at a position."""
         index = position.deal.source.index
         self.source.release(lambda: index.blocks_of(self._dealer.needed(position)))
 
     def commit(self, position: Position) -> None:
-        """Count what lies before a position as delivered."""
+        """Count the frames before a position as delivered."""
         self._position = position
         self._saved = None
         self._is_used = True
 
     def next_position(self) -> Position | None:
-        """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
+        """Return the position after the next batch of the iteration; None if there is no batch."""
         self._ensure_started()
         try:
             return self.plan_next(self.num_transitions_per_env or 1, is_read=False)[1]
@@ -387,12 +396,14 @@ class RolloutStream(RolloutFileBase[Transition]):
             return None
 
     def __next__(self) -> Transition:
-        """Return the next batch; in a DataLoader worker the next one that is its turn."""
-        self._is_continued = False  # torchdata may load a state behind `iter`
+        """Return the next batch; in a DataLoader worker the next batch of this worker."""
+        # torchdata may load a state after `iter`.
+        self._is_continued = False
         worker = current_worker()
         if worker.total > 1:
             for _ in range(worker.number if self._skip is None else self._skip):
-                if (position := self.next_position()) is None:
+                position = self.next_position()
+                if position is None:
                     raise StopIteration
                 self.commit(position)
             self._skip = worker.total - 1
@@ -401,13 +412,12 @@ class RolloutStream(RolloutFileBase[Transition]):
     # Resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of all ranks stands: a few integers per env, plain data, alike in every rank.
+        """Return the position of the stream of all ranks as plain data, the same in every rank.
 
-        Nothing that was only read ahead counts as delivered.
+        Batches that were only prefetched do not count as delivered.
 
         Raises:
-            UsageError: Workers of a DataLoader did the reading, of which this process knows
-                nothing.
+            UsageError: Workers of a plain DataLoader have read the batches.
         """
         if not is_in_worker() and self._noted() is not None:
             raise UsageError(
@@ -417,26 +427,25 @@ class RolloutStream(RolloutFileBase[Transition]):
             )  # fmt: skip
         if self._saved is not None:
             return dict(self._saved)
-        if not self._is_started or (
-            not self._is_used and self.is_over()
-        ):  # the next epoch has a number, and no more
+        is_between_epochs = not self._is_started or (not self._is_used and self.is_over())
+        if is_between_epochs:
             return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
         state = state_at(self.position, self._passes, self._dealer.epoch)
         return state if current_worker().total == 1 else {**state, "skip": self._skip}
 
     @property
     def position(self) -> Position:
-        """Where the stream stands."""
+        """The position after the last delivered batch."""
         assert self._position is not None
         return self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
+        """Resume from a `state_dict`, on any number of ranks and workers: the next batches are the same.
 
-        It does not matter what was recorded since, or which trajectories were deleted that were
-        delivered or begun: what is left of these is not `valid`. `num_envs` must be this rank's
-        share of the envs in the state. The next iteration (`iter(dataset)`) continues too, instead
-        of starting again, or begins the next epoch if one is over.
+        Trajectories recorded since do not change them. Frames of trajectories that were deleted
+        since are not `valid`. `num_envs` must be this rank's share of the envs in the state. The
+        next iteration (`iter(dataset)`) resumes too. If the epoch of the state is over, the
+        iteration begins the next epoch.
 
         Raises:
             UsageError: The state belongs to another dataset, number of envs or setting.
@@ -446,15 +455,17 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._forget()
         if state.get("is_started", True):
             self._restore(state)
-            self._saved, self._saved_name = dict(state), secrets.token_hex(8)
+            self._saved = dict(state)
+            self._saved_name = secrets.token_hex(8)
         else:
             self._epoch = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0)
             self._is_used = False
-        if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
+        if is_in_worker():
+            # A worker of torchdata's StatefulDataLoader; the next epoch has other workers.
             self._is_continued = True
             self._note(self._epoch + self._is_used, "")
         else:
-            if self._noted() is not None:  # workers that live on
+            if self._noted() is not None:  # persistent workers
                 self._board.write(f"state_{self._rank().number}", (self._saved, self._saved_name))
             self._note()
 
@@ -503,20 +514,20 @@ class RolloutStream(RolloutFileBase[Transition]):
         return self.next_position() is None
 
     def _noted(self) -> Any:
-        """What workers of this rank have noted, if any: the next epoch, and the state that they have continued."""
+        """Return the note of the workers of this rank: next epoch, and name of the resumed state; or None."""
         return self._board.read(f"next_{self._rank().number}")
 
     def _note(self, *note: Any) -> None:
-        """Note the same; nothing takes the note away."""
+        """Write the note that `_noted` reads; without arguments remove it."""
         self._board.write(f"next_{self._rank().number}", note or None)
 
     def _group(self) -> str:
-        """Name the workers that read this epoch together."""
+        """Return the name of the group of workers that read this epoch together."""
         worker: Any = get_worker_info()
         return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
 
     def _begin_in_worker(self) -> Iterator[Transition]:
-        """Begin the epoch that the workers of this loader agree on."""
+        """Begin the epoch that the workers of this plain DataLoader agree on by notes."""
         if self._passes.refresh_s is not None and not self._is_told:
             advice = "Use rollout_data.loader(dataset, num_workers=...)"
             got = "workers of a plain DataLoader"
@@ -536,10 +547,10 @@ class RolloutStream(RolloutFileBase[Transition]):
         while not self._board.write(
             f"{self._group()}_of_{current_worker().number}", None, is_final=True
         ):
-            self._num_iterations += (
-                1  # it took part in that one: an earlier epoch, perhaps of the same seed
-            )
-        if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
+            # This worker read that group: an earlier epoch, perhaps of the same seed.
+            self._num_iterations += 1
+        sent = self._board.read(f"state_{self._shard.number}")
+        if sent is not None:
             self._saved, self._saved_name = sent
         epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
         while (begun := self._board.read(self._group())) is None:
@@ -549,7 +560,8 @@ class RolloutStream(RolloutFileBase[Transition]):
                 self._group(), (epoch if is_resumed else following, is_resumed), is_final=True
             ):
                 self._note(1 + (epoch if is_resumed else following), self._saved_name)
-        (self._epoch, is_resumed), self._is_used = begun, False
+        self._epoch, is_resumed = begun
+        self._is_used = False
         if is_resumed and self._saved is not None:
             self._restore(self._saved)
             if not self.is_over():
@@ -558,7 +570,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         return super().__iter__()
 
     def follow(self, saved: dict[str, Any], agree: Agree) -> None:
-        """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
+        """Prepare this copy for a worker of `rollout_data.loader`, which resumes a state and receives scans."""
         self._saved = saved
         self.agree = agree
         self._is_told = True
@@ -567,7 +579,5 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _go_to(self, position: Position) -> None:
         self._position = position
         self._is_started = True
-        self._readahead, self.reader = (
-            ReadAhead(self.num_envs),
-            BatchReader(BatchOptions(self.device, **self._look)),
-        )
+        self._readahead = ReadAhead(self.num_envs)
+        self.reader = BatchReader(BatchOptions(self.device, **self._look))
