@@ -1,4 +1,4 @@
-"""Rows of a block before it is written: from memory or from other blocks, coded as chunks if the field has a codec.
+"""Rows of a block before writing: from memory or other blocks, coded if the field has a codec.
 
 Chunks follow the order of the rows and end at the ends of fragments. Chunks of other blocks are
 copied without decoding, unless the blocks have different codecs for a field. `write_block.py`
@@ -37,7 +37,7 @@ _NUM_SAMPLES = 8
 class RowSource(Protocol):
     """Rows of a column.
 
-    They are read in parts, so that memory never holds a block twice. Thread-safe.
+    Rows are read in parts, so that memory never holds a block twice. Thread-safe.
 
     Attributes:
         num_rows: Number of rows.
@@ -48,7 +48,10 @@ class RowSource(Protocol):
     row_bytes: int
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Return the rows `start:stop` as C-contiguous uint8 `[stop - start, row_bytes]`: in `out`, or a view."""
+        """Return rows `start:stop` in `out` or as a view: uint8 `[stop - start, row_bytes]`.
+
+        The result is C-contiguous.
+        """
         ...
 
 
@@ -69,7 +72,7 @@ class CodedRows:
 
     Attributes:
         coding: Coding of the chunks.
-        table: Rows and bounds of the chunks. Places count from 0.
+        table: Rows and bounds of the chunks. Byte offsets count from the start of `data`.
         data: Consecutive chunks, uint8.
     """
 
@@ -102,10 +105,10 @@ class BlockContent:
     """Content of a block to write.
 
     Attributes:
-        schema, writer, sequence, fragments, reward_sums: See `BlockHeader`.
+        schema, writer, sequence, fragments, reward_sums: As in `BlockHeader`.
         rows: Table -> column -> rows. Columns in chunks are coded when the block is written, unless
             they are `CodedRows`.
-        max_errors: Field -> largest error of the values in `rows` that a codec caused before.
+        max_errors: Field -> largest error of the values in `rows` from an earlier lossy coding.
         codecs: Field with the codec "auto" -> chosen codec. Writing the first block chooses; the
             writer keeps the mapping for later blocks.
         frames_per_chunk: Frames of a chunk, at most; None for the default of the codec.
@@ -163,7 +166,7 @@ def _code_field(
     codecs = {rows.coding.codec for rows in coded.values()}
     has_uncoded = any(rows.num_rows for table, rows in sources.items() if table not in coded)
     if len(codecs) != 1 or has_uncoded:
-        # Both tables need one codec. Rows of another codec are decoded and coded again.
+        # Both tables must have the same codec. Rows of another codec are decoded and coded again.
         sources = {table: _decoded(rows) for table, rows in sources.items()}
         coded = {}
         codecs = set()
@@ -186,7 +189,7 @@ def _code_field(
 def frames_per_chunk(content: BlockContent, table: str, codec: str, row_bytes: int) -> int:
     """Return the number of frames of a chunk of a table.
 
-    Final rows are read singly, so they have chunks of one.
+    Final rows are read one at a time, so each final row is its own chunk.
     """
     if table != DATA:
         return 1
@@ -240,9 +243,9 @@ class _Frames:
         self._field = layout.stored[name]
         self._row_bytes = layout.columns[name].row_bytes
         self._per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
-        #: First row of each chunk, and the number of rows.
+        #: First row of each chunk, then the number of rows.
         self._bounds = [0]
-        #: Chunks with rows of a fragment. Other chunks stay empty.
+        #: Numbers of the chunks with rows of a fragment. Other chunks stay empty.
         self._used = list[int]()
         first, stop = row_ranges(table, content.fragments)
         for low, high in sorted(set(zip(first.tolist(), stop.tolist(), strict=True))):
@@ -270,7 +273,7 @@ class _Frames:
         return [self.read(number) for number in self._used[::step]]
 
     def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
-        """Code all used chunks in threads; `error` is the error that a codec caused before."""
+        """Code all used chunks in threads. `error` is the error of an earlier lossy coding."""
         coding = Coding(codec, error, self._per_chunk)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
@@ -292,7 +295,7 @@ class _Frames:
 def gathered(
     parts: Sequence[tuple[BlockHeader, np.void]],
 ) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
-    """Concatenate the rows of fragments of blocks that have one schema.
+    """Concatenate the rows of fragments from blocks with the same schema.
 
     Returns:
         Table -> column -> rows, and the fragments with their new rows, `[F]`.

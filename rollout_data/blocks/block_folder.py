@@ -56,8 +56,8 @@ from .write_block import TEMPORARY_PREFIX
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 4
 _OPEN = "open the data folder"
-#: Exceptions that damaged caches cause in the readers of zip, npy and JSON. RuntimeError: unusual
-#: zip members.
+#: Exceptions that damaged caches cause in the readers of zip, npy and JSON. RuntimeError is raised
+#: for unusual zip members.
 BAD_CACHE = (
     *BAD_METADATA,
     EOFError,
@@ -67,12 +67,12 @@ BAD_CACHE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-#: Seconds after a change in which the modification time of a folder may hide another one: FAT
-#: counts 2 s.
+#: Seconds after a change of a folder in which its modification time may hide a further change. FAT
+#: has a resolution of 2 s.
 _COARSE_S = 2.0
 #: Largest fraction of the time spent on checks of all files while no file is added or removed.
 LOOK_SHARE = 0.005
-#: Largest number of scans of the folder in a row because an edit was replaced during a scan.
+#: Largest number of further scans if an edit was replaced during a scan.
 _NUM_LOOKS = 10
 #: Size in bytes and modification time in ns. A file with the same stamp is the same file.
 FileStamp = tuple[int, int]
@@ -120,7 +120,7 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
-    """List the entries of a folder that are opened as blocks; errors as of `entries_of`."""
+    """Return the entries of a folder that are opened as blocks. Errors are as in `entries_of`."""
     visible = [entry for entry in entries_of(data_dir) if not entry.name.startswith(".")]
     return [entry for entry in visible if entry.name.endswith((".h5", ".hdf5"))]
 
@@ -131,17 +131,17 @@ class BlockFolder:
     Args:
         data_dir: The folder.
         verify_on_open: Check all checksums of a block when it is first opened.
-        label: Prefix of the writers' names, so that the names of several folders differ.
+        label: Prefix of the names of writers, which makes names of several folders differ.
 
     Attributes:
         schema: Fields of the blocks; without blocks the fields that metadata.json declares, or
             None.
         blocks: File name -> intact block, edits in force included.
-        replaced: File name -> edit that is not in force.
+        replaced: File name -> edit that is not in force: replaced, or with missing parts.
         problems: File name -> error of a file that was left out, metadata.json included.
         built: Index arrays from the cache, valid for exactly the present blocks, or None.
-        has_unknown_ends: Whether annotations may state how trajectories ended: metadata.json states
-            it, or cannot be read.
+        has_unknown_ends: Whether annotations may state how trajectories ended. True if
+            metadata.json says so or cannot be read.
     """
 
     def __init__(
@@ -162,8 +162,7 @@ class BlockFolder:
         self._opened_listing: object = None
         #: Modification time and inode of the folder.
         self._folder_state: object = None
-        # Times of the monotonic clock: the folder was changed, was listed, and all files are
-        # checked again.
+        # Monotonic times: last change of the folder, last listing, and next check of all files.
         self._changed_s = -math.inf
         self._listed_s = -math.inf
         self._due_s = -math.inf
@@ -188,7 +187,7 @@ class BlockFolder:
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Replace the present blocks by earlier ones: edits, and blocks that are unchanged."""
+        """Restrict the folder to earlier blocks: edits, and blocks whose files are unchanged."""
         present = {block.identity for block in self.blocks.values()}
         kept = [block for block in blocks if block.is_edit or block.identity in present]
         self.blocks = {block.path.name: block for block in kept}
@@ -196,7 +195,7 @@ class BlockFolder:
         self.built = None
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
-        # Absolute, since the process may change its working directory.
+        # The path is made absolute, since the process may change its working directory.
         return arguments.path(_OPEN, "", data_dir).absolute()
 
     def refresh(self) -> bool:
@@ -210,10 +209,7 @@ class BlockFolder:
         return has_changed
 
     def _look(self) -> bool:
-        """List the folder once, and open and remove blocks accordingly.
-
-        Return whether anything changed.
-        """
+        """Update the blocks by one listing of the folder; return whether anything changed."""
         listing = self.found_now()
         if listing is self._opened_listing:
             return False
@@ -228,25 +224,25 @@ class BlockFolder:
         return has_changed
 
     def _update(self, listing: Mapping[str, FileStamp]) -> None:
-        """Open the new files of a listing, and remove the blocks of files that it lacks."""
+        """Open the new files of a listing, and remove blocks whose files the listing lacks."""
         for name, stamp in list(self._stamps.items()):
             if listing.get(name) != stamp:
                 self._forget(name)
         self.blocks |= self.replaced
         opened = self._open_all(listing, [name for name in listing if name not in self._stamps])
         if self._is_schema_fixed:
-            # The ends of new blocks may be in annotations.
+            # metadata.json is read again, since the ends of new blocks may be in annotations.
             if opened and not self.has_unknown_ends:
                 _, problem = self._declared_schema()
                 self._report_metadata(problem)
         elif self._fix_schema(opened):
-            # The blocks of the cache have other fields. Each is opened, so that it is reported.
+            # The cached blocks have other fields. Each block is opened to report the difference.
             cached = list(self.blocks)
             for name in cached:
                 self._forget(name)
             opened |= self._open_all(listing, [name for name in cached if name in listing])
         self._add(opened)
-        # Last: after an interrupt the next look opens the missing blocks.
+        # Set last, so that after an interrupt the next scan opens the missing blocks.
         self._stamps = dict(listing)
         self._set_edits_aside()
 
@@ -285,12 +281,11 @@ class BlockFolder:
         return opened
 
     def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
-        """Choose the fields of this folder.
+        """Choose the fields of this folder; return whether the known blocks have other fields.
 
-        Return whether the blocks known so far have other fields.
-
-        Blocks have checksums of their fields, and metadata.json has none. If it declares fields
-        that no block has, the fields of most blocks are chosen. Otherwise its fields are chosen.
+        The fields in a block are under a checksum, those in metadata.json are not. If metadata.json
+        declares fields that no block has, the fields of most blocks are chosen. Otherwise the
+        declared fields are chosen.
         """
         votes: Counter[Schema] = Counter()
         if self.schema is not None and self.blocks:
@@ -312,7 +307,7 @@ class BlockFolder:
     def _add(self, opened: Mapping[str, _Opened]) -> None:
         """Add the opened blocks that have the fields of this folder, each once.
 
-        Others become problems.
+        Blocks with other fields and second copies of a block become problems.
         """
         known = {}
         for name, block in self.blocks.items():
@@ -337,14 +332,14 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Return the files that may be blocks.
+        """Return the files that may be blocks: name -> stamp.
 
         If no file was added or removed, this is one system call and returns the same object. A file
         that is overwritten in place is noticed after a second, or after 200 times the duration of a
         full check.
         """
         start_s = time.monotonic()
-        with suppress(OSError):  # Listing the folder raises it again.
+        with suppress(OSError):  # Listing the folder raises the error again.
             status = os.stat(self.data_dir)
             state = (status.st_mtime_ns, status.st_ino)
             if self._folder_state != state:
@@ -384,12 +379,12 @@ class BlockFolder:
     def _stamp_of(self, name: str) -> FileStamp | None:
         """Return the stamp of a file that may be a block.
 
-        None if it is no file, which becomes a problem.
+        None if the file was removed, or is no regular file, which becomes a problem.
         """
         path = self.data_dir / name
         try:
             stamp = stamp_of(path)
-        except FileNotFoundError:  # Removed by retention after it was listed, or a dead link.
+        except FileNotFoundError:  # The file was removed after the listing, or is a dead link.
             return None
         except OSError as error:
             self.problems[name] = _unreadable(path, error)
@@ -405,9 +400,9 @@ class BlockFolder:
             self.problems[METADATA_NAME] = problem
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
-        """Return the fields that metadata.json declares, and its error.
+        """Return the fields that metadata.json declares, and the error of reading that file.
 
-        (None, None) if it does not exist.
+        (None, None) if metadata.json does not exist.
         """
         path = self.data_dir / METADATA_NAME
         self.has_unknown_ends = True
@@ -423,7 +418,7 @@ class BlockFolder:
             return None, problem
 
     def read_document(self) -> dict[str, Any]:
-        """Read metadata.json; errors as of `folder_metadata.read_document`."""
+        """Read metadata.json. Errors are as in `folder_metadata.read_document`."""
         return read_document(self.data_dir / METADATA_NAME)
 
     def header_of(self, block: Block) -> BlockHeader:
@@ -434,7 +429,7 @@ class BlockFolder:
         return open_block(path, verify=self.verify_on_open)
 
     def _open(self, name: str, stamp: FileStamp) -> _Opened | None:
-        """Open a file; None if it was removed or is damaged, which becomes a problem."""
+        """Open a block; None if its file was removed, or is damaged, which becomes a problem."""
         path = self.data_dir / name
         try:
             header = self._open_block(path, stamp)
@@ -465,10 +460,7 @@ class BlockFolder:
         return header.schema, block
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        """Return the checksums to compare the rows of a block with when they are read.
-
-        See `Block`.
-        """
+        """Return the checksums with which rows of a block are compared at each read, or None."""
         return None
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
@@ -567,7 +559,7 @@ def _check_cached(
     row_bytes = []
     for table, name in places:
         column = layouts_of(schema)[table].columns[name]
-        # As floats, since a product of hostile integers may wrap.
+        # Floats are used, since a product of hostile integers may wrap.
         row_bytes.append(0.0 if column.is_coded else float(column.row_bytes))
     row_counts = []
     num_rows = []
@@ -616,7 +608,7 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
     """Return metadata of a folder with totals that are counted in its blocks."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
-        # The fields of the blocks have checksums, so they are right.
+        # The fields of the blocks are under a checksum, so they take precedence.
         metadata = Metadata.of_schema(folder.schema, metadata.context)
     index = folder.index
     totals = {"total_timesteps": index.num_frames, "total_trajectories": len(index)}
@@ -631,8 +623,8 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
 
     Args:
         data_dir: The folder.
-        writer: Part of the name of the temporary file, by which the files of a killed writer are
-            removed.
+        writer: Part of the name of the temporary file, by which the cleanup after a killed writer
+            finds the file.
     """
     folder = BlockFolder.at(data_dir)
     names = sorted(folder.blocks)
@@ -662,6 +654,6 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
             about=np.frombuffer(json.dumps(about).encode(), np.uint8),
             fragments=joined_fragments(blocks),
             places=np.array(located, np.int64),
-            # One array: reading twelve of them takes a millisecond more.
+            # Stored as one array, since reading twelve arrays takes a millisecond more.
             index=np.concatenate(list(index.values())),
         )

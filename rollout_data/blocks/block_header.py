@@ -56,7 +56,7 @@ METADATA_NAME = "metadata.json"
 FORMAT_VERSION = 1
 #: Attributes under the checksum of the header, in this order.
 ABOUT = ("schema", "writer", "sequence", "created_ns")
-#: Another attribute under the checksum, in blocks with coded fields.
+#: Further attribute under the checksum of the header, only in blocks with coded fields.
 CODECS = "codecs"
 # The two tables of rows in a block.
 DATA = "data"
@@ -68,10 +68,10 @@ TRUNCATED = 4
 OPEN = 8
 TENTATIVE = 16
 DROPPED = 32
-#: The final row of the fragment has no privileged observation of its own. It repeats that of the
-#: last frame.
+#: The final observation of the fragment has no privileged part. Its row repeats the privileged
+#: observation of the last frame.
 FINAL_OBSERVATION_ONLY = 64
-#: With `OPEN`, in memory only: the file does not state how the trajectory ended.
+#: Set in memory only, together with `OPEN`: the file does not state how the trajectory ended.
 END_UNKNOWN = 128
 #: Flags of the last fragment of a trajectory.
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
@@ -86,24 +86,24 @@ MAX_TEXT_BYTES = 1 << 17
 MAX_HOLLOW_BYTES = 1 << 20
 #: Bytes per fragment of a table that may be a hole: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
-#: Bytes of such a table, at most.
+#: Upper limit for `MAX_HOLLOW_ROW_BYTES` times the number of fragments.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
 
-#: Bytes of rows that are written and checked at a time. They fit into the second-level cache: 4 MiB
-#: took a third longer.
+#: Bytes of rows that are written and checked at a time. 1 MiB fits into the second-level cache;
+#: 4 MiB took a third longer.
 PART_BYTES = 1 << 20
 
 FRAGMENT_DTYPE = np.dtype(
     [
-        ("trajectory", "<i8"),  # number within the writer
+        ("trajectory", "<i8"),  # number within its writer
         ("env", "<i4"),
         ("flags", "<u4"),
         ("start", "<i8"),  # first frame, counted from the trajectory's start
         ("length", "<i8"),
         ("row", "<i8"),  # first row in data/
-        ("final_row", "<i8"),  # row in final/, or -1
-        ("end_time_ns", "<i8"),  # when the last frame was recorded
-        ("policy_version", "<i8"),  # or -1
+        ("final_row", "<i8"),  # row in final/; -1 without a final observation
+        ("end_time_ns", "<i8"),  # time of the last frame, ns since the epoch
+        ("policy_version", "<i8"),  # -1 if the version is unknown
     ]
 )
 
@@ -119,7 +119,7 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
 
 @lru_cache(maxsize=64)
 def layouts_of(schema: Schema) -> dict[str, RowLayout]:
-    """Return the row layout of each table of a block: all fields, and the fields of a final observation."""
+    """Return the row layouts: `data` has all fields, `final` the fields of a final observation."""
     observation = schema.below("observation").values()
     privileged = schema.below("privileged_observation").values()
     final = Schema([*observation, *privileged])
@@ -142,14 +142,14 @@ class BlockHeader:
         sequence: Position among the blocks of its writer.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`; R = 0 without rewards.
-        locations: Table -> column -> (byte offset in the file, number of rows). For a coded column
-            the offset of its chunks.
+        locations: Table -> column -> (byte offset in the file, number of rows). The offset of a
+            coded column is the offset of its first chunk.
         checksums: Table -> CRC-32 of the rows or chunks of each fragment, uint32 `[F, columns]`.
         file_bytes: Size of the file.
         codings: Field with a codec -> its coding. Older blocks only have the codings of fields in
             chunks.
         chunks: Table -> coded column -> its chunks.
-        fetch: Returns the bytes `start:stop` of a file that is not on this machine.
+        fetch: Function that returns the bytes `start:stop` of a remote file; None for a local file.
         notes: Kind -> table of annotations; empty if there are none.
     """
 
@@ -177,7 +177,7 @@ class BlockHeader:
         return int(self.fragments["length"].sum())
 
     def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
-        """Read rows `start:stop` of a column, decoded: a new `[stop - start, row_bytes]` uint8 array."""
+        """Read and decode rows `start:stop` of a column: new uint8 `[stop - start, row_bytes]`."""
         offset, num_rows = self.locations[table][column]
         row_bytes = self.layouts[table].columns[column].row_bytes
         if not 0 <= start <= stop <= num_rows:
@@ -199,7 +199,9 @@ class BlockHeader:
         start: int,
         stop: int,
     ) -> tuple[list[int], list[int]]:
-        """Return the place of the rows `start:stop`, a fragment: bounds of chunks in the file, and their checksums.
+        """Return the bounds and checksums of the chunks of a fragment, rows `start:stop`.
+
+        Bounds are byte offsets in the file.
 
         Rows that are not coded count as one chunk without a checksum, -1.
         """
@@ -211,7 +213,7 @@ class BlockHeader:
         return [offset + start * row_bytes, offset + stop * row_bytes], [-1]
 
     def read_notes(self, kind: str, key: int | None = None) -> Iterator[tuple[int, str]]:
-        """Yield (key, text) of the annotations of a kind in order; of one key, or of all.
+        """Yield (key, text) of the annotations of a kind, in order; with `key`, only of this key.
 
         Raises:
             CorruptFileError: An annotation is damaged.
@@ -266,15 +268,15 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
 
     Args:
         path: The file.
-        opened: Content of a file that is not on this machine.
+        opened: Open remote file; None opens the local file.
 
     Raises:
         FileNotFoundError: The file does not exist (any more).
         CorruptFileError: The file is truncated or damaged, or contradicts itself.
-        ForeignFileError: The file is no block, or of a newer version.
+        ForeignFileError: The file is no block, or a block of a newer version.
         UnsafeFileError: The file refers to other files by links, or by external or virtual storage.
     """
-    path = path if isinstance(path, Path) else Path(path)  # A path at a URL keeps its class.
+    path = path if isinstance(path, Path) else Path(path)  # A `RemotePath` keeps its class.
     try:
         with open_hdf5(path, opened) as (file, guarded):
             return _read_open_file(path, file, guarded)
@@ -299,7 +301,7 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
 
 
 def _header_error(expected: str, got: object) -> CorruptFileError:
-    """Return an error without the file, which `read_header` adds."""
+    """Return the error of a damaged header. `read_header` adds the name of the file."""
     return CorruptFileError("read", "", expected, str(got)).of("header")
 
 
@@ -364,7 +366,7 @@ def _check_rows(
     fragments: np.ndarray,
     locations: Mapping[str, Mapping[str, tuple[int, int]]],
 ) -> None:
-    """Check that all columns of a table have the same rows, and that fragments lie inside and do not overlap."""
+    """Check the numbers of rows, and that fragments lie inside the tables and share no row."""
     sizes = {}
     for table, columns in locations.items():
         sizes[table] = {num_rows for _, num_rows in columns.values()}
@@ -380,7 +382,7 @@ def _check_rows(
 
 
 def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
-    """Read the tables of annotations; {} for a file without any."""
+    """Read the tables of annotations; {} if the file has no annotations."""
     expected = attribute(tables.file, NOTES_CRC)
     kinds = (EPISODES, TEXTS)
     if expected is None and not any(kind in tables.file for kind in kinds):
@@ -407,7 +409,7 @@ def _read_chunks(
 ) -> ChunkTable:
     """Read the table of the chunks of a coded column.
 
-    Every fragment must have chunks of its own in the file.
+    Raises an error if a chunk contains rows of two fragments.
     """
     offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
     if not len(offsets):
@@ -437,7 +439,7 @@ def _read_chunks(
 class _Tables:
     """The datasets of an open block.
 
-    Declared sizes and places are checked before memory is allocated.
+    Declared sizes and offsets are checked before memory is allocated.
     """
 
     def __init__(self, path: Path, file: h5py.File, guarded: Guarded) -> None:
@@ -471,8 +473,8 @@ class _Tables:
             expected = f"a table {name!r} within the {self.file_bytes} bytes of the file"
             raise _header_error(expected, f"{num_bytes} bytes")
 
-        # A table with few bytes per fragment may be zeros, and therefore a hole in a copy of the
-        # file. The fragments themselves were read before.
+        # A table with few bytes per fragment may consist of zeros, which a copy of the file may
+        # store as a hole. The number of fragments is known from their own table, read before.
         of_fragments = shape[0] * FRAGMENT_DTYPE.itemsize
         of_rows = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
         if num_bytes > max(MAX_HOLLOW_BYTES, of_fragments, of_rows):
@@ -501,7 +503,7 @@ class _Tables:
 def open_block(path: Path, verify: bool = False) -> BlockHeader:
     """Read and check the header of a block, and with `verify` all its rows.
 
-    Errors as of `read_header`.
+    Errors are those of `read_header` and, with `verify`, of `check_contents`.
     """
     header = read_header(path)
     if verify:
@@ -513,7 +515,7 @@ def check_contents(header: BlockHeader) -> None:
     """Check all checksums of rows and annotations.
 
     Raises:
-        CorruptFileError: The first checksum that is wrong.
+        CorruptFileError: A checksum is wrong. The error names the first wrong checksum.
     """
     for _, error in damaged_fragments(header):
         raise error
@@ -523,10 +525,10 @@ def check_contents(header: BlockHeader) -> None:
 
 
 def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, DamagedRowsError]]:
-    """Check every checksum of a block; yield (number of the fragment, error) for each wrong one."""
+    """Check all checksums of a block; yield (fragment number, error) for each wrong checksum."""
     is_remote = header.fetch is not None
     with nullcontext() if is_remote else open(header.path, "rb", buffering=0) as file:
-        # Shared by all fragments: new memory for each took twice the time.
+        # All fragments share this memory, since new memory for each took twice the time.
         memory = np.empty(PART_BYTES, np.uint8)
 
         def read(start: int, stop: int) -> Iterator[np.ndarray]:
@@ -565,7 +567,7 @@ def _damage(
 ) -> DamagedRowsError:
     """Return the error of damaged rows of a fragment.
 
-    It names field and frame if a single byte explains it.
+    The error names field and frame if a single damaged byte explains the checksum.
     """
     fragment = header.fragments[number]
     trajectory = int(fragment["trajectory"])
@@ -600,7 +602,10 @@ def _damage(
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row and the end of every fragment in a table, equal if it has no rows: `[F]` each."""
+    """Return the first row and the stop row of each fragment in a table, `[F]` each.
+
+    Both are equal for a fragment without rows in the table.
+    """
     if table == DATA:
         return fragments["row"], fragments["row"] + fragments["length"]
     final = fragments["final_row"]
@@ -637,11 +642,11 @@ def check_fragments(
 
     Args:
         fragments: `[F]` of `FRAGMENT_DTYPE`.
-        num_rows, num_finals: Rows of the two tables: a number, or one for each fragment, int64
-            `[F]`.
+        num_rows, num_finals: Rows of the tables `data` and `final`: one number for all fragments,
+            or int64 `[F]`.
 
     Raises:
-        CorruptFileError: A fragment lies outside. The error does not name the file.
+        CorruptFileError: A fragment lies outside its table. The error does not name the file.
     """
     row = fragments["row"]
     length = fragments["length"]

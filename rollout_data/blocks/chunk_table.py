@@ -1,4 +1,4 @@
-"""Chunk tables: the places of the chunks of a coded component in a block, and decoding of chunks to rows.
+"""Chunk tables: byte ranges of the chunks of a coded component in a block, and their decoding.
 
 A table is checked before a chunk is read: no chunk lies outside the file, belongs to two fragments,
 or declares more rows than its bytes can hold.
@@ -28,7 +28,7 @@ from storage.errors import CorruptFileError
 # Names of the datasets of a coded component.
 CHUNKS = "chunks"
 OFFSETS = "offsets"
-#: Older blocks have no checksums of chunks.
+#: Name of the dataset of chunk checksums, which older blocks lack.
 CHUNK_CHECKSUMS = "checksums"
 
 
@@ -37,7 +37,7 @@ class Coding:
     """Coding of a field in a block.
 
     Attributes:
-        codec: Name of the codec. It is never "auto", but the codec that "auto" chose.
+        codec: Name of the codec. For "auto", the name of the codec that was chosen.
         max_error: Largest absolute error, measured when the block was written.
         frames_per_chunk: Frames of a chunk, at most; 0 for a field that is not stored in chunks.
     """
@@ -48,7 +48,7 @@ class Coding:
 
     @property
     def chain(self) -> ChunkCodec:
-        """Codec of the chunks, without the part of the codec that changes single rows."""
+        """Codec of the chunks, without the value codec that converts single rows."""
         return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
@@ -96,9 +96,9 @@ class ChunkTable:
         codec: Codec of the chunks.
         field: Dtype and shape of a decoded row.
         row_bytes: Size of a row in memory, padding included.
-        rows: First row of each chunk, and the number of rows, int64 `[C + 1]`.
-        places: Offset of each chunk in the file, and the end, int64 `[C + 1]`. A chunk without
-            bytes has rows of no fragment.
+        rows: First row of each chunk, then the number of rows, int64 `[C + 1]`.
+        places: Offset of each chunk in the file, then the end of the last chunk, int64 `[C + 1]`. A
+            chunk of 0 bytes contains only rows that belong to no fragment.
         sums: CRC-32 of each chunk, or -1 if it is unknown, int64 `[C]`.
     """
 
@@ -111,7 +111,7 @@ class ChunkTable:
 
     @property
     def offsets(self) -> np.ndarray:
-        """The dataset `offsets`: first row and first byte of each chunk, counted from the first, int64 `[C + 1, 2]`."""
+        """Dataset `offsets`: first row and byte of each chunk, from 0 on, int64 `[C + 1, 2]`."""
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
     def check(
@@ -163,17 +163,17 @@ class ChunkTable:
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return start and stop in the file of the chunks of rows `first:stop`, which are whole fragments."""
+        """Return the file ranges (starts, stops) of whole fragments, rows `first:stop`."""
         starts = self.places[np.searchsorted(self.rows, first)]
         return starts, self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return the bounds in the file of the chunks of rows `start:stop`, a fragment, and their checksums."""
+        """Return file offsets and checksums of the chunks of a fragment, rows `start:stop`."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
     def decode(self, chunk: np.ndarray, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Decode a chunk to rows: contiguous uint8 `[num_rows, row_bytes]`, in `out` or in new memory.
+        """Decode a chunk to rows: contiguous uint8 `[num_rows, row_bytes]`, `out` or new memory.
 
         Raises:
             CorruptFileError: The chunk is damaged. The error does not name the file.
@@ -203,12 +203,12 @@ class ChunkTable:
     ) -> np.ndarray:
         """Decode rows `start:stop`: a new uint8 array `[stop - start, row_bytes]`.
 
-        Rows of no chunk are zeros.
+        Rows without a chunk are zeros.
 
         Args:
             start: First row.
             stop: One past the last row.
-            read_bytes: Returns the bytes `start:stop` of the file.
+            read_bytes: Function that returns the bytes `start:stop` of the file.
         """
         rows = np.zeros((stop - start, self.row_bytes), np.uint8)
         if start >= stop:
@@ -234,10 +234,10 @@ def check_parts(
     sums: Sequence[int],
     expected: int,
 ) -> None:
-    """Compare bytes that are read in parts with the CRC-32 of all, and of each chunk.
+    """Compare bytes that are read in parts with the CRC-32 of each chunk and of all bytes.
 
     Args:
-        read: Yields the bytes between two places of the file in parts.
+        read: Function that yields the bytes `start:stop` of the file in parts.
         bounds: Bounds of the chunks in the file.
         sums: CRC-32 of each chunk; -1 if it is unknown.
         expected: CRC-32 of all bytes.
@@ -262,10 +262,10 @@ def check_parts(
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
-    """Compare the bytes of a chunk with their CRC-32; -1 is unknown.
+    """Compare a chunk with its CRC-32. A CRC-32 of -1 is unknown and not compared.
 
     Raises:
-        CorruptFileError: They differ. The error does not name the file.
+        CorruptFileError: The checksums differ. The error does not name the file.
     """
     if expected < 0:
         return

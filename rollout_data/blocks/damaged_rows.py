@@ -13,7 +13,7 @@ from storage.errors import CorruptFileError
 from .row_layout import StoredColumn
 
 _POLYNOMIAL = 0xEDB88320
-#: Bytes that are searched, at most. A million bytes take a quarter of a second.
+#: Bytes that are searched for a damaged byte, at most. A million bytes take a quarter of a second.
 _MAX_SEARCHED = 1 << 22
 
 
@@ -34,7 +34,7 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Return the table of CRC-32, leading byte of an entry -> its number, and the effects of single bytes."""
+    """Return the CRC-32 table, its inverse (leading byte -> index), and its nonzero entries."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -45,9 +45,7 @@ def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
 
 
 def damaged_byte(difference: int, num_bytes: int) -> int | None:
-    """Return the position of the single byte whose change explains two CRC-32.
-
-    None if there is none.
+    """Return the position of the single byte that explains the difference of two CRC-32, or None.
 
     The register runs backwards over zeros from the end, until a single byte can have caused its
     state. For other damage, a byte is returned by chance in one of 2**24 / `num_bytes` cases.

@@ -1,8 +1,8 @@
 """Edits: blocks without frames that drop or annotate trajectories of their writer.
 
 An edit contains all changes of its writer's trajectories, so a newer edit replaces it. An edit of
-several writers has a part, one block, for each of them. It is in force only if all parts are
-present. `FORMAT.md` is the specification; `tools/edit/` writes edits.
+several writers consists of one block per writer, its parts. The edit is in force only if all parts
+are present. `FORMAT.md` is the specification; `tools/edit/` writes edits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from .block import FIRST_EDIT, Block
 
-#: Parts of an edit, at most. Its sequence number is `FIRST_EDIT` + generation * `MAX_PARTS` +
-#: number of parts.
+#: Parts of an edit, at most. The sequence number of an edit is `FIRST_EDIT` + generation *
+#: `MAX_PARTS` + number of parts.
 MAX_PARTS = 10**6
 _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
@@ -30,10 +30,7 @@ def generation_of(sequence: int) -> int:
 
 
 def named_edit(name: str) -> tuple[str, int] | None:
-    """Return writer and sequence number of an edit from the name of its file.
-
-    None for other files.
-    """
+    """Return the writer and sequence number in the file name of an edit; None for other files."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) < FIRST_EDIT:
         return None
@@ -41,7 +38,7 @@ def named_edit(name: str) -> tuple[str, int] | None:
 
 
 def not_in_force(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
-    """Return the names of the edits that are not in force: replaced edits, and edits with missing parts.
+    """Return the file names of edits not in force: replaced edits, and edits with missing parts.
 
     Args:
         blocks: File name -> block, for the blocks that can be read.

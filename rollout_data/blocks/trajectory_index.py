@@ -39,7 +39,7 @@ _NUM_NAMED = 3
 class End(IntEnum):
     """End of a trajectory.
 
-    UNKNOWN: it is in progress, was cut off, or its file does not state the end.
+    UNKNOWN: the trajectory is in progress or was cut off, or its file does not state the end.
     """
 
     UNKNOWN = 0
@@ -62,13 +62,13 @@ class LostBlockError(DataFileError):
 
 
 class Runs(NamedTuple):
-    """Runs of consecutive rows of one block each, in the order of their destination.
+    """Row ranges to read, each within one block, in the order of their output rows.
 
     Attributes:
-        target: First row of the output, int64 `[R]`.
-        block: Number of the block, int64 `[R]`.
-        row: First row in the block, int64 `[R]`.
-        num_rows: Number of rows, int64 `[R]`.
+        target: First output row of each run, int64 `[R]`.
+        block: Block of each run, as an index of `TrajectoryIndex.blocks`, int64 `[R]`.
+        row: First row of each run in its block, int64 `[R]`.
+        num_rows: Number of rows of each run, int64 `[R]`.
     """
 
     target: Int64s
@@ -96,22 +96,22 @@ class TrajectoryIndex:
     Attributes:
         blocks: The blocks, numbered as in `fragment_block` and `final_block`.
         writers: Sorted names of the writers.
-        first_frame: First frame of each trajectory among the frames of all trajectories, and their
-            number, int64 `[M + 1]`.
-        fragment_frame: First frame of each fragment among the frames of all trajectories, and their
-            number.
-        fragment_block, fragment_row: Block and first row of each fragment.
-        flags: Flags of `block_header.py` of all fragments of a trajectory together, int64 `[M]`.
+        first_frame: First frame of each trajectory, counted over all trajectories, then the number
+            of all frames, int64 `[M + 1]`.
+        fragment_frame: First frame of each fragment, counted over all trajectories, then the number
+            of all frames, int64 `[F + 1]`.
+        fragment_block, fragment_row: Block and first row of each fragment, int64 `[F]`.
+        flags: Union of the fragment flags (`block_header.py`) of each trajectory, int64 `[M]`.
         end: An `End` for each trajectory, uint8 `[M]`.
         env: Environment of each trajectory, int64 `[M]`.
-        number: Number within the writer, int64 `[M]`.
-        end_time_ns: Time of the last frame, int64 `[M]`.
-        writer: Position in `writers`, int64 `[M]`.
+        number: Number of each trajectory within its writer, int64 `[M]`.
+        end_time_ns: Time of the last frame in ns since the epoch, int64 `[M]`.
+        writer: Position of each trajectory's writer in `writers`, int64 `[M]`.
         final_block, final_row: Block and row of the final observation, int64 `[M]`; -1 if there is
             none.
         num_present: Number of blocks whose files exist. The blocks after them were deleted.
         num_dropped: Trajectories that were dropped by their writer or an edit.
-        num_broken: Trajectories that were left out, since a part of them is missing.
+        num_broken: Trajectories that were left out, since some of their frames are missing.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TrajectoryIndex:
         trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
             np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
         )
-        # Fragments of one trajectory are consecutive now. `first` has the first fragment of each.
+        # Fragments of one trajectory are now consecutive. `first` has the first of each.
         is_head = _changes(writer, trajectory)
         first = np.flatnonzero(is_head)
         group = np.cumsum(is_head) - 1
@@ -232,7 +232,7 @@ class TrajectoryIndex:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes, lazy ones included, since processes that map a copy compute none of their own."""
+        """Return all attributes, lazy ones included, as readers of a mapped copy compute none."""
         return {**vars(self), **{name: getattr(self, name) for name in _LAZY}}
 
     def __len__(self) -> int:
@@ -249,7 +249,7 @@ class TrajectoryIndex:
 
     @cached_property
     def first_fragment(self) -> Int64s:
-        """First fragment of each trajectory, and their number, int64 `[M + 1]`."""
+        """First fragment of each trajectory, then the number of fragments, int64 `[M + 1]`."""
         first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
         return first
 
@@ -268,7 +268,7 @@ class TrajectoryIndex:
         return present
 
     def broken_problem(self, where: str) -> DataFileError:
-        """Return the error of trajectories that were left out. It names the missing blocks."""
+        """Return the error of left-out trajectories, which names the missing blocks."""
         named = []
         for writer in (
             self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()
@@ -293,7 +293,7 @@ class TrajectoryIndex:
         return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
 
     def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
-        """Return the trajectories with a frame or final observation in some blocks, int64, ascending."""
+        """Return the trajectories with a frame or final observation in some blocks, ascending."""
         frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
         played = np.searchsorted(self.first_frame, frames, side="right") - 1
         return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
@@ -323,7 +323,7 @@ class TrajectoryIndex:
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
     def lost_block(self, block: int, got: str, is_gone: bool = True) -> LostBlockError:
-        """Return the error of a deleted or damaged block. It names the trajectories."""
+        """Return the error of a deleted or damaged block. The error names the trajectories."""
         keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
@@ -339,7 +339,7 @@ class TrajectoryIndex:
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
         """Return which trajectories were truncated or cut off, bool.
 
-        The value after their last frame counts.
+        Learners bootstrap from the value after the last frame of these trajectories.
         """
         is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(
             trajectories
@@ -377,12 +377,12 @@ class TrajectoryIndex:
         return name_keys(writers, self.writer, self.number)
 
     def name(self, trajectory: int) -> list[Any]:
-        """Return a name that defines the position of a trajectory also after its deletion: end, writer, number."""
+        """Return [end_time_ns, writer, number], which orders a trajectory even if deleted."""
         writer = self.writers[int(self.writer[trajectory])]
         return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
 
     def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
-        """Return the number of trajectories before the position of a name, whether or not it exists."""
+        """Return the number of trajectories that are ordered before a name, which may not exist."""
         first, stop = _equal(self.end_time_ns, end_time_ns)
         place = bisect_left(self.writers, writer)
         first, stop = (first + near for near in _equal(self.writer[first:stop], place))
@@ -391,7 +391,7 @@ class TrajectoryIndex:
         return first
 
     def keys(self, trajectories: Int64s | slice = _ALL) -> list[tuple[str, int]]:
-        """Return (writer, number) of trajectories, by which another snapshot of the folders finds them."""
+        """Return the (writer, number) of trajectories, which identify them in other snapshots."""
         writers = self.writer[trajectories].tolist()
         numbers = self.number[trajectories].tolist()
         return [
@@ -412,7 +412,7 @@ class TrajectoryIndex:
         return np.where(found < len(other), found, -1)
 
     def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
-        """Return the positions of the trajectories with some `keys`, int64; -1 for missing ones."""
+        """Return the position of the trajectory of each key, int64; -1 for missing trajectories."""
         near = np.flatnonzero(
             np.isin(self.number, np.array([number for _, number in keys], np.int64))
         )
@@ -454,14 +454,14 @@ class TrajectoryIndex:
 
 
 def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:
-    """Return one number for (name of the writer, number within it) of each trajectory, uint64."""
+    """Return the key of each trajectory, uint64: a function of its writer's name and its number."""
     sums = np.array([crc32(name.encode()) for name in names], np.uint64)
     keys: np.ndarray = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
     return keys
 
 
 def random_keys(keys: np.ndarray, seed: int) -> np.ndarray:
-    """Return a random number for each of the `name_keys`, uint64: a function of the key and the seed."""
+    """Return a random number for each key of `name_keys`, uint64: a function of key and seed."""
     return mixed(keys ^ mixed(np.full(1, seed % 2**64, np.uint64)))
 
 
@@ -497,7 +497,7 @@ def share_of(number: int, *shares: float) -> int:
 
 
 def counted_from(first: Int64s, count: Int64s) -> Int64s:
-    """Return consecutive integers from each of `first`, `count` of them, int64 `[sum of count]`."""
+    """Return the ranges `first[i]:first[i] + count[i]` joined, int64 `[sum of count]`."""
     numbers: Int64s = (first - count.cumsum() + count).repeat(count)
     return numbers + np.arange(len(numbers))
 
@@ -513,8 +513,8 @@ def _within(values: Int64s, stop: int) -> bool:
 
 def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
     """Return the fragments of all blocks in their order: a new array of `FRAGMENT_DTYPE`."""
-    # As bytes, since joining structured arrays compares their fields block by block, which takes
-    # longer.
+    # Joined as bytes, since joining structured arrays compares their fields block by block, which
+    # takes longer.
     parts = [
         np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks
     ]
@@ -522,9 +522,9 @@ def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
 
 
 def _changes(*columns: Int64s) -> np.ndarray:
-    """Return which rows differ from the previous row in one of the columns, bool.
+    """Return which rows differ from the previous row in at least one column, bool.
 
-    True for the first.
+    The first row counts as different.
     """
     is_new = np.ones(len(columns[0]), bool)
     is_new[1:] = False

@@ -61,7 +61,7 @@ def write_block(
         content: Content of the block.
         durable: Flush the file before and the folder after the rename. Otherwise publishing is
             atomic if the process crashes, but not if the machine does.
-        num_threads: Threads that code chunks, at most; None means torch's number.
+        num_threads: Threads that code chunks, at most; None uses the number of torch.
 
     Returns:
         The path of the published block.
@@ -92,11 +92,10 @@ def write_block_file(
     """Write a block to a new file, which is not flushed.
 
     Args:
-        path: A name that is free.
-        content: Not changed.
-        starts_writeback: Let the system begin to write rows to the disk while the next ones are
-            coded.
-        num_threads: Threads that code, at most; None takes torch's number.
+        path: Path of the new file, which must not exist.
+        content: Content of the block, which is not changed.
+        starts_writeback: Start to write rows to the disk while the next rows are coded.
+        num_threads: Threads that code chunks, at most; None uses torch's number.
 
     Raises:
         OSError: The file cannot be written.
@@ -177,7 +176,7 @@ class _Piece:
 
     Attributes:
         source: All rows of the column.
-        offset: Place of the first row of the column in the file.
+        offset: Byte offset of the first row of the column in the file.
         start, stop: Rows of this piece.
         spans: Rows (first, stop) of each fragment in the piece.
         checksums: Checksums of all fragments of the column.
@@ -193,7 +192,7 @@ class _Piece:
     places: list[int]
 
     def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
-        """Read, checksum and write the rows in parts. `memory` has room for one row at least."""
+        """Read, checksum and write the rows in parts. `memory` holds at least one row."""
         row_bytes = self.source.row_bytes
         sums = [0] * len(self.spans)
         rows_a_part = len(memory) // row_bytes
@@ -220,7 +219,7 @@ def _cut(
     ranges: tuple[np.ndarray, np.ndarray],
     checksums: np.ndarray,
 ) -> list[_Piece]:
-    """Divide the rows of a column at the starts of fragments into pieces of at most `PART_BYTES`, or one fragment."""
+    """Divide a column at starts of fragments into pieces of up to `PART_BYTES` or one fragment."""
     if not source.num_rows:
         return []
     first, last = ranges
@@ -247,9 +246,10 @@ def _cut(
 
 
 def _hasten(name: str, *numbers: int) -> None:
-    """Call a function of Linux that Python does not offer, if the system has it.
+    """Call a Linux function that Python does not offer, if the C library has it.
 
-    Its result is ignored: it only makes the following writes faster, and these report errors.
+    The result is ignored, since the call only makes the following writes faster. These writes
+    report errors.
     """
     function = _system_call(name)
     if function is not None:
@@ -265,7 +265,7 @@ def _system_call(name: str) -> Callable[..., object] | None:
 def _reserve_tables(
     file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
-    """Reserve space for tables, rows and checksums, which HDF5 does not write: name -> offset in the file."""
+    """Reserve space for tables, rows and checksums, which HDF5 does not write: name -> offset."""
     offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
@@ -300,7 +300,7 @@ def _write_tables(
     if any(content.notes.values()):
         attributes[NOTES_CRC] = tables_crc(plain)
     for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **attributes}.items():
-        # This takes a quarter of the time of `file.attrs[name] = value`.
+        # These calls take a quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
         created = h5py.h5a.create(
             file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(())

@@ -1,1 +1,1 @@
-"""Files behind a network: how they are listed, fetched by parallel requests, opened and published."""
+"""Files at URLs: listing, parallel requests, opening of blocks, and upload."""

@@ -38,7 +38,7 @@ _TEXTS = re.compile(
     r"|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
     re.IGNORECASE,
 )
-#: Error code in a text of boto.
+#: Error code in an error text of boto.
 _CODE_IN_TEXT = re.compile(r"\((\w+)\) when calling\b|^(\w+): ")
 _MAX_CAUSES = 16
 
@@ -48,7 +48,7 @@ class AccessError(UnansweredError):
 
 
 def denial(error: BaseException) -> BaseException | None:
-    """Return the first error in the chain of causes that means denied access; None without one."""
+    """Return the first error in the chain of causes that means denied access, or None."""
     return next((cause for cause in _causes(error) if _is_denial(cause)), None)
 
 

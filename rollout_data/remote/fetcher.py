@@ -35,7 +35,7 @@ def access_error(
     """Return the error for a request that a store denied.
 
     Args:
-        action, where: As in other errors.
+        action, where: Call and location, for the text of the error.
         error: Error of the file system.
         cause: Error in its chain of causes that means denied access.
     """
@@ -51,15 +51,15 @@ class Request:
 
     Args:
         send: Sends the request and returns the answer.
-        action, where: As in errors.
+        action, where: Call and location, for the text of errors.
 
     Attributes:
-        is_done: Whether it is completed or cancelled.
+        is_done: Whether the request is completed or cancelled.
         value: The answer.
-        error: The error if it failed; None otherwise.
+        error: Error of a failed request; None otherwise.
         num_attempts: Attempts that have ended. The result of an abandoned attempt is ignored.
         start_s: Monotonic time at which the current attempt starts.
-        process: Id of the process whose thread sends it.
+        process: Id of the process whose thread sends the request.
     """
 
     def __init__(self, send: Callable[[], Any], action: str, where: str) -> None:
@@ -74,7 +74,7 @@ class Request:
         self.process = os.getpid()
 
     def forget(self) -> None:
-        """Do not send the request if no attempt is running."""
+        """Cancel the request. A running attempt ends, but no further attempt starts."""
         self.is_done = True
 
 
@@ -94,7 +94,7 @@ class Fetcher:
         self._start()
 
     def _start(self) -> None:
-        """Initialize the state of this process."""
+        """Initialize the queue and the lock of this process."""
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
@@ -102,7 +102,7 @@ class Fetcher:
 
     def submit(self, send: Callable[[], Any], action: str, where: str) -> Request:
         """Queue a request. `send` is called in a thread, once per attempt."""
-        if self._process != os.getpid():  # A fork has no threads.
+        if self._process != os.getpid():  # A fork does not inherit threads.
             self._start()
         request = Request(send, action, where)
         with self._changed:
@@ -123,7 +123,7 @@ class Fetcher:
         with self._changed:
             if (
                 request.process != os.getpid() and not request.is_done
-            ):  # Its thread is in another process.
+            ):  # The thread of the request is in another process.
                 request.process = os.getpid()
                 self._send(request)
             while not request.is_done:
@@ -158,10 +158,10 @@ class Fetcher:
         error: BaseException | None = None
         try:
             value = request.send()
-        except BaseException as cause:  # noqa: BLE001 - `wait` raises it
+        except BaseException as cause:  # noqa: BLE001 - `wait` raises the error
             error = cause
         with self._changed:
-            if request.num_attempts == number:  # It was not abandoned.
+            if request.num_attempts == number:  # The attempt was not abandoned.
                 self._end(request, value, error)
 
     def _abandon_overdue(self) -> None:
@@ -174,7 +174,7 @@ class Fetcher:
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
 
     def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
-        """End an attempt. Completes the request, or queues a retry."""
+        """End an attempt: complete the request, or queue a retry."""
         self._running.discard(request)
         request.num_attempts += 1
         if isinstance(error, Exception) and not isinstance(error, RolloutDataError):

@@ -1,7 +1,7 @@
 """Copy LeRobot sets and HDF5 files from a URL to a cache folder of limited size.
 
-Readers of these formats need whole files. The format of a URL is detected from its file names. A
-format that is not copied raises an error that names it.
+Readers of these formats need whole files. The format of a URL is detected from its file names.
+Other formats raise an error that names the format.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, Usa
 
 from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
 
-#: Name of a file below the URL -> its size in bytes and its stamp, a number that changes with the
-#: content.
+#: Name of a file below the URL -> (size in bytes, stamp). The stamp is a number that changes with
+#: the content.
 Listing = Mapping[str, tuple[int, int]]
 #: Formats that are copied.
 COPIED = (
@@ -34,7 +34,7 @@ COPIED = (
 )  # fmt: skip
 _HDF5 = (".h5", ".hdf5")
 _INFO_NAME = "meta/info.json"
-#: Formats that are not copied, with a test of a file name. The first match counts.
+#: Formats that are not copied, each with a predicate of file names. The first match counts.
 _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     (
         "zarr",
@@ -54,15 +54,15 @@ _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
 _DONE_NAME = ".complete"
 _LOCK_ENDING = ".lock"
 _POLL_S = 0.1
-#: Folder of a copy -> descriptor of its lock. While this process holds it, no process deletes the
-#: copy.
+#: Folder of a copy -> descriptor of its lock. While this process holds the lock, no process
+#: deletes the copy.
 _in_use: dict[Path, int] = {}
 #: Folder of a copy -> URL that replaces it in the text of paths.
 _urls: dict[str, str] = {}
 
 
 class CopiedPath(PosixPath):
-    """A file or folder of a copy. `open` reads the copy; its text, as in errors, is the URL."""
+    """A file or folder of a copy. `open` reads the copy; `str` returns the URL, for errors."""
 
     def __str__(self) -> str:
         file = os.fspath(self)
@@ -74,7 +74,7 @@ class CopiedPath(PosixPath):
     def __fspath__(self) -> str:
         return os.path.join("", *self.parts)
 
-    # Methods that some versions of Python base on the text of a path.
+    # Some versions of Python base these methods on the text of a path, which is the URL here.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PurePath) and os.fspath(self) == os.fspath(other)
 
@@ -186,7 +186,7 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
             ), True
     try:
         direct = files.listed()
-    except UsageError:  # Nothing is there yet. Opening the URL raises.
+    except UsageError:  # The URL does not exist yet. Opening it raises the error.
         return {}, False
     if _holds_blocks(direct):
         return direct, False
@@ -223,7 +223,7 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
 
 
 def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
-    """Copy the listed files into the cache unless they are there; return the folder of the copy."""
+    """Copy the listed files into the cache unless a copy exists; return the folder of the copy."""
     listing = {name: about for name, about in listing.items() if not _is_hidden(name)}
     total = sum(size for size, _ in listing.values())
     limit = files.options.cache_bytes
@@ -238,7 +238,7 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
         )
     identity: list[Any] = [str(files.path), sorted(listing.items())]
     if any(stamp == NO_STAMP for _, stamp in listing.values()):
-        # A change would not show without a stamp, so no earlier copy is used.
+        # Without stamps a changed file would go unnoticed, so no earlier copy is used.
         identity.append(uuid.uuid4().hex)
     text = json.dumps(identity)
     cache = (
@@ -312,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used copies until the others take at most `num_bytes`.
+    """Delete the least recently used copies until the remaining ones take at most `num_bytes`.
 
     `folder` and copies that a living process uses are not deleted.
     """
@@ -334,7 +334,7 @@ def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
 
 
 def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool) -> None:
-    """Copy one file by several requests at once, unless an interrupted copy already has it."""
+    """Copy one file by several requests at once, unless an interrupted copy has the whole file."""
     target = folder / name
     if target.exists():
         return

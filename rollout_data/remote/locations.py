@@ -30,14 +30,14 @@ from .piece_checksums import PieceSums
 
 @dataclass(frozen=True)
 class Origin:
-    """A place of data and the selected trajectories in it.
+    """Location of data, and the selected trajectories.
 
     Attributes:
         path: A file, a folder or a `RemotePath`.
         format: Name of the format; None detects it from the content.
         options: Options of the format.
         ids: Names of the trajectories to read; None for all.
-        remote: Options for a URL; None uses those of the reader.
+        remote: Options for a URL; None uses the options of the reader.
         opened: Reader of an open recording, whose snapshot is read; None reads the current content.
     """
 
@@ -50,18 +50,18 @@ class Origin:
 
 
 class HasOrigin(Protocol):
-    """An object with an origin of its data, such as a `Recording`."""
+    """An object with an `Origin`, such as a `Recording`."""
 
     @property
     def origin(self) -> Origin:
-        """The place of its data."""
+        """Location of the data, and the selected trajectories."""
 
 
 DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
 #: Keys in entries of file systems whose values change with the content of a file: checksum, version
-#: or time. Of S3, Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and
-#: Box, HDFS, SMB, FTP and archives.
+#: or time. The keys are used by S3, Google, Azure and WebDAV, web servers, Hugging Face, git and
+#: GitHub, Drive and Box, HDFS, SMB, FTP and archives.
 _STAMPS = (
     "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created", "generation", "modified",
     "Last-Modified", "Content-MD5", "Digest", "blob_id", "hex", "sha", "md5Checksum", "modifiedTime", "modified_at",
@@ -78,8 +78,8 @@ class RemoteOptions:
     """Options for reading data at URLs. Local data ignore them.
 
     Windows are shuffled among `num_chunks` chunks while the next `num_chunks` chunks are fetched.
-    Both take 2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback keeps as
-    much.
+    Both take 2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback uses the
+    same amount of memory.
 
     Attributes:
         chunk_bytes: Bytes per request, at most.
@@ -132,7 +132,7 @@ def checked_remote(action: str, remote: Any) -> RemoteOptions:
 
 
 class RemotePath(PosixPath):
-    """A URL as a path. Its text is the URL. It names no file of this machine."""
+    """A URL as a path. `str` returns the URL. The path names no file of this machine."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -144,12 +144,12 @@ def origins_of(
     """Return the origins of a `data_dir` argument, with absolute paths.
 
     Args:
-        data_dir: One place or several.
+        data_dir: One location, or a list of locations.
         action: The call, for errors.
         name: Name of the argument, for errors.
 
     Raises:
-        UsageError: It is no path or list of paths, or an empty list.
+        UsageError: `data_dir` is no path or list of paths, or the list is empty.
     """
     try:
         places: Any = [data_dir] if is_one(data_dir) else data_dir
@@ -164,11 +164,11 @@ def origins_of(
 
 
 def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origin]:
-    """Return origins as `origins_of` and check the files of open recordings.
+    """Return the origins of a `data_dir` argument, and check the files of open recordings.
 
     Raises:
-        DataFileError: A file of an episode of an open recording was removed or replaced since it
-            was opened.
+        DataFileError: A file of an episode of an open recording was removed or replaced after the
+            recording was opened.
     """
     origins = origins_of(data_dir, action, name)
     places: Any = [data_dir] if is_one(data_dir) else data_dir
@@ -179,7 +179,7 @@ def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origi
 
 
 def is_one(data_dir: Any) -> bool:
-    """Return whether this is one place of data, not a list. A recording is one place, although a sequence."""
+    """Return whether `data_dir` is one location and no list. A recording is one location."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
@@ -295,10 +295,10 @@ class RemoteFiles:
         return self.fetcher.wait(self.fetcher.submit(send, _FETCH, f"of {str(path)!r}"))
 
     def load(self, path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes of a file in this thread. Call it only inside a request, which retries it.
+        """Fetch bytes of a file in this thread. Call `load` only inside a request with retries.
 
         Raises:
-            CorruptFileError: The file is shorter.
+            CorruptFileError: The file ends before `stop`.
         """
         return _checked_length(
             self.system.cat_file(str(path), start=start, end=stop), path, start, stop
@@ -320,7 +320,7 @@ class RemoteFiles:
     def _load_both(
         self, path: Path, part: tuple[int, int], sums_path: Path, sums_part: tuple[int, int]
     ) -> tuple[bytes, bytes]:
-        """Fetch bytes of a block and of its checksum file, concurrently if the file system supports it."""
+        """Fetch bytes of a block and its checksum file, concurrently if the store allows it."""
         if not getattr(self.system, "async_impl", False):
             return self.load(path, *part), self.load_sums(path, sums_path, *sums_part)
         starts, stops = zip(part, sums_part, strict=True)
@@ -334,7 +334,7 @@ class RemoteFiles:
         return _checked_length(data, path, *part), _checked_length(sums, sums_path, *sums_part)
 
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
-        """Read bytes of a file by requests of `chunk_bytes`: a new uint8 array. Errors are as in `ask`."""
+        """Read bytes of a file by requests of `chunk_bytes`: a new uint8 array. Errors as `ask`."""
         step = self.options.chunk_bytes
         parts = [
             self.ask(path, low, min(low + step, stop), bytes, sums)
@@ -375,7 +375,7 @@ class RemoteFiles:
     def sizes_and_stamps(self, entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
         """Return the size and the stamp of each listed file.
 
-        Files without a size in the listing, as over HTTP, are looked up.
+        The size of a file without a size in the listing, as over HTTP, is requested separately.
 
         Raises:
             DataFileError: The store reports no size of a file, or does not answer.
@@ -412,7 +412,7 @@ class RemoteFiles:
             FetchError: The store does not answer.
         """
         if time.monotonic() - self._listed_s > _RECENT_S:
-            with suppress(UsageError):  # All files are gone.
+            with suppress(UsageError):  # All files were deleted.
                 self.listed()
 
 
@@ -437,7 +437,7 @@ def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:
-    """Return a number that changes with the content of a file; `NO_STAMP` if the entry has no such value."""
+    """Return a number that changes with the content of a file; `NO_STAMP` if it is unknown."""
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())
 
 

@@ -37,7 +37,7 @@ _SPAN = np.dtype([("start", "<u8"), ("stop", "<u8"), ("unit_bytes", "<u4"), ("pi
 _LEAST_BYTES = 96
 #: Bytes of a piece, at most. Equals the smallest `chunk_bytes` of `RemoteOptions`.
 _MOST_BYTES = 4096
-#: Bytes of a piece outside rows.
+#: Bytes of a piece of the block that holds no rows, such as the header.
 _OTHER_BYTES = 1024
 _PART_BYTES = 1 << 20
 _MAX_SPANS = 1 << 16
@@ -77,7 +77,7 @@ class Span(NamedTuple):
         return unit * self.pieces_per_unit + rest // self.piece_bytes
 
     def first_byte(self, piece: int) -> int:
-        """Return the first byte of a piece in the block; `stop` for the number after the last piece."""
+        """Return the offset of a piece in the block; `stop` if `piece` equals `num_pieces`."""
         unit, rest = divmod(piece, self.pieces_per_unit)
         return min(self.start + unit * self.unit_bytes + rest * self.piece_bytes, self.stop)
 
@@ -221,7 +221,7 @@ class _Pieces(NamedTuple):
 
     Attributes:
         span: The span.
-        first_piece: Number of its first piece, counted over all spans.
+        first_piece: Number of the first piece of the span, counted over all spans.
         start, stop: Pieces, counted in the span.
     """
 
@@ -294,7 +294,7 @@ class PieceSums:
                 yield _Pieces(span, first_piece, span.piece_at(low), span.piece_at(high - 1) + 1)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of all pieces that overlap a byte range."""
+        """Return the byte range of the pieces that overlap bytes `start:stop` of the block."""
         parts = list(self._pieces(start, stop))
         if not parts:
             return start, stop
@@ -303,7 +303,7 @@ class PieceSums:
         return first.span.first_byte(first.start), last.span.first_byte(last.stop)
 
     def inner(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of all pieces inside a byte range; an empty range without any."""
+        """Return the byte range of the pieces inside `start:stop`; empty if there are none."""
         low = self.bounds(start, start + 1)[0]
         high = self.bounds(stop - 1, stop)[1]
         first = low if low == start else self.bounds(start, start + 1)[1]
@@ -311,7 +311,7 @@ class PieceSums:
         return first, max(first, end)
 
     def place(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range in the checksum file of the checksums of whole pieces."""
+        """Return the byte range in the checksum file of the pieces in `start:stop`."""
         parts = list(self._pieces(start, stop))
         first = parts[0]
         last = parts[-1]
@@ -330,7 +330,7 @@ class PieceSums:
         Args:
             data: Bytes of the pieces.
             start: First byte of `data` in the block.
-            sums: Bytes of their checksums in the checksum file.
+            sums: Checksums of these pieces, as bytes of the checksum file.
 
         Raises:
             CorruptFileError: A checksum differs, or the checksum file is damaged.

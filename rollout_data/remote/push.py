@@ -1,7 +1,7 @@
-"""Upload the blocks of a folder to a URL from which they are read.
+"""Upload of the blocks of a folder to a URL.
 
 Blocks are never replaced, and metadata.json is uploaded last, so a killed upload leaves complete
-blocks and the next call continues it. If notes of new blocks have the ends of episodes,
+blocks and the next call continues it. If annotations of new blocks state how episodes ended,
 metadata.json is replaced first. The store must not show partial objects.
 """
 
@@ -44,8 +44,8 @@ def push(
     """Upload the blocks of a folder that are not at the URL yet, then metadata.json.
 
     Before each block, a file with checksums of its pieces is uploaded; readers compare the pieces
-    that they fetch. Objects are created on the condition that the name is free, if the store
-    supports that.
+    that they fetch. If the store supports conditional requests, an object is created only if its
+    name is free.
 
     Args:
         data_dir: Data folder.
@@ -123,7 +123,7 @@ def _json(metadata: Metadata) -> bytes:
 
 
 def there_now(files: RemoteFiles) -> set[str]:
-    """Return the names of the files at a URL; an empty set without a folder."""
+    """Return the names of the files at a URL; an empty set if the URL does not exist."""
     try:
         return set(files.listed())
     except UsageError:
@@ -134,10 +134,10 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
     """Upload the checksums of a block, then the block.
 
     Returns:
-        False if the same block is there already, such as after an attempt without an answer.
+        False if the URL already has the block, for example after an attempt without an answer.
     """
     target = files.path / path.name
-    if is_listed:  # Before the checksums, which must not be beside another block.
+    if is_listed:  # Checked first, as checksums must not be uploaded beside another block.
         _check_same(files, path)
     _put_sums(files, path, spans)
     try:
@@ -160,7 +160,7 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
 
 
 def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
-    """Upload the checksums of the pieces of a block unless valid checksums of this block are there."""
+    """Upload the piece checksums of a block unless the URL already has valid checksums of it."""
     target = str(files.path / (path.name + ENDING))
     content = sums_of(path, spans)
     try:
@@ -175,6 +175,6 @@ def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
         is_of_same_size = existing_spans[-1].stop == spans[-1].stop
         if is_of_same_size and sums_of(path, existing_spans) == existing:
             return
-    # Damaged, of an earlier layout, or of another block whose upload was killed before the block
-    # itself.
+    # The existing checksums are damaged, have an earlier layout, or belong to another block, whose
+    # upload was killed before the block itself was uploaded.
     files.system.pipe_file(target, content, mode="overwrite")

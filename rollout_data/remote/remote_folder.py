@@ -1,6 +1,6 @@
 """A folder of block files at a URL. Headers of blocks are read by two requests each.
 
-`blocks/block_header.py` and `blocks/block_folder.py` check the content as that of local files.
+`blocks/block_header.py` and `blocks/block_folder.py` check remote and local files alike.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from ..blocks.folder_metadata import BAD_METADATA, Metadata
 from .locations import RemoteFiles, RemotePath
 from .piece_checksums import ENDING, PieceSums
 
-#: Bytes at the beginning of a block that are fetched first. Head and tail have the whole header of
-#: a block of up to 1,300 fragments; the rest of larger headers is fetched on demand.
+#: Bytes at the beginning of a block that are fetched first. Head and tail contain the whole header
+#: of a block of up to 1,300 fragments; the rest of larger headers is fetched on demand.
 HEAD_BYTES = 128 << 10
 #: Bytes at the end of a block that are fetched first.
 TAIL_BYTES = 64 << 10
-#: Bytes per further request, at least.
+#: Bytes per request on demand, at least.
 _MORE_BYTES = 64 << 10
 
 
 class RemoteFile(Guarded):
-    """A remote file for HDF5. Its head and tail are fetched when it is opened, other bytes on demand.
+    """A remote file for HDF5. Head and tail are fetched at the start, other bytes on demand.
 
     Args:
         files: Files of the URL.
         path: The file.
         num_bytes: Listed size of the file.
-        sums: Checksums of its pieces; None without.
+        sums: Checksums of the pieces of the file; None if there is no checksum file.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RemoteFile(Guarded):
 
 
 def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
-    """Return the end of the head and the start of the tail at bounds of pieces, fetching no more bytes."""
+    """Return the end of the head and the start of the tail, both ranges shrunk to whole pieces."""
     _, stop = sums.inner(0, head)
     if head == tail or tail >= num_bytes:  # No bytes are between head and tail.
         return stop, stop
@@ -189,11 +189,11 @@ class RemoteFolder(BlockFolder):
     def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
         """Return the checksums of the pieces of a block; None if the block has no checksum file.
 
-        Checksums that were removed since they were listed make the next request fail.
+        If the checksum file was removed after the listing, the next request fails.
         """
         if (
             path.name not in self._listed and path.name not in self._unlisted
-        ):  # Another process listed it.
+        ):  # Another process listed the block.
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
         name = path.name + ENDING
@@ -226,7 +226,7 @@ class RemoteFolder(BlockFolder):
         return document
 
     def metadata_there(self) -> Metadata | None:
-        """Return the content of metadata.json; None without the file or folder."""
+        """Return the content of metadata.json; None if the file or the folder is missing."""
         try:
             return Metadata.from_json(self.read_document())
         except (FileNotFoundError, UsageError):
