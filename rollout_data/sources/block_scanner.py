@@ -1,4 +1,4 @@
-"""`BlockScanner`: lists folders of block files; the blocks are mapped side by side where that is possible."""
+"""`BlockScanner`: lists folders of block files and maps the blocks side by side if possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .scanner import BlocksInUse, Choice, Scanner
 
 
 class BlockScanner(Scanner):
-    """Folders of block files."""
+    """Scanner of folders of block files."""
 
     format = "rollout-data"
     description = "block files"
@@ -60,20 +60,20 @@ class BlockScanner(Scanner):
             Choice(origin, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
         ]
-        #: Of each folder, the snapshot of an open recording; None: the folder is scanned.
+        #: For each folder the blocks of an open recording; None if the folder is scanned.
         self._opened = [
             None if origin.opened is None else _Opened(origin.opened, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
         ]
-        #: Deleted blocks that are in use.
+        #: Deleted blocks with trajectories that are still in use.
         self._pinned: list[Block] = []
-        #: Blocks that another process has listed; None: this process lists them.
+        #: Blocks that another process has listed; None if this process lists the blocks.
         self._adopted: list[Block] | None = None
         self._files: FileMap | None = None
         self._last: RowSource | None = None
-        #: The listing of a snapshot, and that snapshot.
+        #: A snapshot, and its listing for other processes.
         self._listing: tuple[RowSource | None, Any] = None, None
-        #: An index in shared memory, and the memory.
+        #: The index of a snapshot in shared memory, and that memory.
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._next_release_s = 0.0
@@ -98,7 +98,7 @@ class BlockScanner(Scanner):
         if self._source.is_remote:
             return self._remote_folders[0].metadata
         folder = self._folders[0]
-        # After a scan the headers are known: `read_metadata` would read each block again.
+        # After a scan the headers are known, and `read_metadata` would read them again.
         stored = load_metadata(folder.data_dir) if self._last is not None else None
         return (
             read_metadata(folder.data_dir) if stored is None else counted_metadata(folder, stored)
@@ -136,7 +136,7 @@ class BlockScanner(Scanner):
             self._shared = index, memory
             stored, _ = shared_at(memory.spot if memory is not None else None)
             if stored is not None:
-                # This process reads the shared arrays too, and releases its own.
+                # This process also uses the shared arrays, which releases its own arrays.
                 vars(index).update({**vars(stored[1]), "blocks": index.blocks})
                 for folder in self._folders:
                     folder.built = None
@@ -158,7 +158,7 @@ class BlockScanner(Scanner):
         if stored is not None:
             index = stored[1]
             index.blocks = tuple(blocks)
-            # Memory of this process is kept as it is, since others map it by its spot.
+            # Memory that this process has shared is kept, since other processes map it.
             own = self._shared[1]
             is_own = own is not None and own.spot == spot
             self._shared = index, own if is_own else memory
@@ -197,7 +197,7 @@ class BlockScanner(Scanner):
         self._source.lost.intersection_update(key for key, *_ in mapped)
 
     def _warn_without_sums(self) -> None:
-        """Warn once of blocks behind a network that have no checksums of their pieces."""
+        """Warn once of remote blocks without a file of piece checksums."""
         num_blocks = sum(folder.num_without_sums for folder in self._remote_folders)
         if not num_blocks or self._has_warned:
             return
@@ -218,7 +218,7 @@ class BlockScanner(Scanner):
                 for folder in self._folders
                 for name in folder.found_now()
             }
-        except RolloutDataError:  # the folder cannot be listed: `refresh` raises it again
+        except RolloutDataError:  # The folder cannot be listed. `refresh` raises the error.
             return
         deleted = {
             identity for identity in self._files.mapped if str(identity[0][0]) not in present
@@ -232,7 +232,7 @@ class BlockScanner(Scanner):
         self._next_release_s = stop_s + max(1.0, (stop_s - start_s) / LOOK_SHARE)
 
     def _blocks(self) -> list[Block]:
-        """Return the chosen blocks that are there."""
+        """Return the existing blocks, with the selected trajectories only."""
         if self._adopted is not None:
             return self._adopted
         blocks: list[Block] = []
@@ -283,7 +283,7 @@ class BlockScanner(Scanner):
         return BlockFiles(index, layouts)
 
     def _mapped(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
-        """Map blocks, in addition to those that are mapped already; a block that cannot be mapped is reported."""
+        """Map blocks that are not mapped yet. Blocks that cannot be mapped are reported."""
         files = self._files
         if files is None or files.layouts is not layouts or not files.has_room(blocks):
             # Deleted blocks cannot be mapped again: their trajectories count as lost.
@@ -292,15 +292,14 @@ class BlockScanner(Scanner):
         mapped = []
         for block in blocks:
             try:
-                if not block.is_edit:  # those have no rows, and their files may be gone
+                if not block.is_edit:  # Edits have no rows, and their files may be deleted.
                     files.add(block)
                 mapped.append(block)
             except FileNotFoundError:
                 self._source.count_lost([block.key])
             except RolloutDataError as problem:
                 self._source.report(problem)
-        # The index that the folder built while it scanned is that of these blocks, if none was left
-        # out or added.
+        # The index arrays of the folder are valid only if no block was left out or added.
         is_as_scanned = (
             self._adopted is None
             and not self._pinned
@@ -309,8 +308,8 @@ class BlockScanner(Scanner):
         )
         is_whole = is_as_scanned and len(self._folders) == 1 and self._choices[0].is_all
         built = self._folders[0].built if is_whole else None
-        # Blocks that another process has listed keep their numbers, whether or not they could be
-        # mapped here.
+        # Blocks from the listing of another process keep their numbers, even if this process cannot
+        # map them.
         known = mapped if self._adopted is None else blocks
         self._next_release_s = 0.0
         return MappedBlocks(self._index(known, self._pinned, built), layouts, files)
@@ -321,7 +320,7 @@ class BlockScanner(Scanner):
         pinned: list[Block],
         built: Mapping[str, np.ndarray] | None = None,
     ) -> TrajectoryIndex:
-        """Return the index of some blocks: the shared one, if it is of these."""
+        """Return the index of blocks: the index in shared memory if it has the same blocks."""
         shared = self._shared[0]
         wanted = (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
@@ -329,7 +328,7 @@ class BlockScanner(Scanner):
         return TrajectoryIndex(wanted, len(blocks), built)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
-        """Keep one problem for the trajectories that lack a block now; warn at the first of them only."""
+        """Replace the problem of trajectories with missing blocks. Only the first problem warns."""
         problems = self._source.problems
         if self._broken is not None and self._broken in problems:
             problems.remove(self._broken)
@@ -347,7 +346,7 @@ class _Opened:
     """The blocks of an open recording, whose folder is not scanned again.
 
     Args:
-        source: Of the recording.
+        source: Source of the recording.
         label: Prefix of the writers' names, as in `BlockFolder`.
     """
 

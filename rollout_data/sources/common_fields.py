@@ -1,4 +1,4 @@
-"""`common_fields`: the fields of a stream of episodes that do not all have the same ones."""
+"""`common_fields`: the fields of a stream of episodes that have different fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from storage.core.fields import Field, Schema
 
-#: Names that a batch uses itself.
+#: Names that batches use for their own fields.
 RESERVED = (
     "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
     "next_observation", "next_privileged_observation",
@@ -21,11 +21,11 @@ class Fit(NamedTuple):
     """The fields of a stream of episodes, and the episodes and fields that do not fit.
 
     Attributes:
-        schema: The fields.
-        left_out: Schema of episodes that are not streamed -> how it differs.
-        lacking: Schema of other episodes -> names of the fields that are NaN there.
-        dropped: Name of a field that is not streamed -> the condition that it does not meet.
-        forms: Schemas of the episodes that are streamed, each once.
+        schema: The fields of the stream.
+        left_out: Schema of left-out episodes -> difference from the fields of the stream.
+        lacking: Schema of streamed episodes -> names of their missing fields, which read as NaN.
+        dropped: Name of a left-out field -> requirement that the field does not meet.
+        forms: Schemas of the streamed episodes, each once.
     """
 
     schema: Schema
@@ -36,15 +36,15 @@ class Fit(NamedTuple):
 
 
 def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
-    """Find the fields of a stream: those of all episodes that do not contradict the fields of most episodes.
+    """Return the fields of a stream of episodes, and the episodes and fields that do not fit.
 
-    A field that some episodes lack becomes one of floats, as it reads as NaN there. Pictures and
-    other integers of several axes have to be in all episodes.
+    Episodes that contradict the fields of most episodes are left out. A field that some episodes
+    lack becomes a float field and reads as NaN in these episodes. Pictures and other integers of
+    several axes must be in all episodes.
 
     Args:
         schemas: The fields of each episode.
-        keeps_episodes: Leave out pictures that some episodes lack, instead of leaving out these
-            episodes.
+        keeps_episodes: Leave out pictures that some episodes lack, instead of these episodes.
     """
     fields: dict[str, Field] = {}
     left_out: dict[Schema, str] = {}
@@ -91,12 +91,12 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
 
 
 def _can_lack(field: Field) -> bool:
-    """Return whether episodes without a field can be streamed with it, as NaN."""
+    """Return whether a field may be missing from some episodes, where it reads as NaN."""
     return field.dtype in FLOATS or len(field.shape) <= 1
 
 
 def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
-    """Return how the fields of other episodes contradict `fields`; "" if they do not."""
+    """Return the first contradiction between the fields of an episode and `fields`, or ""."""
     for name, field in fields.items():
         other = others.get(name, field)
         if (field.dtype, field.shape) != (other.dtype, other.shape):

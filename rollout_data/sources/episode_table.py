@@ -1,4 +1,4 @@
-"""The table of episodes: one row each, and which rows a filter keeps."""
+"""The table of episodes, one row per episode, and filters of its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from storage.errors import UsageError, nearest
 
 from .episode_info import EpisodeInfo, end_of
 
-#: What metadata of an episode may tell, with what stands where they do not.
+#: Columns from the metadata of an episode -> value if the metadata do not have it.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
 _DTYPES: dict[str, Any] = {
     "env": np.int64,
@@ -23,7 +23,7 @@ COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "
 
 
 def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
-    """Make a column of the table: see `as_table`; returns are NaN, as nothing is read."""
+    """Return a column of the table, see `as_table`. Returns are NaN, since no row is read."""
     success = {None: -1, False: 0, True: 1}
     give: dict[str, Callable[[EpisodeInfo], Any]] = {
         "id": lambda info: info.name,
@@ -42,7 +42,7 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
 
 
 def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Convert a column to its dtype; a time of 0 is unknown."""
+    """Convert a column to its dtype. A time of 0 is unknown and becomes NaT."""
     dtype = _DTYPES.get(name)
     if name == "time":
         return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")
@@ -56,7 +56,7 @@ def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Make the table of its columns.
+    """Build the table from its columns.
 
     Returns:
         Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64;
@@ -71,7 +71,9 @@ def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, A
 
 
 def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """bool `[num_episodes]`: rows in which each column has the value, one of the values, or what a function accepts.
+    """Return which rows match a filter, bool `[num_episodes]`.
+
+    The filter has, for each column, a value, several values, or a function that accepts values.
 
     Raises:
         UsageError: There is no such column.

@@ -1,9 +1,9 @@
 """`Epoch`: the order of one epoch, and the share of each rank.
 
 Every item has a random key, a function of the seed, the number of the epoch and the item's name.
-Items are delivered in the order of their keys. So new and deleted items do not move the others, and
-the last delivered key says where to resume, for any number of ranks. Keys are made by integer
-arithmetic, hence alike on every processor.
+Items are delivered in the order of their keys. New and deleted items therefore do not change the
+order of other items. The last delivered key is the position to resume from, for any number of
+ranks. Keys are computed by integer arithmetic, so they are equal on every processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys
 from .processes.process_group import Shard
 
-#: How ranks share the last batches: see `rank_batches`.
+#: Rule by which ranks share the last batches, see `rank_batches`.
 Even = Literal["pad", "drop", "none"]
 
 
@@ -24,7 +24,7 @@ class Epoch(NamedTuple):
 
     Attributes:
         seed: The seed that the user chose.
-        number: Number of the epoch, from 0; of a pass, its number among the passes of all epochs.
+        number: Number of the epoch, from 0. A pass has its number among the passes of all epochs.
         purposes: Numbers that make keys for several purposes independent.
     """
 
@@ -33,12 +33,12 @@ class Epoch(NamedTuple):
     purposes: tuple[int, ...] = ()
 
     def with_purpose(self, *purposes: int) -> Epoch:
-        """Return the same epoch with other keys."""
+        """Return the same epoch with keys for another purpose."""
         return self._replace(purposes=(*self.purposes, *purposes))
 
     @property
     def key_seed(self) -> int:
-        """A number of 64 bits that depends on all attributes: the seed of `random_keys`."""
+        """Seed of `random_keys`: a 64-bit integer that depends on all attributes."""
         entropy = [self.seed, self.number, *self.purposes]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
@@ -58,13 +58,13 @@ class Epoch(NamedTuple):
 
 
 def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
-    """Count the items of an order up to one that may be deleted.
+    """Return the number of items up to and including an item that may be deleted.
 
     Args:
         items: int64 `[K]`, numbers of the items, in order.
-        keys: `[K]`, ascending; items of equal keys are in the order of their numbers.
+        keys: `[K]`, keys of the items, ascending. Items of equal keys are in the order of numbers.
         key: Key of the item.
-        num_before: Number that items after it have at least.
+        num_before: Items with the same key count only if their number is below this number.
     """
     first = np.searchsorted(keys, key)
     stop = np.searchsorted(keys, key, side="right")
@@ -76,15 +76,15 @@ def rank_batches(
 ) -> Int64s:
     """Return the positions of the batches of one rank: int64 `[K, 2]`, half-open.
 
-    The positions `start:stop` of an epoch are cut into batches of all ranks, and each of these into
-    parts of the ranks.
+    The positions `start:stop` of an epoch are divided into batches of all ranks, and each batch
+    into one part per rank.
 
     Args:
-        batch_size: Items of a whole batch of one rank.
-        even: "pad" gives all ranks equally many, where parts beyond `stop` go on with the first
-            items of the epoch. "drop" leaves the rest out. "none" gives the rest to the first
-            ranks, so parts may be empty.
-        drop_last: Whether a last batch that is not whole is left out.
+        batch_size: Items of a complete batch of one rank.
+        even: "pad" gives all ranks equally many items; parts beyond `stop` continue with the first
+            items of the epoch. "drop" leaves the remainder out. "none" gives the remainder to the
+            first ranks, so parts may be empty.
+        drop_last: Whether an incomplete last batch is left out.
     """
     size = batch_size * shard.total
     if drop_last:

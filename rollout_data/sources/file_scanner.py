@@ -1,8 +1,8 @@
-"""`FileScanner`: opens files of other systems, and chooses the episodes and fields that a stream of them has.
+"""`FileScanner`: opens files of other systems, and selects episodes and fields for a stream.
 
-All episodes of a stream have the same fields, those of most episodes. A field that an episode lacks
-reads as NaN, and an episode with contradicting fields is left out; both are reported once. Files
-are listed once, when they are opened.
+All episodes of a stream have the fields of most episodes. A missing field reads as NaN. An episode
+with contradicting fields is left out. Both cases are reported once. Files are listed only once,
+when they are opened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ADVICE = "Read it from the episodes of rollout_data.open"
 
 
 class FileScanner(Scanner):
-    """Files of other systems."""
+    """Scanner of files of other systems."""
 
     format = ""
     description = "files of another system"
@@ -51,8 +51,8 @@ class FileScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # Several files are refused by `open_foreign`, with their names; as blocks of ours they
-        # would be damaged ones.
+        # `open_foreign` rejects a folder of several files with an error that names them. A block
+        # scanner would report these files as damaged blocks.
         return detect(path) is not None or holds_files_of_others(path)
 
     @property
@@ -89,7 +89,7 @@ class FileScanner(Scanner):
         return listing is not None
 
     def _chosen(self) -> list[EpisodeKey]:
-        """Return the episodes that are read."""
+        """Return the selected episodes: (number of the file, number of the episode)."""
         keys: list[EpisodeKey] = []
         for number, (origin, file) in enumerate(
             zip(self._source.origins, self._files, strict=True)
@@ -102,7 +102,7 @@ class FileScanner(Scanner):
         return keys
 
     def _joined(self) -> JoinedFiles:
-        """Return the chosen episodes as rows; report the episodes and fields that do not fit."""
+        """Return the selected episodes as rows; report episodes and fields that do not fit."""
         chosen = self._chosen()
         infos = [self._files[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
@@ -122,7 +122,7 @@ class FileScanner(Scanner):
         )
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
-        """Return the text fields of all episodes as fields of the numbers of their texts; report the others."""
+        """Return text fields of all episodes, stored as text ids; report other text fields."""
         counts = Counter(name for info in infos for name in info.texts)
         fields: list[Field] = []
         for name, count in counts.items():
@@ -168,12 +168,13 @@ class FileScanner(Scanner):
 def _opened(origin: Origin) -> FileSource:
     if origin.opened is None:
         return open_foreign(origin.path, origin.format, **origin.options)
-    copied: FileSource = pickle.loads(pickle.dumps(origin.opened))  # two threads may read at once
+    # A copy is used, since two threads may read at the same time.
+    copied: FileSource = pickle.loads(pickle.dumps(origin.opened))
     return copied
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Return the numbers of the episodes with the names `ids`, in this order; of all where `ids` is None.
+    """Return the numbers of the episodes named `ids`, in this order; all numbers for None.
 
     Raises:
         UsageError: No episode has one of the names.

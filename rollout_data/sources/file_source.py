@@ -1,4 +1,4 @@
-"""`FileSource`: the base class of the readers of other systems' files."""
+"""`FileSource`: the base class of readers of files of other systems."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from .episode_source import EpisodeSource
 
 
 class FileSource(EpisodeSource):
-    """The episodes of a file or folder of another system; created by `formats.open_foreign`.
+    """Reader of a file or folder of another system, created by `formats.open_foreign`.
 
-    A format implements `scan` and `read`. Opening reads descriptions, `read` reads rows; nothing is
-    written or executed. It keeps no open file, so that it may be pickled. Damage of one episode
-    leaves that episode out and is a problem, damage of the whole is a `DataFileError`.
+    A format implements `scan` and `read`. Opening reads the descriptions of episodes, and `read`
+    reads rows. Nothing is written or executed. A reader keeps no file open, so it may be pickled. A
+    damaged episode is left out and added to `problems`. Damage of the whole raises `DataFileError`.
 
     Attributes:
-        options: Arguments of `open` for this format, checked.
+        options: Checked arguments of `open` for this format.
     """
 
-    #: Names of the arguments that `open(path, **options)` takes for this format, with their
-    #: defaults.
+    #: Argument of `open(path, **options)` for this format -> default.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     episodes: Sequence[EpisodeInfo] = ()
 
@@ -45,26 +44,29 @@ class FileSource(EpisodeSource):
 
     @abstractmethod
     def scan(self) -> Sequence[EpisodeInfo]:
-        """Read the descriptions: fill `metadata`, `problems`, `advice` and `splits`, and return the episodes.
+        """Read and return the descriptions of the episodes.
+
+        Fills `metadata`, `problems`, `advice` and `splits`.
 
         Raises:
-            DataFileError: Nothing can be read.
-            UsageError: The options do not fit.
+            DataFileError: The file or folder cannot be read.
+            UsageError: The options do not fit the file.
         """
 
     def rows_read_together(self, number: int, name: str) -> int | None:
-        """Return how many consecutive steps of a field are decoded together, counted from step 0 of the episode.
+        """Return the number of consecutive steps of a field that are decoded together.
 
-        It is 1 where each row is decoded by itself, as an encoded picture is. None means that
-        neighbours cost little more, as those of small rows and of a video do.
+        Groups of steps count from step 0 of the episode. The number is 1 if each row is decoded
+        separately, such as an encoded picture. None means that neighbouring rows cost little more,
+        such as small rows or frames of a video.
         """
         return None
 
     def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
-        """Return the episodes.
+        """Return the episodes; raise an error if there are none.
 
         Raises:
-            DataFileError: There is none; the first problem, if there is one.
+            DataFileError: There are no episodes. The first problem is raised if there is one.
         """
         if not episodes:
             raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[
@@ -73,7 +75,9 @@ class FileSource(EpisodeSource):
         return episodes
 
     def distrust(self, where: str, expected: str, got: str, advice: str = "") -> None:
-        """Refuse an index that contradicts its data, or note it if `on_bad_index` is "rebuild".
+        """Raise the error of an index that contradicts its data.
+
+        If `on_bad_index` is "rebuild", the error is only added to `problems`.
 
         Raises:
             CorruptFileError: `on_bad_index` is "refuse".
@@ -90,7 +94,7 @@ class FileSource(EpisodeSource):
     def problem(
         self, action: str, where: str, expected: str, got: str, advice: str = ""
     ) -> DataFileError:
-        """Note data that were not read, were repaired or were left out; return the problem."""
+        """Add a problem: data were not read, were repaired or were left out. Return the error."""
         noted = DataFileError(action, where, expected, got, advice)
         self.problems.append(noted)
         return noted
@@ -98,7 +102,7 @@ class FileSource(EpisodeSource):
     def advise(
         self, action: str, where: str, expected: str, got: str, advice: str = ""
     ) -> DataFileError:
-        """Note a remark on data that are read as they are stored; return it."""
+        """Add a remark to `advice`: data are read as they are stored. Return the remark."""
         noted = DataFileError(action, where, expected, got, advice)
         self.advice.append(noted)
         return noted

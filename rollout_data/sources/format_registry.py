@@ -1,4 +1,4 @@
-"""Formats other than block files: looked up when a path is not one of ours, so that sources import none of them."""
+"""Lookup of formats other than block files, without an import of these formats."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from .file_source import FileSource
     from .scanner import Scanner
 
-#: Module that knows all formats: the functions below call those of the same names there.
+#: Module of all formats. The functions below call the functions of the same names in it.
 _FORMATS = "rollout_data.formats.registry"
-#: Modules of the older layout of trajectory folders: its scanner, and the names of its files.
+#: Modules of trajectory folders, the older layout: the scanner, and the names of files.
 _TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_scanner"
 _TRAJECTORY_FILES = "rollout_data.formats.trajectory_folders.trajectory_listing"
 
 
 def detect(path: Path) -> str | None:
-    """Return the first format that a file or folder may have; None if it has none of them."""
+    """Return the first format that matches a file or folder; None if no format matches."""
     name: str | None = import_module(_FORMATS).detect(path)
     return name
 
@@ -32,7 +32,7 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
     """Open a file or folder of another system.
 
     Raises:
-        ForeignFileError: It has no known format, or may have several.
+        ForeignFileError: The file has no known format, or matches several formats.
         UsageError: The format has no such option.
     """
     source: FileSource = import_module(_FORMATS).open_foreign(path, format, **options)
@@ -46,6 +46,6 @@ def trajectory_folders() -> type[Scanner]:
 
 
 def chunk_frames(path: str) -> tuple[int, int] | None:
-    """Return the frames `(start, stop)` in the name of a chunk file of a trajectory folder; None for other names."""
+    """Return the frames `(start, stop)` in a chunk file's name of a trajectory folder, or None."""
     frames: tuple[int, int] | None = import_module(_TRAJECTORY_FILES).chunk_frames(path)
     return frames

@@ -1,7 +1,7 @@
-"""`LiveSource`: the folders or files of a dataset, which may grow; each scan makes an `EpisodeSource` of what is there.
+"""`LiveSource`: the growing folders or files of a dataset, and snapshots of their episodes.
 
-A snapshot never changes; `refresh` makes a new one when the folders have changed. What cannot be
-read is marked and reported once, and costs the trajectories that it concerns, and no other.
+A snapshot never changes. After a `refresh`, a new snapshot has the changes of the folders.
+Unreadable data are marked and reported once. Only the trajectories concerned are lost.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .rows.row_source import RowSource
 from .rows.unmapped_rows import BlockFiles
 from .scanner import BlocksInUse, Scanner
 
-#: Trajectories that cannot be read, each group with its error.
+#: Groups of trajectories that cannot be read, each group with its error.
 Losses = list[tuple[Int64s, DataFileError]]
 
 
 class LiveSource(Origins):
-    """The folders or files of a dataset: scans them, and makes snapshots of their episodes.
+    """The folders or files of a dataset, which are scanned to create snapshots of their episodes.
 
-    The format of an empty folder is found by a later scan.
+    The format of an empty folder is detected by a later scan.
 
     Args:
-        is_awaited: The folders may be missing until they were opened once; until then there is no
-            trajectory.
+        is_awaited: Whether the folders may be missing at first. Until they exist, the dataset has
+            no trajectories.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LiveSource(Origins):
         self._scanner: Scanner | None = None
         self._has_compared = False
         self.is_awaited = is_awaited
-        #: The folder that was missing at the last scan; None if all were there, or none is awaited.
+        #: Error of a missing folder at the last scan, if `is_awaited`; else None.
         self.missing: MissingFolderError | None = None
         try:
             self._create_scanner(_common_scanner(self.origins))
@@ -70,12 +70,12 @@ class LiveSource(Origins):
 
     def _create_scanner(self, scanner: type[Scanner] | None) -> None:
         if self._scanner is None and scanner is not None:
-            # Without a circle of references, files are unmapped with the last snapshot.
+            # A weak reference avoids a cycle, so that files are unmapped with the last snapshot.
             self._scanner = scanner(weakref.proxy(self))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether these are folders of block files."""
+        """Whether the data are folders of block files."""
         return isinstance(self._scanner, BlockScanner)
 
     @property
@@ -85,16 +85,16 @@ class LiveSource(Origins):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Contents of the first folder's metadata.json, with the established totals."""
+        """Content of the first folder's metadata.json, with the established totals."""
         return read_metadata(self.paths[0]) if self._scanner is None else self._scanner.metadata
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and orders of quaternions that metadata state; see `origins.conventions`."""
+        """Control modes and quaternion orders in the metadata; see `origins.conventions`."""
         return set() if self._scanner is None else self._scanner.conventions
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
-        """Scan the folders again; blocks that are `in_use` stay readable although they are deleted."""
+        """Scan the folders again. Deleted blocks that are `in_use` stay readable."""
         self.missing = None
         try:
             self._scan(in_use)
@@ -115,10 +115,10 @@ class LiveSource(Origins):
         self._has_compared = True
 
     def release(self, in_use: BlocksInUse = tuple) -> None:
-        """Unmap deleted blocks that are not `in_use`, which frees their disk space; for between batches.
+        """Unmap deleted blocks that are not `in_use`, to free their disk space.
 
-        It is cheap: it seldom lists the folders. Reading such a block from an earlier snapshot is a
-        `LostBlockError`.
+        Called between batches. The call is cheap, since it seldom lists the folders. Reading an
+        unmapped block from an earlier snapshot raises `LostBlockError`.
         """
         if self._scanner is not None:
             self._scanner.release(in_use)
@@ -129,23 +129,23 @@ class LiveSource(Origins):
         """Return the episodes of the last scan.
 
         Args:
-            upto: Only blocks up to this number of each writer; None: all.
-            gone: Trajectories that are deleted and still count: (writer, number) -> frames.
+            upto: Writer -> last block number to include; None includes all blocks.
+            gone: Deleted trajectories that still count: (writer, number) -> frames.
         """
         if self._scanner is None:
             return BlockFiles(TrajectoryIndex([]), layouts_of(Schema([])))
         return self._scanner.snapshot(upto, gone)
 
     def listing(self) -> Any:
-        """Return the result of the last scan, for `adopt` in another process; the same object if unchanged."""
+        """Return the last scan, for `adopt` in another process; the same object if unchanged."""
         return None if self._scanner is None else self._scanner.listing()
 
     def shared(self, snapshot: RowSource) -> Spot | None:
-        """Return the shared memory in which other processes of this machine find the index of a snapshot, or None."""
+        """Return shared memory with the index of a snapshot, for other local processes, or None."""
         return None if self._scanner is None else self._scanner.shared(snapshot)
 
     def adopt(self, listing: Any, spot: Spot | None = None) -> bool:
-        """Use the listing of another process in place of a scan, and its index in shared memory.
+        """Use the listing and the shared index of another process instead of a scan.
 
         Returns:
             Whether there was a listing or an index.
@@ -155,10 +155,10 @@ class LiveSource(Origins):
         return self._scanner is not None and self._scanner.adopt(listing, spot)
 
     def forget(self, problem: DataFileError, keys: Iterable[tuple[str, int]]) -> None:
-        """Report trajectories that cannot be read; a lost block is left out of later scans."""
+        """Report trajectories that cannot be read. Later scans skip a lost block."""
         lost = {(writer, number) for writer, number in keys}
         if isinstance(problem, LostBlockError):
-            # Two passes may hold the trajectory of a lost block; it is counted once.
+            # Two passes may have the same trajectory of a lost block, which is counted once.
             lost -= self._lost_with_blocks
             self._lost_with_blocks |= lost
         self.num_lost_trajectories += len(lost)
@@ -171,14 +171,15 @@ class LiveSource(Origins):
     def leave_out(
         self, snapshot: RowSource, trajectories: Int64s, problem: DataFileError, skips: bool
     ) -> Losses:
-        """Mark those of some trajectories that cannot be read, and report them; their other frames are not `valid`.
+        """Mark and report unreadable trajectories. Their remaining frames are not `valid`.
 
         Returns:
-            The trajectories, with their errors.
+            The newly marked trajectories, with their errors.
 
         Raises:
-            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips`
-                is True. A store that refuses access, or does not answer, concerns none of them.
+            DataFileError: `problem`, if it concerns none of the trajectories, or if no block was
+                lost and `skips` is False. A store that denies access or does not answer concerns
+                none of them.
         """
         if isinstance(problem, UnansweredError):
             raise problem
@@ -208,10 +209,10 @@ class LiveSource(Origins):
         return losses
 
     def check_readable(self, snapshot: RowSource, trajectories: Int64s, skips: bool) -> None:
-        """Find one of some trajectories that can be read; those before it that cannot are left out.
+        """Search the first readable trajectory; leave out the unreadable ones before it.
 
         Raises:
-            DataFileError: There is none, or a store refuses access or does not answer.
+            DataFileError: No trajectory can be read, or a store denies access or does not answer.
         """
         for trajectory in trajectories.tolist():
             if snapshot.is_lost[trajectory]:
@@ -232,7 +233,7 @@ class LiveSource(Origins):
     def note_loss(
         self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError
     ) -> None:
-        """Mark and report trajectories that another process could not read, unless this was known."""
+        """Mark and report trajectories that another process could not read, except known losses."""
         numbers = snapshot.index.find(keys)
         is_new = [number < 0 or not snapshot.is_lost[number] for number in numbers.tolist()]
         snapshot.is_lost[numbers[numbers >= 0]] = True
@@ -241,7 +242,7 @@ class LiveSource(Origins):
 
 
 def _damage(snapshot: RowSource, trajectory: int) -> DataFileError | None:
-    """Return the error of reading a trajectory; None if it can be read, or is known to be lost."""
+    """Return the error of reading a trajectory; None if it is readable or known to be lost."""
     if snapshot.is_lost[trajectory]:
         return None
     try:
@@ -254,10 +255,10 @@ def _damage(snapshot: RowSource, trajectory: int) -> DataFileError | None:
 
 
 def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
-    """Return the class that scans all of some places; None as long as all folders are empty.
+    """Return the scanner class of all locations; None as long as all folders are empty.
 
     Raises:
-        UsageError: The places have several formats, or only some are URLs.
+        UsageError: The locations have several formats, or only some locations are URLs.
     """
     is_remote = [arguments.is_url(origin.path) for origin in origins]
     if any(is_remote) and not all(is_remote):
@@ -279,7 +280,7 @@ def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
 
 
 def scanner_of(origin: Origin) -> type[Scanner] | None:
-    """Return the class that scans a place, by its format or its content; None if it is missing or empty."""
+    """Return the scanner class of a location; None if the location is missing or empty."""
     if origin.opened is not None:
         return origin.opened.scanner or FileScanner
     if arguments.is_url(origin.path):

@@ -22,7 +22,7 @@ from .rows.chunk_decoder import CHUNK_CACHE_BYTES
 
 #: Number of problems that are kept; older problems are dropped.
 MAX_PROBLEMS = 1000
-#: Number of hashes of reported problems that are kept, so that a problem is reported once.
+#: Number of hashes of reported problems that are kept to report each problem once.
 _MAX_REPORTED = 100_000
 #: Names in metadata for the control mode of actions and the order of quaternions.
 MODE_KEY = "control_mode"
@@ -101,13 +101,13 @@ class Origins:
         return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
-        """Count lost blocks; each block counts once until it is `present` again."""
+        """Count lost blocks. A block counts again only after it was `present` in between."""
         new = {key for key in keys if named_edit(key[0].name) is None} - self.lost
         self.num_vanished_blocks += len(new)
         self.lost = (self.lost | new) - set(present)
 
     def check_schema(self, schema: Schema, where: Path) -> None:
-        """Raise if a schema differs from the schema of the folders before."""
+        """Raise `DataFileError` if a schema differs from the schema of the earlier folders."""
         if self.schema is None:
             self.schema = schema
         elif difference := self.schema.difference(schema):

@@ -1,4 +1,4 @@
-"""`Scanner`: lists files of one format and makes snapshots of their episodes."""
+"""`Scanner`: lists files of one format and creates snapshots of their episodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .origins import Origins
 from .processes.shared_memory import Spot
 from .rows.row_source import RowSource
 
-#: Returns the blocks of the trajectories that are being played; called only if the folders have
-#: changed.
+#: Function that returns the blocks of the trajectories in use. It is called only if the folders
+#: have changed.
 BlocksInUse = Callable[[], Collection[Block]]
 
 
 class Scanner(ABC):
-    """List the files of folders of one format, and create snapshots of their episodes.
+    """Scanner of the files of one format, which creates snapshots of their episodes.
 
     A snapshot never changes. After a `refresh`, `snapshot` returns a new one if files changed.
     `LiveSource` owns the scanner and receives its problems.
@@ -59,7 +59,7 @@ class Scanner(ABC):
     @property
     @abstractmethod
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and quaternion orders in the metadata; see `conventions`."""
+        """Control modes and quaternion orders in the metadata; see `origins.conventions`."""
 
     @abstractmethod
     def refresh(self, in_use: BlocksInUse) -> None:
@@ -73,14 +73,14 @@ class Scanner(ABC):
 
     @abstractmethod
     def listing(self) -> Any:
-        """Return the result of the last scan: a tuple of this class and plain data; the same object if unchanged."""
+        """Return the last scan, (class, *plain data); the same object if nothing changed."""
 
     @abstractmethod
     def adopt(self, listing: Any, spot: Spot | None) -> bool:
         """Use the scan of another process; see `LiveSource.adopt`."""
 
     def shared(self, source: RowSource) -> Spot | None:
-        """Return shared memory with the index of a snapshot, for other local processes; or None."""
+        """Return shared memory with the index of a snapshot, for other local processes, or None."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
@@ -129,7 +129,7 @@ class Choice:
             return list(blocks)
         chosen = []
         for block in blocks:
-            if block.is_edit:  # without frames
+            if block.is_edit:  # An edit has no frames.
                 chosen.append(block)
                 continue
             if block.identity not in self._cut:
@@ -144,9 +144,9 @@ class Choice:
             try:
                 for key, text in self.header_of(block).read_notes(EPISODES):
                     ends[key] = parsed(block.path, text).get(ENDS)
-            except FileNotFoundError:  # deleted meanwhile; reading it raises the error
+            except FileNotFoundError:  # The block was deleted. Reading its rows raises the error.
                 ends = {}
-            except CorruptFileError:  # reading the notes raises it
+            except CorruptFileError:  # Reading the annotations raises the error.
                 ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
             flags = fragments["flags"]
             is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Names under which LeRobot describes the file of a camera.
+#: Keys of LeRobot's metadata with the description of a camera's video file.
 _DETAILS = ("video_info", "info")
 
 
@@ -21,8 +21,8 @@ class VideoRange:
         num_frames: Frames of the episode.
         rate_hz: Frames per second.
         about: LeRobot's description of the camera.
-        held: What the file holds, by names of the description: "video.codec", "video.pix_fmt";
-            empty without PyAV.
+        held: Properties of the file, by the names in the description: "video.codec",
+            "video.pix_fmt"; empty without PyAV.
     """
 
     path: Path
@@ -34,14 +34,14 @@ class VideoRange:
 
     @property
     def codec(self) -> str:
-        """Name of the codec in the file, or else in the description of the camera; "" without one."""
+        """Name of the codec in the file or, without it, in the description; "" if unknown."""
         stated = [self.about[name] for name in _DETAILS if isinstance(self.about.get(name), dict)]
         codecs = [one["video.codec"] for one in (self.held, *stated) if one.get("video.codec")]
         return str(codecs[0]) if codecs else ""
 
     @property
     def true_about(self) -> dict[str, Any]:
-        """The description of the camera, with what the file holds in place of other statements."""
+        """Description of the camera, corrected by the properties of the file."""
         about = dict(self.about)
         known = {**self.held, "video.fps": self.rate_hz}
         for name in _DETAILS:
@@ -50,7 +50,7 @@ class VideoRange:
         return about
 
     def false_statements(self) -> list[str]:
-        """Return what the description says of the file and the file does not hold, as text."""
+        """Return the statements of the description that contradict the file, as text."""
         described = self.true_about
         return [
             f"{key} {described[name][key]!r} instead of {value!r}"

@@ -1,8 +1,7 @@
-"""Epochs of windows whose rows come over a network: chunks in random order, windows shuffled among some of them.
+"""Order of the windows of remote data: chunks in random order, windows shuffled within groups.
 
-One rule: the order is a function of (seed, epoch), of the number of frames of a chunk and of the
-number of chunks of a group, and of where trajectories lie in their files; what is fetched ahead
-follows from it and changes nothing.
+The order is a function of (seed, epoch), the frames per chunk, the chunks per group, and the
+positions of trajectories in their files. Prefetching follows the order and does not change it.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from .window_reader import WindowPlan
 
 
 class ChunkedOrder:
-    """The windows of an epoch, by chunks of consecutive frames of the files.
+    """The order of the windows of an epoch, by chunks of consecutive frames of the files.
 
-    Chunks are dealt to groups of `num_chunks` in random order, and the windows of a group are
+    Chunks are assigned to groups of `num_chunks` in random order, and the windows of a group are
     shuffled. A window belongs to the chunk with its anchor.
 
     Args:
         windows: Which there are.
-        place: int64 `[K]`, the order in which the trajectories of `windows` lie in the files.
-        num_frames: Frames of a chunk.
-        num_chunks: Chunks of a group.
+        place: int64 `[K]`, the trajectories of `windows` in the order of their files.
+        num_frames: Frames per chunk.
+        num_chunks: Chunks per group.
         epoch: Epoch that shuffles the chunks and windows; None keeps the windows in the order of
             their numbers.
 
     Attributes:
-        bounds: int64 `[G + 1]`, the position of the first window of each group, and of the end.
+        bounds: int64 `[G + 1]`, position of the first window of each group, then the number of
+            windows.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChunkedOrder:
         counts = np.diff(windows.first_window)[place]
         place = place[counts > 0]
         counts = counts[counts > 0]
-        # Anchors of a trajectory, counted over all of them one after the other.
+        # Frames are counted over all trajectories, in the order of the files.
         stop = np.cumsum(windows.lengths[place])
         anchor = stop - windows.lengths[place] + windows.first_anchor
         first = anchor // num_frames
@@ -62,13 +62,14 @@ class ChunkedOrder:
         low = np.maximum(low, 0)
         high = np.minimum(high, counts[part])
         part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
-        _, chunk = np.unique(chunk, return_inverse=True)  # with a stride some have no anchor
+        _, chunk = np.unique(chunk, return_inverse=True)  # Skips chunks without an anchor.
         num_all = int(chunk[-1]) + 1 if len(chunk) else 0
         rank = np.empty(num_all, np.int64)
         rank[self._shuffled(num_all, 0)] = np.arange(num_all)
         order = np.argsort(rank[chunk], kind="stable")
         group = rank[chunk][order] // num_chunks
-        #: int64 `[P]`: place of the trajectory, and which of its windows, in the order of groups.
+        #: Parts of trajectories in the order of groups, int64 `[P]`: the trajectory as an index of
+        #: `place`, and its windows `_low:_high`.
         self._place = place[part][order]
         self._low = low[order]
         self._high = high[order]
@@ -86,7 +87,11 @@ class ChunkedOrder:
         return numbers
 
     def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the windows of a group: place of the trajectory, first of its windows and end, int64 `[P]` each."""
+        """Return the windows of a group as parts of trajectories, int64 `[P]` each.
+
+        Returns:
+            Position of the trajectory, and its first window and stop window in this part.
+        """
         part = slice(int(self._parts[group]), int(self._parts[group + 1]))
         return self._place[part], self._low[part], self._high[part]
 
@@ -98,13 +103,13 @@ class ChunkedOrder:
 
 
 class Route:
-    """Has the rows of the windows of an epoch fetched, one group ahead of the one that is read.
+    """Prefetcher of the rows of an epoch's windows, one group ahead of the reader.
 
     Args:
-        source: Where the rows are.
-        plan: What windows are made of.
+        source: Remote blocks with the rows.
+        plan: Columns and shapes of the windows.
         windows: Which there are.
-        order: Of the epoch.
+        order: Order of the windows in the epoch.
     """
 
     def __init__(
@@ -117,14 +122,17 @@ class Route:
         self._stocks: dict[int, list[Stock]] = {}
 
     def advance(self, start: int, stop: int) -> None:
-        """Announce that the windows at positions `start:stop` of the epoch are read next, and none before."""
+        """Prefetch the rows of the windows at positions `start:stop`, which are read next.
+
+        Rows of earlier groups are released.
+        """
         bounds = self._order.bounds
         stop = min(stop, int(bounds[-1]))
         low, high = (bounds.searchsorted([start, max(start, stop - 1)], side="right") - 1).tolist()
         for group in [one for one in self._stocks if one < low]:
             for stock in self._stocks.pop(group):
                 stock.drop()
-        # A batch of two groups waits with the third: no more than two are in memory.
+        # If a batch needs two groups, the third is fetched later: at most two are in memory.
         for group in range(low, min(max(low + 2, high + 1), len(bounds) - 1)):
             if group not in self._stocks:
                 self._stocks[group] = self._ask(group)
@@ -139,7 +147,7 @@ class Route:
         stocks = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
-            if stride > last - first + 1:  # the frames between windows are not needed
+            if stride > last - first + 1:  # Frames between windows are skipped.
                 which = np.repeat(np.arange(len(low)), high - low)
                 begin = first_anchor + counted_from(low, high - low) * stride
                 end = begin

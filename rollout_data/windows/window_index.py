@@ -1,7 +1,7 @@
-"""Which windows there are: trajectories of a split, windows of a trajectory, frames of a window.
+"""Numbers of windows: trajectories of a split, windows of a trajectory, frames of a window.
 
-One rule: pure arithmetic on lengths; nothing here reads a frame. A window belongs to one frame of a
-trajectory, its anchor `t`, and reads the frames `t + delta` of that trajectory only.
+All functions compute with lengths and read no frame. A window belongs to one frame of a trajectory,
+its anchor `t`, and reads only the frames `t + delta` of that trajectory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..sources.rows.row_source import Rows
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
 CREATE = "create a WindowDataset"
-#: Bits of a time within a turn of `arrivals`; turns are counted above them, in int64.
+#: Low bits of a time of `arrivals`, which hold the time within a turn. The turn is above, in int64.
 _TURN_BITS = 60
 
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Which trajectories belong to a dataset; see `WindowDataset`."""
+    """Options that select the trajectories of a dataset; see `WindowDataset`."""
 
     split: str | None = None
     validation_fraction: float = 0.1
@@ -48,14 +48,16 @@ class SplitOptions:
 def choose_trajectories(
     index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
 ) -> tuple[Int64s, list[Any]]:
-    """Return the trajectories of a split, int64, ascending, and which is the first for training.
+    """Return the trajectories of a split, ascending int64, and the first training trajectory.
 
-    Each trajectory has a number that is a function of (seed, writer, number within the writer), in
-    whichever folder it lies; those with the smallest ones are for validation. So the two splits
-    share nothing and leave nothing out, few trajectories change sides when a folder grows or
-    another one is read with it, and copies of a folder stand together, save for one trajectory that
-    the fraction may cut off. Packing gives trajectories another writer, hence other splits. With
-    the `first_of_training` of another time the split is as it was then.
+    Each trajectory has a key, a function of (seed, writer, number within the writer) that does not
+    depend on the folder. Trajectories with the smallest keys are for validation, all others for
+    training, so the splits are disjoint and complete. Few trajectories change sides when a folder
+    grows or another folder is added. Copies of a folder have the same splits, except for one
+    trajectory at the boundary. Packing changes the writers, and therefore the splits.
+
+    The first training trajectory is [key, *name]. As the argument `first_of_training`, an earlier
+    result restores the earlier split.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
@@ -79,12 +81,12 @@ class WindowIndex:
     """The windows of some trajectories, numbered from 0.
 
     Args:
-        index: Where the trajectories are.
-        trajectories: int64 `[K]`, which of them, ascending.
-        first_delta, last_delta: The least and the greatest delta of a window.
+        index: Index of all trajectories.
+        trajectories: int64 `[K]`, positions of the selected trajectories in the index, ascending.
+        first_delta, last_delta: Smallest and largest delta of a window.
         stride: Frames between anchors.
         pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is
-            an anchor; if not, every `stride`-th of those whose window lies inside.
+            an anchor; otherwise every `stride`-th frame whose window lies inside the trajectory.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class WindowIndex:
         self.stride = stride
         self.lengths = index.lengths[trajectories]
         self.first_anchor = 0 if pads else max(0, -first_delta)
-        #: Frames that a trajectory has at least, of which there is a window.
+        #: Length of the shortest trajectory that has a window.
         self.least_length = self.first_anchor + 1 + (0 if pads else max(0, last_delta))
         num_anchors = self.lengths - (self.least_length - 1)
         self.first_window = np.append(0, np.cumsum(np.maximum(0, -(-num_anchors // stride))))
@@ -110,21 +112,21 @@ class WindowIndex:
         return int(self.first_window[-1])
 
     def find(self, windows: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
+        """Return the position in `trajectories` and the anchor of each window, int64 `[B]` each."""
         place = self.first_window.searchsorted(windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
-    # What stays the same when trajectories come and go
+    # Keys and names, which do not change when trajectories are added or deleted
 
     def random_keys(self, epoch: Epoch) -> np.ndarray:
-        """Return the key of each window in an epoch, uint64: a function of the epoch and of the window's name."""
+        """Return the key of each window, uint64: a function of the epoch and the window's name."""
         keys = epoch.keys(self._index, self.trajectories)
         counts = np.diff(self.first_window)
         step = counted_from(np.zeros_like(counts), counts)
         return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
 
     def name(self, window: int) -> list[Any]:
-        """Name a window: its trajectory (see `TrajectoryIndex.name`), and its number in there."""
+        """Return the name of a window: `TrajectoryIndex.name`, and the number in the trajectory."""
         place = int(np.searchsorted(self.first_window, window, side="right")) - 1
         return [
             *self._index.name(int(self.trajectories[place])),
@@ -132,29 +134,29 @@ class WindowIndex:
         ]
 
     def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
-        """Count the windows up to the one of this name, whether or not it is here."""
+        """Return the number of windows up to and including a name, which may be deleted."""
         bounds = [self._index.num_before(end_time_ns, writer, number + more) for more in (0, 1)]
         first, stop = np.searchsorted(self.trajectories, bounds)
         return int(self.first_window[first] + (step + 1) * (stop - first))
 
 
 def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64s]:
-    """Draw how often each of some things arrives within one turn, and when.
+    """Draw items with replacement: the times at which each item arrives within one turn.
 
-    The arrivals of a thing are a function of its key alone. All together are a Poisson process, in
-    which each arrival is that of any of the things with equal probability, independently of the
-    others: draws with replacement. Integers only, so that every processor draws the same.
+    The arrivals of an item are a function of its key alone. All arrivals together are a Poisson
+    process: each arrival belongs to each item with equal probability, independently of all other
+    arrivals. Only integers are used, so that every processor draws the same.
 
     Args:
-        keys: uint64 `[n]`, one for each thing and turn.
-        mean: Arrivals of each thing in a turn, on average.
-        turn: Number of the turn, 0, 1, ...: its times lie between those of its neighbours.
+        keys: uint64 `[n]`, key of each item in this turn.
+        mean: Mean number of arrivals of an item in a turn.
+        turn: Number of the turn, 0, 1, ... Times of a later turn are later.
 
     Returns:
-        Number of the thing, ascending, and time of each arrival: int64 `[K]` each.
+        Number of the item, ascending, and time of each arrival: int64 `[K]` each.
     """
-    # A turn is cut into 2**num_halvings parts, in each of which a thing arrives once at most, on
-    # average.
+    # A turn is divided into 2**num_halvings parts, so that the mean number of arrivals of an item
+    # in a part is at most 1.
     num_halvings = max(0, math.ceil(mean) - 1).bit_length()
     parts = np.arange(1 << num_halvings, dtype=np.uint64)
     part_keys = mixed(keys[:, None] + parts).ravel()
@@ -168,16 +170,16 @@ def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64
 
 
 def turn_of(time: int) -> int:
-    """Return the turn of `arrivals` that a time belongs to."""
+    """Return the turn of `arrivals` that contains a time."""
     return time >> _TURN_BITS
 
 
 @lru_cache(maxsize=64)
 def _poisson_bounds(mean: Fraction) -> np.ndarray:
-    """Return uint64 `[K]`: as many of them as a Poisson variable of this mean is are at most a random uint64.
+    """Return bounds, uint64 `[K]`, that convert a random uint64 to a Poisson variable.
 
-    `bounds[n]` is 2**64 times the probability of n or less, rounded down, in fixed-point arithmetic
-    of 192 bits.
+    The variable is the number of bounds that are not above the random number. `bounds[n]` is 2**64
+    times the probability of n or less, rounded down, in fixed-point arithmetic of 192 bits.
     """
     term = 1 << 192
     terms = []
@@ -190,11 +192,11 @@ def _poisson_bounds(mean: Fraction) -> np.ndarray:
 
 
 def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
-    """Check window numbers: int64 `[B]`, negative ones counted from the end.
+    """Return checked window numbers, int64 `[B]`. Negative numbers count from the end.
 
     Raises:
-        IndexError: One lies outside.
-        UsageError: They are no whole numbers.
+        IndexError: A number is out of range.
+        UsageError: The numbers are no list of integers.
     """
     windows = np.asarray(given)
     if windows.size == 0:
@@ -208,7 +210,7 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
         )
     if (
         windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows
-    ):  # none is negative
+    ):  # As uint64, negative numbers are too large.
         return windows
     low = int(windows.min())
     high = int(windows.max())
@@ -221,13 +223,13 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
 
 @dataclass(frozen=True, eq=False)
 class WindowShape:
-    """Which frames around the anchor are read, as consecutive runs.
+    """The frames of a window relative to its anchor, as runs of consecutive frames.
 
     Attributes:
-        deltas: int64 `[W]`, ascending: the frames that are read, relative to the anchor.
-        first, count, target: int64 `[R]`: `count` frames from `anchor + first` on are rows `target`
-            of the window.
-        unit: A number of rows that divides every run.
+        deltas: int64 `[W]`, ascending: distances of the frames from the anchor.
+        first, count, target: int64 `[R]`: each run has `count` frames from `anchor + first` on,
+            which become the rows of the window from `target` on.
+        unit: Greatest common divisor of the lengths of the runs.
     """
 
     deltas: Int64s
@@ -238,12 +240,16 @@ class WindowShape:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """The least and the greatest delta."""
+        """Smallest and largest delta."""
         return int(self.deltas[0]), int(self.deltas[-1])
 
     @classmethod
     def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
-        """Cut deltas into runs; with `fills_gaps`, frames between are read too if they are few."""
+        """Build the shape of some deltas.
+
+        With `fills_gaps`, all frames between the deltas are read too, unless this more than doubles
+        the number of frames.
+        """
         wanted = np.unique(np.asarray(deltas, np.int64))
         span = int(wanted[-1] - wanted[0]) + 1
         if fills_gaps and span <= 2 * len(wanted):
@@ -255,9 +261,9 @@ class WindowShape:
         )
 
     def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
-        """Return the frames of windows, given the trajectory and anchor of each, int64 `[B]`.
+        """Return the frames of windows with these trajectories and anchors, int64 `[B]` each.
 
-        Frames that do not exist are among them, see `cut`.
+        Frames before the start or after the end of a trajectory are included; see `cut`.
         """
         target, counts = self._targets(len(anchor))
         if len(self.first) == 1:
@@ -266,9 +272,10 @@ class WindowShape:
         return Rows(np.repeat(trajectory, len(self.first)), start, counts, target)
 
     def cut(self, rows: Rows, lengths: Int64s) -> Rows:
-        """Replace frames outside of trajectories of these `lengths`, int64 `[B]`, by the nearest ones in them.
+        """Replace frames outside of their trajectory by the nearest frames inside.
 
-        A run that reaches outside becomes one for each frame.
+        `lengths`, int64 `[B]`, are the lengths of the trajectories. A run that reaches outside
+        becomes one run per frame.
         """
         trajectory, start, counts, target = rows
         lengths = np.repeat(lengths, len(self.first))
@@ -281,6 +288,6 @@ class WindowShape:
 
     @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:
-        """First rows and sizes of the runs of a batch."""
+        """Return the first output rows and the sizes of the runs of a batch."""
         target = (np.arange(num_windows)[:, None] * len(self.deltas) + self.target).ravel()
         return target, np.tile(self.count, num_windows)

@@ -1,8 +1,8 @@
 """Epochs of windows: `WindowLoader`, which reads ahead in a thread, and `WindowMixture` of several datasets.
 
-One rule: where a window stands in an epoch is a function of (seed, epoch) and of its name, so that
-where all ranks stand is two numbers: the epoch, and the key of the last window that was delivered.
-Windows that are gone move no other.
+The position of a window in an epoch depends only on (seed, epoch) and on the name of the window.
+The state of all ranks is therefore two numbers: the epoch, and the key of the last delivered
+window. Deleted windows do not change the order of the remaining windows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .window_dataset import WindowDataset
 from .window_index import arrivals, checked_windows, turn_of
 from .worker_batches import WindowBatches, collate_windows
 
-#: Version of a state of a loader.
+#: Version of the format of `state_dict`.
 _VERSION = 3
 _CREATE = "create a WindowLoader"
 _MIX = "create a WindowMixture"
@@ -54,19 +54,18 @@ class WindowMixture(WindowBatches):
     """Windows of several recordings, which must have the same fields, deltas and masks.
 
     Args:
-        datasets: The members: `WindowDataset`s, paths and `Recording`s, or one of them. Their
-            windows are numbered one after the other.
-        weights: How probable each member is, of any sum; None makes all windows equally probable.
-            They become whole numbers once, when the mixture is made: multiplied by a power of two
-            and rounded, so that the largest of n has about 62 - log2(n) bits. What is above 0
-            becomes at least 1.
-        **options: Of `WindowDataset`, for the members that are paths or recordings.
+        datasets: Members: a list of `WindowDataset`s, paths and `Recording`s, or a single member.
+            Windows are numbered consecutively over the members.
+        weights: Probability of each member, up to a common factor; None makes all windows equally
+            probable. Weights are converted to integers once, when the mixture is created:
+            multiplied by a power of two and rounded, so that the largest of n weights has about
+            62 - log2(n) bits. Positive weights become at least 1.
+        **options: Options of `WindowDataset` for members that are paths or recordings.
 
-    `draw`, `sampler()` and `WindowLoader` go by the weights; numbers and `len` do not.
+    `draw`, `sampler()` and `WindowLoader` use the weights. Window numbers and `len` do not.
 
     Raises:
-        UsageError: Members or weights do not fit together; a member that has a weight has no
-            window.
+        UsageError: Members or weights do not fit together, or a member with a weight has no window.
     """
 
     def __init__(
@@ -146,9 +145,9 @@ class WindowMixture(WindowBatches):
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
-        # A turn holds more draws than an epoch has, save for one in 10^9.
+        # A turn has at least as many draws as an epoch, except in one of 10^9 turns.
         num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
-        #: Arrivals of each window of a member in one turn, on average.
+        #: Mean number of draws of each window in one turn, by member.
         self._means = [
             Fraction(num_expected * part, total * max(size, 1))
             for part, size in zip(whole_parts.tolist(), sizes.tolist(), strict=True)
@@ -157,12 +156,12 @@ class WindowMixture(WindowBatches):
         self._first = np.append(0, np.cumsum([len(dataset) for dataset in self.datasets]))
 
     def __len__(self) -> int:
-        """Count the windows of all members."""
+        """Return the number of windows of all members."""
         return int(self._first[-1])
 
     @property
     def texts(self) -> dict[int, str]:
-        """The texts of all members by their numbers; see `WindowDataset`."""
+        """Text id -> text, for the texts of all members; see `WindowDataset`."""
         return {number: text for dataset in self.datasets for number, text in dataset.texts.items()}
 
     def statistics(
@@ -172,9 +171,10 @@ class WindowMixture(WindowBatches):
         use_cache: bool = True,
         progress: bool = True,
     ) -> dict[str, FieldStatistics]:
-        """Summarize each recorded field over the frames of all members; each frame counts once, whatever the weights.
+        """Compute statistics of each recorded field over the frames of all members.
 
-        It is kept in a file of the user's cache folder; see `WindowDataset.statistics`.
+        Each frame counts once, whatever the weights. The result is cached in a file of the user's
+        cache folder; see `WindowDataset.statistics`.
         """
         parts = [dataset.frames for dataset in self.datasets]
         names = self.datasets[0].field_names
@@ -200,7 +200,7 @@ class WindowMixture(WindowBatches):
 
     @property
     def num_lost_windows(self) -> int:
-        """Windows of all members that were skipped; see `WindowDataset`."""
+        """Number of skipped windows of all members; see `WindowDataset`."""
         return sum(dataset.num_lost_windows for dataset in self.datasets)
 
     def readable(
@@ -224,7 +224,7 @@ class WindowMixture(WindowBatches):
         return next((one for one in found if one is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
-        """Return the mixture of its members as they were opened; see `WindowDataset`."""
+        """Return this mixture with its members as they were opened; see `WindowDataset.at`."""
         if self.opened_as == opened_as:
             return self
         members = [
@@ -235,10 +235,10 @@ class WindowMixture(WindowBatches):
         return earlier
 
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Draw as many windows as there are, with replacement and by the weights; and when each is drawn, ascending.
+        """Draw the windows of an epoch by weight; return the windows and ascending draw times.
 
-        A function of the epoch and of the names of the windows: see `arrivals`. With `until`, a
-        time and the name of a window, those up to this draw.
+        Draws are with replacement. They depend only on the epoch and the names of the windows, see
+        `arrivals`. `until`, the time and the window name of a draw, ends the draws with this draw.
         """
         draws = times = np.zeros(0, np.int64)
         for turn in count():
@@ -254,7 +254,7 @@ class WindowMixture(WindowBatches):
         return draws[:num_draws], times[:num_draws]
 
     def _arrivals(self, epoch: Epoch, turn: int) -> tuple[Int64s, Int64s]:
-        """Draw windows for one turn: their numbers, and their times, ascending."""
+        """Draw windows for one turn; return the window numbers and the ascending times."""
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
@@ -267,18 +267,18 @@ class WindowMixture(WindowBatches):
         return np.concatenate(windows)[order.numpy()], ordered.numpy()
 
     def name(self, window: int) -> list[Any]:
-        """Name a window: its member, and its name there."""
+        """Return the name of a window: its member, and its name in the member."""
         member = int(np.searchsorted(self._first, window, side="right")) - 1
         return [member, *self.datasets[member].name(window - int(self._first[member]))]
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Count the windows up to the one of this name."""
+        """Return the number of windows up to and including the window with this name."""
         member, *rest = name
         num_there: int = self.datasets[member].num_upto(rest)
         return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        """Return the member of each window, and its number there: int64 `[B]` both."""
+        """Return the member of each window and its number in the member, int64 `[B]` each."""
         return self._located("call WindowMixture.locate", windows)
 
     def _located(self, action: str, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
@@ -287,7 +287,7 @@ class WindowMixture(WindowBatches):
         return member, numbers - self._first[member]
 
     def draw(self, num_samples: int, generator: np.random.Generator) -> Int64s:
-        """Draw windows with replacement: a member by weight, then one of its windows, all equally probable."""
+        """Draw windows with replacement: a member by weight, then one of its windows uniformly."""
         bits = generator.integers(1 << RANDOM_BITS, size=(num_samples, 2))
         member = np.searchsorted(self._ends, scaled(bits[:, 0], int(self._ends[-1])), side="right")
         sizes = np.diff(self._first)[member]
@@ -302,10 +302,10 @@ class WindowMixture(WindowBatches):
         even: Even = "pad",
         shard: ShardChoice = "auto",
     ) -> MixtureSampler:
-        """Return a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows).
+        """Return a sampler for a `DataLoader` with `num_samples` draws per epoch.
 
-        With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that
-        of rank 0.
+        None draws as many windows as the mixture has. With shard="auto", every rank of
+        torch.distributed must call this method, since all ranks then use the mixture of rank 0.
         """
         told = agreement_of(current_shard(checked_shard(shard, _SAMPLER)))(
             0, lambda: self.opened_as
@@ -319,7 +319,7 @@ class WindowMixture(WindowBatches):
 
 
 class MixtureSampler(Shown, Sampler[int]):
-    """Draws of a mixture, a function of (seed, epoch); each iteration is the next epoch.
+    """Sampler of a mixture. Draws depend on (seed, epoch), and each iteration is the next epoch.
 
     Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers
     that split samplers themselves, as accelerate and Lightning do, need `shard="none"`.
@@ -336,7 +336,7 @@ class MixtureSampler(Shown, Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of another epoch, and count on from there."""
+        """Set the epoch of the next iteration. Later iterations count on from this epoch."""
         self.epoch = whole("call MixtureSampler.set_epoch", "epoch", epoch, 0)
 
     def _places(self) -> Int64s:
@@ -354,13 +354,13 @@ class MixtureSampler(Shown, Sampler[int]):
 
 
 def _num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
-    """Count the draws up to one that may be deleted; see `num_upto`.
+    """Return the number of draws up to a draw whose window may be deleted; see `num_upto`.
 
     Args:
         windows: A `WindowDataset` or `WindowMixture`.
-        draws: int64 `[K]`, numbers of its windows, in order.
-        keys: int64 `[K]`, ascending.
-        last: Key of the draw, and the name of its window.
+        draws: int64 `[K]`, numbers of the drawn windows, in order.
+        keys: int64 `[K]`, keys of the draws, ascending.
+        last: Key of the draw, and name of its window.
     """
     key, *name = last
     return num_upto(draws, keys, key, windows.num_upto(name))
@@ -371,39 +371,41 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 class WindowLoader(Shown):
-    """Iterate over the windows of a dataset in batches; one iteration is one epoch.
+    """Batches of the windows of a dataset; one iteration is one epoch.
 
-    A gather takes less time than handing its result from a worker process over, so a thread reads
-    ahead instead. Leaving an iteration stops the thread, which may still end the batch that it is
-    reading. Leaving an iteration and beginning another one goes on with the same epoch; going on
-    with the old one as well raises, so `zip(loader, loader)` does. Ranks share an epoch: of each W
-    * B windows in its order, rank r of W takes the r-th B, so that all have equally many batches.
-    Under torch.distributed, every rank has to make the loader; all take the windows that rank 0
-    sees.
+    A thread reads batches ahead, since a gather takes less time than a transfer from a worker
+    process. Leaving an iteration stops the thread, which may first complete its current batch. The
+    next iteration continues the same epoch. Continuing the old iteration afterwards raises, as in
+    `zip(loader, loader)`.
+
+    Ranks share an epoch: of each W * B windows in the order of the epoch, rank r of W takes the
+    r-th B windows, so that all ranks have equally many batches. Under torch.distributed, every rank
+    must create the loader, and all ranks use the windows that rank 0 finds.
 
     Args:
-        dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are draws with replacement,
-            by weight.
-        batch_size: B, of each rank.
-        shuffle: A new permutation for each (seed, epoch); False goes through the windows in order.
-        seed: See above.
-        drop_last: Leave out a last batch that has less than B windows for each rank.
-        device: Where batches are delivered.
+        dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are weighted draws with
+            replacement.
+        batch_size: Windows in a batch of one rank, B.
+        shuffle: Use a new permutation for each (seed, epoch). False keeps the order of the numbers.
+        seed: Seed of the permutations or draws.
+        drop_last: Leave out a last batch with less than B windows per rank.
+        device: Device of the batches.
         num_ahead: Batches that are read ahead.
-        even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W
-            of them being the first of the epoch again; "drop" gives each floor(n / W); "none" what
-            there is: some may have a batch less.
-        shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) gives
-            that share.
-        on_error: "skip" or "raise", for windows whose data are damaged; None does what the dataset
-            does. A batch is shorter by the windows that are skipped, perhaps empty; order, ranks
-            and resume stay the same.
+        even: Rule by which ranks share the n windows of an incomplete last batch. "pad": each rank
+            gets ceil(n / W) windows, where less than W windows are repeated from the start of the
+            epoch. "drop": each rank gets floor(n / W) windows. "none": the first ranks get the
+            remainder, so some ranks may have one batch less.
+        shard: "auto" uses the rank of torch.distributed, "none" gives each process all windows, and
+            (rank, W) selects a share.
+        on_error: "skip" or "raise", for windows with damaged data; None uses the option of the
+            dataset. Skipped windows make a batch shorter, perhaps empty. Order, ranks and resume
+            stay the same.
 
-    A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no
-    window and did.
+    A loader without batches warns (`RolloutDataWarning`), unless its dataset has no window. Then
+    the dataset has warned already.
 
     Raises:
-        UsageError: An argument is wrong; an iteration goes on after another one was begun.
+        UsageError: An argument is invalid, or an iteration continues after another was started.
     """
 
     def __init__(
@@ -440,24 +442,27 @@ class WindowLoader(Shown):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
             text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
-        #: Counts iterations that were begun and jumps: an iteration from before is over.
+        #: Number of started iterations and jumps. Iterations with an earlier number must stop.
         self._turn = 0
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, and count on from there."""
+        """Jump to the start of an epoch. Later iterations count on from this epoch."""
         self._go_to(whole("call WindowLoader.set_epoch", "epoch", epoch, 0))
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch = epoch  #: The epoch that the next batch belongs to.
+        self.epoch = epoch  #: Epoch of the next batch.
         self._position = 0
         self._windows = self.dataset
-        self._until: Any = None  # the last key of an epoch that was begun elsewhere
+        self._until: Any = None  # Key and name of the last window of a loaded epoch.
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
-        """Return windows as rank 0 has them, as far as it still does if they were `opened_as` this."""
+        """Return a dataset with the windows of rank 0.
+
+        `opened_as` restricts the windows to those of a saved state that rank 0 still has.
+        """
 
         def look() -> Any:
             return (
@@ -469,18 +474,18 @@ class WindowLoader(Shown):
         return windows.at(agreement_of(current_shard(self._shard))(0, look))
 
     def __len__(self) -> int:
-        """Count the batches of a whole epoch of this rank."""
+        """Return the number of batches of a whole epoch of this rank."""
         return int((np.diff(self._bounds(0, len(self.dataset))) > 0).sum())
 
     def __getitem__(self, window: Any) -> Any:
-        """Raise `UsageError`: a loader is iterated over; a `DataLoader` takes its `dataset`."""
+        """Raise `UsageError`: a loader is only iterated. A `DataLoader` takes its `dataset`."""
         expected = "a loop over it"
         advice = "A DataLoader takes the WindowDataset, with collate_fn=dataset.collate"
         raise UsageError("take an item of a WindowLoader", "", expected, f"[{window!r}]", advice)
 
     @property
     def num_lost_windows(self) -> int:
-        """Windows of the dataset that were skipped; see `WindowDataset`."""
+        """Number of skipped windows of the dataset; see `WindowDataset`."""
         return self.dataset.num_lost_windows
 
     def order(self, epoch: int) -> Int64s:
@@ -489,7 +494,7 @@ class WindowLoader(Shown):
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
-        """The windows of an epoch, and the ascending keys that a shuffled order goes by."""
+        """Return the windows of an epoch, and the ascending keys of a shuffled order or None."""
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None
@@ -526,7 +531,7 @@ class WindowLoader(Shown):
         for number, batch in enumerate(ahead, 1):
             if number < len(bounds):
                 self._position = start + number * global_size
-            else:  # here, so that no state stands at the end of an epoch
+            else:  # Before `yield`, so that no saved state is at the end of an epoch.
                 self._go_to(epoch + 1)
             yield batch
             del batch
@@ -539,7 +544,10 @@ class WindowLoader(Shown):
         self._go_to(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
+        """Return the position of all ranks after the last delivered batch, as plain data.
+
+        The state is the same in each rank.
+        """
         place: dict[str, Any] = {
             "epoch": self.epoch,
             "position": self._position,
@@ -558,16 +566,17 @@ class WindowLoader(Shown):
         return {"version": _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
+        """Resume from a state of `state_dict`, with any number of ranks and any batch size.
 
-        The epoch goes on with the windows that it began with, as far as they are still there; later
-        ones have those of the dataset. Under torch.distributed every rank has to call this.
+        The same windows follow. The epoch continues with the windows with which it started, as far
+        as they still exist; later epochs have the windows of the dataset. Under torch.distributed
+        every rank must call this method.
 
         Raises:
             UsageError: The state belongs to other windows or to another order, or is of an earlier
                 version.
-            DataFileError: Trajectories of the epoch are gone, and the folder is of the older
-                layout. `set_epoch` begins another epoch.
+            DataFileError: Trajectories of the epoch were deleted, and the folder has the older
+                layout. `set_epoch` starts another epoch.
         """
         action = "call WindowLoader.load_state_dict"
         version = state.get("version") if isinstance(state, Mapping) else None
