@@ -1,8 +1,8 @@
-"""Replace files and folders so that a crash leaves the old or the new content; read small files of others safely.
+"""Atomic replacement of files and folders, and safe reading of small files.
 
-New content is written beside its place, flushed and renamed. The type and the size of a file are
-checked before it is read. A JSON object holds the CRC-32 of its other keys under `crc32`; older
-files have none.
+New content is written to a temporary path beside the target, flushed and renamed, so that a crash
+leaves the old or the new content. Type and size of a file are checked before the file is read. A
+JSON object has the CRC-32 of its other keys under the key `crc32`; older files have no such key.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from ..errors import CorruptFileError, DataFileError, RolloutDataError, SchemaEr
 from . import arguments
 
 try:
-    # 24 GB/s, from the extra `fast`; zlib's own function reaches 3.6 GB/s.
+    # zlib_ng of the extra `fast` reaches 24 GB/s; zlib reaches 3.6 GB/s.
     from zlib_ng.zlib_ng import crc32 as _crc32
 except ImportError:
     from zlib import crc32 as _crc32
 
-#: `crc32(data, start=0)`: the CRC-32 of zlib of a buffer, continued from that of the bytes before
-#: it.
+#: `crc32(data, start=0)`: zlib's CRC-32 of a buffer. `start` is the CRC-32 of the preceding bytes.
 crc32: Callable[..., int] = _crc32
-#: Limit of a JSON file in bytes. A million episodes with a file name each take less.
+#: Size limit of a JSON file in bytes. A list of a million episodes with file names is smaller.
 MAX_JSON_BYTES = 64 << 20
 CHECKSUM = "crc32"
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -49,35 +48,35 @@ def sync_path(path: Path) -> None:
 def replace_file(
     path: str | os.PathLike[str], *, temporary: Path | None = None, durable: bool = True
 ) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces `path` when the block ends without an error.
+    """Yield the path of a temporary file that replaces `path` if the block ends without an error.
 
     The block creates the file. After an error `path` is unchanged and the temporary file is
-    removed. If `path` is a link, the file that it names is replaced.
+    removed. If `path` is a symbolic link, the target of the link is replaced.
 
-    All code that writes a whole new file and then puts it in place calls this function. The other
-    renames are not replacements:
+    All code that writes a complete file and then renames it calls this function. These other
+    renames have a different purpose:
 
-    - `replace_folder` puts a whole folder in place.
-    - `publish_metadata` links a new file to a name that no other writer may have taken. On a file
-      system without hard links it renames the file.
-    - The writer of HDF5 targets fills a file during several runs of a conversion. The finished file
-      gets its name.
+    - `replace_folder` replaces a whole folder.
+    - `publish_metadata` creates a hard link, which fails if another writer has taken the name. On a
+      file system without hard links it renames the file.
+    - The writer of HDF5 targets fills a file during several runs of a conversion, and renames the
+      finished file.
     - `repair`, `pack` and the Ray sink move finished files from one folder into another.
 
     Args:
-        path: The file to replace or create. Without `temporary`, its folder is created if it is
-            missing.
+        path: File to replace or create. Without `temporary`, a missing folder is created.
         temporary: Path of the temporary file, on the same file system. Two processes must not use
-            the same path. The caller removes the file that a killed process leaves there. None
-            writes into a new folder beside `path`. If the process is killed, the next replacement
-            of `path` removes that folder.
-        durable: Flush the file before the rename and the folder after it. Otherwise a power failure
-            may lose the file until the caller flushes it.
+            the same path. The caller removes the temporary file of a killed process. None: the
+            temporary file is in a new folder beside `path`. If the process is killed, the next
+            replacement of `path` removes that folder.
+        durable: Whether to flush the file before the rename, and the folder after the rename.
+            Otherwise a power failure may lose the file until the caller flushes it.
 
     Raises:
         DataFileError: `path` is a folder, a device, a pipe or a socket.
-        WriteError: `temporary` is None and the system refuses to write, as on a full disk.
-        OSError: As `WriteError`, with `temporary`.
+        WriteError: `temporary` is None, and the operating system reports an error, such as a full
+            disk.
+        OSError: `temporary` is a path, and the operating system reports an error.
     """
     target = arguments.path("save a file", "", path).resolve()
     if target.exists() and not target.is_file():
@@ -100,7 +99,7 @@ def _file_in_new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_at_end(path: Path) -> Iterator[Path]:
-    """Yield the path; remove the file at the end, if it is still there."""
+    """Yield the path. Remove the file at the end if it still exists."""
     try:
         yield path
     finally:
@@ -109,20 +108,20 @@ def _removed_at_end(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
-    """Yield an empty folder, which replaces `folder` when the block ends without an error.
+    """Yield an empty folder that replaces `folder` if the block ends without an error.
 
-    A crash leaves the old content or the new one. Between the two renames at the end the old
-    content has another name, where `existing_folder` finds it. If several processes replace a
-    folder, the last content stays. The block must not call `replace_folder`.
+    A crash leaves the old or the new content. Between the two renames at the end, the old content
+    has another name, and `existing_folder` returns that name. If several processes replace a
+    folder, the content of the last process stays. The block must not call `replace_folder`.
 
     Args:
-        folder: The folder to replace or create. A link is followed.
-        own_names: Names that an earlier save may have left in `folder`. A folder with other names
-            is not replaced.
+        folder: Folder to replace or create. A symbolic link is followed.
+        own_names: File names that an earlier save may have left in `folder`. A folder with other
+            file names is not replaced.
 
     Raises:
-        DataFileError: `folder` is a file, or a folder with other names in it.
-        WriteError: The system refuses to write, as on a full disk.
+        DataFileError: `folder` is a file, or has file names that are not in `own_names`.
+        WriteError: The operating system reports an error, such as a full disk.
     """
     target = arguments.path("save to the folder", "", folder).resolve()
     _check_replaceable(target, folder, own_names)
@@ -143,7 +142,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the path of the content that `replace_folder` wrote, also after an interrupted replacement."""
+    """Return the path of the current content of `folder`, even after an interrupted replacement."""
     target = arguments.path("load the folder", "", folder).resolve()
     previous = _previous(target)
     return previous if not target.exists() and previous.exists() else target
@@ -169,7 +168,8 @@ def _new_folder_beside(target: Path) -> Iterator[Path]:
     """Create a folder beside `target`, lock it during the block, and remove it afterwards.
 
     Raises:
-        WriteError: The system refuses to write there, as on a full disk or in a read-only folder.
+        WriteError: The operating system reports an error, such as a full disk or a read-only
+            folder.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -191,19 +191,19 @@ def _new_folder_beside(target: Path) -> Iterator[Path]:
 
 
 def _locked_new_folder(target: Path) -> tuple[Path, int]:
-    """Create a folder beside `target`; return its path and the descriptor that holds its lock."""
+    """Create and lock a folder beside `target`. Returns its path and the descriptor of the lock."""
     while True:
         folder = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
         try:
             folder.mkdir()
         except OSError as error:
             raise _write_error(target, error) from error
-        # Before the lock, another process may remove the folder as an abandoned one.
+        # Another process may remove the folder as abandoned before this process locks it.
         try:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # A file system without locks: nobody removes the folder.
+        with suppress(OSError):  # Without locks of the file system, no process removes the folder.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
             return folder, descriptor
@@ -211,7 +211,7 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
 
 
 def _write_error(target: Path, error: OSError) -> WriteError:
-    """Return an error that names `target` and the reason of the system."""
+    """Return an error that names `target` and the reason of the operating system."""
     got = error.strerror or str(error)
     return WriteError(
         "write", repr(str(target)), "", got, error_number=error.errno, filename=str(target)
@@ -220,7 +220,10 @@ def _write_error(target: Path, error: OSError) -> WriteError:
 
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Run the block in one thread of one process at a time, if the file system has locks."""
+    """Lock a folder during the block, against all threads and processes.
+
+    On a file system without locks, the block runs without a lock.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -231,17 +234,17 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove the folders that killed processes left beside `target`. No process holds their locks."""
+    """Remove unlocked temporary folders beside `target`, which killed processes have left."""
     for name in glob.glob(f".{glob.escape(target.name)}.new-*", root_dir=target.parent):
         path = target.parent / name
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # Another process removed it, or it is not a folder.
+        except OSError:  # Another process removed the folder, or the path is not a folder.
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # Another process is writing in it.
+        except OSError:  # Another process holds the lock and is writing into the folder.
             pass
         finally:
             os.close(descriptor)
@@ -252,10 +255,10 @@ def _previous(target: Path) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading and return its descriptor. Reading a pipe or a device may never end.
+    """Open a regular file for reading and return its descriptor.
 
     Raises:
-        CorruptFileError: `path` is no regular file.
+        CorruptFileError: `path` is not a regular file. Reading a pipe or a device may never end.
     """
     if stat.S_ISREG(os.stat(path).st_mode):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -272,7 +275,7 @@ def read_text(
     """Read a text file in UTF-8.
 
     Raises:
-        CorruptFileError: It is no regular file, is larger than `max_bytes`, or is not in UTF-8.
+        CorruptFileError: `path` is not a regular file, is larger than `max_bytes`, or is not UTF-8.
     """
     with open(open_regular(path), "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -288,7 +291,7 @@ def read_text(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with its checksum. Content that is not JSON raises before the file is created."""
+    """Write a JSON object with its checksum. Invalid content raises before the file is created."""
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
         raise SchemaError(
@@ -298,12 +301,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object and compare its checksum, if it has one.
+    """Read a JSON object and compare its checksum, if the file has a checksum.
 
     Raises:
-        FileNotFoundError: There is no file.
-        CorruptFileError: It is no regular file, is larger than `max_bytes`, is no JSON object, or
-            was changed.
+        FileNotFoundError: The file does not exist.
+        CorruptFileError: `path` is not a regular file, is larger than `max_bytes`, or is not a JSON
+            object; or the checksum is wrong.
     """
     try:
         content = json.loads(read_text(path, max_bytes=max_bytes))
@@ -322,5 +325,5 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def json_checksum(content: Mapping[str, Any]) -> str:
-    """Return the checksum of a parsed JSON object. It does not depend on spaces and line breaks in the file."""
+    """Return the checksum of a parsed JSON object, independent of white space in the file."""
     return f"{crc32(json.dumps(content).encode()):08x}"

@@ -1,7 +1,7 @@
-"""Copy nested values with tensors from a CUDA device to the host while the program goes on.
+"""Asynchronous copies of nested values from a CUDA device to the host.
 
-The tensors are packed into one block on the device, which one asynchronous copy brings into a
-pinned buffer. The values are read once the copy has arrived.
+The tensors are packed into one block on the device. One asynchronous copy transfers the block into
+pinned memory of the host. Values are returned after the copy has finished.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 
 from .memory import lasting
 
-#: Each tensor begins at a multiple of this many bytes in its block, so that it can be viewed as any
-#: dtype.
+#: Alignment of tensors in a block, in bytes. Aligned bytes can be viewed as any dtype.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the device stood among the values: its number in the block."""
+    """Placeholder of a device tensor in nested values: the number of the tensor in the block."""
 
     number: int
 
 
 class _Buffer:
-    """Memory for tensors of some dtypes and shapes: a block on their device and a pinned one on the host."""
+    """A block of memory on the device and a pinned block on the host, for tensors of fixed form."""
 
     @lasting
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -57,41 +56,41 @@ def _form_of(tensors: list[torch.Tensor]) -> list[tuple[torch.device, torch.dtyp
 
 
 class LateCopies:
-    """Values of which some tensors are on a CUDA device, first in first out.
+    """Queue of asynchronous copies of nested values from a CUDA device, first in first out.
 
     Attributes:
-        MAX_COPIES: Copies that may be under way; before a further one the first has to be received.
-        num_waits: Times that the host waited for a copy.
+        MAX_COPIES: Maximum number of pending copies. `release` makes room for another copy.
+        num_waits: Number of times that the host waited for a copy.
     """
 
     MAX_COPIES = 3
 
     def __init__(self) -> None:
         self.num_waits = 0
-        #: The copies under way: values with a `_Place` for each device tensor, what was sent about
-        #: them, the buffer.
+        #: Pending copies: values with a `_Place` for each device tensor, the argument `about` of
+        #: `send`, and the buffer.
         self._copies: deque[tuple[Any, Any, _Buffer]] = deque()
         self._free_buffers: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
-        """Count the copies under way."""
+        """Return the number of pending copies."""
         return len(self._copies)
 
     @property
     def is_full(self) -> bool:
-        """Whether no further copy may begin."""
+        """Whether the number of pending copies is `MAX_COPIES`."""
         return len(self._copies) >= self.MAX_COPIES
 
     @lasting
     def send(self, values: Any, about: Any = None) -> None:
-        """Begin to copy values. The caller may change them afterwards.
+        """Start a copy of values. The caller may change the values after this call.
 
         Args:
             values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors
-                of one CUDA device are copied asynchronously, in the order of the current stream;
-                the rest is copied at once.
-            about: Returned with the values, as it is.
+                of one CUDA device are copied asynchronously, in the order of the current stream.
+                All other values are copied immediately.
+            about: Any object, which `receive` returns together with the values.
         """
         on_device: list[torch.Tensor] = []
         held = _held(values, on_device)
@@ -100,7 +99,7 @@ class LateCopies:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch._foreach_copy_(buffer.device_parts, on_device)
-        # On a stream of its own: later work of the current stream does not stand behind the copy.
+        # A separate stream, so that later work of the current stream does not wait for the copy.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             buffer.on_host.copy_(buffer.on_device, non_blocking=True)
@@ -108,13 +107,16 @@ class LateCopies:
         self._copies.append((held, about, buffer))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
-        """Return the first values under way, with their tensors on the host, and what was sent about them.
+        """Return the oldest pending values, with tensors on the host, and their `about` of `send`.
 
-        They stay the first ones until `release`. After that, later calls of `send` write into the
-        memory of these tensors: copy what has to last.
+        The values remain pending until `release`. Later calls of `send` then reuse the memory of
+        the tensors, so copy tensors that you need longer.
 
         Args:
-            wait: Wait for the copy. Otherwise return None if it has not arrived.
+            wait: Whether to wait for the copy. Otherwise the result is None while the copy runs.
+
+        Returns:
+            (values, about), or None if no copy is pending.
         """
         if not self._copies:
             return None
@@ -127,7 +129,7 @@ class LateCopies:
         return _restored(values, buffer.host_parts), about
 
     def release(self) -> None:
-        """Drop the first values under way, which were received; later ones may use their memory."""
+        """Remove the oldest pending values after `receive`. Later copies may reuse their memory."""
         *_, buffer = self._copies.popleft()
         self._free_buffers.append(buffer)
 
@@ -141,7 +143,7 @@ class LateCopies:
 
 
 def has_device_tensors(values: Any) -> bool:
-    """Return whether nested mappings and lists hold a tensor of a CUDA device."""
+    """Return whether nested mappings, lists and tuples contain a tensor on a CUDA device."""
     if isinstance(values, torch.Tensor):
         return _is_sent(values)
     if hasattr(values, "items"):
@@ -154,7 +156,7 @@ def _is_sent(tensor: torch.Tensor) -> bool:
 
 
 def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
-    """Copy nested values, but add the tensors of a device to a list and leave their places."""
+    """Copy nested values. Device tensors are appended to a list and replaced by a `_Place`."""
     if isinstance(value, torch.Tensor):
         if not _is_sent(value):
             return value.detach().clone()
@@ -171,7 +173,7 @@ def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
 
 
 def _restored(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Put tensors back into their places."""
+    """Replace each `_Place` in nested values by its tensor."""
     if isinstance(value, _Place):
         return tensors[value.number]
     if isinstance(value, dict):

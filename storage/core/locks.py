@@ -1,4 +1,4 @@
-"""One process at a time: locks of the kernel, which end with the process that holds them."""
+"""Locks of files and folders among processes. The kernel releases them when a process ends."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from pathlib import Path
 
 from ..errors import UsageError
 
-#: Raised where a file system has no locks.
+#: Error numbers of a file system without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-#: Raised where no file can be made.
+#: Error numbers of a folder in which no file can be created.
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-#: Locked files of this process; a forked child closes its copies, which would keep the locks.
+#: Descriptors of the locked files of this process. A forked child closes its copies, because a lock
+#: lasts until the last copy of its descriptor is closed.
 _held: set[int] = set()
 _forks_are_watched = False
 
 
 @contextmanager
 def only_writer_of(target: Path, action: str) -> Iterator[None]:
-    """Lock a file or folder that may not exist yet, against other processes and threads.
+    """Lock a file or folder, which need not exist, against other processes and threads.
 
-    The lock is that of a hidden file beside the target, which is removed at the end. A killed
-    process leaves the file and no lock. A forked child does not hold the lock. Where nothing can be
-    made beside a target that is there, as for a mounted folder, the lock is that of the target
-    itself.
+    The lock is held on a hidden file beside the target. The hidden file is removed at the end. A
+    killed process leaves the hidden file, but no lock. A forked child does not hold the lock. If
+    the target exists and no file can be created beside the target, as for a mounted folder, the
+    target itself is locked.
 
     Raises:
-        UsageError: Somebody else holds the lock.
-        OSError: There is no target yet, and its folder cannot be written.
+        UsageError: Another process or thread holds the lock.
+        OSError: The target does not exist, and its folder is not writable.
     """
     real = Path(os.path.realpath(target))
     real.parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +52,10 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _held:  # not in a forked child
+        if descriptor in _held:  # A forked child has emptied `_held`.
             _held.discard(descriptor)
-            # Removed before it is released: whoever locks a removed file tries again.
+            # Remove the file before its lock is released. A process that locks a removed file
+            # detects this and retries.
             if path is not None:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -61,7 +63,11 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
 
 
 def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Open and lock a file or folder; return its descriptor."""
+    """Open and lock a file or folder, and return its descriptor.
+
+    Raises:
+        UsageError: Another process or thread holds the lock.
+    """
     while True:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
@@ -84,7 +90,7 @@ def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path still names an open file."""
+    """Return whether a path still refers to the file of an open descriptor."""
     try:
         there = os.stat(path)
     except FileNotFoundError:

@@ -51,7 +51,7 @@ class Group:
         return self.width * self.unit.itemsize
 
     def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return rows `[..., width]` of this group as fields `[..., *event]` that share their memory."""
+        """Convert rows `[..., width]` of this group to fields, views `[..., *event]` of rows."""
         found = {}
         for part in self.parts:
             dtype = part.field.torch_dtype
@@ -77,8 +77,8 @@ def _pack(fields: list[Field]) -> Group:
     for field in ordered:
         parts.append(Part(field, start, start + field.row_bytes))
         start += field.row_bytes
-    # A row starts where its largest item may stand; rows of some size also move four bytes at a
-    # time.
+    # Rows are aligned to their largest item. Rows of 32 bytes or more are also aligned to 4 bytes,
+    # so that they are copied in units of 4 bytes.
     step = max(largest, 4 if start >= 32 else 1)
     num_bytes = max(-(-start // step), 1) * step
     unit = torch.float32 if num_bytes % 4 == 0 else torch.uint8
@@ -86,7 +86,13 @@ def _pack(fields: list[Field]) -> Group:
 
 
 class Target(NamedTuple):
-    """A field that is wanted: of the first (0) or the second (1) of two rows side by side; its name in the result."""
+    """A field to copy.
+
+    Attributes:
+        row: 0 for the field of the row itself, 1 for the field of the following row.
+        field: Flat name of the field in the schema.
+        name: Flat name of the field in the result.
+    """
 
     row: int
     field: str
@@ -94,13 +100,15 @@ class Target(NamedTuple):
 
 
 class _FieldPlace(NamedTuple):
-    """One leaf of the result, or, where `view` is -1, one more dict.
+    """Instruction to create one leaf of the result, or a nested dict if `view` is -1.
 
     Attributes:
-        node, key: Which dict of the result it goes into, and as what.
-        view: Which rows, seen as which dtype, it is cut from.
-        items: Which items of each row, and their shape if it has more than one axis.
-        make: Makes a tensor of what was cut.
+        node: Number of the parent dict, in the order of creation.
+        key: Key in the parent dict.
+        view: Position in `Cut._views`: packed rows, viewed as one dtype.
+        items: Slices of the view that contain the field.
+        shape: Shape of the field per row; None for one axis.
+        make: Function that converts the slices to a tensor.
     """
 
     node: int
@@ -112,24 +120,26 @@ class _FieldPlace(NamedTuple):
 
 
 class Cut:
-    """How rows of some groups become a nested dict of fields that share their memory; decided once for many samples.
+    """Plan that converts packed rows to a dict of fields. It is computed once for many samples.
+
+    The fields are views of the packed rows. A plan may also copy fields of the following rows.
 
     Args:
-        groups: What lies side by side; the rows of each come apart.
-        targets: What is wanted, in the order of the result; of two with one name the later one
-            counts.
-        contiguous: Whether the fields are copied out of the rows instead.
-        nested: Whether "a/b" is given as `{"a": {"b": ...}}`.
-        apart: Whether second rows are gathered on their own, and stand behind those of all groups,
-            instead of side by side with the first ones.
-        device: Where the rows are. On the CPU numpy cuts them, in half the time of torch.
+        groups: Groups of fields that are adjacent in memory.
+        targets: Fields to copy, in the order of the result. A later target replaces an earlier
+            target of the same name.
+        contiguous: Whether the fields are contiguous copies instead of views.
+        nested: Whether "a/b" becomes `{"a": {"b": ...}}` in the result.
+        apart: Whether following rows are gathered separately, and passed after the rows of all
+            groups. Otherwise a row and the following row are gathered as one piece.
+        device: Device of the rows. On the CPU numpy slices the rows, in half the time of torch.
 
     Attributes:
-        targets: What is wanted, each name once.
-        wanted: For each group, whether first and whether second rows are wanted.
-        widths: For each group, how much is wanted from the start of a row on, in its units; without
-            `apart` more than a row where the next is wanted too, up to the last field of that.
-        reach: How many rows behind each other are wanted, 1 or 2.
+        targets: Fields to copy, with distinct names.
+        wanted: For each group, whether fields of the rows, and of the following rows, are copied.
+        widths: For each group, number of units to gather from the start of a row. If `apart` is
+            False, this includes the following row up to its last copied field.
+        reach: Number of consecutive rows to gather, 1 or 2.
     """
 
     def __init__(
@@ -155,13 +165,13 @@ class Cut:
         self.wanted = [((place, 0) in asked, (place, 1) in asked) for place in range(len(groups))]
         self.reach = 1 + any(following for _, following in self.wanted)
         self.widths = [self._width(place) for place in range(len(groups))]
-        #: Which rows are seen as which dtype of numpy or torch.
+        #: Views to create: position of the packed rows, and dtype of numpy or torch.
         self._views: list[tuple[int, Any]] = []
         self._leaves: list[_FieldPlace] = []
         if nested:
             unflatten(
                 dict.fromkeys((target.name for target in self.targets), 0)
-            )  # raises where names clash
+            )  # Raises an error if two names conflict.
         nodes: dict[tuple[str, ...], int] = {(): 0}
         for target in self.targets:
             *parents, key = target.name.split("/") if nested else [target.name]
@@ -173,9 +183,12 @@ class Cut:
             self._leaves.append(self._leaf(target, nodes[tuple(parents)], key))
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Cut rows `[n, width]` of all groups, and, with `apart`, second rows of all; None where nothing is wanted.
+        """Convert packed rows to a dict of fields.
 
-        Rows are arrays on the CPU, elsewhere tensors.
+        Args:
+            rows: Packed rows `[n, width]` of each group; with `apart`, followed by the following
+                rows of each group. None for a group without copied fields. Arrays on the CPU,
+                elsewhere tensors.
         """
         views = [rows[place].view(dtype) for place, dtype in self._views]
         nodes: list[dict[str, Any]] = [{}]
@@ -191,13 +204,13 @@ class Cut:
         return nodes[0]
 
     def _width(self, place: int) -> int:
-        """Return how much of a row, and of the one behind it, is wanted."""
+        """Return the number of units to gather per row of a group; see `widths`."""
         group, (own, following) = self._groups[place], self.wanted[place]
         if self._apart or not following:
             return group.width if own or following else 0
         parts = (self._parts[target.field] for target in self.targets if target.row)
         stop = max(part.stop for at, part in parts if at == place)
-        # As each of the dtypes, rows have a whole number of items.
+        # Round up, so that the width is a whole number of items of every dtype.
         largest = max(
             group.unit.itemsize, *(part.field.numpy_dtype.itemsize for part in group.parts)
         )
@@ -230,7 +243,7 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Return a new tensor that may be changed in place, also by tensors with gradients."""
+    """Convert cells to a tensor that can be changed in place, even if autograd is enabled."""
     found: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
     found = found.contiguous() if contiguous else found
     return found.view(torch.bfloat16) if is_bfloat16 else found

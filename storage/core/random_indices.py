@@ -1,7 +1,7 @@
-"""Random draws of row numbers, as tensors of indices.
+"""Random draws of row indices, as tensors.
 
-A draw is a function of its arguments and a generator. Draws use integer arithmetic, so that their
-results are equal on every processor. Windows are drawn in `ring/window_bounds.py`.
+A draw depends only on its arguments and a generator. Draws use integer arithmetic, so that results
+are equal on every processor. `ring/window_bounds.py` draws windows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from ..errors import UsageError
 from . import arguments
 
-#: Up to this many rows 32 random bits are enough; this many more bits make torch draw 64 for more
-#: rows, any version: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
+#: Number of rows up to which 32 random bits are enough. For more rows, draws are widened by
+#: `_MORE_BITS`, so that every version of torch uses 64 random bits. The limit from which torch uses
+#: 64 bits is 2 ** 28 choices in some versions and 2 ** 32 in others.
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
 #: Random bits of a draw by `scaled`. Sums of whole weights stay below this power of two.
 RANDOM_BITS = 62
@@ -28,24 +29,22 @@ _LOW_HALF = (1 << _HALF_BITS) - 1
 
 
 class _SeedSource:
-    """Seeds for objects without a generator of their own.
+    """Source of seeds for objects that are created without a generator.
 
     Args:
-        initial_seed: What seeds are made from, with a running number; None takes
-            `torch.initial_seed()`.
+        initial_seed: Seed that is combined with a running number; None for `torch.initial_seed()`.
     """
 
     def __init__(self, initial_seed: int | None = None) -> None:
         self._initial_seed = initial_seed
-        #: Initial seed -> numbers of the objects made since torch has had it; of the latest seed
-        #: only.
+        #: Latest initial seed -> running numbers of the objects created with this seed.
         self._numbers: dict[int, count[int]] = {}
 
     def next_seed(self) -> int:
-        """Return the seed of the next object. Reads torch's default generator, and draws nothing from it."""
+        """Return the seed of the next object. torch's default generator is read, not advanced."""
         initial_seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
-        # One step for the interpreter: threads get different numbers without a lock, which forks
-        # would inherit.
+        # `next` of a `count` is atomic, so that threads get different numbers without a lock. A
+        # forked process would inherit a lock in its locked state.
         number = next(self._numbers.setdefault(initial_seed, count()))
         for other in [seed for seed in self._numbers if seed != initial_seed]:
             self._numbers.pop(other, None)
@@ -59,7 +58,7 @@ _seeds = _SeedSource()
 
 @contextmanager
 def seeds_from(initial_seed: int) -> Iterator[None]:
-    """Seed objects that are made in the block from a number, in the place of `torch.initial_seed()`."""
+    """Use `initial_seed` instead of `torch.initial_seed()` for objects created in the block."""
     global _seeds
     before = _seeds
     _seeds = _SeedSource(initial_seed)
@@ -74,14 +73,14 @@ def generator_on(
     device: torch.device | None = None,
     action: str = "create a generator",
 ) -> torch.Generator:
-    """Return a given generator, or a new one.
+    """Return `generator` if it is a generator, otherwise create one.
 
     Args:
-        generator: A `torch.Generator`, or a seed. None seeds the new generator from
-            `torch.initial_seed()` and the number of objects made since that value changed: a
-            program that calls `torch.manual_seed` first repeats, and two objects draw differently.
-            torch's default generator is read, never used up or seeded.
-        device: Device of the generator. None: a given one is anywhere, a new one on the CPU.
+        generator: A `torch.Generator` or a seed. None: the new generator is seeded from
+            `torch.initial_seed()` and the number of objects created since that seed changed.
+            Results are then reproducible after `torch.manual_seed`, and two objects draw
+            differently. torch's default generator is read, but neither advanced nor seeded.
+        device: Required device of the generator. None: any device, and the CPU for a new generator.
         action: The user's call, for errors.
     """
     if isinstance(generator, torch.Generator):
@@ -97,15 +96,15 @@ def generator_on(
 
 
 def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.int64]:
-    """Turn weights into whole numbers whose sum is below `2 ** num_bits`.
+    """Convert weights to integers with a sum below `2 ** num_bits`.
 
-    All weights are multiplied by one power of two and rounded, so that the largest of n has about
-    `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. The result is the same on every
-    processor, because these operations are exact.
+    All weights are multiplied by the same power of two and rounded, so that the largest of n
+    weights has about `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. Multiplication
+    by a power of two and rounding are exact, so that results are equal on every processor.
 
     Args:
-        weights: `[n]`, n > 0, finite and >= 0.
-        num_bits: At most 62.
+        weights: Finite weights >= 0, `[n]`, n > 0.
+        num_bits: Bits of the sum, at most 62.
     """
     values = np.asarray(weights, np.float64)
     largest_bits = num_bits - len(values).bit_length()
@@ -117,7 +116,7 @@ def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.i
 
 
 def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
-    """Do what `whole_weights` does with `[n]` float64 on any device, without waiting for it."""
+    """Convert weights `[n]` float64 on any device as `whole_weights` does, without a host wait."""
     largest_bits = RANDOM_BITS - len(weights).bit_length()
     _, exponent = torch.frexp(weights.max())
     found = torch.ldexp(weights, largest_bits - exponent).round().long()
@@ -125,13 +124,13 @@ def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(bits: Any, choices: Any) -> Any:
-    """Return `bits * choices / 2**62`, rounded down: numbers below `choices` from 62 random bits.
+    """Compute numbers below `choices` from 62 random bits: `bits * choices / 2**62`, rounded down.
 
-    The number of bits that lead to the same number differs by one at most.
+    The counts of `bits` values that map to the same number differ by at most one.
 
     Args:
         bits: int64 array or tensor of numbers in [0, 2**62).
-        choices: Number, or array or tensor like `bits`, in [0, 2**62].
+        choices: Number of choices in [0, 2**62]: an int, or an array or tensor like `bits`.
     """
     high = bits >> _HALF_BITS
     low = bits & _LOW_HALF
@@ -143,7 +142,7 @@ def scaled(bits: Any, choices: Any) -> Any:
 
 
 def random_bits(num_draws: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `[num_draws]` int64 in [0, 2**62)."""
+    """Draw 62 random bits per draw: `[num_draws]` int64 in [0, 2**62)."""
     return torch.randint(
         1 << RANDOM_BITS, (num_draws,), generator=generator, device=generator.device
     )
@@ -152,11 +151,11 @@ def random_bits(num_draws: int, generator: torch.Generator) -> torch.Tensor:
 def uniform(
     num_rows: int, num_draws: int, generator: torch.Generator, first: int = 0
 ) -> torch.Tensor:
-    """Draw indices of `num_rows` from `first` on, uniformly but for one part in 4096, with replacement: `[num_draws]`.
+    """Draw indices in `[first, first + num_rows)` with replacement: `[num_draws]` int64.
 
-    torch takes the remainder of 32 random bits for few numbers, so that the first ones would come
-    oftener, by up to `num_rows / 2 ** 32`. For more than 2 ** 20 rows it is asked for a number out
-    of more, for which it takes 64 bits.
+    Probabilities of two indices differ by at most one part in 4096. torch computes the remainder of
+    32 random bits, so that low indices are more likely by up to `num_rows / 2 ** 32`. For more than
+    2 ** 20 rows this function draws from a wider range, for which torch uses 64 random bits.
     """
     return fill_uniform(
         torch.empty(num_draws, dtype=torch.int64, device=generator.device),
@@ -169,11 +168,11 @@ def uniform(
 def fill_uniform(
     out: torch.Tensor, num_rows: int, generator: torch.Generator, first: int = 0
 ) -> torch.Tensor:
-    """Draw into `[num_draws]` int64 what `uniform` draws."""
+    """Draw indices as `uniform` does, into the tensor `out`, `[num_draws]` int64."""
     if num_rows <= _MAX_SHORT:
         return out.random_(
             first, first + num_rows, generator=generator
-        )  # in 2/3 of the time of `randint`
+        )  # `random_` takes 2/3 of the time of `randint`.
     return (
         out.random_(num_rows << _MORE_BITS, generator=generator)
         .bitwise_right_shift_(_MORE_BITS)
@@ -182,19 +181,23 @@ def fill_uniform(
 
 
 def below(choices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw a number below each of `[num]` int64: the remainder of 62 random bits, uniform to one part in 2 ** 40."""
+    """Draw a number below each element of `choices`, `[num]` int64: a remainder of 62 random bits.
+
+    With up to 2 ** 22 choices, the draws are uniform to one part in 2 ** 40.
+    """
     bits = torch.randint(1 << 62, choices.shape, generator=generator, device=choices.device)
     return bits % choices
 
 
 class Weighted:
-    """Draw indices in proportion to weights, with replacement.
+    """Weighted draws of indices, in proportion to weights, with replacement.
+
+    An index of weight 0 is never drawn. The constructor converts the weights to integers by
+    `whole_weights`.
 
     Args:
-        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see
-            `whole_weights`. Only those on the CPU are checked.
-
-    An index of weight 0 is never drawn.
+        weights: `[num]`, finite and >= 0, not all 0. Weights on other devices than the CPU are not
+            checked.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
@@ -215,23 +218,24 @@ class Weighted:
         self._ends = torch.from_numpy(ends).to(weights.device)
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw `[num_draws]` int64."""
+        """Draw indices, `[num_draws]` int64."""
         points = scaled(random_bits(num_draws, generator), self._total)
-        # The first end above the point: an index without weight has the end of the one before it.
+        # `right=True` finds the first end above the point. It skips an index of weight 0, because
+        # its end equals the end of the index before.
         return torch.searchsorted(self._ends, points, right=True)
 
 
 def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw different indices below `num_rows`, in random order: `[num_draws]` int64, at most `num_rows` of them.
+    """Draw distinct indices below `num_rows` in random order: `[num_draws]` int64.
 
-    Takes time in proportion to `num_draws` where that is much less than `num_rows`.
+    `num_draws` is at most `num_rows`. Takes O(num_draws) time if `num_draws` is much smaller.
     """
     if num_draws * 4 > num_rows:
         return torch.randperm(num_rows, generator=generator, device=generator.device)[:num_draws]
     found = uniform(num_rows, num_draws, generator)
     while True:
-        # First copies in the order they came; what is left of equally likely draws is equally
-        # likely.
+        # Keep the first occurrence of each index, in the order of the draws. The kept indices are
+        # still a uniform sample, because all draws are equally likely.
         values, inverse = torch.unique(found, return_inverse=True)
         if len(values) == num_draws:
             return found

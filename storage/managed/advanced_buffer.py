@@ -1,4 +1,4 @@
-"""`AdvancedReplayBuffer`: items drawn by priority, with importance weights, and limits of age and use.
+"""`AdvancedReplayBuffer`: prioritized replay with importance weights and limits of age and use.
 
 A call checks and draws under one lock. Stale and used-up items are removed before the next draw.
 """
@@ -37,33 +37,33 @@ from .managed_buffer import Act, ManagedBuffer, Request
 from .used_data import UsedData, UsedQueue, checked_data_id
 
 _Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
-#: Describes tracked objects in errors.
+#: Description of tracked objects in errors.
 _DATA = "that are data_ids"
 
 
 class AdvancedReplayBuffer(ManagedBuffer):
-    """The last items, drawn in proportion to priority ** alpha (Schaul et al. 2016).
+    """Buffer of items that are drawn in proportion to priority ** alpha (Schaul et al. 2016).
 
     Args:
-        replay_buffer_size: Items that fit.
-        replay_start_size: Items that must have been added before the first draw.
-        max_use: Draws after which an item is removed; `inf` or None for no limit.
-        max_staleness: An item is removed when the learner is this many iterations past its
-            `collect_iter`.
-        min_sample_ratio: A draw of n items needs at least n times this many items in the buffer.
+        replay_buffer_size: Capacity in items.
+        replay_start_size: Number of items that must have been added before the first draw.
+        max_use: Number of draws after which an item is removed; `inf` or None for no limit.
+        max_staleness: Number of learner iterations after `collect_iter` at which an item is
+            removed; `inf` or None for no limit.
+        min_sample_ratio: Required number of items in the buffer per drawn item.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
-        enable_track_used_data: Whether `used_data()` lists `data_id`s that are not needed any more.
+        enable_track_used_data: Whether `used_data()` lists `data_id`s that are no longer used.
         **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
             `monitor`, `rate_limiter`.
 
     An item is a nested mapping, as for `NaiveReplayBuffer`. Three leaves have a meaning:
 
-    - `priority`: finite and >= 0; the largest so far if it is missing or None.
-    - `collect_iter`: an int, or a list of ints whose minimum counts. An item without it is never
-      stale.
+    - `priority`: a finite number >= 0. A missing priority or None means the largest so far.
+    - `collect_iter`: learner iteration at collection, an int or a list of ints. The minimum of a
+      list is used. An item without this leaf is never stale.
     - `data_id`: see `used_data`.
 
-    Items go in and out as lists (`push`, `sample`, `update`) or as batches of tensors
+    There are two interfaces: lists of items (`push`, `sample`, `update`) and batches of tensors
     (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take a hundredth of the time.
     The rows of a batch are in the order of the slots; shuffle them before splitting the batch.
     """
@@ -97,7 +97,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     @property
     def max_priority(self) -> float:
-        """The largest priority so far, without eps; 1 at first."""
+        """Largest priority so far, without eps; initially 1."""
         return self._ring.max_priority
 
     @property
@@ -107,11 +107,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     @property
     def num_dead_updates(self) -> int:
-        """Updates so far of items that were already removed or overwritten."""
+        """Number of priority updates for items that were already removed or overwritten."""
         return self._ring.num_dead_updates
 
     def count(self) -> int:
-        """Items that are neither overwritten nor removed."""
+        """Return the number of items that are neither overwritten nor removed."""
         return len(self._ring)
 
     # Adding items.
@@ -120,15 +120,16 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def extend_tensors(
         self, batch: Mapping[str, Any], priorities: Any = None, collect_iter: Any = None
     ) -> torch.Tensor:
-        """Add many items at once.
+        """Add a batch of items.
 
         Args:
-            batch: Nested mapping of `[n, *event]` tensors or arrays; copied.
-            priorities: `[n]` or one number; None for the largest so far.
-            collect_iter: `[n]` integers, or one for all; None if it is unknown.
+            batch: Nested mapping of `[n, *event]` tensors or arrays, which are copied.
+            priorities: Priorities `[n]`, or one number; None for the largest priority so far.
+            collect_iter: Learner iterations at collection, `[n]` integers or one integer; None if
+                unknown.
 
         Returns:
-            `[min(n, size)]` int64, the ids of the stored items.
+            Ids of the stored items, `[min(n, replay_buffer_size)]` int64.
         """
         if not isinstance(batch, Mapping):
             raise SchemaError(
@@ -156,7 +157,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 raise SchemaError("add an item", expected=expected, got=type(item).__name__)
             leaves = dict(item)
             priorities.append(leaves.pop("priority", None))
-            if "collect_iter" in leaves:  # a number in any form; never a column
+            if "collect_iter" in leaves:  # A Python number is stored as an object, not a column.
                 leaves["collect_iter"] = plain_number(leaves["collect_iter"])
             iterations.append(_earliest(leaves.get("collect_iter")))
             if self._used is not None and "data_id" in leaves:
@@ -175,15 +176,15 @@ class AdvancedReplayBuffer(ManagedBuffer):
         collected: torch.Tensor | None,
         start_s: float,
     ) -> torch.Tensor:
-        """Add checked items; return the ids of the stored ones.
+        """Add checked items and return the ids of the stored items.
 
         Args:
-            items: n items.
-            priorities: `[n]` checked priorities and their maximum; None for the largest so far.
-            collected: `[n]` iterations; None if they are unknown.
-            start_s: Start of the call, on the clock of `time.monotonic()`.
+            items: n checked items.
+            priorities: Checked priorities `[n]` and their maximum; None for the largest so far.
+            collected: Learner iterations at collection, `[n]`; None if unknown.
+            start_s: Start of the call in seconds, on the clock of `time.monotonic()`.
         """
-        # Items at the front that later items of the same push overwrite.
+        # Number of first items that later items of the same push would overwrite.
         num_passed = max(0, items.num_rows - self.replay_buffer_size)
         if self._used is not None:
             pushed = [objects.get("data_id") for objects in items.objects or ()]
@@ -201,7 +202,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return ids
 
     def _checked_iterations(self, collect_iter: Any, num_rows: int) -> torch.Tensor | None:
-        """Return `[num_rows]` int64 iterations on the device; None for None."""
+        """Check `collect_iter` and return it as `[num_rows]` int64 on the device; None for None."""
         if collect_iter is None:
             return None
         iterations = sent(numbers("add a batch", "collect_iter", collect_iter), self.device)
@@ -217,9 +218,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return iterations.long().expand(num_rows)
 
     def _filled_in(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
-        """Return checked priorities of items and their maximum; replace each None by the largest so far.
+        """Return checked priorities of items and their maximum; None if all priorities are None.
 
-        None if all are None.
+        Each None in `priorities` is replaced by the largest priority so far.
         """
         stated = [plain_number(value) for value in priorities if value is not None]
         if not stated:
@@ -243,32 +244,35 @@ class AdvancedReplayBuffer(ManagedBuffer):
         sample_range: slice | None = None,
         replace: bool = True,
     ) -> list[dict[str, Any]] | None:
-        """Remove stale items, then draw by priority, one item from each of `size` intervals of equal mass.
+        """Remove stale items, then draw items by priority with systematic sampling.
+
+        One item is drawn from each of `size` intervals of equal probability mass.
 
         Args:
             size, cur_learner_iter, sample_range: As for `NaiveReplayBuffer.sample`.
-            replace: Has no effect here: an item may come more than once.
+            replace: No effect, because an item may always be drawn more than once.
 
         Returns:
-            Copies of items. None if there are not enough items, or the rate limiter refuses. Each
-            item has the leaves `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (draws so
-            far, including this draw and the copies before it in the list), `staleness` (-1 if
-            unknown) and `IS` (importance weight in (0, 1]).
+            Copies of items. None if there are not enough items, or the rate limiter rejects the
+            sample. Each item has the leaves `replay_unique_id`, `replay_buffer_idx`, `priority`,
+            `use` (number of draws including this draw and earlier copies in the list), `staleness`
+            (in learner iterations, -1 if unknown) and `IS` (importance weight in (0, 1]).
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
     def sample_tensors(
         self, batch_size: int, cur_learner_iter: int = 0
     ) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-        """Draw as `sample` does, as a batch.
+        """Draw a batch of tensors, in the way of `sample`.
 
         Returns:
-            (batch, weights, ids): a nested dict of `[batch_size, *event]`, views of new tensors
-            (objects that are numbers as tensors, others as lists); importance weights
-            `[batch_size]` float32 in (0, 1]; ids `[batch_size]` int64 for `update_priorities`.
+            (batch, weights, ids). The batch is a nested dict of `[batch_size, *event]`, views of
+            new tensors; numeric objects become tensors and other objects lists. Importance weights
+            are `[batch_size]` float32 in (0, 1]. Ids are `[batch_size]` int64, for
+            `update_priorities`.
 
         Raises:
-            BufferEmptyError: There are not enough items, or the rate limiter refuses (a
+            BufferEmptyError: There are not enough items, or the rate limiter rejects the sample (a
                 `ValueError`).
         """
         action = arguments.calling(self, "sample_tensors")
@@ -303,7 +307,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return slots
 
     def _take(self, request: Request, among: torch.Tensor | None) -> Any:
-        """Draw items, count their uses, and remove used-up items."""
+        """Draw items, count their uses and remove items that reached `max_use`."""
         start_s = time.monotonic()
         drawn = self._ring.draw(request.size, self.rng, among)
         assert drawn is not None
@@ -357,11 +361,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Set the priorities of items to `priorities + eps`.
 
         Args:
-            ids: `[n]` int64, from `sample_tensors`.
-            priorities: `[n]` finite numbers >= 0, or one for all.
+            ids: Ids of `sample_tensors`, `[n]` int64.
+            priorities: Finite numbers >= 0, `[n]`, or one number for all items.
 
         Returns:
-            Number of updated items, as for `update`; on a GPU a 0-d tensor, which `int` waits for.
+            Number of updated items, as for `update`. On a GPU a 0-d tensor: `int()` of the tensor
+            waits for the GPU.
         """
         with self._lock:
             return self.prepare_priorities(ids, priorities)()
@@ -386,11 +391,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return apply
 
     def prepare_priorities(self, ids: Any, priorities: Any) -> Callable[[], int]:
-        """Check an update of `update_priorities`; return a function that applies it."""
+        """Check the arguments of `update_priorities` and return a function that applies them."""
         return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
-        """Return the queue of `data_id`s that no item and no sample needs any more; each appears once.
+        """Return the queue of `data_id`s that no item and no sample uses; each appears once.
 
         Raises:
             UsageError: The buffer was created without `enable_track_used_data`.
@@ -402,14 +407,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return self._used.queue
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check the invariants: return (whether all hold, a description of the first that does not)."""
+        """Check the invariants. Returns whether all hold, and a text about the first violation."""
         with self._lock:
             return self._ring.check_valid()
 
     # Removing and saving.
 
     def _drop(self, slots: torch.Tensor | None) -> None:
-        """Remove the live items in some slots; None removes nothing."""
+        """Remove the live items in slots; None removes no item."""
         if slots is None:
             return
         dropped = self._ring.drop(slots)
@@ -462,7 +467,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
 
 def _earliest(collect_iter: Any) -> int:
-    """Return the least iteration of an int or a list of ints; `UNKNOWN` if there is none."""
+    """Return an int, or the minimum of a list of ints; `UNKNOWN` for None or an empty list."""
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
         raise UsageError(

@@ -1,7 +1,7 @@
 """`BufferManager`: several buffers in one object: push by name, sample by ratio, update by id.
 
-A call changes all of its buffers or none. It checks its arguments in each buffer, under all locks,
-before it changes one.
+A call changes all of its buffers or no buffer. It holds the locks of all its buffers and checks the
+arguments for each buffer before it changes the first one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .sample_shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
-#: Number of items: in total, or by name.
+#: Number of items: in total, or by name of the buffer.
 Sizes = int | Mapping[str, int]
-#: Shares by name.
+#: Shares of a sample, by name of the buffer.
 Shares = Mapping[str, float]
-#: Names of buffers.
+#: One name of a buffer, or several names.
 Names = str | Sequence[str] | None
 
-#: Values of `type` in a configuration.
+#: Buffer classes by the value of `type` in a configuration.
 _KINDS: dict[str, type[ManagedBuffer]] = {
     "advanced": AdvancedReplayBuffer,
     "naive": NaiveReplayBuffer,
@@ -53,19 +53,20 @@ _RESERVED = ("buffer_name", "sample_ratio")
 
 
 class BufferManager(Store):
-    """Buffers by name.
+    """Several buffers with names.
+
+    Thread-safe: threads may push, sample and update while another thread waits for a limiter.
 
     Args:
-        cfg: `buffer_name`: the names, a list of non-empty strings. Under each name the
-            arguments of its buffer, and `type`: "advanced" (default), "naive" or "episode".
-            `sample_ratio`: name -> share of a sample, >= 0; shares sum to 1 and names may be left
-            out. With one buffer it may be missing.
-        device: Device of buffers whose arguments name none.
-        generator: Chooses among the buffers: a `torch.Generator` on the CPU or a seed. None: seeded
-            from `torch.initial_seed()` and the number of objects made since that changed. Buffers
-            have their own.
-
-    Thread-safe: threads may push, sample and update while a limiter lets one of them wait.
+        cfg: Configuration. `buffer_name` is a list of buffer names, non-empty strings. Each name is
+            also a key: its value has the arguments of the buffer, and `type`: "advanced"
+            (default), "naive" or "episode". `sample_ratio` maps names to shares of a sample, >= 0,
+            with sum 1; the share of a missing name is 0. `sample_ratio` is optional with one
+            buffer.
+        device: Device of buffers without a `device` argument.
+        generator: Random generator that chooses among the buffers: a `torch.Generator` on the CPU
+            or a seed. None: seeded from `torch.initial_seed()` and the number of objects created
+            since that seed changed. Each buffer has a generator for its own draws.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class BufferManager(Store):
         self.device = arguments.device(arguments.creating(self), "device", device)
         self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
         self._lock = threading.RLock()
-        #: Held while a call chooses buffers and asks their limiters; not while a limiter lets a
-        #: thread wait.
+        #: Lock held while a call chooses buffers and calls their limiters, but not while a thread
+        #: waits for a limiter.
         self._choice_lock = threading.Lock()
         self._buffers = _make_buffers(cfg, self.device)
         ratio = cfg.get("sample_ratio")
@@ -97,7 +98,7 @@ class BufferManager(Store):
 
     @property
     def sample_ratio(self) -> dict[str, float] | None:
-        """A copy of the configured shares; None if several buffers were configured without shares."""
+        """Copy of the configured shares; None if several buffers were configured without shares."""
         return None if self._ratio is None else dict(self._ratio)
 
     def __getitem__(self, name: str) -> Any:
@@ -112,14 +113,14 @@ class BufferManager(Store):
         """Add an item, or a list of items, to one or several buffers: to all of them or to none.
 
         Args:
-            data: As for `push` of the buffers.
-            buffer_name: A name, or a list of names. None: each item names its buffers under the key
-                `buffer_name` (a name or a list); without the key it goes to the only buffer.
+            data: Items, as for `push` of the buffers.
+            buffer_name: A name, or a list of names. None: the key `buffer_name` of each item is the
+                name, or the list of names. An item without this key is added to the only buffer.
 
         Raises:
             KeyError: No buffer has this name.
-            ValueError: There are several buffers and an item names none.
-            As `push`: An item does not fit one of the buffers.
+            ValueError: There are several buffers, and an item has no key `buffer_name`.
+            As `push`: An item does not match the earlier items of a buffer.
         """
         self._check_open("call BufferManager.push_data")
         if buffer_name is not None:
@@ -155,12 +156,12 @@ class BufferManager(Store):
     def sample_check(
         self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
     ) -> bool:
-        """Return whether `sample` would return items now, without waiting; remove stale items."""
+        """Return whether `sample` would return items without waiting. Stale items are removed."""
         Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
-            self.rng.set_state(before)  # the next sample has the same sizes
+            self.rng.set_state(before)  # The next `sample` then draws the same sizes.
             with locked(self[name] for name in sizes):
                 are_ready = [
                     self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()
@@ -173,16 +174,16 @@ class BufferManager(Store):
         """Draw items from all requested buffers or from none.
 
         Args:
-            batch_size: Total number of items, or a number by name. A total is divided by ratio: the
-                buffer of each item is drawn, one from each of `batch_size` equal intervals. Each
-                count is within two items of its share.
+            batch_size: Total number of items, or a number by name. A total is divided by the
+                shares with systematic sampling: one buffer is drawn from each of `batch_size` equal
+                intervals. The count of each buffer is within two items of its share.
             cur_learner_iter: Current iteration of the learner.
-            sample_ratio: Shares for this call instead of the configured ones.
+            sample_ratio: Shares for this call instead of the configured shares.
 
         Returns:
-            A list of `batch_size` items in random order; a list of items by name if `batch_size` is
-            by name. None if a buffer has too few items or its limiter refuses; then only stale
-            items were removed.
+            A list of `batch_size` items in random order, or a list of items by name if `batch_size`
+            is a mapping. None if a buffer has too few items or its limiter rejects the sample. In
+            this case only stale items were removed.
 
         Raises:
             KeyError: No buffer has this name.
@@ -197,29 +198,30 @@ class BufferManager(Store):
     def sample_tensors(
         self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
     ) -> dict[str, Any] | None:
-        """Draw as `sample` does, from prioritized buffers, as batches.
+        """Draw batches of tensors from prioritized buffers, in the way of `sample`.
 
         Returns:
             Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer
-            with at least one drawn row. `update_priorities` takes the ids. None as for `sample`.
+            with at least one drawn row. The ids are arguments of `update_priorities`. None in the
+            same cases as for `sample`.
         """
         return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
     # Updating.
 
     def update(self, info: Mapping[str, Any]) -> int:
-        """Update priorities of items of several buffers in one list; see `AdvancedReplayBuffer.update`.
+        """Update priorities of items of several buffers; see `AdvancedReplayBuffer.update`.
 
-        The name of an item's buffer is the part of its id before the last "_". Every buffer
-        receives all `used_id`s.
+        The name of an item's buffer is the part of its id before the last "_". Every prioritized
+        buffer receives all `used_id`s.
 
         Returns:
             Number of applied priorities.
 
         Raises:
-            KeyError: No buffer has this name; nothing is changed in any buffer.
-            ValueError: A priority is negative or not finite, or there are more or fewer priorities
-                than ids.
+            KeyError: No buffer has this name. Nothing is changed in any buffer.
+            ValueError: A priority is negative or not finite, or the numbers of priorities and ids
+                differ.
         """
         tracking = [
             name
@@ -232,7 +234,11 @@ class BufferManager(Store):
             return sum(act() for act in acts)
 
     def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
-        """Set priorities of rows by name of the buffer, with the ids of `sample_tensors`.
+        """Set priorities of rows.
+
+        Args:
+            ids: Ids of `sample_tensors`, by name of the buffer.
+            priorities: Priorities of the rows, by name of the buffer.
 
         Returns:
             Number of applied priorities.
@@ -249,20 +255,23 @@ class BufferManager(Store):
             return sum(act() for act in acts)
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
-        """Return a buffer's queue of `data_id`s that are not needed any more; None for the only buffer."""
+        """Return a buffer's queue of `data_id`s that are no longer used.
+
+        `buffer_name=None` means the only buffer.
+        """
         name = self._only("track used data") if buffer_name is None else buffer_name
         return self._prioritized(name, "track used data of").used_data()
 
     # Counting and closing.
 
     def count(self, buffer_name: str | None = None) -> int:
-        """Return the number of items in a buffer; for None the least number of all buffers."""
+        """Return the number of items in a buffer; for None the smallest number of all buffers."""
         if buffer_name is not None:
             return len(self[buffer_name])
         return min(map(len, self._buffers.values()))
 
     def clear(self, buffer_names: Names = None) -> None:
-        """Remove the items of some buffers; None for all."""
+        """Remove the items of some buffers; None for all buffers."""
         names = self.buffer_name if buffer_names is None else _names(buffer_names)
         # All names are checked before the first buffer is cleared.
         buffers = [self[name] for name in names]
@@ -270,7 +279,7 @@ class BufferManager(Store):
             buffer.clear()
 
     def start(self) -> None:
-        """Do nothing: there are no threads. For callers that start every object before they use it."""
+        """Do nothing, because there are no threads. Exists for callers that start all objects."""
 
     def run(self) -> None:
         """Do nothing; see `start`."""
@@ -292,13 +301,13 @@ class BufferManager(Store):
     # Saving.
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the `state_dict` of an equal manager; a state that does not fit changes nothing.
+        """Load a `state_dict`. If an error is raised, no buffer is changed.
 
         Args:
-            state: The state.
+            state: Result of `state_dict`.
             strict: Whether the state must have the same buffers and ratio. If False, only buffers
-                that exist in both are loaded. They must have equal arguments. The ratio and the
-                generator of this manager stay.
+                that exist in the state and in this manager are loaded, and their arguments must be
+                equal. The ratio and the generator of this manager are then unchanged.
         """
         if strict:
             super().load_state_dict(state)
@@ -324,9 +333,9 @@ class BufferManager(Store):
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
         with self._choice_lock, locked(self._buffers.values()):
-            tensors = {"rng": self.rng.get_state()}  # before a sample changes it
+            tensors = {"rng": self.rng.get_state()}  # Read under the lock, before the next sample.
             for place, (name, buffer) in enumerate(self._buffers.items()):
-                state = buffer.copy_state()  # before the locks are released
+                state = buffer.copy_state()  # A copy, since other calls continue after the locks.
                 kind = next(
                     kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type
                 )
@@ -350,7 +359,7 @@ class BufferManager(Store):
         numbers: Mapping[str, Any],
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Load some buffers, all or none; `places` are their positions in the state, by name."""
+        """Load some buffers, all or none. `places` maps names to positions in the state."""
         with ExitStack() as stack:
             for name, place in places.items():
                 buffer = self._buffers[name]
@@ -384,7 +393,7 @@ class BufferManager(Store):
             )
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
-        """Return the items of each buffer."""
+        """Return the pushed items by buffer."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
@@ -403,7 +412,10 @@ class BufferManager(Store):
     def _shared_out(
         self, batch_size: Sizes, ratio: Shares | None
     ) -> tuple[list[int] | None, dict[str, int]]:
-        """Return the order of all items, None for sizes by name; and the size by name."""
+        """Return the random order of all items, and the size of each buffer's sample by name.
+
+        The order is None if `batch_size` is a mapping.
+        """
         action = "call BufferManager.sample"
         if isinstance(batch_size, Mapping):
             sizes = {}
@@ -420,11 +432,11 @@ class BufferManager(Store):
     def _drawn(
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
-        """Draw from all buffers or from none; wait for their limiters.
+        """Draw from all requested buffers or from none. Waits for their limiters.
 
         Returns:
-            The order of the items (None for sizes by name), and samples by name; (None, None) if
-            nothing was drawn.
+            (order, samples). The order of the items, None if `batch_size` is a mapping; and the
+            samples by name. (None, None) if nothing was drawn.
         """
         request = Request.checked("call BufferManager.sample", 0, iteration)._replace(
             are_tensors=are_tensors
@@ -444,14 +456,17 @@ class BufferManager(Store):
                 if samples is not None:
                     return order, dict(zip(sizes, samples, strict=True))
                 self.rng.set_state(before)
-            # No lock is held and no item is counted while this thread waits, so that other threads
-            # can go ahead.
+            # While this thread waits, it holds no lock and its items are not counted. Other threads
+            # can therefore proceed.
             if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
                 return None, None
 
 
 def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
-    """Prepare a draw in every buffer, also after one that has too few items, so that all remove stale items."""
+    """Prepare a draw in every buffer.
+
+    A buffer with too few items does not stop the loop, because every buffer removes stale items.
+    """
     return [buffer.prepare_sample(request._replace(size=size)) for buffer, size in numbers.items()]
 
 
@@ -493,7 +508,7 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
 
 
 def _names(buffer_name: Any) -> list[str]:
-    """Return a name, or several, as a list without repetitions."""
+    """Convert one name or several names to a list without repetitions."""
     if isinstance(buffer_name, str):
         return [buffer_name]
     expected = "as a name or a list of names"

@@ -1,7 +1,7 @@
-"""`EpisodeReplayBuffer`: the last whole episodes, sampled whole or in windows.
+"""`EpisodeReplayBuffer`: buffer of the last episodes, sampled as whole episodes or as windows.
 
 The steps of an episode are consecutive rows. The number of steps is not limited: the memory doubles
-when live steps do not fit.
+if it is too small for the live steps.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ from ..saving.saved_store import State
 from .item_store import SAMPLE_LEAVES, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 from .managed_buffer import Act, ManagedBuffer, Request
 
-#: Steps that fit into the first store.
+#: Capacity of the first store, in steps.
 _FIRST_STEPS = 256
 
 
 class _Episode(NamedTuple):
-    """The rows of an episode: id of the first row, number of steps, and whether it was pushed as a stack."""
+    """Rows of an episode.
+
+    Attributes:
+        first: Id of the first row.
+        length: Number of steps.
+        is_stack: Whether the episode was pushed as a stack of `[T, *event]` leaves.
+    """
 
     first: int
     length: int
@@ -35,18 +41,18 @@ class _Episode(NamedTuple):
 
 
 class EpisodeReplayBuffer(ManagedBuffer):
-    """The last `replay_buffer_size` episodes, each as likely as any other.
+    """Buffer of the last `replay_buffer_size` episodes, with uniform sampling.
+
+    An episode is a list of steps or a stack. A step is an item as for `NaiveReplayBuffer`. A stack
+    is a nested mapping of `[T, *event]` tensors and arrays. `sample` returns whole episodes in the
+    form in which they were pushed. The steps, or the stack, have the leaves `replay_unique_id` and
+    `replay_buffer_idx` of the episode. `push` accepts one episode, or a list of episodes that are
+    lists of steps.
 
     Args:
-        replay_buffer_size: Episodes that fit, of any length.
+        replay_buffer_size: Capacity in episodes of any length.
         **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
             `monitor`, `rate_limiter` (which counts episodes).
-
-    An episode is a list of steps, each an item as for `NaiveReplayBuffer`, or a stack: a nested
-    mapping of `[T, *event]` tensors and arrays. `sample` returns whole episodes in the form in
-    which they were pushed. The steps, or the stack, have the leaves `replay_unique_id` and
-    `replay_buffer_idx` of the episode. `push` takes one episode, or a list of episodes that are
-    lists of steps.
     """
 
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
@@ -54,18 +60,18 @@ class EpisodeReplayBuffer(ManagedBuffer):
         super().__init__(replay_buffer_size, **options)
         self._store = ItemStore(_FIRST_STEPS, self.device)
         self._episodes: deque[_Episode] = deque()
-        #: Episodes that were ever added.
+        #: Number of episodes added since the creation or the last `clear`.
         self._total = 0
 
     @property
     def episode_len(self) -> list[int]:
-        """Steps of each live episode, oldest first."""
+        """Number of steps of each live episode, oldest first."""
         with self._lock:
             return [episode.length for episode in self._episodes]
 
     @property
     def push_count(self) -> int:
-        """Episodes added since creation or the last `clear`."""
+        """Number of episodes added since the creation or the last `clear`."""
         return self._total
 
     def count(self) -> int:
@@ -73,7 +79,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         return len(self._episodes)
 
     def as_list(self, data: Any) -> list[Any]:
-        """Return pushed data, one episode or several, as a list."""
+        """Convert pushed data, one episode or several episodes, to a list."""
         listed = super().as_list(data)
         is_steps = (
             not isinstance(data, Mapping)
@@ -83,10 +89,10 @@ class EpisodeReplayBuffer(ManagedBuffer):
         return [listed] if is_steps else listed
 
     def sample_windows(self, num_windows: int, length: int) -> dict[str, Any]:
-        """Draw windows of consecutive steps of one episode, uniformly over all windows.
+        """Draw windows of consecutive steps of one episode, uniformly from all windows.
 
         Returns:
-            Nested dict of `[num_windows, length, *event]`, new tensors. Objects are left out.
+            Nested dict of `[num_windows, length, *event]`, new tensors. Objects are omitted.
 
         Raises:
             ValueError: Every episode is shorter than `length`.
@@ -117,7 +123,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         )
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        """Check episodes against the stored steps and against each other; return a function that adds them."""
+        """Check episodes against stored steps and each other, and return a function to add them."""
         action = "call EpisodeReplayBuffer.push"
         read: list[tuple[Items, bool]] = []
         for episode in items:
@@ -147,7 +153,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         return write
 
     def _write(self, rows: Items, is_stack: bool) -> None:
-        """Add an episode; move all steps to a larger store if the episode would overwrite live steps."""
+        """Add an episode. If the store is too small, copy all live steps to a larger store."""
         if self.count() == self.replay_buffer_size:
             self._episodes.popleft()
         first = self._first_live()
@@ -173,7 +179,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         )
 
     def _episode(self, age: int) -> Any:
-        """Copy the episode with an age, 0 for the oldest."""
+        """Copy the episode of an age; age 0 is the oldest episode."""
         first, length, is_stack = self._episodes[age]
         number = self._total - self.count() + age
         ids = {UNIQUE_ID: f"{self.name}_{number}", SLOT: number % self.replay_buffer_size}

@@ -1,8 +1,9 @@
-"""`ItemStore`, which stores items in memory; the checks of items; the ids of items.
+"""`ItemStore`: ring of items in memory. Functions to check items and to parse item ids.
 
-Each leaf of numbers has a column in a ring. All other leaves are objects, stored by slot. All items
-have the same columns, but not the same objects. Items are copied when they are added and when they
-are returned. An id is `<name>_<row>`. It is split at its last "_", since a name may contain "_".
+Each numeric leaf has a column in a ring. All other leaves are objects, stored by slot. All items
+have the same columns, but may have different objects. Items are copied when they are added and when
+they are returned. An id is `<name>_<row>`. An id is split at the last "_", since a name may contain
+"_".
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ..saving.saved_store import checked_count, checked_tensor
 
 UNIQUE_ID = "replay_unique_id"
 SLOT = "replay_buffer_idx"
-#: Leaves that `sample` adds to an item. They are dropped if the item is pushed again.
+#: Leaves that `sample` adds to an item. `push` removes these leaves.
 SAMPLE_LEAVES = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
 _ACTION = "add an item"
-#: Immutable types of objects, which need no copy.
+#: Immutable types of objects, which are not copied.
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
-#: Key of a JSON object that encodes a tuple, or a dict that itself has this key.
+#: Key that marks a JSON object as an encoded tuple, or as an encoded dict that has this key.
 _TAG = "__is__"
 
 
@@ -53,9 +54,9 @@ class Items(NamedTuple):
 
     Attributes:
         num_rows: Number of items, n.
-        columns: `[n, *event]`, in the order of the schema.
-        objects: The objects of each item by flat name; None if no item has any.
-        form: The columns.
+        columns: Numeric leaves `[n, *event]`, in the order of the schema.
+        objects: Objects of each item by flat name; None if no item has objects.
+        form: Form of the columns.
     """
 
     num_rows: int
@@ -77,7 +78,7 @@ def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
-    """Return the buffer's name and the row of an id; raise `UsageError` if it is not an id."""
+    """Split an id into the buffer's name and the row. Raises `UsageError` for an invalid id."""
     name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
     is_row = row.isascii() and row.isdigit()
     if not name or not is_row:
@@ -86,19 +87,23 @@ def split_unique_id(unique_id: Any) -> tuple[str, int]:
 
 
 def as_items(data: Any) -> list[Any]:
-    """Return pushed data, one item or several, as a list."""
+    """Convert pushed data, one item or several items, to a list."""
     return [data] if isinstance(data, Mapping) else several(data)
 
 
 def several(data: Any) -> list[Any]:
-    """Return several items as a list; raise `SchemaError` for one item, a text or a number."""
+    """Convert several items to a list. Raises `SchemaError` for a single item, str or number."""
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
         raise SchemaError("push", expected="data as a list of items", got=type(data).__name__)
     return list(data)
 
 
 def listed(values: Any) -> list[Any]:
-    """Return values as a list: `[]` for None, Python numbers for tensors and arrays, `[value]` for a single value."""
+    """Convert values to a list.
+
+    None becomes `[]`, and a single value `[value]`. A tensor or array becomes a flat list of Python
+    numbers.
+    """
     if values is None:
         return []
     if isinstance(values, (torch.Tensor, np.ndarray, np.generic)):
@@ -109,17 +114,17 @@ def listed(values: Any) -> list[Any]:
 
 
 def plain_number(value: Any) -> Any:
-    """Return a tensor or array of one number as a Python number; return any other value unchanged."""
+    """Convert a tensor or array of one number to a Python number. Other values are unchanged."""
     is_array = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
     return value.item() if is_array and math.prod(value.shape) == 1 else value
 
 
 def read_items(items: Sequence[Any], form: Form | None) -> Items:
-    """Check items; `form` is the form of earlier items, None if there are none.
+    """Check items against the form of earlier items; None if there are no earlier items.
 
     Raises:
-        MissingFieldError, SchemaError, FieldTypeError: The text names the first leaf that does not
-            fit.
+        MissingFieldError, SchemaError, FieldTypeError: A leaf does not match the form. The message
+            names the first such leaf.
     """
     parts = [_split_leaves(item, SAMPLE_LEAVES) for item in items]
     if not parts:
@@ -132,7 +137,11 @@ def read_items(items: Sequence[Any], form: Form | None) -> Items:
 
 
 def read_batch(batch: Mapping[str, Any], form: Form | None) -> Items:
-    """Check a nested mapping of `[n, *event]` tensors and arrays as `read_items` checks items."""
+    """Check a batch of items, a nested mapping of `[n, *event]` tensors and arrays.
+
+    Raises:
+        MissingFieldError, SchemaError, FieldTypeError: As for `read_items`.
+    """
     leaves, objects = _split_leaves(batch)
     if objects or not leaves:
         got = f"{next(iter(objects))!r}" if objects else "no leaf"
@@ -150,36 +159,39 @@ def read_batch(batch: Mapping[str, Any], form: Form | None) -> Items:
 
 
 class ItemStore:
-    """The last `capacity` items.
+    """Ring of the last `capacity` items.
 
     Args:
-        capacity: Items that fit.
-        device: Where columns are kept.
-        form: The columns; None for those of the first items.
+        capacity: Number of items.
+        device: Device of the columns.
+        form: Form of the columns; None to use the form of the first items.
     """
 
     def __init__(self, capacity: int, device: torch.device, form: Form | None = None) -> None:
         self.capacity = capacity
         self.device = device
         self.form = form
-        #: Computes ids and slots, and counts the items also while there are no columns.
+        #: Columns of the items. Without columns, the ring still counts items and computes slots.
         self.ring = RingStore(
             capacity, 1, form.schema if form else Schema([]), device, num_guards=0
         )
-        #: By slot, the objects of items that have any.
+        #: Slot -> objects by flat name, for items with objects.
         self._objects: dict[int, dict[str, Any]] = {}
         self._order = StreamOrder(device)
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
-        """Return the ids of the next `num_rows` items, without items that the same write overwrites."""
+        """Return the ids of the next `num_rows` items, at most the last `capacity` of them.
+
+        A write of more than `capacity` items does not store its first items.
+        """
         total = self.ring.total + num_rows
         num_stored = min(num_rows, self.capacity)
         return torch.arange(total - num_stored, total, device=self.device)
 
     def write(self, items: Items) -> torch.Tensor:
-        """Append checked items; return the ids of the stored ones, on the device.
+        """Append checked items and return the ids of the stored items, on the device.
 
-        If there are more than `capacity`, only the newest are stored.
+        If there are more than `capacity` items, only the newest items are stored.
         """
         ids = self.next_ids(items.num_rows)
         if not items.num_rows:
@@ -208,7 +220,7 @@ class ItemStore:
         contiguous: bool = False,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """Copy the columns of `[n]` slots to a device: `[n, *event]` by flat name, or nested."""
+        """Copy the columns of slots `[n]` to a device: `[n, *event]` by flat name, or nested."""
         if not self.ring.names:
             return {}
         self._order.wait(is_write=False)
@@ -217,19 +229,22 @@ class ItemStore:
         return columns if device is None else map_leaves(lambda leaf: leaf.to(device), columns)
 
     def as_pushed(self, name: str, column: torch.Tensor) -> Any:
-        """Return a copied column in the form in which it was pushed: a numpy array or a tensor."""
+        """Convert a copied column to the type of its pushed leaf: a numpy array or a tensor."""
         return (
             column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
         )
 
     def objects(self, slots: torch.Tensor) -> list[dict[str, Any]]:
-        """Copy the objects of `[n]` slots; `[]` if no item has any."""
+        """Copy the objects of slots `[n]`; `[]` if no item has objects."""
         if not self._objects:
             return []
         return [_copied(self._objects.get(slot, {})) for slot in slots.tolist()]
 
     def values(self, slots: torch.Tensor, name: str) -> list[Any]:
-        """Return the objects called `name` in `[n]` slots, not copied; None where missing, `[]` if there are none."""
+        """Return the object `name` of each slot `[n]`, without copies.
+
+        An entry is None if the item has no such object. `[]` if no item of the store has objects.
+        """
         if not self._objects:
             return []
         return [self._objects.get(slot, {}).get(name) for slot in slots.tolist()]
@@ -240,7 +255,7 @@ class ItemStore:
         extra: Mapping[str, Sequence[Any]],
         device: torch.device | None = None,
     ) -> list[dict[str, Any]]:
-        """Copy the items in `[n]` slots to a device; add the leaves `extra`, n values each."""
+        """Copy the items of slots `[n]` to a device, and add the leaves `extra`, n values each."""
         columns = self.columns(slots, device)
         lists = {name: list(self.as_pushed(name, column)) for name, column in columns.items()}
         items = _rows(unflatten({**lists, **extra}), len(slots))
@@ -250,7 +265,7 @@ class ItemStore:
         return items
 
     def forget_objects(self, slots: torch.Tensor) -> None:
-        """Delete the objects of `[n]` slots, whose items were removed."""
+        """Delete the objects of slots `[n]` after their items were removed."""
         if not self._objects:
             return
         for slot in slots.tolist():
@@ -262,7 +277,7 @@ class ItemStore:
         self._objects = {}
 
     def moved(self, first: int, capacity: int) -> ItemStore:
-        """Copy the items from id `first` on to a new store, where their ids count from 0."""
+        """Copy the items from id `first` on to a new store, in which ids start at 0."""
         store = ItemStore(capacity, self.device, self.form)
         if self.form is not None:
             slots = self.ring.slot(torch.arange(first, self.ring.total, device=self.device))
@@ -271,7 +286,11 @@ class ItemStore:
         return store
 
     def state(self, where: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return numbers, and tensors that may share memory; raise if an object has no JSON form."""
+        """Return the state to save: numbers, and tensors that may share memory.
+
+        Raises:
+            FieldTypeError: An object has no JSON form. The message contains `where`.
+        """
         schema, arrays = self.form or (None, frozenset())
         num_live = self.ring.num_live
         views = [self.ring.slots_view(name)[:num_live, 0] for name in schema or ()]
@@ -285,7 +304,11 @@ class ItemStore:
     def restore(
         self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str
     ) -> ItemStore:
-        """Load what `state` returned into this empty store and return it; raise if the state does not fit."""
+        """Load a result of `state` into this empty store and return the store.
+
+        Raises:
+            CorruptFileError, SchemaError: The state does not match itself or the capacity.
+        """
         total = checked_count(numbers, "total", 0, 1 << 62)
         num_live = min(total, self.capacity)
         columns = {}
@@ -315,7 +338,7 @@ class ItemStore:
 
 
 def put_leaf(item: dict[str, Any], name: str, value: Any) -> None:
-    """Set the leaf of a flat name in a nested dict."""
+    """Set the leaf with a flat name in a nested dict."""
     *parents, last = name.split("/")
     for parent in parents:
         item = item.setdefault(parent, {})
@@ -323,17 +346,17 @@ def put_leaf(item: dict[str, Any], name: str, value: Any) -> None:
 
 
 def to_json(value: Any, where: str) -> bytes:
-    """Return JSON from which `from_json` builds an equal object; tuples stay tuples.
+    """Encode an object as JSON for `from_json`, which preserves tuples.
 
     Raises:
         FieldTypeError: The object contains a type other than None, bool, int, float, str, list,
-            tuple and dict with keys that are str.
+            tuple, and dict with str keys.
     """
     return json.dumps(_encoded(value, where), separators=(",", ":")).encode()
 
 
 def from_json(data: bytes, where: str) -> Any:
-    """Build an object from the JSON of `to_json`; raise `CorruptFileError` for other bytes."""
+    """Decode the JSON of `to_json`. Raises `CorruptFileError` for invalid bytes."""
     try:
         return _decoded(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
@@ -345,7 +368,10 @@ def from_json(data: bytes, where: str) -> Any:
 def _split_leaves(
     item: Any, skipped: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts by flat name: an item's tensors and arrays of numbers, and its other leaves. Copies nothing."""
+    """Split an item into numeric tensors and arrays, and other leaves: two dicts by flat name.
+
+    Nothing is copied.
+    """
     columns: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for name, leaf in flatten(item, keeps_empty=True).items():
@@ -360,7 +386,7 @@ def _split_leaves(
 
 
 def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
-    """Return the form of the leaves of a first item; `num_lead` axes come before the event."""
+    """Return the form of the first item's leaves, which have `num_lead` axes before the event."""
     tensors = {name: dense(name, as_given(leaf), _ACTION) for name, leaf in leaves.items()}
     schema = Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items())
     arrays = frozenset(name for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor))
@@ -368,7 +394,11 @@ def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
 
 
 def _fitted(leaves: Mapping[str, Any], form: Form, num_lead: int) -> list[torch.Tensor]:
-    """Return leaves in the order and the dtypes of the columns; raise if one does not fit."""
+    """Check leaves and convert them to the dtypes of the columns, in the order of the columns.
+
+    Raises:
+        MissingFieldError, SchemaError, FieldTypeError: A leaf does not match its column.
+    """
     check_same_names(form.schema, leaves, _ACTION)
     return [
         fit(_ACTION, field, leaves[name], num_lead=num_lead).to(field.torch_dtype)

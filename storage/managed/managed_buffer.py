@@ -1,7 +1,7 @@
-"""`ManagedBuffer`, the base class of buffers of items, and `NaiveReplayBuffer`, which draws them uniformly.
+"""`ManagedBuffer`: base class of buffers of items. `NaiveReplayBuffer`: draws items uniformly.
 
-A call changes nothing before all of its arguments are checked and the rate limiter admits it, under
-the buffer's lock. A manager does the same with several buffers at once, by `attempt`.
+A call holds the buffer's lock. It changes nothing before all arguments are checked and the rate
+limiter admits the call. `attempt` does the same for several buffers of a manager at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .item_store import (
 )
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
-#: Performs a checked call; cannot fail.
+#: Function that performs a call after all checks; it does not fail.
 Act = Callable[[], Any]
 
 
@@ -50,7 +50,10 @@ class Request(NamedTuple):
     def checked(
         cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False
     ) -> Request:
-        """Check the arguments of a call; errors name the `action`. numpy numbers become Python numbers."""
+        """Check the arguments of a call and return them, with numpy numbers as Python numbers.
+
+        Errors name the `action`, the call of the user.
+        """
         size = arguments.whole(action, "size", size, 0)
         if not arguments.is_whole(iteration):
             raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
@@ -66,18 +69,19 @@ class Request(NamedTuple):
 
 
 class ManagedBuffer(Store):
-    """Items by row, under one lock.
+    """Base class of buffers of items, protected by one lock.
 
     Args:
-        replay_buffer_size: Items that fit, at least 1.
+        replay_buffer_size: Capacity in items, at least 1.
         name: First part of the ids of items; any non-empty string.
         device: Device of stored tensors.
         output_device: Device of samples; None for `device`.
-        generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed.
-        monitor: Records pushes and samples; None for no monitor.
-        rate_limiter: Admits pushes and samples, delays them or refuses them; or the arguments of
-            one.
+        generator: Random generator of the samples: a `torch.Generator` on `device` or a seed. None:
+            seeded from `torch.initial_seed()` and the number of objects created since that seed
+            changed.
+        monitor: Monitor that counts pushes and samples; None for no monitor.
+        rate_limiter: `RateLimiter` that admits, delays or rejects pushes and samples, or a mapping
+            of its arguments; None for no limit.
     """
 
     def __init__(
@@ -122,10 +126,10 @@ class ManagedBuffer(Store):
         """Add copies of an item, or of a list of items.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit earlier items. The
-                text names the first such leaf; nothing is added.
-            RateLimitedError: The rate limiter refuses the push.
-            ClosedError: After `close`.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not match earlier items. The
+                message names the first such leaf. Nothing is added.
+            RateLimitedError: The rate limiter rejects the push.
+            ClosedError: The buffer is closed.
         """
         self._push(self.as_list(data))
 
@@ -146,7 +150,7 @@ class ManagedBuffer(Store):
 
     @property
     def push_count(self) -> int:
-        """Items added since creation or the last `clear`."""
+        """Number of items added since the creation or the last `clear`."""
         return self._store.ring.total
 
     def sample_check(
@@ -156,7 +160,10 @@ class ManagedBuffer(Store):
         sample_range: slice | None = None,
         replace: bool = False,
     ) -> bool:
-        """Return whether `sample` with these arguments would return items now, without waiting; remove stale items."""
+        """Return whether `sample` with these arguments would return items without waiting.
+
+        Stale items are removed.
+        """
         action = arguments.calling(self, "sample_check")
         request = Request.checked(action, size, cur_learner_iter, sample_range, replace)
         with self._lock:
@@ -170,18 +177,18 @@ class ManagedBuffer(Store):
         sample_range: slice | None = None,
         replace: bool = False,
     ) -> list[Any] | None:
-        """Draw items, uniformly unless a subclass states another law.
+        """Draw items, uniformly or by the distribution of the subclass.
 
         Args:
             size: Number of items; 0 returns [].
             cur_learner_iter: Current iteration of the learner, for buffers with staleness.
-            sample_range: Draw among these items only, by age: `slice(0, 5)` the five oldest,
-                `slice(-5, None)` the five newest; None for all.
+            sample_range: Range of item ages to draw from: `slice(0, 5)` for the five oldest items,
+                `slice(-5, None)` for the five newest; None for all items.
             replace: Whether an item may be drawn more than once.
 
         Returns:
-            A list of copies; None if there are fewer than `size` items (with `replace`, none), or
-            if the rate limiter refuses.
+            A list of copies. None if the range has fewer than `size` items (with `replace`, no
+            items), or if the rate limiter rejects the sample.
         """
         request = Request.checked(
             arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace
@@ -192,38 +199,43 @@ class ManagedBuffer(Store):
         return items
 
     def update(self, info: Mapping[str, Any]) -> int:
-        """Update the priorities of sampled items and release their data; changes prioritized buffers only.
+        """Update the priorities of sampled items and release their data.
+
+        Only prioritized buffers change. Other buffers only check the ids.
 
         Args:
-            info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0);
-                and `used_id`, the `data_id`s of a sample that is not used any more. Both may be
-                missing.
+            info: Mapping with optional entries: `replay_unique_id`, a list of ids; `priority`, a
+                finite number >= 0 for each id; `used_id`, the `data_id`s of a sample that is no
+                longer used.
 
         Returns:
-            Number of applied priorities. Removed items are skipped and counted in
-            `num_dead_updates`. If an item is named twice, its last priority stays.
+            Number of applied priorities. Priorities of removed items are skipped and counted in
+            `num_dead_updates`. For a repeated id the last priority is used.
 
         Raises:
-            KeyError: An id is of another buffer.
-            ValueError: A priority is negative or not finite, or there are more or fewer priorities
-                than ids; nothing is changed.
+            KeyError: An id belongs to another buffer.
+            ValueError: A priority is negative or not finite, or the numbers of priorities and ids
+                differ. Nothing is changed.
         """
         with self._lock:
             return self.prepare_update(info)()
 
     def clear(self) -> None:
-        """Remove every item; ids count from 0 again."""
+        """Remove every item. Ids of new items start at 0 again."""
         with self._lock:
             self._clear()
             if self.rate_limiter is not None:
                 self.rate_limiter.reset()
 
     def start(self) -> None:
-        """Do nothing: no buffer needs a thread. For callers that start every object before they use it."""
+        """Do nothing, because no buffer has a thread. Exists for callers that start all objects."""
 
     def close(self) -> None:
-        """Release all items and waiting threads; later pushes and samples raise `ClosedError`. Idempotent."""
-        self._is_closed = True  # before the limiter releases threads, which must see it
+        """Release all items and wake waiting threads. Idempotent.
+
+        Later pushes and samples raise `ClosedError`.
+        """
+        self._is_closed = True  # Set before the limiter wakes threads, which check this flag.
         if self.rate_limiter is not None:
             self.rate_limiter.close()
         with self._lock:
@@ -237,29 +249,38 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # The steps of a call, for `together` and the manager. Callers of the `prepare_...` methods hold
+    # Steps of a call, used by `together` and the manager. Callers of the `prepare_...` methods hold
     # the lock.
 
     def as_list(self, data: Any) -> list[Any]:
-        """Return pushed data, one item or several, as a list."""
+        """Convert pushed data, one item or several items, to a list."""
         return as_items(data)
 
     @abstractmethod
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        """Check items; return a function that adds them. The call began at `start_s` of `time.monotonic()`."""
+        """Check items and return a function that adds them.
+
+        `start_s` is the start of the call in seconds, on the clock of `time.monotonic()`.
+        """
 
     @abstractmethod
     def prepare_sample(self, request: Request) -> Act | None:
-        """Remove stale items; return a function that draws, or None if there are too few items."""
+        """Remove stale items and return a function that draws; None if there are too few items."""
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
-        """Check an update; return a function that applies it and returns the number of updated items."""
+        """Check an update and return a function that applies the update.
+
+        The function returns the number of updated items.
+        """
         if isinstance(info, Mapping):
             self._rows_of(info.get(UNIQUE_ID))
         return lambda: 0
 
     def passes(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait, without locks, until the limiter would admit this many items; return False if it refuses them."""
+        """Wait, without locks, until the limiter would admit `num_items` items.
+
+        Returns False if the limiter rejects the items.
+        """
         if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
             return True
         self._check_open(is_push)
@@ -269,7 +290,7 @@ class ManagedBuffer(Store):
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Restore attributes, random state and the limiter's counts if the block raises."""
+        """Restore attributes, random state and the limiter's counts after an error in the block."""
         limiter = self.rate_limiter
         counts = None if self.rate_limiter is None else self.rate_limiter.state_dict()
         with super().unchanged_on_failure():
@@ -281,7 +302,7 @@ class ManagedBuffer(Store):
                 raise
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of an equal buffer, as JSON."""
+        """Return the constructor arguments to save, as JSON values."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {
             "replay_buffer_size": self.replay_buffer_size,
@@ -295,7 +316,7 @@ class ManagedBuffer(Store):
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
 
     def _saved_items(self) -> ItemStore:
-        """Return the store of the items that are saved."""
+        """Return the store of the items to save."""
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -314,7 +335,7 @@ class ManagedBuffer(Store):
         self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
 
     def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
-        """Return the result of `together` for this buffer only; None if nothing was done."""
+        """Call `together` for this buffer only. Returns its result, or None if nothing was done."""
         if self.rate_limiter is not None:
             results = together({self: num_items}, is_push, lambda: [prepare()])
             return None if results is None else results[0]
@@ -326,7 +347,10 @@ class ManagedBuffer(Store):
     def _uniformly(
         self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]
     ) -> Act | None:
-        """Prepare a uniform draw among `num_items` items; `items_at` copies items by age `[n]`, 0 for the oldest."""
+        """Prepare a uniform draw from `num_items` items.
+
+        `items_at` copies items by their ages `[n]`; age 0 is the oldest item.
+        """
         ages = request.among(num_items)
         if request.size == 0:
             return list
@@ -350,12 +374,16 @@ class ManagedBuffer(Store):
             self.monitor.note_push(num_items, time=time.monotonic() - start_s, **values)
 
     def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
-        """Return the leaves of samples that name items, by flat name: ids and slots."""
+        """Return the leaves of samples that identify items, by flat name: unique ids and slots."""
         prefix = self.name + "_"
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Return the rows of one or several unique ids, [] for None; raise if an id is of another buffer."""
+        """Return the rows of one or several unique ids; [] for None.
+
+        Raises:
+            UnknownNameError: An id belongs to another buffer.
+        """
         if unique_ids is None:
             return []
         rows: list[int] = []
@@ -377,18 +405,19 @@ class ManagedBuffer(Store):
 
 
 class NaiveReplayBuffer(ManagedBuffer):
-    """The last `replay_buffer_size` items, drawn uniformly.
-
-    Args:
-        replay_buffer_size: Items that fit.
-        deepcopy: Has no effect: items are always copied in and out. Kept for callers that pass it.
-        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
-            `monitor`, `rate_limiter`.
+    """Buffer of the last `replay_buffer_size` items, with uniform sampling.
 
     An item is a nested mapping. Its tensors and arrays are stored in columns. The first item fixes
     the shapes and dtypes of the columns. Other leaves are copied as objects. `sample` returns
     items, or None. Each item has the leaves `replay_unique_id` (`<name>_<row>`) and
     `replay_buffer_idx` (the slot).
+
+    Args:
+        replay_buffer_size: Capacity in items.
+        deepcopy: No effect, because items are always copied in and out. The argument exists for
+            compatibility.
+        **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`,
+            `monitor`, `rate_limiter`.
     """
 
     def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
@@ -414,7 +443,10 @@ class NaiveReplayBuffer(ManagedBuffer):
 
 
 def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
-    """Acquire the locks of some buffers, in the same order in all threads, until the end of a `with`."""
+    """Acquire the locks of some buffers until the end of a `with` block.
+
+    All threads acquire locks in the same order, so that they cannot deadlock.
+    """
     with ExitStack() as stack:
         for buffer in sorted(buffers, key=id):
             stack.enter_context(buffer._lock)
@@ -424,18 +456,19 @@ def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
 def attempt(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> tuple[list[Any] | None, ManagedBuffer | None]:
-    """Push to or sample from some buffers if the limiters of all of them admit the items now.
+    """Push to, or sample from, some buffers if the limiters of all buffers admit the items now.
 
     If nothing is done, the counts of the limiters are restored before the locks are released.
 
     Args:
-        numbers: Items of each buffer.
-        is_push: Whether the items are pushed or sampled.
-        prepare: Checks all arguments, with the locks held. Returns a function for each buffer that
-            performs the call, or None for a buffer with too few items.
+        numbers: Number of items by buffer.
+        is_push: True to push items, False to sample items.
+        prepare: Function that checks all arguments, called with the locks held. It returns, for
+            each buffer, a function that performs the call, or None if there are too few items.
 
     Returns:
-        The results, or None if nothing was done; and the buffer whose limiter refuses, or None.
+        (results, refusing). Results by buffer, or None if nothing was done; and the buffer whose
+        limiter rejects the items, or None.
     """
     with locked(numbers) as stack:
         undo = stack.enter_context(ExitStack())
@@ -462,12 +495,12 @@ def attempt(
 def together(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> list[Any] | None:
-    """Call `attempt` until all limiters admit the items; return the results.
+    """Call `attempt` until all limiters admit the items, and return the results.
 
-    None if there are too few items to sample, or if a limiter refuses a sample.
+    Returns None if there are too few items to sample, or if a limiter rejects a sample.
 
     Raises:
-        RateLimitedError: A limiter refuses a push.
+        RateLimitedError: A limiter rejects a push.
         ClosedError: A buffer is closed.
     """
     start_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Pure functions that divide samples and updates among buffers."""
+"""Functions that divide a sample, or an update, among several buffers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _SLACK = 1e-6
 
 
 def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, float]:
-    """Check shares by name; return a share for every name, 0 by default. Errors name the `action`.
+    """Check shares by name and return a share for every name, 0 for a missing name.
+
+    Errors name the `action`, the call of the user.
 
     Raises:
         KeyError: A name is unknown.
-        UsageError: A share is not in [0, 1], or they do not sum to 1.
+        UsageError: A share is not in [0, 1], or the shares do not sum to 1.
     """
     if not isinstance(ratio, Mapping):
         raise UsageError(
@@ -51,17 +53,18 @@ def _is_share(number: float) -> bool:
 def share_out_sample(
     size: int, ratio: Mapping[str, float], rng: torch.Generator
 ) -> tuple[list[int], dict[str, int]]:
-    """Draw the buffer of each item, one from each of `size` equal intervals, and the order of all items.
+    """Draw the buffer of each item and the order of all items.
 
-    Shares are rounded to integers first: see `whole_weights`.
+    Systematic sampling: one buffer is drawn from each of `size` equal intervals. Shares are first
+    rounded to integers by `whole_weights`.
 
     Returns:
-        A uniform permutation of all items, counted one buffer after another, and the number of
-        items by name. Every position is of each buffer with the probability of its share. Names
-        without a share are left out.
+        A uniform permutation of all items, numbered buffer after buffer, and the number of items by
+        name. After the permutation, the probability that a position has an item of a buffer is the
+        buffer's share. Names with share 0 are omitted.
     """
     shares = {name: share for name, share in ratio.items() if share > 0}
-    # Few enough bits that positions in `size` intervals fit int64.
+    # The number of bits is limited, so that `size` times the sum of the shares fits into int64.
     num_bits = RANDOM_BITS - size.bit_length()
     ends = np.cumsum(whole_weights(list(shares.values()), num_bits))
     total = int(ends[-1])
@@ -75,16 +78,16 @@ def share_out_sample(
 def share_out_update(
     info: Any, names: Collection[str], tracking: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Split an update of items of several buffers into one update per buffer, in order.
+    """Split an update of items of several buffers into one update per buffer, in the same order.
 
     Args:
-        info: `replay_unique_id` with `priority`, and `used_id`; each may be missing.
+        info: Mapping with the optional entries `replay_unique_id`, `priority` and `used_id`.
         names: Names of the buffers.
         tracking: Names of the buffers that receive every `used_id`.
 
     Raises:
         KeyError: No buffer has the name in an id.
-        UsageError: A value is not an id, or there are more or fewer priorities than ids.
+        UsageError: An id is malformed, or the numbers of priorities and ids differ.
     """
     if not isinstance(info, Mapping):
         raise UsageError(

@@ -1,7 +1,7 @@
 """`UsedData`: reference counts of data that items and samples use.
 
-The id of data is released once: when the last item with it was removed and the last sample with it
-was released. The caller then decides about the data, for example deletes its file.
+A `data_id` is released once its last item was removed and its last sample was released. The caller
+can then delete the data, for example a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .item_store import plain_number
 
 
 class UsedQueue(queue.Queue[Any]):
-    """Ids of data that is not needed any more. Iterating removes all ids that are in the queue."""
+    """Queue of ids of data that is no longer used. Iteration removes the ids from the queue."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -31,11 +31,11 @@ class UsedQueue(queue.Queue[Any]):
         return self.qsize()
 
     def withdraw(self, data_id: Any) -> None:
-        """Remove an id whose data is needed again; do nothing if it is not in the queue."""
+        """Remove an id whose data is used again. An id that is not in the queue is ignored."""
         with self.mutex:
             self.unfinished_tasks -= self.queue.pop(data_id, 0)
 
-    # The methods that `queue.Queue` calls under its lock.
+    # `queue.Queue` calls these methods under its lock.
 
     def _init(self, maxsize: int) -> None:
         self.queue: Any = OrderedDict()
@@ -48,17 +48,20 @@ class UsedQueue(queue.Queue[Any]):
 
 
 class UsedData:
-    """Reference counts of data by id; the id None is ignored. Not thread-safe: callers hold the buffer's lock."""
+    """Reference counts of data by id. The id None is ignored.
+
+    Not thread-safe: callers hold the buffer's lock.
+    """
 
     def __init__(self) -> None:
         self.queue = UsedQueue()
-        #: Id -> number of items in the buffer with it.
+        #: Id -> number of items in the buffer with this id.
         self._stored: Counter[Any] = Counter()
-        #: Id -> number of unreleased samples with it.
+        #: Id -> number of unreleased samples with this id.
         self._held: Counter[Any] = Counter()
 
     def replace(self, removed: Iterable[Any], new: Iterable[Any]) -> None:
-        """Count the data of removed and of new items. Ids in both are not released in between."""
+        """Update the counts for removed and for new items. An id in both lists is not released."""
         for data_id in new:
             if data_id is not None:
                 self._stored[data_id] += 1
@@ -68,17 +71,17 @@ class UsedData:
                 self._leave(self._stored, data_id)
 
     def hold(self, data_ids: Iterable[Any]) -> None:
-        """Count one sample as a user of each of these ids, even if an id repeats."""
+        """Add one sample to the count of each id. A repeated id is counted once."""
         self._held.update(set(data_ids) - {None})
 
     def release(self, data_ids: Iterable[Any]) -> None:
-        """Count one sample less as a user of each of these ids. Ids without samples are ignored."""
+        """Subtract one sample from the count of each id. Ids without samples are ignored."""
         for data_id in dict.fromkeys(data_ids):
             if data_id in self._held:
                 self._leave(self._held, data_id)
 
     def _leave(self, users: Counter[Any], data_id: Any) -> None:
-        """Decrement the count of an id; release the id if no item and no sample uses it."""
+        """Decrement the count of an id. Release the id if no item and no sample uses it."""
         users[data_id] -= 1
         if users[data_id] <= 0:
             del users[data_id]
@@ -86,7 +89,7 @@ class UsedData:
             self.queue.put(data_id)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the queue and the counts as lists, in which ids are still objects."""
+        """Return the queue and the counts as lists. Ids are not encoded as JSON."""
         stored = [list(pair) for pair in self._stored.items()]
         held = [list(pair) for pair in self._held.items()]
         return {"queue": list(self.queue.queue), "stored": stored, "held": held}
@@ -103,7 +106,11 @@ class UsedData:
 
 
 def checked_data_id(value: Any) -> Any:
-    """Return an id as a Python object; raise `UsageError` if it is not hashable or a tensor of several numbers."""
+    """Check a `data_id` and convert a tensor of one number to a Python number.
+
+    Raises:
+        UsageError: The id is not hashable, or is a tensor of several numbers.
+    """
     data_id = plain_number(value)
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
