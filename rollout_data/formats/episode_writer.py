@@ -1,8 +1,9 @@
 """`ForeignWriter`: base of the writers of all formats.
 
-An episode is written whole or not at all, also when the process is killed. The report lists data
-that a format cannot hold, one line for each kind of change. A format is one file here and one line
-in `registry.py`.
+An episode is written whole or not at all, also if the process is killed. The target contains a
+note: the source, the options, and a line of checksums per written episode. The report lists data
+that a format cannot hold, one line for each kind of change. A new format needs one file in this
+folder and one line in `registry.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeToWrite(Protocol):
-    """The part of an `Episode` that writers use."""
+    """Interface of the episodes that writers read, a part of `Episode`."""
 
     id: str
     length: int
@@ -62,77 +63,77 @@ class EpisodeToWrite(Protocol):
     metadata: Mapping[str, Any]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        """Read steps of one field: `[stop - start, *shape]`, or a list of texts."""
+        """Read steps `start:stop` of a field: `[stop - start, *shape]`, or a list of texts."""
 
     def video(self, name: str) -> VideoRange | None:
-        """Return the place of a field's video; None if the field is not stored as video."""
+        """Return the video file and time range of a field; None if the field is not a video."""
 
     @property
     def final_observation(self) -> Any:
-        """The observation after the last step: an array, a dict of arrays by flat names, or None."""
+        """Observation after the last step: an array, flat name -> array, or None if unknown."""
 
 
-#: Metadata of a recording that follow from its files and episodes.
+#: Names of metadata that are derived from the files and episodes of a recording.
 DERIVED = frozenset((
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only",
     "total_timesteps", "total_trajectories",
 ))  # fmt: skip
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: Values of metadata without content.
+#: Metadata values that mean "no value".
 _NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})
-#: Metadata of a recording that change when it gains episodes.
+#: Names of metadata that change when a recording gains episodes.
 _OF_ALL = frozenset((
     "total", "total_chunks", "total_episodes", "total_frames", "total_samples", "total_steps", "total_tasks",
     "total_timesteps", "total_trajectories", "total_videos", "size", "splits", "tasks", "trajectory_counter",
 ))  # fmt: skip
 _MAX_NOTE_BYTES = 1 << 30
-#: Bytes of metadata in a metadata.json. Readers accept twice as many, and fields take the rest.
+#: Maximum bytes of metadata in a metadata.json. Readers accept twice as many, so that the
+#: description of the fields fits too.
 _MAX_METADATA_BYTES = 1 << 23
 
 
 class ForeignWriter(ABC):
-    """Write episodes one after the other.
+    """Base class of the writers of all formats.
 
-    `registry.writer_class(name)(path, episodes, metadata, options)` creates a writer. All episodes
-    are known from the beginning, without their rows, and are passed to `add` in their order. An
-    unfinished target of the same episodes is resumed: `written` names the episodes that it has
-    already.
+    `registry.writer_class(name)(path, episodes, metadata, options)` creates a writer. The
+    descriptions of all episodes are passed to the constructor, and the rows are read later. Call
+    `add` with the episodes in order. An unfinished target of the same episodes is resumed, and
+    `written` has the ids of its episodes.
 
-    The target contains a note (`writing/conversion_record.py`). An episode is noted before its
-    files take their places, so every present episode has a line in the note. A line without its
-    episode is ignored.
+    The target contains a note (`writing/conversion_record.py`). The line of an episode is written
+    to the note before the files of the episode are renamed to their final names, so every episode
+    in the target has a line. A line without files is ignored.
 
     Attributes:
-        format: Key of `registry.WRITERS`.
-        path: The file or folder.
-        episodes: All episodes of the target.
+        format: Name of the format, a key of `registry.WRITERS`.
+        path: File or folder of the target.
+        episodes: All episodes to write, in the order of the target.
         metadata: Metadata of the recording.
         options: Arguments of `convert` for this format.
-        conversion: The note of the target.
+        conversion: Content of the note in the target.
         written: Ids of the episodes in the target.
-        num_earlier: Episodes that an earlier conversion had written, also if they have to be
-            written again.
-        left_out: Ids of the episodes that cannot be read; `convert` adds them.
+        num_earlier: Number of episodes that an earlier conversion had written. Episodes that have
+            to be written again are included.
+        left_out: Ids of unreadable episodes; set by `convert`.
     """
 
     format: ClassVar[str]
-    #: Version of the written files. A conversion of another version is not resumed.
+    #: Version of the written files. A target of a different version is not resumed.
     VERSION: ClassVar[int] = 2
-    #: Options of `convert` for this format -> default.
+    #: Name of an option of `convert` for this format -> default value.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
-    #: Metadata of a recording that the format can hold; None means all.
+    #: Names of the recording's metadata that the format can store; None means all names.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
-    #: Whether all places are chosen before a row is written. Leaving out an episode then begins
-    #: again without it.
+    #: Whether the positions of all rows are fixed before the first row is written. An unreadable
+    #: episode then restarts the conversion without this episode.
     is_laid_out_first: ClassVar[bool] = False
-    #: Whether new episodes of the source are added to a complete target.
+    #: Whether a conversion adds new episodes of the source to a complete target.
     can_grow: ClassVar[bool] = False
-    #: Patterns of files and folders in the target that are removed before a conversion begins
-    #: again.
+    #: Glob patterns of the files and folders of a target that a restarted conversion removes.
     MADE: ClassVar[tuple[str, ...]] = ()
-    #: Files that exist once the target has an episode.
+    #: Names of files that exist as soon as the target has an episode.
     BEGUN: ClassVar[tuple[str, ...]] = ()
-    #: File that marks the target as complete.
+    #: Name of the file that is written last and marks the target as complete.
     LAST: ClassVar[str] = ""
 
     def __init__(
@@ -157,7 +158,7 @@ class ForeignWriter(ABC):
         try:
             self.written: set[str] = self.begin() & self.conversion.rows.keys()
         except UsageError:
-            # Nothing but the note was written so far.
+            # The target has only the note so far.
             if is_new:
                 (self.note_folder / NOTE_NAME).unlink()
                 with suppress(OSError):
@@ -171,10 +172,10 @@ class ForeignWriter(ABC):
             self._noted[change] = [episode.id for episode in episodes]
 
     def _own_note(self) -> ConversionNote:
-        """Return a new note, or that of an unfinished target.
+        """Return the note of an unfinished target, or a new note.
 
         Raises:
-            UsageError: The target is complete, or holds other files.
+            UsageError: The target is complete, or has files that are not part of a conversion.
         """
         earlier = self.noted(self.path)
         if earlier is not None and self.is_finished(self.path):
@@ -186,9 +187,9 @@ class ForeignWriter(ABC):
 
     @classmethod
     def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with defaults as JSON values.
+        """Return the options, completed with default values, as JSON values.
 
-        NaN stays, and integers become floats: 20 equals 20.0.
+        Integers become floats, so that 20 equals 20.0. NaN is preserved.
         """
         values: dict[str, Any] = {}
         for name, option in {**cls.OPTIONS, **options}.items():
@@ -206,11 +207,11 @@ class ForeignWriter(ABC):
     ) -> dict[str, Any]:
         """Return the effect of options on a recording.
 
-        Options with equal effects may resume each other's targets.
+        A target may be resumed with different options if their effects are equal.
 
         Args:
             options: Result of `all_options`.
-            path: The target.
+            path: Path of the target.
             episodes: All episodes of the recording.
             metadata: Metadata of the recording.
         """
@@ -223,7 +224,7 @@ class ForeignWriter(ABC):
         metadata: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> ConversionNote:
-        """Return the note of a conversion before its first episode."""
+        """Return the note of a conversion that has not written an episode yet."""
         return ConversionNote(
             format=cls.format,
             version=cls.VERSION,
@@ -237,7 +238,7 @@ class ForeignWriter(ABC):
         """Return the note in a target; None if the target does not exist or is empty.
 
         Raises:
-            UsageError: The target has other content.
+            UsageError: The target has content without a note.
         """
         return note_in_folder(path, path)
 
@@ -253,15 +254,15 @@ class ForeignWriter(ABC):
 
     @property
     def note_folder(self) -> Path:
-        """The folder with the note."""
+        """Folder with the note of this target."""
         return self.note_folder_of(self.path)
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
         """Compare the files of a target with the sizes and checksums in the note.
 
-        The files of the last episode may be missing, since an episode is noted before its files
-        take their places.
+        The files of the last episode may be missing, because the line of an episode is written
+        before its files are renamed.
 
         Raises:
             UsageError: A file was removed or changed after it was written.
@@ -285,9 +286,9 @@ class ForeignWriter(ABC):
                 check_file(path, folder / name, noted_sum)
 
     def begin_note(self) -> bool:
-        """Write the note with the lines of the episodes in the target.
+        """Write the note with a line for each episode in the target.
 
-        If there are none, remove earlier files.
+        If the target has no episodes, its earlier files are removed.
 
         Returns:
             Whether the target had no note.
@@ -298,7 +299,7 @@ class ForeignWriter(ABC):
         is_new = not place.exists()
         if not is_new and self.conversion.rows and _text_of(place) == text:
             return is_new
-        # A folder that holds nothing but this temporary file counts as empty, see `note_in_folder`.
+        # `note_in_folder` treats a folder with only this temporary file as empty.
         with replace_file(place, temporary=self.note_folder / f"{NOTE_NAME}.new") as new:
             new.write_text(text, "utf-8")
         if not is_new and not self.conversion.rows:
@@ -314,17 +315,17 @@ class ForeignWriter(ABC):
         self.begin_note()
 
     def note(self, episode: EpisodeToWrite, files: Mapping[str, Path] | None = None) -> None:
-        """Note the checksums of an episode.
+        """Append the checksums of an episode to the note.
 
-        To be called when its files are written, before they take their places.
+        Call this when the files of the episode are complete, before they are renamed.
 
         Args:
             episode: The episode.
-            files: Names of its files in the target -> current path. The first file takes its place
-                last.
+            files: Final name in the target -> temporary path, for each file of the episode. The
+                first file is renamed last.
 
         Raises:
-            DataFileError: A field that the writer did not read cannot be read.
+            DataFileError: A field that the writer has not read is unreadable.
         """
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
         conversion = self.conversion
@@ -339,15 +340,17 @@ class ForeignWriter(ABC):
         self.save_line(episode.id, conversion.line_of(episode.id))
 
     def stored_sums(self, episode: EpisodeToWrite) -> dict[str, str]:
-        """Return the checksum of each dataset of an episode in an HDF5 target."""
+        """Return dataset -> checksum of an episode in an HDF5 target; {} for other targets."""
         return {}
 
     def note_files(self, files: Mapping[str, Path], published: Collection[str] = ()) -> None:
-        """Note files that belong to all episodes, before the last file takes its place.
+        """Append the checksums of files that all episodes share to the note.
+
+        Call this before the last of the files is renamed.
 
         Args:
-            files: Names in the target -> current path.
-            published: Ids of episodes that are in these files.
+            files: Final name in the target -> current path.
+            published: Ids of the episodes in these files.
         """
         sums = {name: file_sum(path) for name, path in files.items()}
         self.conversion.files_of_all.update(sums)
@@ -355,22 +358,22 @@ class ForeignWriter(ABC):
         append_line(self.note_folder / NOTE_NAME, files_line(sums, published), is_durable=True)
 
     def note_placed(self) -> None:
-        """Note that the files of the last episode have taken their places."""
+        """Record in the note that the files of the last episode have been renamed."""
         if self.conversion.unplaced:
             append_line(self.note_folder / NOTE_NAME, placed_line())
             self.conversion.unplaced = ""
 
     def note_open(self) -> None:
-        """Note that the files of all episodes are being rewritten, until `note_files`."""
+        """Record in the note that the shared files are being rewritten, until `note_files`."""
         append_line(self.note_folder / NOTE_NAME, open_line())
         self.conversion.files_of_all.clear()
 
     def note_finish(self) -> None:
-        """Note that the target is complete, after its last file took its place."""
+        """Record in the note that the target is complete, after its last file was renamed."""
         append_line(self.note_folder / NOTE_NAME, files_line({}, finish={}), is_durable=True)
 
     def leave_out(self, episode: EpisodeToWrite) -> None:
-        """Note that an episode cannot be read."""
+        """Record in the note that an episode is unreadable and left out."""
         self.left_out.add(episode.id)
         self.conversion.left_out.add(episode.id)
         if not self.is_laid_out_first:
@@ -382,32 +385,32 @@ class ForeignWriter(ABC):
 
     @abstractmethod
     def begin(self) -> set[str]:
-        """Create the target, or open an unfinished one. Returns the ids of the episodes in it."""
+        """Create the target, or open an unfinished target. Return the ids of its episodes."""
 
     @abstractmethod
     def add(self, episode: EpisodeToWrite) -> None:
-        """Write an episode and `note` it.
+        """Write an episode and its line in the note.
 
-        Afterwards the target has it, even if the process is killed.
+        After the return, the episode is in the target, even if the process is killed.
 
         Raises:
-            DataFileError: The episode cannot be read. The target has no part of it.
-            UsageError: The format cannot hold the episode.
+            DataFileError: The episode is unreadable. No part of the episode is in the target.
+            UsageError: The format cannot store the episode.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Write what concerns all episodes. Idempotent."""
+        """Write the files that all episodes share, and finish the target. Idempotent."""
 
     @property
     def report(self) -> dict[str, list[str]]:
-        """Changes and omissions -> ids of the episodes, in the order of their first occurrence."""
+        """Description of a change or omission -> ids of the episodes, in order of occurrence."""
         casts = {cast.text(*key): cast.episodes for key, cast in self._casts.items()}
         return {**self._noted, **casts}
 
     @property
     def is_complete(self) -> bool:
-        """Whether the target has all episodes that can be read."""
+        """Whether the target has all readable episodes."""
         done = self.written if self.is_laid_out_first else self.written | self.left_out
         return len(done) == len(self.episodes)
 
@@ -415,9 +418,9 @@ class ForeignWriter(ABC):
         """Add a change of an episode to the report, once per episode.
 
         Args:
-            what: Line of the report.
-            episode: The episode.
-            holds: Whether the change took place; if false, nothing is added.
+            what: Description of the change, a line of the report.
+            episode: The changed episode.
+            holds: Condition; a false value adds nothing.
         """
         if not holds:
             return
@@ -428,7 +431,7 @@ class ForeignWriter(ABC):
     def fitting_metadata(self) -> dict[str, Any]:
         """Return the metadata of the recording for metadata.json.
 
-        If they are too large, the largest are left out.
+        If the metadata are too large, the largest values are left out.
         """
         metadata = {name: plain(value) for name, value in self.metadata.items()}
         sizes = {}
@@ -451,28 +454,32 @@ class ForeignWriter(ABC):
         most_bytes: int,
         episode: EpisodeToWrite,
     ) -> dict[str, Any]:
-        """Return the metadata of an episode in at most `most_bytes` as JSON.
+        """Return the metadata of an episode that fit in `most_bytes` bytes of JSON.
 
-        The largest are left out.
+        If the metadata are larger, the largest values are left out.
         """
         sizes = {}
         for name, value in metadata.items():
             sizes[name] = json_bytes(value, most_bytes) + len(json.dumps(name)) + 4
 
         while sum(sizes.values()) > most_bytes:
-            name = max(reversed(sizes), key=sizes.__getitem__)  # Of equal sizes the first stays.
+            # The last of several equally large values is removed first.
+            name = max(reversed(sizes), key=sizes.__getitem__)
             self.changed(f"metadata {name!r} is left out: it is too large", episode)
             del sizes[name]
         return {name: value for name, value in metadata.items() if name in sizes}
 
     def reshaped(self, name: str, shape: tuple[int, ...], episode: EpisodeToWrite) -> None:
-        """Report a field whose steps are read with another shape: a number as a vector of one, or the reverse."""
+        """Report a field that readers return with a different shape.
+
+        A scalar becomes a vector of one number, or the reverse.
+        """
         own = episode.schema[name].shape if name in episode.schema else shape
         change = f"field {name!r} has the shape {list(shape)}, not {list(own)}"
         self.changed(change, episode, own != shape)
 
     def cast(self, rows: Any, dtype: Any, name: str, episode: EpisodeToWrite) -> Array:
-        """Convert rows of a field to a dtype. The report counts the values that change."""
+        """Convert rows of a field to a dtype. The report states the number of changed values."""
         values = np.asarray(rows)
         if values.dtype == dtype:
             return values
@@ -485,13 +492,13 @@ class ForeignWriter(ABC):
         return converted
 
     def rounded(self, name: str, num_values: int, difference: int, episode: EpisodeToWrite) -> None:
-        """Add integers that the reader of the source rounded to floats to the report."""
+        """Report integers that the reader of the source rounded to floats."""
         self._casts.setdefault((name, "integers", "float64"), _Cast()).add(
             num_values, difference, episode.id
         )
 
     def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
-        """Concatenate fields: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
+        """Concatenate fields, name -> `[T, *shape]`, to one array `[T, sum of elements]`."""
         parts = [self.cast(rows, dtype, name, episode) for name, rows in columns.items()]
         return np.concatenate(
             [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1
@@ -503,9 +510,9 @@ class _Cast:
     """Values of a field that a conversion to another dtype changed.
 
     Attributes:
-        num_values: Changed values.
+        num_values: Number of changed values.
         difference: Largest difference between an old and a new value.
-        episodes: Ids of their episodes.
+        episodes: Ids of the episodes with changed values.
     """
 
     num_values: int = 0
@@ -520,7 +527,7 @@ class _Cast:
             self.episodes.append(episode)
 
     def text(self, name: str, before: str, after: str) -> str:
-        """Describe the change for the report."""
+        """Describe the change of field `name` from dtype `before` to `after`, for the report."""
         change = "1 value changes" if self.num_values == 1 else f"{self.num_values} values change"
         most = (
             str(self.difference) if isinstance(self.difference, int) else f"{self.difference:.6g}"
@@ -528,12 +535,12 @@ class _Cast:
         return f"field {name!r} ({before}) is written as {after}: {change}, by at most {most}"
 
 
-#: Bytes of a float -> the power of 2 up to which it represents all integers.
+#: Bytes of a float dtype -> n, where all integers up to 2**n are exact in this dtype.
 _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 
 def _change(before: Array, after: Array) -> tuple[int, float]:
-    """Return the number of values that a conversion to another dtype changed, and the largest difference."""
+    """Return the number of values changed by a dtype conversion, and the largest difference."""
     old = before.reshape(-1)
     new = after.reshape(-1)
     if old.dtype.kind == "b":
@@ -551,7 +558,8 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
         old = old[is_inexact]
         new = new[is_inexact]
 
-    # Python's integers, since no dtype of numpy holds every difference of two 64-bit integers.
+    # Differences are Python integers, because no numpy dtype can hold all differences of two 64-bit
+    # integers.
     exact_differences: list[float] = []
     for value, changed in zip(old.tolist(), new.tolist(), strict=True):
         if value != changed:
@@ -564,10 +572,10 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
 def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
     """Return the note in a folder of a target.
 
-    None if the target does not exist, or is an empty folder.
+    The result is None if the target does not exist, or is an empty folder.
 
     Raises:
-        UsageError: The target has other content.
+        UsageError: The target has content without a note.
     """
     place = folder / NOTE_NAME
     if place.is_file():
@@ -584,13 +592,13 @@ def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
 
 
 def _text_of(place: Path) -> str:
-    """Return the text of a note without repeated lines; "" if the note is damaged."""
+    """Return the text of a note without duplicate lines; "" if the note is damaged."""
     note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
     return "" if note is None or note.has_damaged_lines else note.text()
 
 
 def occupied(path: Path, got: str) -> UsageError:
-    """Return the error of a target that has other content."""
+    """Return the error for a target with content that is not part of the conversion."""
     expected = "an empty folder, or one of an earlier conversion"
     advice = "Choose another place, or remove it"
     return UsageError("write", repr(str(path)), expected, got, advice)
@@ -606,12 +614,12 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SharedFields:
-    """Fields of a target in which every episode has the same fields. `shared_fields` creates them.
+    """Fields of a target in which all episodes have the same fields; see `shared_fields`.
 
     Attributes:
         schema: Numeric fields of the target.
         texts: Text fields of the target.
-        left_out: Fields that the target does not have -> reason.
+        left_out: Name of an omitted field -> reason for the omission.
     """
 
     schema: Schema
@@ -619,18 +627,20 @@ class SharedFields:
     left_out: Mapping[str, str]
 
     def filled(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields that are missing from an episode.
+        """Return the fields of the target that are missing from an episode.
 
-        `read` returns False or NaN for them.
+        `read` returns False or NaN for these fields.
         """
         return [name for name in self.schema if name not in episode.schema]
 
     def absent(self, episode: EpisodeToWrite, read_name: Callable[[str], str] = str) -> list[str]:
-        """Return the fields to note under `ABSENT`: fields that this or an earlier conversion filled.
+        """Return the names of filled fields, for the metadata key `ABSENT`.
+
+        Fields that an earlier conversion filled are included.
 
         Args:
             episode: Episode of the target.
-            read_name: Returns the name under which a field of the target is read.
+            read_name: Function that maps the name of a field to its name in a reader of the target.
         """
         earlier = earlier_absent(episode)
         filled = [name for name in self.schema if name not in episode.schema or name in earlier]
@@ -653,7 +663,7 @@ class SharedFields:
         return np.full(shape, np.nan, "<f4" if field.dtype == "bfloat16" else field.numpy_dtype)
 
     def changes(self, episode: EpisodeToWrite) -> Iterator[str]:
-        """Yield a line of the report for each filled and each omitted field of an episode."""
+        """Yield a line of the report for each filled or omitted field of an episode."""
         for name in self.filled(episode):
             value = "False" if self.schema[name].dtype == "bool" else "NaN"
             yield f"field {name!r} is {value} in episodes that lack it"
@@ -663,13 +673,13 @@ class SharedFields:
 
 
 def earlier_absent(episode: EpisodeToWrite) -> list[str]:
-    """Return the fields that an earlier conversion noted under `ABSENT`."""
+    """Return the fields that an earlier conversion filled and listed under `ABSENT`."""
     names: Any = plain(episode.metadata.get(ABSENT))
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def parts_of_fields(names: Iterable[str], schema: Mapping[str, Field]) -> list[str]:
-    """Return the names below a field of a schema, such as "a/b" below the field "a"."""
+    """Return the names that extend a field name of a schema, such as "a/b" for the field "a"."""
     return [
         name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)
     ]
@@ -681,23 +691,23 @@ def shared_fields(
     has_one_form: bool = True,
     ignored: Collection[str] = (),
 ) -> SharedFields:
-    """Choose the fields of a target in which every episode has the same fields.
+    """Choose the fields of a target in which all episodes have the same fields.
 
     Missing flags are filled with False, and missing floats with NaN. Rewards, actions, integers,
-    texts and pictures that some episodes lack are left out. So are fields that differ in shape or
-    dtype.
+    texts and pictures are left out if an episode lacks them. Fields with several shapes or dtypes
+    are left out too.
 
     Args:
         episodes: Episodes of the target.
-        depth: Fields of depth pictures.
+        depth: Names of fields with depth pictures.
         has_one_form: Whether the target needs one dtype and shape per field. False keeps fields
-            that differ.
-        ignored: Fields that the target computes itself. They are in no part of the result.
+            with several dtypes or shapes.
+        ignored: Names of fields that the target computes itself. The result excludes these fields.
 
     Raises:
         UsageError: A field has the name of a group of fields.
     """
-    # Field -> its forms -> the first episode that has this form.
+    # Name of a field -> (dtype, shape) -> first episode with this dtype and shape.
     forms: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
     fields: dict[str, Field] = {}
     counts: dict[str, int] = defaultdict(int)
@@ -745,9 +755,9 @@ def _check_no_group_is_field(names: Collection[str]) -> None:
 
 
 def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
-    """Return whether False or NaN may replace a missing field.
+    """Return whether a missing field may be filled with False or NaN.
 
-    `depth` has the names of depth images.
+    `depth` has the names of fields with depth pictures.
     """
     if field.name.partition("/")[0] in ("action", "reward"):
         return False
@@ -772,7 +782,7 @@ def has_open_end(episode: EpisodeToWrite) -> bool:
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """Return the observation after the last step: field name -> `[*shape]`; {} if there is none."""
+    """Return the observation after the last step: field name -> `[*shape]`; {} if unknown."""
     final = episode.final_observation
     if final is None:
         return {}
@@ -786,10 +796,10 @@ def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
 
 
 def _meaningful(metadata: Mapping[str, Any]) -> set[str]:
-    """Return the names of metadata that have content and do not follow from the episodes."""
+    """Return the names of metadata with a value that is not derived from the episodes."""
     names = set()
     for name, value in metadata.items():
-        # Arrays do not compare as a whole. They count as content.
+        # An array cannot be compared with `in`. An array always counts as a value.
         is_comparable = isinstance(value, (str, list, dict, type(None)))
         if name not in DERIVED and not (is_comparable and value in _NOTHING):
             names.add(name)

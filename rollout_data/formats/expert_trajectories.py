@@ -1,6 +1,6 @@
-"""Expert motions as a `TrajectoryDictBuffer`: from humenv's files, or from episodes in memory.
+"""Load expert motions into a `TrajectoryDictBuffer`, from humenv's files or from memory.
 
-`load_expert_trajectories` reads the files that a text list names. Paths of the list stay inside
+`load_expert_trajectories` reads the files named in a text file. All files must be inside
 `motions_root`.
 """
 
@@ -29,13 +29,13 @@ from storage.replay.trajectory_dict_buffer import TrajectoryDictBuffer
 
 from .hdf5.humenv import read_motions
 
-#: Maps the observation of a motion, an array or nested arrays, to nested observations.
+#: Function that maps the observation of a motion (array or nested arrays) to a nested mapping.
 ObsMapper = Callable[[Any], Mapping[str, Any]]
 _OBSERVATION = "observation"
 
 
 class MissingMotionError(DataFileError, FileNotFoundError):
-    """A motion of the list does not exist."""
+    """A motion file named in the list does not exist."""
 
 
 def load_expert_trajectories(
@@ -45,27 +45,27 @@ def load_expert_trajectories(
     device: torch.device | str,
     obs_dict_mapper: ObsMapper | None = None,
 ) -> TrajectoryDictBuffer:
-    """Load the motions of a list.
+    """Load the motion files named in a text file.
 
     Args:
         motions: Text file with one path per line, relative to `motions_root` or absolute. Empty
-            lines and lines that start with `#` are skipped. A line names the file of exactly that
-            name. If there is none, the spaces around the name are removed, and then all spaces.
-        motions_root: Folder of the paths. A path may not lead out of it by "..", as an absolute
-            path, or by a link.
-        seq_length: Rows of a window.
+            lines and lines that start with `#` are skipped. The exact line is tried as a path
+            first, then the line without surrounding spaces, then the line without any spaces.
+        motions_root: Folder of the motion files. A path must not lead out of this folder, neither
+            by "..", nor as an absolute path, nor by a link.
+        seq_length: Number of rows of a window.
         device: Device of the frames.
-        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested
-            arrays.
+        obs_dict_mapper: Function that maps an observation, a `[T, D]` array or nested arrays, to a
+            nested mapping.
 
     Returns:
-        The episodes of all files in the order of the list, `ep_0` first. `file_names` has the line
+        The episodes of all files in the order of the lines, `ep_0` first. `file_names` has the line
         of each episode. Floating observations become float32; every other field keeps its dtype.
 
     Raises:
-        FileNotFoundError: A motion does not exist. The error names its line.
-        DataFileError: A file is damaged or holds no motions.
-        UnsafeFileError: A path leads out of `motions_root`, or a link out of its file.
+        FileNotFoundError: A motion file does not exist. The error names the line.
+        DataFileError: A file is damaged or contains no motions.
+        UnsafeFileError: A path leads out of `motions_root`, or a link leads out of an HDF5 file.
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories"
@@ -94,7 +94,7 @@ def load_expert_trajectories(
 
 
 class MotionEpisode(Protocol):
-    """Part of an `Episode` of `rollout_data.open` that this module uses."""
+    """Interface of an episode in memory, a part of `Episode`."""
 
     @property
     def id(self) -> str:
@@ -102,10 +102,10 @@ class MotionEpisode(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Numeric fields by flat names."""
+        """Flat name -> numeric field."""
 
     def read(self, name: str) -> Any:
-        """Read a field: `[T, ...]`."""
+        """Read all rows of a field: `[T, ...]`."""
 
 
 def load_expert_trajectories_from_motion_lib(
@@ -114,24 +114,24 @@ def load_expert_trajectories_from_motion_lib(
     device: torch.device | str = "cpu",
     obs_dict_mapper: ObsMapper | None = None,
 ) -> TrajectoryDictBuffer:
-    """Load motions from the memory of a program, without a simulator.
+    """Load motions that are already in memory, without a simulator.
 
     Args:
-        motion_lib: A `Recording`, its episodes, or an iterable of nested mappings, one for each
-            motion. A mapping has arrays or tensors `[T, ...]`, among them `observation`, and may
-            have a `motion_id`: a value or a column. The id of an episode is its `motion_id` if it
-            has one, otherwise its name.
-        seq_length: Rows of a window.
+        motion_lib: A `Recording`, an iterable of episodes, or an iterable of nested mappings, one
+            mapping per motion. A mapping has arrays or tensors `[T, ...]`, including `observation`,
+            and optionally a `motion_id`, a scalar or a column. The id of an episode is its
+            `motion_id`, or its name without a `motion_id`.
+        seq_length: Number of rows of a window.
         device: Device of the frames.
-        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested
-            arrays.
+        obs_dict_mapper: Function that maps an observation, a `[T, D]` array or nested arrays, to a
+            nested mapping.
 
     Returns:
-        The motions in their order. Floating observations become float32; every other field keeps
-        its dtype.
+        The motions in the order of `motion_lib`. Floating observations become float32; every other
+        field keeps its dtype.
 
     Raises:
-        UsageError: There is no motion, a motion is no mapping, or the motions have different
+        UsageError: `motion_lib` is empty, a motion is not a mapping, or the motions have different
             fields.
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
@@ -170,7 +170,7 @@ def _checked_options(
 
 
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """Return the lines of a motion list that name a motion: line number, from 1, and text."""
+    """Return the lines that name a motion: (line number counted from 1, text)."""
     try:
         text = read_text(path, "read the motion list")
     except FileNotFoundError as cause:
@@ -186,7 +186,7 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
-    """Return the name and path of the motion in a line.
+    """Return the name and the path of the motion file in a line; see `load_expert_trajectories`.
 
     Raises:
         UnsafeFileError: The path leads out of `root`.
@@ -206,9 +206,9 @@ def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
 
 
 def _as_tensors(values: Any, is_observation: bool) -> Any:
-    """Return arrays as tensors with at least two axes; floating observations become float32.
+    """Convert arrays to tensors with at least two axes; floating observations become float32.
 
-    Texts and single Python values are returned unchanged.
+    Texts and scalar Python values are returned unchanged.
     """
     if hasattr(values, "items"):
         return {name: _as_tensors(part, is_observation) for name, part in values.items()}

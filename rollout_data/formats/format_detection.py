@@ -1,8 +1,8 @@
-"""Recognizes the format of a path by its content, without importing a reader.
+"""Detect the format of a path from its content, without importing a reader.
 
 Each function inspects file names, the first bytes of a file, or the names in an HDF5 file. A
 function may raise `OSError` or `RolloutDataError` if the content is damaged. `registry.has_format`
-counts such an error as no match. Readers import the functions that list the files of a path.
+treats such an error as no match. Readers also use the functions that list the files of a path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .arrays.npz_arrays import array_names, is_zip, member_names
 from .hdf5.hdf5_datasets import OpenFile, hdf5_names, matches, numbered
 from .input_checks import file_inside, first_bytes, listed, parse_attribute
 
-#: Number of files of a folder that are inspected, since some of the files may be damaged.
+#: Number of inspected files of a folder. One file is not enough, because it may be damaged.
 _MAX_FILES = 3
 
 # LeRobot: a folder with `meta/info.json`.
@@ -34,7 +34,7 @@ def is_lerobot(path: Path) -> bool:
     return (path / LEROBOT_INFO).is_file()
 
 
-# RLinf: a checkpoint folder with an index, or one such folder per rank.
+# RLinf: a checkpoint folder with an index, or a folder of checkpoint folders, one per rank.
 
 _RLINF_INDICES = ("trajectory_index.json", "trajector_index.json")
 _RLINF_RANK = re.compile(r"rank_\d+")
@@ -46,7 +46,7 @@ def is_rlinf(path: Path) -> bool:
 
 
 def rlinf_folders(path: Path) -> list[Path]:
-    """List the folder itself if it has an index, otherwise its folders of ranks."""
+    """Return the folders with an index: the folder itself, or its subfolders of ranks."""
     if not path.is_dir():
         return []
     if rlinf_index(path):
@@ -57,11 +57,11 @@ def rlinf_folders(path: Path) -> list[Path]:
 
 
 def rlinf_index(folder: Path) -> str | None:
-    """Return the file name of the index in a folder; None without an index."""
+    """Return the file name of the index in a folder; None if there is no index."""
     return next((name for name in _RLINF_INDICES if (folder / name).is_file()), None)
 
 
-# RLDS: a version folder with two JSON files, or the folder above version folders.
+# RLDS: a version folder with two JSON files, or a folder of version folders.
 
 RLDS_INFO = "dataset_info.json"
 RLDS_FEATURES = "features.json"
@@ -73,7 +73,7 @@ def is_rlds(path: Path) -> bool:
 
 
 def rlds_folders(path: Path) -> list[Path]:
-    """List the folder itself if it is a version folder, otherwise its version folders."""
+    """Return the version folders: the folder itself, or its subfolders."""
     if not path.is_dir():
         return []
     if _is_rlds_version(path):
@@ -101,19 +101,19 @@ def is_zarr_replay_buffer(path: Path) -> bool:
     return path.is_file() and path.name.endswith(".zarr.zip")
 
 
-# MCAP: one file, or a folder with nothing but such files.
+# MCAP: a file, or a folder of only MCAP files.
 
 MCAP_MAGIC = b"\x89MCAP0\r\n"
 
 
 def is_mcap(path: Path) -> bool:
-    """Return whether a path is an MCAP file, or a folder of them."""
+    """Return whether a path is an MCAP file, or a folder of MCAP files."""
     paths = mcap_files(path)
     return bool(paths) and first_bytes(paths[0], len(MCAP_MAGIC)) == MCAP_MAGIC
 
 
 def mcap_files(path: Path) -> list[Path]:
-    """List the files of a folder if all of them end in `.mcap`. A file is listed by itself."""
+    """Return the file itself, or the files of a folder if all names end in `.mcap`."""
     if not path.is_dir():
         return [path]
     paths = listed(path)
@@ -139,7 +139,7 @@ def is_minari(path: Path) -> bool:
 
 
 def minari_folder(path: Path) -> Path | None:
-    """Return the folder with the data of a dataset: `path` or its subfolder `data`.
+    """Return the data folder of a Minari dataset: `path` or its subfolder `data`.
 
     The result is None if the path is no Minari dataset.
     """
@@ -153,7 +153,7 @@ def minari_folder(path: Path) -> Path | None:
 
 
 def has_minari_tables(folder: Path) -> bool:
-    """Return whether the episodes of a data folder are tables: a folder with parts for each."""
+    """Return whether a data folder has a subfolder with the parts of a table for each episode."""
     return any(folder.glob("*/part-*"))
 
 
@@ -162,14 +162,14 @@ def _has_minari_episodes(file: OpenFile) -> bool:
     return bool(names) and file.attribute(file.open(names[0]), MINARI_NUM_STEPS) is not None
 
 
-# robomimic and the formats on top of it: `data/demo_<i>`.
+# robomimic, LIBERO and Isaac Lab: groups `data/demo_<i>` in an HDF5 file.
 
 ROBOMIMIC_DATA = "data"
 ROBOMIMIC_DEMO = "demo_"
 
 
 def is_robomimic(path: Path) -> bool:
-    """Return whether a path is a file of demos, also a file of LIBERO or Isaac Lab."""
+    """Return whether a path is an HDF5 file of demos (robomimic, LIBERO or Isaac Lab)."""
     return matches(path, _has_demos)
 
 
@@ -211,14 +211,14 @@ def _is_of_isaaclab(file: OpenFile) -> bool:
 
 
 def is_aloha(path: Path) -> bool:
-    """Return whether a path is an ALOHA episode, or a folder of them."""
+    """Return whether a path is an ALOHA episode, or a folder of ALOHA episodes."""
     return any(matches(file, _is_aloha_episode) for file in aloha_files(path)[:_MAX_FILES])
 
 
 def aloha_files(path: Path) -> list[Path]:
-    """List the episode files of a path, a file or a folder.
+    """Return the episode files of a path: the file itself, or the files of a folder.
 
-    The result is empty if the folder has other HDF5 files.
+    The result is empty if a folder also has HDF5 files with other names.
     """
     if not path.is_dir():
         return [path]
@@ -233,7 +233,7 @@ def _is_aloha_episode(file: OpenFile) -> bool:
     return _are_datasets(file, "action", "observations/qpos")
 
 
-# ManiSkill: groups `traj_<i>`.
+# ManiSkill: groups `traj_<i>` in an HDF5 file.
 
 MANISKILL_TRAJECTORY = "traj_"
 
@@ -243,7 +243,7 @@ def is_maniskill(path: Path) -> bool:
     return matches(path, lambda file: bool(file.numbered("", MANISKILL_TRAJECTORY)))
 
 
-# HumEnv: groups `ep_<i>` in a file, in the files of a folder, or in those that a text file lists.
+# HumEnv: groups `ep_<i>` in an HDF5 file, in the files of a folder, or in the files of a text list.
 
 HUMENV_EPISODE = "ep_"
 _HUMENV_LIST = ".txt"
@@ -251,16 +251,18 @@ _MAX_LIST_BYTES = 1 << 24
 
 
 def is_humenv(path: Path) -> bool:
-    """Return whether a path is a file of HumEnv episodes, a folder of such files, or a list of them."""
+    """Return whether a path is a file of HumEnv episodes, or a folder or a list of such files."""
     files = list(humenv_files(path).values())
     return any(matches(file, _has_humenv_episodes) for file in files[:_MAX_FILES])
 
 
 def humenv_files(path: Path) -> dict[str, Path]:
-    """List files by their name without its ending. The name of a file by itself is "".
+    """Return the episode files: file name without extension -> path.
+
+    The key is "" if `path` is an episode file.
 
     Raises:
-        DataFileError: A list names a file outside its folder, or one that is missing.
+        DataFileError: A listed file is missing, or outside the folder of the list.
     """
     if path.is_dir():
         names = sorted(hdf5_names(path), key=natural)
@@ -288,7 +290,7 @@ def is_d4rl(path: Path) -> bool:
 
 
 def d4rl_groups(file: OpenFile) -> list[str]:
-    """List the groups with steps: those of a chunked dataset in the order of their numbers, or the root."""
+    """Return the groups with steps: the root, or the numbered groups of a chunked dataset."""
     return [f"{_D4RL_CHUNKS}/{name}" for name in file.numbered(_D4RL_CHUNKS, "")] or [""]
 
 
@@ -316,7 +318,7 @@ def is_bfm_zero(path: Path) -> bool:
     return '"_idx"' in read_text(path / BFM_ZERO_CONFIG)
 
 
-# OGBench: an npz file with these arrays.
+# OGBench: an npz file with the arrays of `OGBENCH_ARRAYS`.
 
 OGBENCH_ARRAYS = frozenset({"observations", "actions", "terminals"})
 
@@ -328,7 +330,7 @@ def is_ogbench(path: Path) -> bool:
 
 # Motion clips: npz files with joints and bodies, or JSON files of frames.
 
-#: The arrays of a layout, in the order of `MOTION_AXES` in the reader.
+#: Names of the arrays of a clip, in the order of the axes `_AXES` in `arrays/motion_clips.py`.
 MOTION_TRACKING = (
     "joint_pos",
     "joint_vel",
@@ -356,12 +358,12 @@ def is_motion(path: Path) -> bool:
 
 
 def clip_files(path: Path) -> list[Path]:
-    """List the files of a folder that may be clips. A file is listed by itself."""
+    """Return the file itself, or the files of a folder that may be clips."""
     return listed(path, _MOTION_ENDINGS) if path.is_dir() else [path]
 
 
 def is_clip(path: Path) -> bool:
-    """Return whether a file has the arrays of a clip, or is a JSON object with frames."""
+    """Return whether a file is an npz file with the arrays of a clip, or a JSON clip."""
     if is_zip(path):
         return clip_layout(array_names(path)) is not None
     head = first_bytes(path, _CLIP_HEAD_BYTES)
@@ -369,7 +371,7 @@ def is_clip(path: Path) -> bool:
 
 
 def clip_layout(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the arrays of the layout that has these array names; None for unknown names."""
+    """Return the layout with the array names `names`; None if no layout is recognized."""
     if {"joint_pos", "body_pos_w"}.issubset(names):
         return MOTION_TRACKING
     if "dof_positions" in names:

@@ -1,4 +1,4 @@
-"""Frame rate of a target with one rate for all episodes."""
+"""Determine the frame rate of a target with one rate for all episodes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from storage.errors import DataFileError, UnansweredError, UsageError
 
 from .episode_writer import EpisodeToWrite
 
-#: Keys of metadata that state a rate in Hz, the preferred one first.
+#: Metadata keys of a frame rate in Hz, in order of precedence.
 RATE_KEYS = ("frame_rate_hz", "fps")
-#: Last part of the names of fields with recorded times in seconds.
+#: Last name components of fields with recorded times in seconds.
 _TIME_NAMES = ("timestamp", "timestamps")
 _TIME_DTYPES = ("float32", "float64")
-#: Rates that differ by more than this share contradict each other.
+#: Relative difference above which two rates contradict each other.
 _MAX_DIFFERENCE = 0.01
-#: Rates within this share of an integer are that integer, since times are often rounded.
+#: Relative difference to an integer below which a rate is rounded to the integer. Recorded times
+#: are often rounded.
 _ROUNDING = 5e-4
-#: Largest relative difference to the median step of a usual step. Other steps are pauses or lost
-#: frames.
+#: Largest relative difference between a regular time step and the median step. Irregular steps are
+#: pauses or lost frames.
 _MAX_STEP_DIFFERENCE = 0.5
-#: Values of metadata that state no rate.
+#: Metadata values that mean an unknown rate.
 _UNKNOWN = (None, "", "unknown")
 
 
 class Statement(NamedTuple):
-    """A rate that a recording states.
+    """A frame rate found in a recording.
 
     Attributes:
         rate_hz: Frames per second.
-        where: The statement, for errors: "fps of the recording".
-        episode: Id of the episode; "" if the statement is about all of them.
-        is_certain: False for times whose steps vary too much for a rate within 1 %.
+        where: Source of the rate for errors, such as "fps of the recording".
+        episode: Id of the episode; "" if the rate is a statement about all episodes.
+        is_certain: False if the rate is measured and its error may exceed 1 %.
     """
 
     rate_hz: float
@@ -52,17 +53,18 @@ def frame_rate(
     metadata: Mapping[str, Any],
     fps: float | None,
 ) -> tuple[float, dict[str, set[str]]]:
-    """Return the frame rate of all episodes in Hz, and the rounded rates for the report.
+    """Return the frame rate of all episodes in Hz, and lines about differing rates for the report.
 
-    The rate is `fps`, or else the first statement in this order: `frame_rate_hz` in the metadata of
-    the recording or of an episode, `fps` there, the field `timestamp` in seconds.
+    The rate is the argument `fps`. If it is None, the rate is the first known value in this order:
+    `frame_rate_hz` in metadata, `fps` in metadata, a field `timestamp` in seconds. Metadata of the
+    recording and of its episodes are searched.
 
     Returns:
-        The rate, and line of the report -> ids of episodes.
+        The rate in Hz; and line of the report -> ids of the episodes.
 
     Raises:
-        UsageError: The rate of an episode is unknown, or two statements, `fps` included, differ by
-            more than 1 %.
+        UsageError: The rate of an episode is unknown, or two known rates (including the argument
+            `fps`) differ by more than 1 %.
     """
     of_recording = list(_stated_rates(metadata, "the recording", has_fps=fps is not None))
     stated = list(of_recording)
@@ -100,7 +102,7 @@ def frame_rate(
 
 
 def _priority(statement: Statement) -> int:
-    """Return the rank of the key of metadata that states a rate; 0 is the preferred one."""
+    """Return the precedence of a rate as a sort key; 0 is the highest precedence."""
     return RATE_KEYS.index(statement.where.split()[0])
 
 
@@ -113,7 +115,7 @@ def _stated_rates(
     """Yield the rates in metadata.
 
     Raises:
-        UsageError: A value is no rate, and the caller did not pass `fps`.
+        UsageError: A value is not a valid rate, and `has_fps` is false.
     """
     for key in RATE_KEYS:
         value: Any = metadata.get(key)
@@ -133,7 +135,7 @@ def _unknown_rate(what: str, whose: str) -> UsageError:
 
 
 def _time_fields(episode: EpisodeToWrite) -> list[str]:
-    """Return the names of the fields with recorded times in seconds."""
+    """Return the names of the fields of an episode with recorded times in seconds."""
     names = []
     for name, field in episode.schema.items():
         is_number = field.num_elements == 1 and field.dtype in _TIME_DTYPES
@@ -143,16 +145,16 @@ def _time_fields(episode: EpisodeToWrite) -> list[str]:
 
 
 def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
-    """Yield the rates of the recorded times of an episode: the inverse of the mean of the usual steps.
+    """Yield the rate of each time field of an episode: the inverse mean of the regular time steps.
 
-    The median would be wrong: times rounded to milliseconds have steps of 33 and 34 ms at 30 Hz.
+    The median would be biased: at 30 Hz, times rounded to milliseconds have steps of 33 and 34 ms.
     """
     for name in _time_fields(episode):
         try:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
         except UnansweredError:
             raise
-        except DataFileError:  # The writer's `add` raises it again.
+        except DataFileError:  # `add` of the writer raises the error again.
             continue
         steps = np.diff(times)
         median = float(np.median(steps)) if len(steps) else 0.0
@@ -167,14 +169,14 @@ def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
 
 
 def _rounded(rate_hz: float, error: float) -> float:
-    """Return the nearest integer if a rate with this relative error may be that integer."""
+    """Return the nearest integer if it is within the relative `error` of a rate, else the rate."""
     nearest = round(rate_hz)
     tolerance = min(max(_ROUNDING, error), _MAX_DIFFERENCE)
     return float(nearest) if nearest and abs(rate_hz / nearest - 1) < tolerance else rate_hz
 
 
 def _check_same_rate(statements: Sequence[Statement]) -> None:
-    """Raise `UsageError` if two statements contradict each other."""
+    """Raise `UsageError` if two rates contradict each other."""
     lowest = min(statements, key=lambda statement: statement.rate_hz)
     highest = max(statements, key=lambda statement: statement.rate_hz)
     if highest.rate_hz <= lowest.rate_hz * (1 + _MAX_DIFFERENCE):

@@ -1,6 +1,7 @@
-"""Heuristics for two common import errors: copied actions, and rows that only reset a simulator.
+"""Heuristics for two common import errors: copied actions, and autoreset rows.
 
-A few rows of the first episodes are compared. The results are advice; the data stay as they are.
+An autoreset row records a step that only resets the simulator. A few rows of the first episodes are
+compared. The result is advice; the data are not changed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from storage.core.fields import Field, Schema
 from ..sources.file_source import FileSource
 
 Array = np.ndarray[Any, Any]
-#: Number of steps of an episode that are compared.
+#: Number of compared steps of an episode.
 _NUM_STEPS = 256
-#: Number of ends of episodes that are compared.
+#: Number of compared episode ends.
 _NUM_ENDS = 8
-#: Fields with more bytes per row, such as pictures, are not compared.
+#: Maximum bytes per row of a compared field. Pictures are larger.
 _MAX_ROW_BYTES = 1 << 12
 
 
 def report_copied_actions(reader: FileSource) -> None:
-    """Report copied actions of the first episode with two steps or more."""
+    """Report copied actions in the first episode with at least two steps."""
     numbers = (number for number, info in enumerate(reader.episodes) if info.length > 1)
     number = next(numbers, None)
     if number is None:
@@ -44,17 +45,18 @@ def copied_actions(
     length: int,
     read: Callable[[str, int], Any],
 ) -> Iterator[tuple[str, str]]:
-    """Find actions that equal an observation of their step or of the next step, or that never change.
+    """Find action fields that equal an observation of the same or the next step, or never change.
 
-    Such actions were copied, as when an arm is led by hand, or command nothing.
+    Such actions were copied from observations, for example while an arm was guided by hand, or have
+    no effect.
 
     Args:
         schema: Fields of an episode.
         length: Steps of the episode.
-        read: Returns the first steps of a field: (name, number of steps) -> rows.
+        read: Function that reads the first steps of a field: (name, number of steps) -> rows.
 
     Yields:
-        The expected and the actual content of a field, for an error.
+        The expected and the actual content of a suspicious field, as texts for an error.
     """
     num_steps = min(length, _NUM_STEPS)
     if num_steps < 2:
@@ -75,7 +77,7 @@ def copied_actions(
 
 
 def report_reset_rows(reader: FileSource) -> None:
-    """Report episodes that begin with the final observation of the previous episode and continue elsewhere."""
+    """Report episodes whose first row is an autoreset row: the last observation of the previous."""
     num_resets = 0
     for number in range(1, min(len(reader.episodes), _NUM_ENDS + 1)):
         num_resets += _begins_with_reset(reader, number)
@@ -87,7 +89,10 @@ def report_reset_rows(reader: FileSource) -> None:
 
 
 def _begins_with_reset(reader: FileSource, number: int) -> bool:
-    """Return whether an episode repeats the final observation of the previous one, and changes after it."""
+    """Return whether the first row of an episode is an autoreset row.
+
+    An autoreset row equals the final observation of the previous episode, and the next row differs.
+    """
     info = reader.episodes[number]
     final = reader.episodes[number - 1].final
     names = [name for name, _ in _small_fields(info.schema, "observation") if name in final]
@@ -101,6 +106,6 @@ def _begins_with_reset(reader: FileSource, number: int) -> bool:
 
 
 def _small_fields(schema: Schema, group: str) -> list[tuple[str, Field]]:
-    """Return the fields of a group whose rows are cheap to compare."""
+    """Return the fields of a group with at most `_MAX_ROW_BYTES` bytes per row."""
     fields = schema.below(group).items()
     return [(name, field) for name, field in fields if 0 < field.row_bytes <= _MAX_ROW_BYTES]

@@ -1,6 +1,6 @@
 """Checks before a file is read: path, size and state of the file, and optional packages.
 
-A file name that a data file contains never leads out of the folder that was opened.
+A file name in a data file must not lead out of the opened folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
     Args:
         module: Module to import.
         package: Name of the package, for the error.
-        extra: Extra of this library that installs it.
-        what: Data that the package reads, such as "video".
+        extra: Extra of this library that installs the package.
+        what: Kind of data that needs the package, such as "video".
 
     Raises:
         UsageError: The package is not installed. The error names the extra.
@@ -47,14 +47,14 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
 
 
 def file_inside(root: Path, name: str) -> Path:
-    """Return the path of the regular file `name` below `root`. Links are followed.
+    """Return the path of the regular file `name` below `root`. Links are resolved.
 
-    A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside
-    `snapshots`.
+    In the Hugging Face cache, a folder `snapshots/<revision>` may also link into the folder `blobs`
+    next to `snapshots`.
 
     Raises:
-        UnsafeFileError: The file lies outside of `root`.
-        CorruptFileError: The file does not exist, or is no regular file.
+        UnsafeFileError: The file is outside of `root`.
+        CorruptFileError: The file does not exist, or is not a regular file.
     """
     path = type(root)(os.path.abspath(root / name))
     real_root = os.path.realpath(root)
@@ -72,14 +72,14 @@ def file_inside(root: Path, name: str) -> Path:
 
 
 class KnownFiles:
-    """States of files at their first use. A file that has changed since is an error.
+    """States of files at their first use, for the detection of later changes.
 
-    Readers check a file before each read. A copy that is unpickled on another machine forgets the
-    states, since copies of files have other inodes and times.
+    Readers check a file before each read. An object that is unpickled on another machine starts
+    without states, because inodes and times differ between machines.
 
     Args:
-        states: Path -> inode, size in bytes, and time of the last change in ns, of files that were
-            used before.
+        states: Path -> (inode, size in bytes, modification time in ns) of files that were already
+            used.
     """
 
     def __init__(self, states: Mapping[Path, tuple[int, int, int]] | None = None) -> None:
@@ -92,13 +92,13 @@ class KnownFiles:
         self._states = dict(state["states"]) if state["machine"] == os.uname().nodename else {}
 
     def check(self, path: Path, state: os.stat_result | None = None) -> None:
-        """Compare the state of a file with its first state; record the state of a new file.
+        """Compare the state of a file with its first state, or record the first state.
 
-        A file that never existed is ignored, since opening it raises.
+        A missing file without a recorded state is ignored, because opening the file raises.
 
         Args:
-            path: The file.
-            state: State of the open file; None reads the state by the path.
+            path: Path of the file.
+            state: State of the open file; None reads the state from the path.
 
         Raises:
             CorruptFileError: The file was removed, replaced or changed.
@@ -139,20 +139,17 @@ def _is_below(real_path: str, real_root: str) -> bool:
 
 
 def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:
-    """List the entries of a folder in the order of the numbers in their names.
-
-    Hidden entries are left out.
-    """
+    """Return the visible entries of a folder, sorted by the numbers in their names."""
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     matching = [name for name in names if name.endswith(endings)]
     return [folder / name for name in sorted(matching, key=natural)]
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """Parse JSON. `Infinity` and `NaN`, as Python writes them, are numbers.
+    """Parse JSON. `Infinity` and `NaN` are accepted as numbers.
 
     Raises:
-        CorruptFileError: The text is no JSON. The error names `path`.
+        CorruptFileError: The text is not valid JSON. The error names `path`.
     """
     try:
         return json.loads(text.removeprefix("\ufeff"))
@@ -166,7 +163,7 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file with a JSON object.
 
     Raises:
-        CorruptFileError: The file is larger than `max_bytes`, or holds no JSON object.
+        CorruptFileError: The file is larger than `max_bytes`, or is not a JSON object.
     """
     content = parse_json(read_text(path, max_bytes=max_bytes), path)
     if not isinstance(content, dict):
@@ -176,9 +173,9 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def parse_attribute(text: Any, name: str) -> dict[str, Any]:
-    """Parse an attribute with a JSON object.
+    """Parse an attribute that contains a JSON object.
 
-    Other values are returned as `{name: value}`, and None as {}.
+    Any other value is returned as `{name: value}`, and None as {}.
     """
     with suppress(CorruptFileError):
         content = parse_json(text, Path(name)) if isinstance(text, str) else None
@@ -188,7 +185,7 @@ def parse_attribute(text: Any, name: str) -> dict[str, Any]:
 
 
 def first_bytes(path: Path, num_bytes: int) -> bytes:
-    """Read the beginning of a file; b"" if it cannot be read."""
+    """Read the first bytes of a file; b"" if the file is unreadable."""
     try:
         with open(open_regular(path), "rb") as file:
             return file.read(num_bytes)
@@ -198,7 +195,7 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
 
 @contextmanager
 def of_kind(kind: str) -> Iterator[None]:
-    """Tag errors raised in the block with a defect kind. Also usable as a decorator."""
+    """Set the defect kind of errors raised in the block. Also usable as a decorator."""
     try:
         yield
     except DataFileError as problem:
@@ -211,11 +208,11 @@ def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]
     """Convert the exceptions that a library raises for damaged files into `CorruptFileError`.
 
     Args:
-        action, where, expected: Parts of the error.
-        kinds: Exceptions of the library.
+        action, where, expected: Parts of the error message.
+        kinds: Exception types of the library.
 
     Raises:
-        DataFileError: Memory ran out.
+        DataFileError: The block raised `MemoryError`.
     """
     try:
         yield

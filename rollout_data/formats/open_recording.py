@@ -1,4 +1,4 @@
-"""`open`: recordings of any format."""
+"""`open`: open a recording of any format."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def open(
         **options: Options of the format, such as `on_bad_index="rebuild"`.
 
     Raises:
-        DataFileError: The data cannot be read, have no known format, or a format that is not read
-            at a URL.
+        DataFileError: The data are unreadable or have no known format, or the format cannot be read
+            from a URL.
         UsageError: The path does not exist, or the format or an option is unknown.
     """
     if format is not None:
@@ -50,16 +50,16 @@ def open(
 
 
 def open_source(action: str, name: str, source: DataDir) -> Recording:
-    """Open the source of a call: a path or a `Recording`. Errors name the call and the argument."""
+    """Open a path or a `Recording`. Errors name the call `action` and the argument `name`."""
     origin = _origin_of(action, name, source)
     return Recording(origin, open_episodes(origin))
 
 
 def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:
-    """Return the episodes whose files have not changed since the recording was opened.
+    """Return the part of a recording whose files have not changed since it was opened.
 
     Returns:
-        A recording of these episodes, and the errors of the other episodes.
+        A recording of the unchanged episodes, and the errors of the changed episodes.
     """
     removed = recording.removed()
     if removed:
@@ -76,11 +76,11 @@ def check_any_readable(
 
     Args:
         recording: The recording.
-        num_readable: Episodes that can be read.
+        num_readable: Number of readable episodes.
         problems: Errors of the unreadable episodes.
 
     Raises:
-        DataFileError: No episode can be read. The error has the first problem.
+        DataFileError: No episode is readable. The error contains the first problem.
     """
     if not num_readable:
         where = repr(str(recording.path))

@@ -1,7 +1,7 @@
-"""Parquet files of other systems, through pyarrow: ranges of rows as numpy arrays, in bounded memory.
+"""Read ranges of rows from untrusted Parquet files with pyarrow, in bounded memory.
 
-The sizes that a file declares are compared with its length before data are read. Rows are decoded
-in batches.
+The sizes declared in a file are compared with the length of the file before data are read. Rows are
+decoded in batches.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from storage.errors import CorruptFileError
 from ..sources.rows.chunk_decoder import RowCache
 from .input_checks import KnownFiles, damage_named, file_inside, optional
 
-#: Number of bytes that are decoded at a time; one row may be larger.
+#: Maximum bytes decoded at a time, unless a single row is larger.
 _BATCH_BYTES = 1 << 25
-#: Number of rows that are decoded at a time.
+#: Maximum number of rows decoded at a time.
 _BATCH_ROWS = 1 << 16
 #: Maximum number of rows per byte of a file.
 _ROWS_PER_BYTE = 1 << 4
-#: Decoded bytes of a column of a row group, at most: the larger of this number and a multiple of
-#: the file's length.
+#: Maximum decoded bytes of a column of a row group: the larger of `_MAX_COLUMN_BYTES` and
+#: `_MAX_EXPANSION` times the length of the file.
 _MAX_COLUMN_BYTES = 1 << 27
 _MAX_EXPANSION = 4
-#: Maximum number of rows of a column of integers that is read whole: 64 MiB.
+#: Maximum number of rows of a column of integers that is read as a whole: 64 MiB of int64.
 _MAX_WHOLE_ROWS = 1 << 23
-#: Values of a column of lists of unknown lengths, at most: the smaller of this number per byte of
-#: the file, and this number per row plus a constant. A value per byte of the file is always
-#: allowed.
+#: Maximum number of values of a column of lists with unknown lengths: the smaller of
+#: `_VALUES_PER_BYTE` per byte of the file, and `_VALUES_PER_ROW` per row plus `_MANY_VALUES`. One
+#: value per byte of the file is always allowed.
 _VALUES_PER_BYTE = 1 << 5
 _VALUES_PER_ROW = 1 << 6
 _MANY_VALUES = 1 << 20
-#: Maximum number of footers that are kept for a folder.
+#: Maximum number of cached footers per folder.
 _MAX_FOOTERS = 64
-#: Number of bytes of encoded row groups that are kept for all files of a folder together.
+#: Maximum bytes of cached encoded row groups per folder.
 _KEPT_GROUP_BYTES = 128 << 20
-#: Number of texts that are converted to Python at a time, before equal texts become one object.
+#: Number of texts converted to Python objects at a time, before duplicates are removed.
 _TEXTS_AT_ONCE = 64
-#: Arrow's name of a type -> key of `DTYPES`, or "text".
+#: Name of an Arrow type -> key of `DTYPES`, or "text".
 _TYPE_NAMES = {
     "halffloat": "float16",
     "float": "float32",
@@ -54,7 +54,7 @@ _TYPE_NAMES = {
     "string": "text",
     "string_view": "text",
 }
-# Numbers of fields in a footer.
+# Field numbers of the Thrift structs in a footer.
 _ROW_GROUPS = 4
 _COLUMNS = 1
 _COLUMN_METADATA = 3
@@ -65,12 +65,12 @@ _STATISTICS = 12
 _NULL_COUNT = 3
 _LEAST = 6
 _LARGEST = 5
-#: Kind of a column of texts.
+#: Number of the physical type BYTE_ARRAY, the type of texts.
 _BYTES = 6
 _NUM_STORED_BYTES = 7
 _FIRST_PAGES = (9, 11)
-# Numbers of fields in the header of a page: decoded bytes, stored bytes, and headers with the
-# number of values.
+# Field numbers of the Thrift struct of a page header: decoded bytes, stored bytes, and structs with
+# the number of values.
 _PAGE_BYTES = 2
 _PAGE_STORED_BYTES = 3
 _PAGE_VALUES = (5, 8)
@@ -90,20 +90,21 @@ def arrow() -> tuple[Any, Any]:
 
 
 class ParquetFile:
-    """A Parquet file. The footer is kept; the file is opened for each read.
+    """A Parquet file. The footer stays in memory; the file is opened for each read.
 
     Args:
-        path: The file.
-        known: States of files that were read before. A file that has changed since is an error.
+        path: Path of the file.
+        known: First states of files. Reading a file with a later state raises an error.
 
     Attributes:
-        path: The file.
-        num_rows: Rows of the file.
-        types: Column -> Arrow type without extension types, in the order of the file.
-        declared_types: Column -> Arrow type as declared.
+        path: Path of the file.
+        num_rows: Number of rows of the file.
+        types: Name of a column -> Arrow type without extension types, in the order of the file.
+        declared_types: Name of a column -> Arrow type in the schema of the file.
 
     Raises:
-        CorruptFileError: The file is damaged, has changed, or declares more data than it can hold.
+        CorruptFileError: The file is damaged, has changed, or declares more data than can fit in
+            its length.
         UsageError: pyarrow is missing.
     """
 
@@ -124,9 +125,9 @@ class ParquetFile:
         sizes = []
         for number in range(self._footer.num_row_groups):
             sizes.append(self._footer.row_group(number).num_rows)
-        #: First row of each row group, and the number of all rows.
+        #: First row of each row group, then the total number of rows.
         self._starts = np.cumsum([0, *sizes])
-        #: Column -> numbers of its leaves in the footer.
+        #: Name of a column -> positions of its leaf columns in the footer.
         self._leaves: dict[str, range] = {}
         num_leaves = 0
         for name, plain in self.types.items():
@@ -149,16 +150,16 @@ class ParquetFile:
         stop: int,
         batch_rows: int = _BATCH_ROWS,
     ) -> Iterator[dict[str, Any]]:
-        """Read rows `start:stop` of some columns, a few at a time.
+        """Read rows `start:stop` of some columns in batches.
 
         Args:
-            columns: Column -> numbers in a row, or None if that is unknown, as for texts.
+            columns: Name of a column -> numbers per row; None if unknown, as for texts.
             start: First row.
             stop: One past the last row.
-            batch_rows: Rows that are decoded at a time, if they are not large.
+            batch_rows: Maximum number of rows decoded at a time. Large rows reduce this number.
 
         Yields:
-            Column -> Arrow array of the next rows; see `as_rows`.
+            Name of a column -> Arrow array of the next rows; see `as_rows`.
         """
         first_group = int(np.searchsorted(self._starts, start, "right")) - 1
         stop_group = (
@@ -191,7 +192,7 @@ class ParquetFile:
                 yield low, high
 
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
-        """Read whole columns of integers or truth values: name -> `[rows]` int64."""
+        """Read all rows of columns of integers or booleans: name -> int64 `[rows]`."""
         for name in names:
             type_name = str(self.types.get(name, "none"))
             if type_name != "bool" and not type_name.startswith(("int", "uint")):
@@ -207,9 +208,9 @@ class ParquetFile:
         return columns
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Return the least and the largest integer of a column from the footer.
+        """Return the minimum and the maximum of a column of integers from the footer.
 
-        None if it does not state them.
+        The result is None if the footer has no such statistics.
         """
         type_name = str(self.types.get(name, "none"))
         if self._footer.num_row_groups != 1 or type_name not in ("int32", "int64"):
@@ -226,7 +227,7 @@ class ParquetFile:
         )
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
-        """Return the number of rows of a column to decode at a time, after checks of its declared sizes."""
+        """Check the declared sizes of a column, and return the number of rows per batch."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
         row_bytes = 1
@@ -243,7 +244,7 @@ class ParquetFile:
         return max(1, _BATCH_BYTES // row_bytes)
 
     def _most_values(self, group: int, width: int | None) -> int:
-        """Return the largest possible number of values of a column in a row group."""
+        """Return the maximum plausible number of values of a column in a row group."""
         num_rows = int(self._starts[group + 1] - self._starts[group])
         if width is not None:
             return num_rows * max(width, 1)
@@ -252,10 +253,10 @@ class ParquetFile:
         return num_rows + max(self._num_bytes, min(by_bytes, by_rows))
 
     def _sizes(self, group: int, leaf: int) -> tuple[int, int, int]:
-        """Return the kind, the number of values and the decoded bytes of a column of a row group.
+        """Return the physical type, number of values and decoded bytes of a leaf of a row group.
 
-        The headers of the pages are read as well as the footer, since Arrow allocates what they
-        declare.
+        The page headers are read as well as the footer, because Arrow allocates the sizes declared
+        in page headers.
         """
         if (group, leaf) not in self._known_sizes:
             column = self._columns[group][leaf]
@@ -279,10 +280,10 @@ class ParquetFile:
 
     @cached_property
     def _columns(self) -> list[list[dict[int, Any]]]:
-        """Metadata of the columns in the footer: row group -> leaf -> number of a field -> value.
+        """Column metadata in the footer: row group -> leaf -> field number -> value.
 
-        Arrow cannot read them: it ends the process if sizes, histograms and types contradict each
-        other.
+        The footer is parsed here, because pyarrow ends the process if sizes, histograms and types
+        of a footer contradict each other.
         """
         with self._damaged_footer(), self._known.open(self.path) as file:
             file.seek(-8, os.SEEK_END)
@@ -294,7 +295,7 @@ class ParquetFile:
             ]
 
     def _damaged_footer(self) -> Any:
-        """Convert errors of parsing the footer or the header of a page."""
+        """Convert errors of parsing a footer or a page header into `CorruptFileError`."""
         kinds = (OSError, LookupError, TypeError, ValueError, RecursionError)
         expected = "an intact footer, and headers of pages"
         return damage_named("read", repr(str(self.path)), expected, *kinds)
@@ -323,10 +324,10 @@ class ParquetFile:
 
 
 class KeptRows:
-    """Rows of some columns of a row group, as Arrow arrays from `ParquetFile.batches`.
+    """Cached rows of some columns of a row group, as Arrow arrays from `ParquetFile.batches`.
 
     Attributes:
-        nbytes: Bytes of the rows.
+        nbytes: Number of bytes of the cached rows.
     """
 
     def __init__(self) -> None:
@@ -334,12 +335,12 @@ class KeptRows:
         self.nbytes = 0
 
     def append(self, batch: dict[str, Any]) -> None:
-        """Append the next rows."""
+        """Append the batch with the next rows."""
         self._batches.append(batch)
         self.nbytes += sum(array.nbytes for array in batch.values())
 
     def slices(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows `start:stop`: column -> Arrow array, a view."""
+        """Yield the rows `start:stop` as dicts: name of a column -> Arrow array, a view."""
         for batch in self._batches:
             num_rows = len(next(iter(batch.values())))
             first = max(start, 0)
@@ -351,13 +352,13 @@ class KeptRows:
 
 
 class ParquetFiles(dict[str, ParquetFile]):
-    """Name -> Parquet file of a folder.
+    """Parquet files of a folder by their names, opened at their first use.
 
-    Files are opened at their first use, and a few footers are kept.
+    At most `_MAX_FOOTERS` footers are cached.
 
     Args:
-        root: The folder. A name that leads out of it is an error.
-        known: States of files that were read before.
+        root: Path of the folder. A file name that leads out of the folder is an error.
+        known: First states of files; see `KnownFiles`.
     """
 
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
@@ -404,7 +405,7 @@ class ParquetFiles(dict[str, ParquetFile]):
     ) -> KeptRows | None:
         """Return a row group from the cache, reading it at its first use.
 
-        None if it is too large.
+        The result is None if the row group is too large for the cache.
         """
         key = (name, start, tuple(columns))
         if key in self._large_groups:
@@ -427,7 +428,7 @@ class ParquetFiles(dict[str, ParquetFile]):
 class _Thrift:
     """Parser of Thrift's compact protocol, the encoding of Parquet's footers.
 
-    A struct is read as a dict by the numbers of its fields.
+    A struct is returned as a dict: field number -> value.
     """
 
     STRUCT = 12
@@ -443,7 +444,7 @@ class _Thrift:
         self.position = 0
 
     def value(self, kind: int) -> Any:
-        """Read the next value. `kind` is a type number of the protocol."""
+        """Read the next value; `kind` is its type number in the protocol."""
         if self._BYTE < kind <= self._LAST_INTEGER:
             number = self._number()
             return number >> 1 ^ -(number & 1)
@@ -451,7 +452,7 @@ class _Thrift:
             return self._struct()
         if kind == self._BINARY:
             return self._bytes(self._number())
-        if kind < self._BYTE:  # A truth value: the type number is the value.
+        if kind < self._BYTE:  # The type number of a boolean is its value.
             return kind == self._TRUE
         if kind in (self._BYTE, self._DOUBLE):
             return self._bytes(1 if kind == self._BYTE else 8)
@@ -475,7 +476,7 @@ class _Thrift:
             values[field] = self.value(head & 15)
 
     def _number(self) -> int:
-        """Read an unsigned integer of 7 bits per byte."""
+        """Read an unsigned varint (7 bits per byte)."""
         number = 0
         shift = 0
         while True:
@@ -495,9 +496,9 @@ class _Thrift:
 
 
 def plain_type(arrow_type: Any) -> Any:
-    """Return an Arrow type without extension types.
+    """Return an Arrow type with extension types replaced by their storage types.
 
-    Packages such as `datasets` register extension types when they are imported.
+    Packages such as `datasets` register extension types on import.
     """
     pyarrow, _ = arrow()
     if isinstance(arrow_type, pyarrow.BaseExtensionType):
@@ -516,7 +517,7 @@ def plain_type(arrow_type: Any) -> Any:
 
 
 def has_extension(arrow_type: Any) -> bool:
-    """Return whether an Arrow type is an extension type, or a list or struct with extension types."""
+    """Return whether an Arrow type is, or contains, an extension type."""
     pyarrow, _ = arrow()
     if isinstance(arrow_type, pyarrow.BaseExtensionType):
         return True
@@ -524,7 +525,7 @@ def has_extension(arrow_type: Any) -> bool:
 
 
 def plain_array(array: Any) -> Any:
-    """Return an Arrow array with its type without extension types."""
+    """Return an Arrow array with extension types replaced by their storage types."""
     pyarrow, _ = arrow()
     if isinstance(array.type, pyarrow.BaseExtensionType):
         return plain_array(array.storage)
@@ -532,27 +533,24 @@ def plain_array(array: Any) -> Any:
 
 
 def _inner_types(arrow_type: Any) -> list[Any]:
-    """Return the types of the fields of a struct, or of the values of a list.
-
-    [] for other types.
-    """
+    """Return the field types of a struct, or the value type of a list; [] for other types."""
     return [arrow_type.field(number).type for number in range(arrow_type.num_fields)]
 
 
 def _num_leaves(arrow_type: Any) -> int:
-    """Return the number of columns that a footer has for a type."""
+    """Return the number of leaf columns of an Arrow type in a footer."""
     return sum(map(_num_leaves, _inner_types(arrow_type))) or 1
 
 
 def is_list(array: Any) -> bool:
-    """Return whether the values of an Arrow array are lists, of fixed size or not."""
+    """Return whether the values of an Arrow array are lists, of fixed or variable size."""
     return "list" in str(array.type).partition("<")[0]
 
 
 def first_row(array: Any) -> tuple[tuple[int, ...], str]:
-    """Return the sizes of the nested lists in the first row of an Arrow array, and the type of their values.
+    """Return the shape of the first row of an Arrow array of nested lists, and the value type.
 
-    The type is a key of `DTYPES`, "text", "binary" or Arrow's own name.
+    The value type is a key of `DTYPES`, "text", "binary" or the name of another Arrow type.
     """
     sizes = []
     while is_list(array) and len(array) and array[0].is_valid:
@@ -566,14 +564,14 @@ def first_row(array: Any) -> tuple[tuple[int, ...], str]:
 
 
 def shared_texts(array: Any, known: dict[str, str]) -> list[str]:
-    """Return the texts of an Arrow array. Equal texts are one object; missing texts are "".
+    """Return the texts of an Arrow array. Equal texts are the same object; null becomes "".
 
-    A dictionary page stores a text once for any number of rows. Copies could need much more memory
-    than the file.
+    A dictionary page stores a text once for any number of rows, so copies could need much more
+    memory than the file.
 
     Args:
-        array: Texts, perhaps encoded as a dictionary.
-        known: Texts of earlier calls. New texts are added.
+        array: Arrow array of texts, possibly dictionary-encoded.
+        known: Text -> the object to return for equal texts. New texts are added.
     """
     texts: list[str] = []
     for start in range(0, len(array), _TEXTS_AT_ONCE):
@@ -590,7 +588,7 @@ def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
         A new array `[rows, *shape]`.
 
     Raises:
-        CorruptFileError: A row has another shape, or a number is missing.
+        CorruptFileError: A row has a different shape, or a value is null.
     """
     parts = [_numbers(array, shape, where) for array in arrays]
     return np.concatenate(parts) if parts else np.empty((0, *shape))

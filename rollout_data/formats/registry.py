@@ -1,7 +1,8 @@
-"""The formats that are read and written, and detection of the format of a path.
+"""The readable and writable formats, and detection of the format of a path.
 
-A format is detected by its content. If several match, a format that refines another is chosen;
-other matches are errors. The modules of readers and writers are imported when they are used.
+A format is detected from the content of a path. If several formats match, a format that refines the
+others is chosen; other ambiguities are errors. The module of a reader or writer is imported at its
+first use.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """A format that is read.
+    """A readable format.
 
     Attributes:
-        module: Module of this folder with its class `Reader`.
-        is_format: Function of `format_detection` that recognizes a path.
-        refines: Format that also matches every path of this one.
+        module: Module below `formats` with the class `Reader` of the format.
+        is_format: Function of `format_detection` that recognizes paths of the format.
+        refines: Name of a more general format that also matches every path of this format.
     """
 
     module: str
@@ -39,7 +40,7 @@ class Format(NamedTuple):
     refines: str = ""
 
 
-#: Name -> format, in the order in which they are tried.
+#: Name of a format -> format, in the order of detection.
 FORMATS: dict[str, Format] = {
     "lerobot": Format("lerobot.lerobot_reader", detection.is_lerobot),
     "rlinf": Format("rlinf.rlinf_reader", detection.is_rlinf),
@@ -59,7 +60,7 @@ FORMATS: dict[str, Format] = {
     "motion": Format("arrays.motion_clips", detection.is_motion),
 }
 
-#: Format -> the module of this folder with its class `Writer`.
+#: Name of a format -> module below `formats` with the class `Writer` of the format.
 WRITERS: dict[str, str] = {
     "lerobot": "lerobot.lerobot_writer",
     "robomimic": "hdf5.robomimic_writer",
@@ -70,10 +71,10 @@ WRITERS: dict[str, str] = {
     "trajectory-folders": "trajectory_folders.trajectory_folder_writer",
 }
 
-#: Format -> module, for formats of viewers: they are written, but not read.
+#: Name of a write-only format for viewers -> module below `formats`.
 EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 
-#: Maximum number of entries of a folder that are inspected.
+#: Maximum number of inspected entries of a folder.
 _MAX_ENTRIES = 20
 
 
@@ -113,13 +114,13 @@ def _detect(path: Path) -> str | None:
 
 
 def holds_files_of_others(folder: Path) -> bool:
-    """Return whether a folder has HDF5 files, all of them recordings of other systems."""
+    """Return whether a folder has HDF5 files, all of which are recordings of other systems."""
     names = hdf5_names(folder)[:_MAX_ENTRIES] if folder.is_dir() else []
     return bool(names) and all(_detect(folder / name) for name in names)
 
 
 def only_file(path: Path) -> Path:
-    """Return the HDF5 file of a folder if this file is its only recording, otherwise the path."""
+    """Return the only HDF5 file of a folder if the file is its only recording, otherwise `path`."""
     with suppress(OSError):
         names = hdf5_names(path) if path.is_dir() else []
         if len(names) != 1 or _detect(path):
@@ -133,7 +134,7 @@ def only_file(path: Path) -> Path:
 
 
 def _may_be_recording(path: Path) -> bool:
-    """Return whether an entry of a folder may be a recording, or a part of a recording, in any format."""
+    """Return whether a folder entry may be a recording of any format, or a part of a recording."""
     if path.name.startswith("trajectory_") or detect(path):
         return True
     return path.is_dir() and any(name.startswith("rollout_") for name in os.listdir(path))
@@ -143,9 +144,9 @@ def _only_format(path: Path) -> str:
     """Return the format of a file or folder.
 
     Raises:
-        ForeignFileError: The path has no format, or several match. The error names them.
-        UsageError: The path is a folder of recordings, some of them block folders. The error names
-            them.
+        ForeignFileError: The path has no format, or several formats. The error names the formats.
+        UsageError: The path is a folder of recordings that include block folders. The error names
+            the recordings.
     """
     matching = [name for name in FORMATS if has_format(path, name)]
     refined = {FORMATS[name].refines for name in matching}
@@ -172,8 +173,8 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
     """Open a file or folder of another system.
 
     Raises:
-        ForeignFileError: The path has no known format, or several match.
-        UsageError: The format has no such option.
+        ForeignFileError: The path has no known format, or several formats match.
+        UsageError: The format has no option of a given name.
     """
     path = only_file(path)
     chosen = format or _only_format(path)
@@ -185,6 +186,6 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
 
     reader = reader_type(path, options)
     for check in (report_copied_actions, report_reset_rows):
-        with suppress(RolloutDataError):  # Reading the episode raises it again.
+        with suppress(RolloutDataError):  # Reading the episode raises the error again.
             check(reader)
     return reader

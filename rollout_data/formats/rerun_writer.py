@@ -1,8 +1,8 @@
-"""Writer of Rerun recordings, `.rrd` files for its viewer, through its SDK (extra `rerun`).
+"""Writer of `.rrd` files for the Rerun viewer, with the Rerun SDK (extra `rerun`).
 
 A field is the entity `/<id>/<field>` on the timeline `frame`, and on `time` if the episode has
-recorded times. Each episode is first written to a file in a hidden folder beside the target. In the
-end, all episode files are joined to one file.
+recorded times. Each episode is first written to a file in a hidden folder next to the target. At
+the end, all episode files are merged into one file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .episode_writer import EpisodeToWrite, ForeignWriter, note_in_folder, occup
 from .input_checks import damage_named, optional
 
 _NOTE_ENTITY = "/rollout_conversion"
-#: Number of bytes of rows that are read at a time.
+#: Bytes of rows read at a time.
 _PORTION_BYTES = 16 << 20
-#: Last part of the names of fields with times in seconds.
+#: Last name components of fields with recorded times in seconds.
 _TIMES = ("timestamp", "timestamps", "time")
 _COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
 _PIXELS = {"uint8": "U8", "uint16": "U16", "float16": "F16"}
@@ -36,10 +36,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Writer(ForeignWriter):
-    """Writes one file.
+    """Writer of one `.rrd` file.
 
-    Numbers become float64 scalars and pictures images. Grey pictures become depth images unless
-    they are uint8.
+    Numbers become float64 scalars, and pictures become images. A grey picture becomes a depth image
+    unless its dtype is uint8.
     """
 
     format = "rerun"
@@ -56,7 +56,7 @@ class Writer(ForeignWriter):
         if note is None:
             raise occupied(path, f"something without the entity {_NOTE_ENTITY!r} of a conversion")
         if _parts_of(path).exists():
-            remove(_parts_of(path))  # A conversion was killed after the file was complete.
+            remove(_parts_of(path))  # A killed conversion may leave this folder.
         return note
 
     @classmethod
@@ -69,7 +69,7 @@ class Writer(ForeignWriter):
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        if not is_finished:  # A truncated file has no note, since the note is its last part.
+        if not is_finished:  # A truncated file has no note, because the note is its last part.
             super().check_files(path, note, is_finished)
 
     def begin(self) -> set[str]:
@@ -160,7 +160,7 @@ class Writer(ForeignWriter):
         rows: Any,
         timelines: list[Any],
     ) -> None:
-        """Write rows of a field as texts, scalars or images."""
+        """Write rows of a field to a stream as texts, scalars or images."""
         rr = self._rr
         path = rr.new_entity_path([episode.id, *filter(None, name.split("/"))])
         if name in episode.texts:
@@ -202,7 +202,7 @@ class Writer(ForeignWriter):
         shutil.rmtree(self._folder)
 
     def _log_parts(self, stream: Any) -> None:
-        """Copy the complete episodes into one recording, and the note as its last part."""
+        """Merge the files of the complete episodes into a stream, and append the note."""
         metadata = json.dumps(plain(self.metadata))
         stream.log("/recording", self._rr.AnyValues(metadata=metadata), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
@@ -215,12 +215,12 @@ class Writer(ForeignWriter):
 
 
 def _parts_of(path: Path) -> Path:
-    """Return the folder of the episodes before they are joined."""
+    """Return the hidden folder for the files of single episodes."""
     return path.with_name(f".{path.name}.parts")
 
 
 def _time_field(episode: EpisodeToWrite) -> str | None:
-    """Return the first field of recorded times; None without such a field."""
+    """Return the name of the first field with recorded times; None if there is none."""
     for name, field in episode.schema.items():
         is_number = field.dtype.startswith("float") and field.num_elements == 1
         if is_number and name.rpartition("/")[2] in _TIMES:
@@ -229,7 +229,7 @@ def _time_field(episode: EpisodeToWrite) -> str | None:
 
 
 def _note_in(path: Path) -> str | None:
-    """Return the text of the note in a recording; None without a note."""
+    """Return the text of the note in an `.rrd` file; None if there is no note."""
     chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
     with damage_named(
         "read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError
@@ -243,6 +243,6 @@ def _note_in(path: Path) -> str | None:
 
 
 def _changes(field: Field) -> Iterator[str]:
-    """Yield the properties of a field that a Rerun recording loses."""
+    """Yield descriptions of the properties of a field that a Rerun recording loses."""
     if len(field.shape) > 1 and not axes_of(field.shape):
         yield "is flattened: scalars of a step are a list"

@@ -1,7 +1,7 @@
-"""Frames of video files at given times, through PyAV: colours, or depth coded as numbers.
+"""Read frames of video files at given times with PyAV: colours, or depth coded as integers.
 
-Files are only read as MP4, since a playlist could refer to other files. Frames of an unexpected
-size are an error before memory is allocated for them.
+Files are only read as MP4, because a playlist could refer to other files. A frame of unexpected
+size raises an error before memory is allocated for the frame.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from storage.errors import CorruptFileError
 from ..sources.video_range import VideoRange
 from .input_checks import damage_named, of_kind, optional
 
-#: Largest difference between the time of a frame and the requested time, in seconds.
+#: Maximum difference between the time of a frame and the requested time, in seconds.
 TOLERANCE_S = 1e-4
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
 _PIXELS = {1: "gray", 3: "rgb24", 4: "rgba"}
-#: Pixels that decoders may add to a side of a frame, since they pad frames to whole blocks.
+#: Maximum pixels that a decoder adds to a side of a frame to pad the frame to whole blocks.
 _PADDING = 128
-#: Largest code of depth.
+#: Largest integer code of a depth.
 _MAX_CODE = 4095
-#: Seconds before the first frame at which decoding starts. A larger margin is used if frames are
-#: missing, since some encoders mark frames as key frames from which later frames cannot be decoded.
+#: Decoding starts this many seconds before the first requested frame. The next larger margin is
+#: tried if frames are missing, because some encoders mark frames as key frames although decoding
+#: cannot start there.
 _MARGINS_S = (TOLERANCE_S, 1.0, 10.0, np.inf)
 Array = np.ndarray[Any, Any]
 
@@ -41,10 +42,10 @@ class _MissingFrameError(CorruptFileError):
 
 @dataclass(frozen=True)
 class DepthCoding:
-    """Coding of depth as integers 0 to 4095.
+    """Coding of depths as integers from 0 to 4095.
 
     Attributes:
-        minimum, maximum, shift: In metres.
+        minimum, maximum, shift: Parameters of the coding, in metres.
         use_log: Whether codes are proportional to log(depth + shift) instead of depth.
         unit: Unit of decoded depths: "mm" as uint16, or "m" as float32.
     """
@@ -61,7 +62,7 @@ class DepthCoding:
         return "uint16" if self.unit == "mm" else "float32"
 
     def is_valid(self) -> bool:
-        """Return whether the numbers define a depth for each code."""
+        """Return whether the parameters define a finite depth for each code."""
         numbers = (self.minimum, self.maximum, self.shift)
         is_log = not self.use_log or self.minimum + self.shift > 0
         return all(np.isfinite(numbers)) and self.minimum < self.maximum and is_log
@@ -83,15 +84,15 @@ class DepthCoding:
 
 @of_kind("undecodable")
 def copy_video(source: VideoRange, target: Path) -> str:
-    """Copy the frames of an episode to a file of their own without encoding them again.
+    """Copy the frames of an episode to a separate file without encoding the frames again.
 
-    Copied packets have to be compared with the source, since some encoders mark frames as key
-    frames from which later frames cannot be decoded.
+    The caller has to compare copied packets with the source, because some encoders mark frames as
+    key frames although decoding cannot start there.
 
     Returns:
-        "file" if the source has no other frames and was copied whole. "packets" if packets were
-        copied. "" if the frames cannot be copied: they do not start at a key frame, or frames of
-        other episodes lie among them.
+        "file" if the source has only these frames and was copied as a whole. "packets" if packets
+        were copied. "" if copying is impossible: the first frame is not a key frame, or frames of
+        other episodes are in between.
     """
     with _opened(source.path) as (_, stream):
         is_alone = stream.frames == source.num_frames and not stream.start_time
@@ -141,10 +142,10 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
 def read_frames(
     path: Path, times_s: Array, shape: tuple[int, ...], depth: DepthCoding | None = None
 ) -> Array:
-    """Read the frames nearest to some times.
+    """Read the frames nearest to the times `times_s`.
 
     Args:
-        path: An MP4 file.
+        path: Path of an MP4 file.
         times_s: Ascending times in seconds, `[n]` with n >= 1.
         shape: Shape of a frame: `[H, W, C]` with C of 1, 3 or 4, or `[H, W]` for depth.
         depth: Coding of depth; None for colours.
@@ -153,8 +154,8 @@ def read_frames(
         `[n, *shape]` uint8, or `depth.dtype`.
 
     Raises:
-        CorruptFileError: The file is damaged, has frames of another size, or no frame at one of the
-            times.
+        CorruptFileError: The file is damaged, has frames of a different size, or has no frame
+            within `TOLERANCE_S` of a time.
         UsageError: PyAV is missing.
     """
     for margin_s in _MARGINS_S:
@@ -183,7 +184,7 @@ def _read_from(
             pixels = depths[np.minimum(frame.to_ndarray(), _MAX_CODE)]
         else:
             raise _damaged(path, "depth as gray12le", frame.format.name)
-        if number == 0:  # Memory is allocated now: the first frame has the expected size.
+        if number == 0:  # Memory is allocated after the size check of the first frame.
             out = np.empty((len(times_s), *shape), out.dtype)
         out[number] = pixels
     return out
@@ -191,9 +192,9 @@ def _read_from(
 
 @of_kind("undecodable")
 def summarize_video(path: Path) -> tuple[float, dict[str, str]]:
-    """Return the end of a video in seconds, and LeRobot's metadata of its codec and pixels.
+    """Return the end time of a video in seconds, and LeRobot's metadata of its codec and pixels.
 
-    The end is 0 for a video without frames.
+    The end time is 0 for a video without frames.
     """
     with _opened(path) as (_, stream):
         start = stream.start_time or 0
@@ -236,7 +237,7 @@ def _intact_frames(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _check_size(path: Path, frame: Any, shape: tuple[int, ...]) -> None:
-    """Raise `CorruptFileError` if a frame, or the header of the video, has another size than `shape`."""
+    """Raise `CorruptFileError` if the size of a frame or of the header differs from `shape`."""
     if (frame.height, frame.width) != shape[:2]:
         expected = f"frames of {shape[0]} x {shape[1]} pixels"
         raise _damaged(path, expected, f"{frame.height} x {frame.width}")
@@ -257,7 +258,7 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
         TypeError,
         ArithmeticError,
         EOFError,
-        # PyAV raises these if it knows no codec or stream of the file.
+        # PyAV raises the following errors for a file with an unknown codec or without a stream.
         AttributeError,
         RuntimeError,
         AssertionError,

@@ -1,1 +1,1 @@
-"""Formats that are records one after the other: TFRecord, MCAP."""
+"""Formats of consecutive records in a file: TFRecord and MCAP."""

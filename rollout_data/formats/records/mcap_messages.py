@@ -1,7 +1,7 @@
-"""MCAP files: the places of the messages of each topic, found in one pass without summary and index.
+"""MCAP files: offsets of the messages of each topic, found in one pass without summary and index.
 
-The complete messages of a truncated file are read. Chunks are unpacked to at most their declared
-size and compared with their checksum. A record is u8 kind, u64 length, the bytes.
+The complete messages of a truncated file are read. Chunks are decompressed to at most their
+declared size and compared with their checksum. A record is u8 kind, u64 length, the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..format_detection import MCAP_MAGIC
 from ..input_checks import KnownFiles, damage_named, optional
 from .tfrecord import open_map
 
-# Kinds of records.
+# Opcodes of records.
 _SCHEMA = 3
 _CHANNEL = 4
 _MESSAGE = 5
@@ -31,29 +31,29 @@ _METADATA = 12
 _DATA_END = 15
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_MESSAGES = 1 << 23
-#: Maximum number of records of metadata that are kept.
+#: Maximum number of metadata records kept in memory.
 _MAX_METADATA = 4096
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_TOPICS = 4096
 #: Maximum number of bytes of a JSON message. 3 bytes of JSON can need 64 bytes in memory.
 _MAX_MESSAGE_BYTES = 1 << 24
-#: Maximum number of unpacked bytes per byte of a file on average.
+#: Maximum average number of decompressed bytes per byte of a file.
 _MAX_EXPANSION = 256
-#: Number of unpacked bytes that every file may have, whatever its size.
+#: Number of decompressed bytes that are allowed for a file of any size.
 _FREE_BYTES = 1 << 26
-#: Number of bytes of a message before its data.
+#: Bytes of the header of a message record.
 _MESSAGE_HEAD_BYTES = 22
 _DAMAGE = (struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError)
 
 
 class Chunk(NamedTuple):
-    """A chunk of messages in a file.
+    """A compressed chunk of messages in a file.
 
     Attributes:
-        start, stop: Place of the packed bytes.
+        start, stop: Offsets of the compressed bytes in the file.
         compression: "", "lz4" or "zstd".
-        num_bytes: Unpacked bytes.
-        checksum: CRC-32 of the unpacked bytes; 0 if there is none.
+        num_bytes: Number of decompressed bytes.
+        checksum: CRC-32 of the decompressed bytes; 0 without a checksum.
     """
 
     start: int
@@ -65,14 +65,14 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Topic:
-    """Messages of one name and encoding.
+    """A topic: messages with the same name and encoding.
 
     Attributes:
-        name, encoding: As declared by the channel.
+        name, encoding: Name of the topic and encoding of its messages, from the channel record.
         schema: Text of the schema.
         times: Ascending log times in ns, `[n]` int64.
-        places: `[n, 3]` int64: number of the chunk, start and stop of the message. The number is -1
-            and the offsets are in the file if the message is in no chunk.
+        places: `[n, 3]` int64: number of the chunk, start and stop of each message. The number is
+            -1 for a message outside of chunks, whose offsets are positions in the file.
     """
 
     name: str
@@ -83,17 +83,17 @@ class Topic:
 
 
 class Log:
-    """The topics of a file.
+    """The topics and the metadata of an MCAP file.
 
     Attributes:
-        path: The file.
-        topics: Name -> topic.
-        metadata: Records of metadata: (name, key -> value).
-        num_left_out: Records of metadata that are not kept.
+        path: Path of the file.
+        topics: Name of a topic -> topic.
+        metadata: Metadata records: (name, key -> value).
+        num_left_out: Number of omitted metadata records.
         is_whole: Whether the file is complete.
 
     Raises:
-        CorruptFileError: A chunk or record is damaged, or declares too much.
+        CorruptFileError: A chunk or record is damaged, or declares a size above the limits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class Log:
         self._known = KnownFiles()
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
-        #: Topic -> time, chunk, start and stop of each message.
+        #: Name of a topic -> flat array with time, chunk, start and stop of each message.
         self._found: dict[str, array[int]] = {}
         data = open_map(path, self._known)
         with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
@@ -124,7 +124,7 @@ class Log:
         """Read all records; return whether the file is complete.
 
         Raises:
-            ValueError: The file is damaged, or declares too much.
+            ValueError: The file is damaged, or declares a size above the limits.
         """
         if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
             raise ValueError("another beginning")
@@ -150,10 +150,10 @@ class Log:
         return False
 
     def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
-        """Yield messages of a topic by their numbers.
+        """Yield the messages of a topic with the numbers `rows`.
 
         Raises:
-            ValueError: A message is too large.
+            ValueError: A message is larger than `_MAX_MESSAGE_BYTES`.
         """
         data = open_map(self.path, self._known)
         for number, start, stop in topic.places[rows].tolist():
@@ -162,7 +162,7 @@ class Log:
             yield bytes((data if number < 0 else self._unpacked(number, data))[start:stop])
 
     def _add_record(self, data: memoryview, kind: int, start: int, stop: int, chunk: int) -> None:
-        """Add a record to the topics or the metadata. Other kinds are ignored."""
+        """Add a record to the topics or the metadata. Records of other kinds are ignored."""
         if kind == _MESSAGE:
             channel, _, time = struct.unpack_from("<HIQ", data[start:stop])
             values = self._found[self._channels[channel]]
@@ -203,7 +203,7 @@ class Log:
         self._found.setdefault(name, array("q"))
 
     def _unpacked(self, number: int, data: memoryview) -> memoryview:
-        """Return the unpacked bytes of a chunk. The latest chunk is kept.
+        """Return the decompressed bytes of a chunk. The latest chunk is cached.
 
         Raises:
             CorruptFileError: The size or the checksum is wrong.
@@ -221,7 +221,7 @@ class Log:
 
 
 def _records(data: memoryview, position: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (kind, start, stop) of the complete records from a position on."""
+    """Yield (kind, start, stop) of the complete records after a position."""
     while position + 9 <= len(data):
         kind = data[position]
         num_bytes = int.from_bytes(data[position + 1 : position + 9], "little")
@@ -233,7 +233,7 @@ def _records(data: memoryview, position: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
-    """Return the text at a position, and the position after it."""
+    """Return the text at a position, and the position after the text."""
     num_bytes = int.from_bytes(data[position : position + 4], "little")
     start = position + 4
     if start + num_bytes > stop:
@@ -242,7 +242,7 @@ def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
 
 
 def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
-    """Parse the head of a chunk."""
+    """Parse the header of a chunk record."""
     _, _, num_bytes, checksum = struct.unpack_from("<QQQI", data[start:stop])
     compression, position = _text(data, start + 28, stop)
     num_stored_bytes = int.from_bytes(data[position : position + 8], "little")
@@ -253,7 +253,7 @@ def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
 
 
 def _unpack(data: memoryview, chunk: Chunk) -> Any:
-    """Unpack the bytes of a chunk: at most one byte more than it declares."""
+    """Decompress a chunk to at most one byte more than its declared size."""
     if not chunk.compression:
         return data
     if chunk.compression == "lz4":

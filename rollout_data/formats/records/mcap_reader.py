@@ -1,7 +1,7 @@
-"""MCAP recordings: a file is an episode, and the messages of one topic, the clock, are its steps.
+"""MCAP recordings: a file is an episode, and each message of one topic, the clock, is a step.
 
-A step has the last message of every topic at or before the time of the clock. Nothing is
-interpolated. Messages are JSON. Errors about other encodings name the package that reads them.
+A step has the latest message of every topic at or before the time of the clock message. Values are
+not interpolated. Messages must be JSON. An error about another encoding names a package for it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _PACKAGES = {
 }
 _TEXT = "text"
 _MAX_DEPTH = 16
-#: Maximum number of messages of a topic of texts that become metadata.
+#: Maximum number of messages of a text topic that become metadata.
 _MAX_TEXTS = 4096
 _TIME = "log_time"
 _TASKS = ("task", "language_instruction")
 _TRUTHS = {"true": True, "false": False}
-#: Dtype of a field -> kinds of numpy arrays that its JSON values may have.
+#: Dtype of a field -> accepted `dtype.kind` codes of numpy arrays of its JSON values.
 _KINDS = {"float64": "iuf", "int64": "iu", "bool": "b", _TEXT: "U"}
 _MAX_INT64 = np.iinfo(np.int64).max
-#: Smaller integers are exact in float64.
+#: Integers of at most this magnitude are exact in float64.
 _EXACT = 2.0**53
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
 class _Leaf(NamedTuple):
-    """A value in each message of a topic.
+    """A value in the JSON messages of a topic, which becomes a field.
 
     Attributes:
         topic: Name of the topic.
-        keys: Keys of the nested objects that lead to the value.
-        dtype: Key of `_KINDS`; "" for a value that no field can hold.
+        keys: Keys of the nested JSON objects on the path to the value.
+        dtype: Key of `_KINDS`; "" for a value that cannot be a field.
         shape: Shape of the value.
     """
 
@@ -59,12 +59,13 @@ class _Leaf(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The source of the fields of an episode.
+    """Source of the fields of an episode.
 
     Attributes:
         log: Messages of the file.
-        leaves: Field -> value of messages.
-        messages: Topic -> number of its message at each step; `log_time` -> time of each step.
+        leaves: Name of a field -> its value in the messages.
+        messages: Name of a topic -> number of the message at each step; `log_time` -> time of each
+            step in ns.
     """
 
     log: Log
@@ -73,11 +74,11 @@ class _Source(NamedTuple):
 
 
 class Reader(FileSource):
-    """Reads a file, or the files of a folder in the order of the numbers in their names.
+    """Reader of an MCAP file, or of a folder of files sorted by the numbers in their names.
 
     Options:
         action: Topic of the actions, or a list of topics.
-        clock: Topic whose messages are the steps; None means the first topic of the actions.
+        clock: Topic whose messages are the steps; None means the first action topic.
     """
 
     format = "mcap"
@@ -85,9 +86,9 @@ class Reader(FileSource):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._actions, self._clock = self._checked_options()
-        #: Episode, topic and steps of the latest columns, and the columns.
+        #: Key (episode, topic, start, stop) of the cached columns, and the columns.
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
-        #: Episode and field -> step -> number of rounded integers, and the largest difference.
+        #: (episode, field) -> step -> (number of rounded integers, largest difference).
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         episodes = []
         errors = list[RolloutDataError]()
@@ -107,7 +108,7 @@ class Reader(FileSource):
         return episodes
 
     def _checked_options(self) -> tuple[list[str], Any]:
-        """Return the topics of the actions, and the topic of the clock or None."""
+        """Return the checked options: the action topics, and the clock topic or None."""
         action = self.options["action"]
         actions = [action] if action else []
         if isinstance(action, (list, tuple)):
@@ -152,10 +153,10 @@ class Reader(FileSource):
         )
 
     def _first_step(self, log: Log, topics: Mapping[str, Any]) -> int:
-        """Return the first message of the clock at which every topic has a message.
+        """Return the number of the first clock message at which every topic has a message.
 
         Raises:
-            CorruptFileError: There is no such message.
+            CorruptFileError: There is no such clock message.
         """
         clock = log.topics[self._clock].times
         where = repr(str(log.path))
@@ -171,9 +172,9 @@ class Reader(FileSource):
         return first
 
     def _named_leaves(self, log: Log, topics: Mapping[str, list[_Leaf]]) -> dict[str, _Leaf]:
-        """Return the fields of all topics: name -> value.
+        """Return the fields of all topics: name of a field -> value.
 
-        If several values have the same name, the first one is kept.
+        Of several values with the same name, the first is kept.
         """
         leaves: dict[str, _Leaf] = {}
         for topic_leaves in topics.values():
@@ -190,11 +191,11 @@ class Reader(FileSource):
         return leaves
 
     def _check_topics(self, log: Log) -> None:
-        """Check that the topics of the actions and of the clock have messages of JSON.
+        """Check that the action topics and the clock topic have JSON messages.
 
         Raises:
             UsageError: A topic has no messages.
-            DataFileError: A topic has another encoding.
+            DataFileError: The messages of a topic are not JSON.
         """
         for name in (*self._actions, self._clock):
             if name not in log.topics or not len(log.topics[name].times):
@@ -207,9 +208,9 @@ class Reader(FileSource):
                 raise _other_encoding(log, log.topics[name])
 
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
-        """Return the topics of fields with their values, and the metadata.
+        """Return the topics with fields (name -> values), and the metadata.
 
-        Topics that only have texts become metadata, like records of metadata.
+        Topics with only texts become metadata, as do metadata records.
         """
         if log.num_left_out:
             expected = "fewer and shorter records of metadata"
@@ -237,9 +238,9 @@ class Reader(FileSource):
         return topics, metadata
 
     def _leaves_of(self, log: Log, topic: Topic) -> list[_Leaf]:
-        """Return the values of the first message of a topic.
+        """Return the values in the first message of a topic.
 
-        Values that no field can hold are reported.
+        Values that cannot be fields are reported.
         """
         where = f"{topic.name!r} of {str(log.path)!r}"
         with damage_named("read the first message", f"of {where}", "a JSON object", *_DAMAGE):
@@ -269,7 +270,7 @@ class Reader(FileSource):
         return texts[0] if len(texts) == 1 else texts
 
     def _name(self, leaf: _Leaf, num_leaves: int) -> str:
-        """Return the name of the field of a value. Its topic has `num_leaves` values."""
+        """Return the field name of a value in a topic with `num_leaves` values."""
         key = "/".join(leaf.keys)
         if self._actions == [leaf.topic]:
             return "action" if num_leaves == 1 else f"action/{key}"
@@ -282,7 +283,7 @@ class Reader(FileSource):
         if name == _TIME:
             return source.messages[_TIME][start:stop].copy()
         leaf = source.leaves[name]
-        # The fields of a topic lie in the same messages, and are mostly read one after the other.
+        # The fields of a topic are in the same messages, and are usually read one after another.
         key = (number, leaf.topic, start, stop)
         if self._latest[0] != key:
             columns = self._read_topic(number, leaf.topic, start, stop)
@@ -291,7 +292,7 @@ class Reader(FileSource):
         return rows.copy()
 
     def _read_topic(self, number: int, topic: str, start: int, stop: int) -> dict[Any, Any]:
-        """Read steps of all fields of a topic, and note the integers that are rounded."""
+        """Read steps of all fields of a topic, and record the rounded integers."""
         source: _Source = self.episodes[number].source
         names = {leaf.keys: name for name, leaf in source.leaves.items() if leaf.topic == topic}
         leaves = [source.leaves[name] for name in names.values()]
@@ -318,17 +319,17 @@ def _columns(
     rows: Array,
     rounded: dict[Any, dict[int, tuple[int, int]]] | None = None,
 ) -> dict[Any, Any]:
-    """Read values of messages of one topic.
+    """Read values from messages of one topic.
 
     Args:
         log: Messages of the file.
-        leaves: Values to read, all of one topic.
-        rows: Ascending numbers of messages, perhaps repeated.
-        rounded: Output. Keys -> row -> number of integers that become other floats, and the largest
-            difference.
+        leaves: Values to read, all from the same topic.
+        rows: Ascending numbers of messages; may contain duplicates.
+        rounded: Output: `_Leaf.keys` -> row -> (number of integers that a float64 cannot represent,
+            largest difference).
 
     Returns:
-        Keys -> `[len(rows), ...]`, or a list of texts.
+        `_Leaf.keys` -> `[len(rows), ...]`, or a list of texts.
     """
     columns: dict[Any, Any] = {}
     for leaf in leaves:
@@ -363,7 +364,7 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
     """Return a value of a message as an array.
 
     Raises:
-        ValueError: The value differs from the first message, or is beyond 64-bit integers.
+        ValueError: The type or shape differs from the first message, or an integer exceeds 64 bits.
     """
     array = np.asarray(value)
     has_other_kind = array.size > 0 and array.dtype.kind not in _KINDS[leaf.dtype]
@@ -399,9 +400,9 @@ def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
 def _leaves(
     value: Any, schema: Any, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """Yield keys, dtype and shape of the values of a message.
+    """Yield (keys, dtype, shape) of the values in a message.
 
-    The dtype is "" if no field can hold the value.
+    The dtype is "" for a value that cannot be a field.
     """
     if isinstance(value, dict) and (value or not keys) and len(keys) < _MAX_DEPTH:
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
@@ -411,7 +412,7 @@ def _leaves(
         return
     try:
         array = np.asarray(value)
-    except ValueError:  # Lists of different lengths.
+    except ValueError:  # The lists have different lengths.
         array = np.asarray(None)
     is_named = len(keys) > 0 and all(key and "/" not in key for key in keys)
     yield keys, _leaf_dtype(array, schema) if is_named else "", array.shape
@@ -438,11 +439,11 @@ def _schema(topic: Topic) -> Any:
     try:
         return json.loads(topic.schema)
     except _DAMAGE:
-        return None  # A schema is only needed to distinguish integers from floats.
+        return None  # The schema is optional: it only distinguishes integers from floats.
 
 
 def _described(topic: Topic) -> str:
-    """Describe a topic for an error: name, encoding, number of messages and rate."""
+    """Return a description of a topic for errors: name, encoding, number of messages, rate."""
     num_messages = len(topic.times)
     text = f"{topic.encoding}, {num_messages} messages"
     span_s = float(topic.times[-1] - topic.times[0]) / 1e9 if num_messages else 0.0

@@ -1,4 +1,4 @@
-"""Features of RLDS sets: the declared tree, and decoding of the values of a record."""
+"""Features of RLDS datasets: parse their declaration, and decode their values in a record."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .tfrecord import BYTES, FLOATS, INTEGERS, Array, Feature, count, items, num
 
 MAX_STEPS = 1 << 20
 _MAX_DEPTH = 64
-#: Decoded bytes of packed tensors at a time, at most: the larger of this number and a multiple of
-#: the packed bytes.
+#: Maximum decompressed bytes of tensors per read: the larger of `_FREE_BYTES` and `_MAX_EXPANSION`
+#: times the compressed bytes.
 _FREE_BYTES = 1 << 28
 _MAX_EXPANSION = 256
-#: Declared float -> dtype of the values that are read. Files store them as float32.
+#: Declared float dtype -> dtype of the field. Records store every float as float32.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
-#: Encoding of a tensor -> kind of leaf.
+#: Declared encoding of a tensor -> `Leaf.kind`.
 _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}
 
 
@@ -32,9 +32,9 @@ class Leaf:
     """A declared feature.
 
     Attributes:
-        kind: "numbers", "text", "picture", or "raw" and "zlib" for the bytes of a tensor.
-        shape: Shape of a step; -1 for an axis whose size varies.
-        declared: Dtype of the recorded values.
+        kind: "numbers", "text", "picture", or the encoding of a tensor: "raw" or "zlib".
+        shape: Shape of a step; -1 for an axis of variable size.
+        declared: Declared dtype of the recorded values.
     """
 
     kind: str
@@ -43,14 +43,14 @@ class Leaf:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the values in the file."""
+        """Dtype of the field."""
         return (
             _FLOATS.get(self.declared, self.declared) if self.kind == "numbers" else self.declared
         )
 
     @property
     def values(self) -> int:
-        """Kind of the list of values: `BYTES`, `FLOATS` or `INTEGERS`."""
+        """Kind of the value list in a record: `BYTES`, `FLOATS` or `INTEGERS`."""
         if self.kind != "numbers":
             return BYTES
         return FLOATS if self.declared in _FLOATS else INTEGERS
@@ -110,7 +110,7 @@ class Leaf:
     ) -> Array:
         """Decode a picture, or the bytes of a tensor."""
         if self.kind == "picture":
-            if dtype == np.float32:  # Stored as the four channels of an 8-bit picture.
+            if dtype == np.float32:  # A float32 is stored as four 8-bit channels.
                 return decode_picture(item, where, (*shape[:2], 4)).view("<f4").reshape(shape)
             picture_shape = shape if dtype == np.uint8 else shape[:2]
             return decode_picture(item, where, picture_shape).reshape(shape)
@@ -126,10 +126,12 @@ class Leaf:
 def declared_leaves(
     node: Any, name: str = "", shape: tuple[int, ...] = (), depth: int = 0
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield the features of a tree. Names are joined by "/"; ragged axes are -1 in the shape.
+    """Yield (name, feature) for each leaf of a feature tree.
+
+    Nested names are joined by "/". A ragged axis has size -1.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: The node is no tree of features.
+        ValueError, TypeError, LookupError, AttributeError: The node is not a feature tree.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"more than {_MAX_DEPTH} levels")
@@ -147,7 +149,7 @@ def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
     if "text" in node:
         return Leaf("text", outer, "string")
     if not node.keys() & {"image", "tensor", "classLabel"}:
-        # An unknown kind is left out, like ragged features.
+        # A feature of an unknown kind is declared as ragged, because ragged features are left out.
         return Leaf("numbers", (-1,), "int64")
     feature = node.get("image") or node.get("tensor") or {"dtype": "int64"}
     dtype = feature.get("dtype") or "uint8"
@@ -160,11 +162,11 @@ def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
     if "image" not in node:
         return Leaf(_KINDS[feature.get("encoding") or "none"], shape, dtype)
     if len(shape) != 3 or dtype not in ("uint8", "uint16", "float32"):
-        # Several pictures in a step are left out, like ragged features.
+        # Several pictures per step are declared as ragged, because ragged features are left out.
         return Leaf("numbers", (-1, *shape), dtype)
     return Leaf("picture", shape, dtype)
 
 
 def text(item: bytes | memoryview) -> str:
-    """Decode UTF-8. Invalid bytes become escapes."""
+    """Decode UTF-8. Invalid bytes become backslash escapes."""
     return bytes(item).decode(errors="backslashreplace")

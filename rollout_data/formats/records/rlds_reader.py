@@ -1,8 +1,8 @@
-"""RLDS sets of TensorFlow Datasets: two JSON files and TFRecord shards. An episode is a record.
+"""RLDS datasets of TensorFlow Datasets: two JSON files and TFRecord shards. A record is an episode.
 
-`features.json` declares the fields of a step, and `dataset_info.json` the number of episodes in
-each shard. A shard with another number is an error, or is read as it is with
-`on_bad_index="rebuild"`.
+`features.json` declares the fields of a step. `dataset_info.json` declares the number of episodes
+in each shard. A shard with a different number of episodes is an error. With
+`on_bad_index="rebuild"` all episodes in the shard are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEPS = "steps/"
 _METADATA = "episode_metadata/"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
-#: Flags of steps that follow from the bounds of the episode.
+#: Flags of steps that are derived from the first and the last step of the episode.
 _BOUNDS = ("is_first", "is_last")
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_JSON_BYTES = 1 << 24
@@ -54,13 +54,13 @@ _Stored = Mapping[str, Feature]
 
 
 class Reader(FileSource):
-    """Reads a version folder, or a folder with one version.
+    """Reader of a version folder, or of a folder with one version folder.
 
     Options:
         last_step: Meaning of the last stored step: a step ("keep"), or only the final observation
             ("final"). The files do not state the meaning.
-        on_bad_index: "refuse", or "rebuild" to read the episodes of shards that differ from
-            `dataset_info.json`.
+        on_bad_index: "refuse" raises an error if the number of episodes in a shard differs from
+            `dataset_info.json`; "rebuild" reads the episodes in the shard.
     """
 
     format = "rlds"
@@ -132,9 +132,9 @@ class Reader(FileSource):
                 yield split["name"], name, length
 
     def _choose_leaves(self) -> None:
-        """Choose the features of steps that can be read.
+        """Choose the readable features of steps.
 
-        Other features and reduced dtypes are reported.
+        Unreadable features and reduced dtypes are reported.
         """
         self._steps: dict[str, Leaf] = {}
         for key, leaf in self._leaves.items():
@@ -159,11 +159,11 @@ class Reader(FileSource):
         self.metadata["lossy"] = reduced
 
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
-        """Append the episodes of a shard; `length` episodes are expected. Report damaged episodes.
+        """Append the episodes of a shard to `episodes`, and report damaged episodes.
 
         Raises:
-            DataFileError: The shard is damaged or has another number of episodes, and must not be
-                rebuilt.
+            DataFileError: The shard is damaged or has not `length` episodes, and `on_bad_index` is
+                "refuse".
         """
         names = list(self.splits.get(split, ()))
         num_records = 0
@@ -194,7 +194,7 @@ class Reader(FileSource):
                 )
         except DataFileError as error:
             if num_records == 0 and length == 0:
-                return  # A shard without episodes has no file.
+                return  # An empty shard may have no file.
             if self.options["on_bad_index"] == "refuse":
                 error.advice = "Pass on_bad_index='rebuild' to read the episodes that are there"
                 raise
@@ -211,7 +211,7 @@ class Reader(FileSource):
         where: str,
         error: Exception,
     ) -> None:
-        """Report a record that cannot be read: a wrong checksum, or other steps than declared."""
+        """Report an unreadable record: a wrong checksum, or steps that contradict the features."""
         try:
             check_record(data, start, stop, path)
         except CorruptFileError as damage:
@@ -224,10 +224,10 @@ class Reader(FileSource):
         problem.of("unreadable", episode)
 
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:
-        """Describe the episode of a record.
+        """Return the description of the episode in a record.
 
         Raises:
-            ValueError, LookupError, DataFileError: The record has other steps than declared.
+            ValueError, LookupError, DataFileError: The steps contradict the declared features.
         """
         stored = features(data, start, stop)
         length = self._num_steps(data, stored)
@@ -277,9 +277,9 @@ class Reader(FileSource):
         )
 
     def _check_steps(self, data: memoryview, key: str, feature: Feature, length: int) -> None:
-        """Raise `ValueError` if a feature has another kind or number of steps than declared.
+        """Raise `ValueError` if a feature has an undeclared kind, or not `length` steps.
 
-        Steps of pictures and packed tensors are counted when they are read.
+        Steps of pictures and compressed tensors are counted when the steps are read.
         """
         leaf = self._steps[key]
         is_right = feature.kind == leaf.values
@@ -290,7 +290,7 @@ class Reader(FileSource):
             raise ValueError(f"{key!r} does not hold {length} steps of {form}")
 
     def _num_steps(self, data: memoryview, stored: _Stored) -> int:
-        """Return the number of steps, counted in the feature that is counted fastest."""
+        """Return the number of steps, counted in the feature with the cheapest count."""
         keys = [key for key in self._steps if _STEPS + key in stored]
         if not keys:
             raise ValueError("no feature of steps")
@@ -303,7 +303,7 @@ class Reader(FileSource):
         return self._steps[key].num_steps(data, stored[_STEPS + key])
 
     def _picture_shape(self, data: memoryview, feature: Feature, key: str) -> tuple[int, ...]:
-        """Return the shape of the pictures of a feature. JPEG is noted as lossy."""
+        """Return the shape of the pictures of a feature. A JPEG feature is marked as lossy."""
         first = items(data, feature, MAX_STEPS)[0]
         leaf = self._steps[key]
         if picture_format(first) == "JPEG" and key not in self.metadata["lossy"]:
@@ -311,7 +311,7 @@ class Reader(FileSource):
         return leaf.shape if -1 not in leaf.shape else decode_picture(first, repr(key)).shape
 
     def _metadata(self, data: memoryview, stored: _Stored) -> dict[str, Any]:
-        """Read the small numbers and texts that an episode has once."""
+        """Read the metadata of an episode: small numbers and texts outside of the steps."""
         metadata: dict[str, Any] = {}
         for key, leaf in self._leaves.items():
             feature = stored.get(key)
@@ -357,7 +357,7 @@ class Reader(FileSource):
 
 
 def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
-    """Return the flag of the last step; False if the record has no such flag."""
+    """Return a flag of the last step; False if the record has no flag of this name."""
     feature = stored.get(_STEPS + name)
     if feature is None or feature.kind != INTEGERS:
         return False
@@ -365,6 +365,6 @@ def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
 
 
 def _plain(data: memoryview, feature: Feature, dtype: str) -> list[Any]:
-    """Read all numbers of a feature as Python values."""
+    """Read all numbers of a feature as a list of Python values."""
     values: list[Any] = numbers(data, feature, 0, count(data, feature)).astype(dtype).tolist()
     return values

@@ -1,4 +1,4 @@
-"""TFRecord files, and the places of values in their messages `tf.train.Example`.
+"""TFRecord files, and the offsets of values in their messages `tf.train.Example`.
 
 A record is u64 length, u32 masked CRC-32C of the length, the bytes, u32 masked CRC-32C of the
 bytes.
@@ -19,27 +19,27 @@ from storage.errors import CorruptFileError
 from ..input_checks import KnownFiles
 
 Array = np.ndarray[Any, Any]
-# Kinds of values: the numbers of their fields in the message `Feature`.
+# Kinds of value lists: field numbers in the protobuf message `Feature`.
 BYTES = 1
 FLOATS = 2
 INTEGERS = 3
-# Wire types of the fields of a message.
+# Protobuf wire types of the fields of a message.
 _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _MAX_FEATURES = 4096
-#: Number of bytes of packed integers that are decoded at a time.
+#: Bytes of packed integers decoded at a time.
 _PIECE_BYTES = 1 << 20
 _BITS = np.arange(32, dtype=np.uint32)
 
 
 class Feature(NamedTuple):
-    """Values of a feature in a file.
+    """The value list of a feature in a file.
 
     Attributes:
         kind: `BYTES`, `FLOATS` or `INTEGERS`.
-        start, stop: Place of the list of values.
+        start, stop: Offsets of the value list in the file.
     """
 
     kind: int
@@ -48,18 +48,18 @@ class Feature(NamedTuple):
 
 
 def open_map(path: Path, known: KnownFiles) -> memoryview:
-    """Map a file for reading after a comparison with its `known` state."""
+    """Map a file read-only after comparing the file with its state in `known`."""
     with known.open(path) as file:
         size = file.seek(0, 2)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
 def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each record. Only lengths are read.
+    """Yield (start, stop) of each record, reading only the lengths.
 
     Raises:
-        CorruptFileError: A record is truncated, or its length is damaged. The records before it
-            were yielded.
+        CorruptFileError: A record is truncated, or its length is damaged. Earlier records have
+            already been yielded.
     """
     position = 0
     while position < len(data):
@@ -91,10 +91,10 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
-    """Find the features of the `Example` in `data[start:stop]`.
+    """Return the features of the `Example` in `data[start:stop]`: name -> value list.
 
     Raises:
-        ValueError: The bytes are no `Example`.
+        ValueError: The bytes are not an `Example`.
     """
     by_name: dict[str, Feature] = {}
     for _, list_start, list_stop in _fields(data, start, stop):
@@ -114,10 +114,10 @@ def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
 
 
 def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
-    """List the values of a feature of bytes.
+    """Return the values of a feature of kind `BYTES`, as views.
 
     Raises:
-        ValueError: There are more than `most`, or the feature has numbers.
+        ValueError: There are more than `most` values, or the feature has a different kind.
     """
     values: list[memoryview] = []
     for _, start, stop in _fields(data, feature.start, feature.stop):
@@ -128,7 +128,7 @@ def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
 
 
 def count(data: memoryview, feature: Feature) -> int:
-    """Return the number of values of a feature of numbers."""
+    """Return the number of values of a feature of kind `FLOATS` or `INTEGERS`."""
     packed = _packed(data, feature)
     if feature.kind == FLOATS:
         return len(packed) // 4
@@ -143,7 +143,7 @@ def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
     """Decode the numbers `start:stop` of a feature as a new array of float32 or int64.
 
     Raises:
-        ValueError: The feature has fewer numbers.
+        ValueError: The feature has fewer than `stop` numbers.
     """
     packed = _packed(data, feature)
     if feature.kind == FLOATS:
@@ -156,7 +156,7 @@ def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
 
 
 def _integers(packed: Array, start: int, stop: int) -> Array:
-    """Decode the integers `start:stop`, or fewer if the list is shorter."""
+    """Decode the packed integers `start:stop`; fewer integers if the list is shorter."""
     parts = [np.empty(0, np.int64)]
     num_passed = 0
     for piece, ends in _pieces(packed):
@@ -172,7 +172,7 @@ def _integers(packed: Array, start: int, stop: int) -> Array:
 
 
 def _packed(data: memoryview, feature: Feature) -> Array:
-    """View the bytes of packed numbers, uint8."""
+    """Return the bytes of packed numbers, a uint8 view."""
     spans = [(start, stop) for _, start, stop in _fields(data, feature.start, feature.stop)]
     if feature.kind == BYTES or len(spans) > 1:
         raise ValueError("numbers that are packed expected")
@@ -181,7 +181,7 @@ def _packed(data: memoryview, feature: Feature) -> Array:
 
 
 def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield pieces of packed integers, each with the offsets after its integers."""
+    """Yield (bytes, end offsets of the integers) for pieces of packed integers."""
     position = 0
     while position < len(packed):
         piece = packed[position : position + _PIECE_BYTES]
@@ -193,7 +193,7 @@ def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _varints(piece: Array, begin: int, ends: Array) -> Array:
-    """Decode consecutive integers of 7 bits per byte: the first begins at `begin`, and they end at `ends`."""
+    """Decode consecutive varints; the first starts at `begin`, and `ends` are the end offsets."""
     starts = np.concatenate([[begin], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > 10:
@@ -208,9 +208,9 @@ def _varints(piece: Array, begin: int, ends: Array) -> Array:
 
 
 def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, start, stop) of the fields of bytes in a message.
+    """Yield (field number, start, stop) of the length-delimited fields of a message.
 
-    Fields of other types are skipped.
+    Fields of other wire types are skipped.
     """
     position = start
     while position < stop:
@@ -235,7 +235,7 @@ def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int,
 
 
 def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
-    """Return an integer of 7 bits per byte, and the position after it."""
+    """Return the varint at a position, and the position after the varint."""
     value = 0
     for number in range(min(10, stop - position)):
         byte = data[position + number]
@@ -265,8 +265,8 @@ def masked_crc32c(data: memoryview | bytes) -> int:
 def crc32c(data: memoryview | bytes) -> int:
     """Compute the CRC-32C of bytes, at 100 to 200 MB/s.
 
-    The bytes are divided into parts. The CRCs of all parts advance together, and are combined
-    pairwise at the end.
+    The bytes are divided into parts. The CRCs of all parts are computed in parallel with numpy, and
+    are combined pairwise at the end.
     """
     stored = np.frombuffer(data, np.uint8)
     of_byte, of_word = _tables()
@@ -286,7 +286,7 @@ def crc32c(data: memoryview | bytes) -> int:
 
     over_zeros = _over_zeros(part_bytes)
     while len(crcs) > 1:
-        # The left CRC of each pair passes over the bytes of the right one.
+        # The left CRC of each pair is advanced over zeros, as many as the right part has bytes.
         crcs = _apply(over_zeros, crcs[::2]) ^ crcs[1::2]
         over_zeros = _apply(over_zeros, over_zeros)
 
