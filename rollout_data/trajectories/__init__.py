@@ -1,1 +1,1 @@
-"""Replay of whole trajectories, on disk and cached."""
+"""Replay buffer of whole trajectories, stored on disk and cached in memory."""

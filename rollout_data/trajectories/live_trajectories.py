@@ -1,10 +1,10 @@
-"""The live trajectories of a buffer, the places of their rows, and samples of their steps.
+"""The live trajectories of a buffer, the locations of their rows, and samples of their steps.
 
-A trajectory is live until the buffer removes it. A table has a few numbers per trajectory, which
-locate its rows. A number is updated when the rows move, so the time to add a trajectory does not
-depend on the number of trajectories. Drawn steps are located in the running sum of lengths. Rows
-are gathered once for each place and layout. A sample that raises an error restores the random
-state.
+A trajectory is live until the buffer removes it. A table has one entry per trajectory, which
+locates its rows. The entry is updated when the rows move, so the time to add a trajectory does not
+depend on the number of trajectories. A drawn step is located by a search in the cumulative sum of
+lengths. Rows are gathered with one call per location and layout. `sample` restores the random state
+if it raises an error.
 """
 
 from __future__ import annotations
@@ -34,43 +34,44 @@ from .trajectory_files import Entry, naming
 from .trajectory_rows import Rows
 
 Int64s = npt.NDArray[np.int64]
-#: Column -> rows, `[n, words]`.
+#: Name of a column -> rows, int32 `[n, words]`.
 Arrays = dict[str, npt.NDArray[np.int32]]
-#: Places of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or in
-#: a file read whole).
+#: Locations of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or
+#: in a file that can only be read as a whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Numbers of a trajectory: steps, layout, place of its rows, and first row in the cache. The first
-#: row is 0 if the trajectory is not cached.
+#: Entry of a trajectory in the table: number of steps, number of the layout, location of the rows,
+#: and first row in the cache (0 if not cached).
 _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
-#: Most mapped files; beyond it, all files are unmapped. Linux allows 65,530 mappings per process,
-#: and each column of a file is one mapping.
+#: Maximum number of mapped files per layout. All files of the layout are unmapped when the number
+#: is exceeded. Linux allows 65,530 mappings per process, and each column of a file is one mapping.
 MAX_MAPPED_FILES = 20_000
-#: Number of rows that are checked to find out whether the rows of a sample are in memory.
+#: Number of probed rows that decide whether the rows of a sample are in the page cache.
 _NUM_PROBES = 16
-#: Most bytes that numpy gathers. numpy has less overhead per call; for more bytes the threads of
-#: torch are faster.
+#: Maximum bytes of a gather with numpy, which has less overhead per call. For more bytes torch is
+#: faster, because it uses several threads.
 _MAX_NUMPY_BYTES = 1 << 20
 
 
 class Window:
-    """Trajectories to draw from at one moment, as runs.
+    """Snapshot of the trajectories to draw from, divided into runs.
 
-    Consecutive trajectories of the cache are one run.
+    A run is one trajectory, or several consecutive trajectories whose rows are contiguous in the
+    cache.
 
     Args:
         entries: Trajectories, oldest first.
-        numbers: Numbers of the trajectories, `[W]` of `_NUMBERS`.
-        layouts: Layouts, by their number in `numbers["layout"]`.
+        numbers: Table entries of the trajectories, `[W]` of `_NUMBERS`.
+        layouts: Layouts, indexed by `numbers["layout"]`.
 
     Attributes:
-        num_samples: Steps of all trajectories.
+        num_samples: Number of steps of all trajectories.
         entries: First entry of each run.
         layout: Number of the layout of each run, int64 `[R]`.
-        source: Place of the rows of each run, int64 `[R]`.
-        layouts: Number -> layout, for the layouts of the runs.
-        names: Fields that all layouts have.
-        is_one_place: Whether all rows are in the cache, or all in mapped files.
+        source: Location of the rows of each run (`CACHED`, `MAPPED`, `ELSEWHERE`), int64 `[R]`.
+        layouts: Number of a layout -> layout, for the layouts of the runs.
+        names: Names of the fields in all layouts.
+        is_one_place: Whether all rows are in the cache, or all rows are in mapped files.
     """
 
     def __init__(
@@ -102,10 +103,10 @@ class Window:
         )
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the run and the row of each drawn step. Steps are numbered from the oldest on.
+        """Return the run and the row of each drawn step; step 0 is the oldest step.
 
-        A row is a position in the cache or in the trajectory. If there is only one run, its number
-        is returned once, `[1]`.
+        A row is a position in the cache or in the trajectory. If there is only one run, the first
+        result has the shape `[1]`.
         """
         run = (
             np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
@@ -113,7 +114,7 @@ class Window:
         return run, draws + self._shift[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Return the names of the leaves at or below some keys, in any trajectory."""
+        """Return the names of the leaves at or below `keys` in any trajectory of the window."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError(
@@ -136,17 +137,18 @@ class LiveTrajectories:
     """The live trajectories of a buffer. All methods are called under the lock of the buffer.
 
     Args:
-        window_size: Newest trajectories to draw from; 0 for all.
-        capacity: Trajectories that are kept; 0 for no limit.
+        window_size: Number of newest trajectories to draw from; 0 means all.
+        capacity: Maximum number of live trajectories; 0 means no limit.
         cache: Cache of rows, or None.
-        trusted: Whether pickles are read.
+        trusted: Whether pickles may be read.
 
     Attributes:
-        capacity, cache: As the arguments.
-        entries: Id -> entry, oldest first.
-        fields: All fields that a trajectory ever had. A field never changes its dtype or shape.
-        num_samples: Steps of all trajectories.
-        pool: Memory for rows of samples.
+        capacity, cache: The arguments.
+        entries: Id of a trajectory -> entry, oldest first.
+        fields: Name -> field, for all fields of past and present trajectories. The dtype and shape
+            of a field never change.
+        num_samples: Number of steps of all live trajectories.
+        pool: Memory pool for the rows of samples.
     """
 
     def __init__(
@@ -161,8 +163,8 @@ class LiveTrajectories:
         self.num_samples = 0
         self.pool = BufferPool(16)
         self._layouts: dict[RowLayout, int] = {}
-        #: Numbers of the entries, up to `_stop`. `_offset` earlier trajectories have no numbers any
-        #: more.
+        #: Table of the trajectories, valid up to `_stop`. The first `_offset` trajectories were
+        #: removed from the table.
         self._numbers = np.zeros(_FIRST_ROOM, _NUMBERS)
         self._stop = 0
         self._offset = 0
@@ -170,9 +172,9 @@ class LiveTrajectories:
         self._files: dict[RowLayout, FileMap] = {}
 
     def append(self, entry: Entry, rows: Rows | None = None) -> None:
-        """Add an entry, and its rows to the cache.
+        """Add an entry, and add its rows to the cache.
 
-        Beyond the capacity the oldest entry is removed.
+        If the capacity is exceeded, the oldest entry is removed.
         """
         check_fields(self.fields, entry.layout.schema.values())
         if self._stop == len(self._numbers):
@@ -200,7 +202,7 @@ class LiveTrajectories:
             self.note_moved([entry.trajectory_id])
 
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
-        """Update the places of the rows of some trajectories. Ids that are not live are ignored."""
+        """Update the row locations of trajectories in the table. Unknown ids are ignored."""
         for entry in filter(None, map(self.entries.get, trajectory_ids)):
             source = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE
             first = 0
@@ -219,7 +221,7 @@ class LiveTrajectories:
             self.note_moved(cached)
 
     def rows_of(self, entry: Entry) -> Rows:
-        """Return all rows of an entry from any place. They must not be changed."""
+        """Return all rows of an entry from any location. The caller must not change the rows."""
         if self.cache is not None and entry.trajectory_id in self.cache:
             [(block, first)] = self.cache.find(entry.trajectory_id)
             return block.rows(first)
@@ -229,7 +231,7 @@ class LiveTrajectories:
         """Return the trajectories to draw from.
 
         Raises:
-            BufferEmptyError: There is no such trajectory.
+            BufferEmptyError: There is no trajectory to draw from.
         """
         if self._window is None or self._window[0] != min_weights_version:
             size = min(self._window_size or len(self.entries), len(self.entries))
@@ -259,7 +261,7 @@ class LiveTrajectories:
         min_weights_version: int | None,
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Draw steps. Arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
+        """Draw steps; see `TrajectoryReplayBuffer.sample` for arguments, result and errors."""
         window = self.window(min_weights_version)
         names = window.names if keys is None else window.names_of(keys)
         before = rng.get_state()
@@ -277,7 +279,11 @@ class LiveTrajectories:
             raise
 
     def _fill_cache(self, window: Window, run: Int64s) -> bool:
-        """Add drawn trajectories to the cache while it has room; return whether one was added."""
+        """Add drawn trajectories to the cache while the cache has room.
+
+        Returns:
+            Whether at least one trajectory was added.
+        """
         cache = self.cache
         if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
             return False
@@ -316,7 +322,7 @@ class LiveTrajectories:
         contiguous: bool,
         nested: bool,
     ) -> dict[str, Any]:
-        """Gather steps of trajectories that have one layout, and split their rows into fields."""
+        """Gather steps of trajectories with the same layout, and split the rows into fields."""
         layout = window.entries[run[0]].layout
         plan, columns = _cut_of(layout, names, contiguous, nested)
         wanted = [name for name in columns if name is not None]
@@ -324,7 +330,7 @@ class LiveTrajectories:
             rows = self._rows_at_one_place(window, run, row, wanted)
         else:
             source = window.source[run]
-            # Each run elsewhere is a separate place.
+            # Each run with the location ELSEWHERE is gathered separately.
             place = np.where(source == ELSEWHERE, -1 - run, source)
             rows = {
                 name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy()
@@ -367,12 +373,12 @@ class LiveTrajectories:
                 ):
                     mapped.will_need(
                         np.sort(rows), np.ones_like(rows)
-                    )  # All reads start before the first one is waited for.
+                    )  # All reads start before the first wait.
                 found[name] = self._taken(mapped.words_view, rows)
         return found
 
     def _files_of(self, entries: list[Entry]) -> FileMap:
-        """Map the files of entries of one layout."""
+        """Map the files of entries with the same layout."""
         layout = entries[0].layout
         blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
@@ -414,7 +420,7 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
     """Add new fields to `known`.
 
     Raises:
-        SchemaError: A known field has another dtype or shape.
+        SchemaError: A field in `known` has a different dtype or shape.
     """
     for one in fields:
         before = known.setdefault(one.name, one)
@@ -427,7 +433,7 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 def _cut_of(
     layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
 ) -> tuple[Cut, list[str | None]]:
-    """Return the plan that splits rows into fields, and the names of the columns.
+    """Return the function that splits rows into fields, and the names of its columns.
 
     The name of an unused column is None.
     """

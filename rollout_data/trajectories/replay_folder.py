@@ -1,9 +1,9 @@
-"""Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
+"""Folders of trajectories: trajectory files, `trajectory_index.json` and `metadata.json`.
 
 The index lists the trajectories of the folder, and is replaced atomically. A checkpoint folder is
 replaced atomically as a whole, so a crash leaves the old or the new checkpoint. Both JSON files
-have the names and keys of an earlier system, and additional keys. Each system therefore reads the
-folders of the other system. The JSON files contain no paths.
+have the names and keys of an earlier system, and additional keys. Each of the two systems can
+therefore read the folders of the other system. The JSON files contain no paths.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from .trajectory_rows import Rows, layout_of
 
 INDEX_NAME = "trajectory_index.json"
 METADATA_NAME = "metadata.json"
-#: Name of the index in an earlier system.
+#: Name of the index in the earlier system.
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT = "rollout-data trajectories"
 _VERSION = 1
-#: Most bytes of an index, enough for some millions of trajectories.
+#: Maximum bytes of an index, enough for several million trajectories.
 _MAX_INDEX_BYTES = 1 << 30
-#: Upper limit of ids, because file names have 18 digits for the id.
+#: Exclusive upper limit of ids, because file names have 18 digits for the id.
 _MAX_COUNTER = 10**18
 _LOAD = "load trajectories from"
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
-    """The path is no folder of trajectories."""
+    """The folder has no index of trajectories."""
 
 
 class Counters(NamedTuple):
-    """Counters and random state of a buffer, as the index stores them."""
+    """Counters and random state of a buffer in an index."""
 
     seed: int
     next_id: int
@@ -75,7 +75,7 @@ def save_to(
 
 
 def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
-    """Write the index and the metadata of a folder. `entries` maps the ids of files to entries."""
+    """Write the index and the metadata of a folder; `entries` maps ids in file names to entries."""
     summary = {
         "trajectory_format": counters.file_format,
         "size": len(entries),
@@ -102,7 +102,7 @@ def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) 
 
 
 def check_json(info: Mapping[str, Any]) -> None:
-    """Raise `SchemaError` if a leaf that is not a tensor cannot be stored in the index as JSON."""
+    """Raise `SchemaError` if a leaf in `info` cannot be stored in the index as JSON."""
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
@@ -118,7 +118,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
     out, with one warning. If two ranks used the same id, one trajectory gets a new id.
 
     Raises:
-        MissingTrajectoriesError: There is no index.
+        MissingTrajectoriesError: Neither the folder nor a `rank_<r>` folder has an index.
         CorruptFileError: The index or a file is damaged, or the index contradicts a file.
     """
     folder = existing_folder(folder)
@@ -147,10 +147,10 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
-    """Return a contiguous share of the result of `read_folder`, oldest first.
+    """Return the contiguous share of a rank in the result of `read_folder`, oldest first.
 
-    Ranks of one run use different ids in ascending order, so a share of several folders is sorted
-    by id. A share is not sorted if ranks used the same ids and `read_folder` chose new ids.
+    A share is sorted by id, because the ranks of a run use disjoint ascending ids. If ranks used
+    equal ids, `read_folder` chose new ids and the share is not sorted.
     """
     start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
     share = list(entries[start:stop])
@@ -169,7 +169,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         counters = _counters_of(
             (index.get("counters") if is_ours else about.exists() and read_json(about)) or {}
         )
-        # Duplicate ids are removed.
+        # `dict.fromkeys` removes duplicate ids.
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))
         files = find_files(folder)
         entries = []
@@ -234,7 +234,7 @@ def _read_entry(
 
 
 def _counters_of(summary: Mapping[str, Any]) -> Counters:
-    """Return the counters of an index; raise `ValueError` if they are invalid."""
+    """Return the counters in an index; raise `ValueError` for invalid counters."""
     file_format = str(summary.get("trajectory_format"))
     seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
     if next_id >= _MAX_COUNTER:
@@ -250,6 +250,6 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
 
 
 def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Derive the random state of a rank from a common state."""
+    """Derive the random state of a rank from the random state of a checkpoint."""
     digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

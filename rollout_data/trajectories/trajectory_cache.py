@@ -1,7 +1,7 @@
 """`TrajectoryCache`: the newest trajectories in memory, first in, first out.
 
-All trajectories of a layout share one allocation, so that steps of many trajectories are gathered
-at once. The rows of a trajectory are contiguous. The rows of removed trajectories are used again.
+All trajectories with the same layout share one allocation, so that one call gathers steps of many
+trajectories. The rows of a trajectory are contiguous. The memory of removed trajectories is reused.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from storage.errors import MissingFieldError, UsageError
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
 
-#: Number of trajectories, of the size of the first one, for which a cache without a limit first
-#: allocates memory.
+#: Initial memory of a cache without a limit, in multiples of the size of the first trajectory.
 _FIRST_ROOM = 8
-#: Smallest factor by which the memory grows.
+#: Minimum growth factor of the memory.
 _GROWTH = 1.5
 
 
 class RowBlock:
-    """Rows of trajectories of one layout, each in one contiguous piece.
+    """Allocation for the rows of trajectories with the same layout, one piece per trajectory.
 
     Attributes:
         layout: Layout of a row.
-        capacity: Rows that fit into the allocated memory.
-        words: Column -> rows, int32 `[capacity, words]`. Replaced when the memory grows.
+        capacity: Number of allocated rows.
+        words: Name of a column -> rows, int32 `[capacity, words]`. New tensors replace the old
+            tensors when the memory grows.
     """
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.layout = layout
-        #: First row -> row after the last, for each piece in use; sorted.
+        #: First row of a piece in use -> one past its last row, in ascending order.
         self._pieces: dict[int, int] = {}
         self.words: Rows = {}
         self._make_room(capacity)
@@ -71,7 +71,7 @@ class RowBlock:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Return the position for new rows, after growing the memory if no gap is large enough."""
+        """Return the first row of a free gap for `num_rows` rows; grow the memory if necessary."""
         end = self._end
         before = 0
         if end + num_rows <= self.capacity:
@@ -94,11 +94,11 @@ class RowBlock:
 
 
 class Cached(NamedTuple):
-    """Place of the rows of a trajectory, or of its fields with the same length.
+    """Location of cached rows: all fields of a trajectory with the same number of steps.
 
     Attributes:
-        block: Block with the rows.
-        first: Position of the first row.
+        block: Allocation with the rows.
+        first: Position of the first row in `block`.
     """
 
     block: RowBlock
@@ -106,13 +106,12 @@ class Cached(NamedTuple):
 
 
 class TrajectoryCache(Shown):
-    """Keep the newest trajectories in memory, first in, first out.
+    """Cache of the newest trajectories in memory, first in, first out. Thread-safe.
 
     Args:
-        max_size: Number of trajectories; 0 for no limit.
+        max_size: Maximum number of trajectories; 0 means no limit.
 
-    Trajectories may have different keys and lengths. Memory is used for their rows only.
-    Thread-safe.
+    Trajectories may have different keys and lengths.
 
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
@@ -144,18 +143,18 @@ class TrajectoryCache(Shown):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of allocated rows."""
+        """Number of bytes of allocated rows."""
         with self.lock:
             return sum(block.capacity * block.layout.frame_bytes for block in self._blocks.values())
 
     def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
-        """Copy a trajectory into the cache. A full cache drops its oldest one.
+        """Copy a trajectory into the cache. A full cache drops its oldest trajectory.
 
-        A cached trajectory of the same id is replaced, and becomes the newest.
+        A cached trajectory with the same id is replaced, and becomes the newest trajectory.
 
         Args:
             trajectory_id: Id of the trajectory.
-            trajectory: Nested mapping of tensors `[n, ...]`; n may differ between keys.
+            trajectory: Nested mapping of tensors `[n, ...]`; n may differ between the tensors.
         """
         action = "cache the trajectory"
         if not is_whole(trajectory_id):
@@ -187,7 +186,7 @@ class TrajectoryCache(Shown):
         """Copy packed rows into the cache.
 
         Returns:
-            Ids of the added and of the dropped trajectory.
+            Ids of the trajectories whose rows moved: the added and the dropped trajectories.
         """
         moved = [trajectory_id]
         with self.lock:
@@ -223,7 +222,7 @@ class TrajectoryCache(Shown):
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Return the places of the rows of a trajectory. They are valid while `lock` is held.
+        """Return the locations of the rows of a trajectory, which are valid while `lock` is held.
 
         Raises:
             MissingFieldError: The trajectory is not cached (a `KeyError`).

@@ -1,8 +1,8 @@
 """Files of trajectories: blocks (`h5`), files of `torch.save` (`pt`), and pickles (`pkl`).
 
-A file is written under a temporary name and renamed. A file is checked before it is read. A block
-has the `[T, B]` steps of a trajectory as B fragments of T frames, and allows reading single rows.
-Files of other formats are read whole.
+A file is written under a temporary name and then renamed. A file is checked before it is read. A
+block stores the `[T, B]` steps of a trajectory as B fragments of T frames. Single rows can be read
+from a block; files of other formats are read as a whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from ..blocks.write_block import write_block_file
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 FORMATS = ("h5", "pt", "pkl")
-#: Flags that may have rows before the first steps in folders of an earlier system.
+#: Flags that may have an extra row before the first step of each epoch in files of an earlier
+#: system.
 LONGER_FLAGS = ("dones", "terminations", "truncations")
 _NAME = re.compile(r"trajectory_(\d{1,18})(?:_.*)?\.(h5|pt|pkl)")
 _READ = "read the trajectory"
@@ -48,11 +49,14 @@ class MissingTrajectoryError(DataFileError, FileNotFoundError):
 
 @contextmanager
 def naming(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Convert a `FileNotFoundError` of this file into a `MissingTrajectoryError` that names the trajectory."""
+    """Convert a `FileNotFoundError` in the block into a `MissingTrajectoryError`.
+
+    The new error names the trajectory. Errors about other files are not converted.
+    """
     try:
         yield
     except FileNotFoundError as cause:
-        if path.exists():  # The error concerns another file.
+        if path.exists():  # The error is about a different file.
             raise
         where = f"{trajectory_id} in {str(path)!r}"
         expected = "the file that it was saved to or loaded from"
@@ -62,19 +66,19 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Entry:
-    """A trajectory of a buffer.
+    """Entry of a trajectory in a buffer.
 
     Attributes:
-        trajectory_id: Id of the trajectory, which is never used again.
-        layout: Layout of its rows.
-        shape: (T, B).
-        info: Leaves that are no tensors, by flat name.
+        trajectory_id: Id of the trajectory, unique in the buffer and never reused.
+        layout: Layout of the rows.
+        shape: Number of steps and of environments, (T, B).
+        info: Flat name -> leaf that is not a tensor.
         uuid: Name that is unique across runs.
         weights_version: Version of the policy that acted, or None.
-        path: File of the trajectory; None until it is written.
-        rows: Rows in memory until the file is written.
-        block: Places of the rows in a block; None for other files.
-        place: Position among all trajectories that were ever live in the buffer.
+        path: File of the trajectory; None until the file is written.
+        rows: Rows in memory; None after the file is written.
+        block: Locations of the rows in a block file; None for other files.
+        place: Position among all past and present trajectories of the buffer.
     """
 
     trajectory_id: int
@@ -94,28 +98,29 @@ class Entry:
 
     @property
     def weights_id(self) -> str:
-        """Name of the policy that acted: the leaf `model_weights_id`, otherwise the version."""
+        """Name of the policy that acted: the leaf `model_weights_id`, or the version as text."""
         version = "" if self.weights_version is None else self.weights_version
         return str(self.info.get("model_weights_id", version))
 
     @property
     def filed_id(self) -> int:
-        """Id in the name of the file."""
+        """Trajectory id in the name of the file."""
         match = self.path and _NAME.fullmatch(self.path.name)
         assert match, "named by file_name() or found by find_files()"
         return int(match[1])
 
     def is_recent(self, min_weights_version: int | None) -> bool:
-        """Return whether the version of the policy is at least `min_weights_version`.
+        """Return whether the policy version is at least `min_weights_version`.
 
-        An unknown version is not recent, unless `min_weights_version` is None.
+        The result is true if `min_weights_version` is None, and otherwise false for an unknown
+        version.
         """
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def file_name(self, file_format: str) -> str:
-        """Return the name of the file. Special characters of the policy's name become "_"."""
+        """Return the file name; special characters in the name of the policy become "_"."""
         weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
@@ -145,7 +150,7 @@ class Entry:
         return torch.from_numpy(words).view(num_rows, -1)
 
     def write(self, path: Path, rows: Rows) -> None:
-        """Write rows to a file, atomically, in the format of its ending."""
+        """Write rows to a file atomically; the file extension selects the format."""
         with replace_file(path) as new:
             if path.suffix == ".h5":
                 write_block_file(new, self._content(rows), starts_writeback=False, num_threads=1)
@@ -158,7 +163,7 @@ class Entry:
                     pickle.dump(trajectory, file)
 
     def _content(self, rows: Rows) -> BlockContent:
-        """Return the content of a block: one fragment per environment, no final observations."""
+        """Return the content of a block with one fragment per environment."""
         num_steps, num_envs = self.shape
         fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
         fragments["trajectory"] = np.arange(num_envs)
@@ -187,7 +192,7 @@ class Entry:
     def put_file(self, target: Path, rows: Rows | None) -> None:
         """Write `rows` to a file; if `rows` is None, link or copy the existing file."""
         has_other_id = self.block is not None and self.block.sequence != self.trajectory_id
-        if rows is None and has_other_id:  # A block contains the id, so a new id needs a new block.
+        if rows is None and has_other_id:  # A block contains the id.
             rows = self.read_rows(trusted=False, pool=BufferPool())
         if rows is not None:
             self.write(target, rows)
@@ -198,7 +203,7 @@ class Entry:
                 os.link(self.path, target)
             except FileNotFoundError:
                 raise
-            except OSError:  # Another file system, or a file system without links.
+            except OSError:  # Hard links are impossible here.
                 with replace_file(target) as new:
                     shutil.copyfile(self.path, new)
 
@@ -216,7 +221,7 @@ class Entry:
 
 
 def find_files(folder: Path) -> dict[tuple[int, str], Path]:
-    """List the trajectory files of a folder: (id, format) -> path."""
+    """Return the trajectory files in a folder: (id, format) -> path."""
     paths = {}
     for entry in os.scandir(folder):
         match = _NAME.fullmatch(entry.name)
@@ -231,16 +236,16 @@ def find_block(
     shape: tuple[int, int],
     verify: bool,
 ) -> tuple[RowLayout, Block]:
-    """Read the places of the rows of a trajectory in a block.
+    """Read the header of a block file; return the layout and the locations of the rows.
 
     Args:
-        path: The block.
-        trajectory_id: Expected id.
-        shape: Expected (T, B).
-        verify: Check all rows as well.
+        path: Path of the block file.
+        trajectory_id: Expected id of the trajectory.
+        shape: Expected shape (T, B).
+        verify: Also check the checksums of all rows.
 
     Raises:
-        DataFileError: The block is damaged, or has another trajectory.
+        DataFileError: The block is damaged, or contains a different trajectory.
     """
     with naming(trajectory_id, path):
         header = open_block(path, verify)
@@ -250,7 +255,7 @@ def find_block(
     layout = layout_for(header.schema.values())
     is_whole = (
         header.sequence == trajectory_id
-        # Checked before the lists below are built, since `num_envs` of a hostile index may be huge.
+        # The order matters: `num_envs` of a hostile index may be too large for the lists below.
         and len(fragments) == num_envs
         and layout.schema == header.schema
         and fragments["length"].tolist() == [num_steps] * num_envs
@@ -274,12 +279,12 @@ def find_block(
 
 
 def read_whole(path: Path, trusted: bool) -> Leaves:
-    """Read a `pt` or `pkl` file.
+    """Read a `pt` or `pkl` file as a whole.
 
     Raises:
-        UnsafeFileError: The file is a pickle and `trusted` is false, or the file has other objects
-            than tensors and containers.
-        CorruptFileError: The file is damaged, or has no trajectory.
+        UnsafeFileError: The file is a pickle and `trusted` is false, or the file has objects that
+            are neither tensors nor plain containers.
+        CorruptFileError: The file is damaged, or does not contain a trajectory.
     """
     where = repr(str(path))
     if path.suffix == ".pt":
@@ -290,8 +295,8 @@ def read_whole(path: Path, trusted: bool) -> Leaves:
     else:
         try:
             with open(path, "rb") as file:
-                trajectory = pickle.load(file)  # The caller passed `trusted`.
-        except Exception as cause:  # The code of a pickle may raise any exception.
+                trajectory = pickle.load(file)  # The user opted in by `trusted`.
+        except Exception as cause:  # Code in a pickle may raise any exception.
             raise CorruptFileError(_READ, where, "a pickle", str(cause)) from cause
     if not isinstance(trajectory, Mapping):
         raise CorruptFileError(_READ, where, "a dict", type(trajectory).__name__)

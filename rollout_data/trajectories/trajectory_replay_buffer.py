@@ -1,7 +1,7 @@
-"""`TrajectoryReplayBuffer`: whole trajectories on disk, and samples of their steps.
+"""`TrajectoryReplayBuffer`: store whole trajectories on disk and sample their steps.
 
-Every step of the newest trajectories is drawn with equal probability. `live_trajectories.py` finds
-the rows, and `trajectory_saver.py` writes the files.
+Every step of the newest trajectories is drawn with equal probability. `live_trajectories.py`
+gathers the rows, and `trajectory_saver.py` writes the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .trajectory_files import FORMATS, Entry
 from .trajectory_rows import Leaves, layout_of, pack, take_apart, unpack
 from .trajectory_saver import TrajectorySaver
 
-#: Policy versions may be negative, such as -1 for an unknown one.
+#: Minimum policy version. Versions may be negative: some programs use -1 for an unknown version.
 _LEAST_VERSION = -(1 << 62)
 
 
@@ -39,30 +39,33 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     Args:
         seed: Seed of the random numbers of this buffer.
-        enable_cache: Keep trajectories in memory besides their files. Without `auto_save` all are
-            in memory.
-        cache_size: Trajectories in memory with `auto_save`; 0 for all.
-        sample_window_size: Newest trajectories to draw samples from; 0 for all. Without
+        enable_cache: Keep trajectories in memory in addition to their files. Without `auto_save`
+            all trajectories are in memory.
+        cache_size: Maximum number of trajectories in memory with `auto_save`; 0 means all.
+        sample_window_size: Number of newest trajectories to draw samples from; 0 means all. Without
             `auto_save`, older trajectories are removed.
         auto_save: Write every trajectory to `auto_save_path` in the background. The folder is a
             checkpoint at any time: `load_checkpoint` reads it, also after a crash.
-        auto_save_path: A folder that only this buffer uses.
-        trajectory_format: "h5" writes block files, of which single rows are read. "pt" writes files
-            of `torch.save`, and "pkl" pickles, for other tools. Both are read whole.
-        max_trajectories: Number of newest trajectories that are kept; None for all. The auto-saved
-            file of an older trajectory is deleted after `max_trajectories` newer files and their
-            index were written, so a crash loses no trajectory.
-        drop_first: Leaves that may have `T + e` rows, one before the first step of each of e
-            epochs.
-        drop_last: Leaves that may have `T + e` rows, one after the last step of each of e epochs.
-        trusted: Read pickles, which may run any code. Required for "pkl".
-        max_pending_saves: Most trajectories that wait to be written. Beyond it, adding blocks.
-        rank, world_size: Rank of this buffer among several buffers that save below one path. The
-            buffer saves to `rank_<rank>`, and no other rank uses its ids.
-        load_path: Checkpoint to load at first, as by `load_checkpoint`; with `world_size` the share
-            of this rank.
-        save_path: Another name of `auto_save_path`, which turns `auto_save` on.
-        monitor: Receives durations, waiting included: `trajectories/add`, `/sample`,
+        auto_save_path: Folder for the files. No other buffer may use this folder.
+        trajectory_format: "h5" writes block files, from which single rows can be read. "pt" writes
+            files of `torch.save`, and "pkl" writes pickles, for other tools. Files of both formats
+            are read as a whole.
+        max_trajectories: Maximum number of live trajectories; None means no limit. The oldest
+            trajectory is removed first. Its auto-saved file is deleted after `max_trajectories`
+            newer files and their index were written, so a crash loses no live trajectory.
+        drop_first: Names of leaves that may have `T + e` rows for e epochs: an additional row
+            before the first step of each epoch. The additional rows are dropped.
+        drop_last: Names of leaves that may have `T + e` rows for e epochs: an additional row after
+            the last step of each epoch. The additional rows are dropped.
+        trusted: Allow reading pickles, which may run any code. Required for "pkl".
+        max_pending_saves: Maximum number of trajectories that wait to be written. Adding blocks
+            while the number is reached.
+        rank, world_size: Rank of this buffer among several buffers that save below the same path,
+            and their number. The buffer saves to `rank_<rank>`, and no other rank uses its ids.
+        load_path: Checkpoint to load during construction with `load_checkpoint`. If `world_size` is
+            set, only the share of this rank is loaded.
+        save_path: Alias of `auto_save_path` that also enables `auto_save`.
+        monitor: Receiver of durations, including waiting times: `trajectories/add`, `/sample`,
             `/save_checkpoint`, `/load_checkpoint`, and `/write` for one file in the background.
     """
 
@@ -138,12 +141,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 max_pending_saves,
                 self.max_trajectories,
                 self._lock,
-                # The late lookup of `_live` matters, since loading a checkpoint replaces `_live`.
+                # The lambda looks up `_live` late, because loading a checkpoint replaces `_live`.
                 lambda trajectory_id: self._live.note_moved([trajectory_id]),
                 self._counters,
                 self._timed,
             )
-            # Files of an earlier run are never overwritten.
+            # New ids start above the ids of earlier files, so no earlier file is overwritten.
             self._next_id += -(-self._saver.first_free_id // world_size) * world_size
         if load_path is not None:
             try:
@@ -163,7 +166,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     @property
     def total_samples(self) -> int:
-        """Steps of all live trajectories, T * B of each."""
+        """Number of steps of all live trajectories: the sum of T * B."""
         with self._lock:
             return self._live.num_samples
 
@@ -191,17 +194,17 @@ class TrajectoryReplayBuffer(Shown, Owned):
         Args:
             trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays. T, B
                 and keys may differ between trajectories. Texts, numbers and lists are metadata of
-                the trajectory; None is left out.
+                the trajectory. A leaf that is None is ignored.
             weights_version: Version of the policy that acted; by default the leaf
                 `weights_version`.
 
         Returns:
-            The ids of the trajectories. Ids ascend and are never used again.
+            The ids of the trajectories. Ids ascend and are never reused.
 
         Raises:
-            SchemaError: The leading sizes of the leaves differ, or a leaf has another dtype or
-                shape than in earlier trajectories. Nothing is added.
-            BackgroundError: An earlier trajectory could not be saved. Nothing is added.
+            SchemaError: The leading sizes of the leaves differ, or the dtype or shape of a leaf
+                differs from earlier trajectories. No trajectory is added.
+            BackgroundError: An earlier trajectory could not be saved. No trajectory is added.
         """
         action = "call TrajectoryReplayBuffer.add_trajectories"
         if isinstance(trajectories, (str, Mapping)) or not isinstance(trajectories, Iterable):
@@ -244,15 +247,16 @@ class TrajectoryReplayBuffer(Shown, Owned):
         min_weights_version: int | None = None,
         contiguous: bool = False,
     ) -> dict[str, Any]:
-        """Draw steps uniformly, with replacement, from the `sample_window_size` newest trajectories.
+        """Draw steps uniformly with replacement from the `sample_window_size` newest trajectories.
 
         Args:
             num_chunks: Number of steps, >= 1.
             keys: Leaves to return, as flat names ("obs/state") or tuples (("obs", "state")). The
-                name of an inner mapping means all leaves below it. None means the leaves of every
-                trajectory to draw from.
-            min_weights_version: Draw only from trajectories of this policy version or a later one.
-            contiguous: Return contiguous tensors. Otherwise small ones are views of packed rows.
+                name of a nested mapping selects all leaves below it. None selects the leaves that
+                are in every trajectory to draw from.
+            min_weights_version: Draw only from trajectories of this policy version or later.
+            contiguous: Return contiguous tensors. Otherwise small tensors are strided views of
+                packed rows.
 
         Returns:
             Nested dict of new tensors `[num_chunks, ...]` on the CPU.
@@ -277,7 +281,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Return a copy of a whole trajectory: nested tensors `[T, B, ...]`, and its other leaves.
+        """Return a copy of a trajectory: nested tensors `[T, B, ...]` and metadata leaves.
 
         Raises:
             MissingFieldError: The trajectory is not live (a `KeyError`).
@@ -289,7 +293,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             )
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
-        """Return the index entry of a live trajectory: shape, uuid, weights version and so on."""
+        """Return the index entry of a live trajectory, with its shape, uuid and weights version."""
         with self._lock:
             return self._find("about", trajectory_id).to_json()
 
@@ -302,7 +306,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._live.clear_cache()
 
     def clear(self) -> None:
-        """Remove all trajectories. Auto-saved files stay, and ids continue."""
+        """Remove all trajectories. Auto-saved files are kept, and ids are not reused."""
         with self._lock:
             self._live = self._empty_state()
             if self._saver is not None:
@@ -332,8 +336,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
         """Write all live trajectories and the state of this buffer, atomically.
 
-        An earlier checkpoint is replaced. Saved files are linked, or copied if the file system has
-        no links. Without `auto_save`, adding and sampling wait meanwhile.
+        An earlier checkpoint is replaced. Saved files are hard-linked, or copied if hard links are
+        impossible. Without `auto_save`, `add` and `sample` block until the checkpoint is written.
 
         Raises:
             DataFileError: The path is a file, or a folder with other files.
@@ -363,27 +367,28 @@ class TrajectoryReplayBuffer(Shown, Owned):
         min_weights_version: int | None = None,
         verify: bool = True,
     ) -> None:
-        """Replace all trajectories by those of a checkpoint, or of a folder of an earlier system.
+        """Replace all trajectories with a checkpoint, or with a folder of an earlier system.
 
         Args:
             directory: A folder of `save_checkpoint`, of `auto_save`, or of an earlier system with
                 `pt` or `pkl` files and an index. Several `rank_<r>` folders in it are loaded
                 together.
-            is_distributed: Load only the share of this rank. Shares are contiguous. Their sizes
-                differ by one at most.
-            local_rank: Rank.
+            is_distributed: Load only the share of this rank. Shares are contiguous. The sizes of
+                shares differ by at most one trajectory.
+            local_rank: Rank of this process.
             world_size: Number of ranks.
-            min_weights_version: Leave out trajectories of earlier and of unknown policy versions.
-            verify: Check all rows. Otherwise only the data that locate them are checked.
+            min_weights_version: Skip trajectories of earlier or unknown policy versions.
+            verify: Check the checksums of all rows. Otherwise only headers are checked.
 
         The random state is restored. With `is_distributed`, each rank derives its own random state
-        from the common one. With `auto_save` the files are linked or copied into the folder of this
-        buffer, and its index lists them. A file whose id is taken there stays in `directory`, with
-        a warning. Earlier files in the folder of this buffer stay.
+        from the random state in the checkpoint. With `auto_save` the files are linked or copied
+        into the folder of this buffer and added to its index. If the folder already has a file with
+        an id, a warning is issued and the file with this id is read from `directory`. Earlier files
+        in the folder of this buffer are kept.
 
         Raises:
             UsageError: The rank or world size is invalid.
-            DataFileError: A file is missing or damaged. Nothing has changed.
+            DataFileError: A file is missing or damaged. The buffer is unchanged.
         """
         action = "call TrajectoryReplayBuffer.load_checkpoint"
         rank, step = _rank_of(action, local_rank, world_size, "local_rank")
@@ -433,7 +438,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 entry.rows = rows
                 self._saver.expect(entry)
         if self._saver is not None:
-            self._saver.submit(entry)  # Without the lock, since it may block.
+            self._saver.submit(entry)  # `submit` may block, so the lock is not held.
         return entry.trajectory_id
 
     def _find(self, method: str, trajectory_id: int) -> Entry:
@@ -449,7 +454,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         return entry
 
     def _empty_state(self) -> LiveTrajectories:
-        # Without files all trajectories are in the cache, so its size is the capacity.
+        # Without `auto_save` all trajectories are in the cache, so the cache size is the capacity.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=0)
         cache_size = self._cache_size if self.auto_save else capacity
@@ -472,6 +477,6 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
 
 def _rank_of(action: str, rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
-    """Return a checked rank and number of ranks."""
+    """Return the checked rank and world size; raise `UsageError` if they are invalid."""
     world_size = arguments.whole(action, "world_size", world_size, 1)
     return arguments.whole(action, name, rank, 0, world_size - 1), world_size

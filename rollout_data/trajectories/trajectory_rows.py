@@ -1,7 +1,7 @@
 """Conversion of trajectories between tensors and rows of block files.
 
-Rows are ordered by environment, then by time, as in a block file. A trajectory is therefore copied
-between a file and memory as bytes.
+Rows are ordered by environment, then by time, as in a block file. Copying a trajectory between a
+file and memory therefore needs no conversion.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from storage.errors import SchemaError
 
 from ..blocks.row_layout import PACKED, RowLayout
 
-#: Leaves that define the number of steps of a trajectory, the preferred one first.
+#: Names of leaves that define the number of steps of a trajectory, in order of precedence.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
-#: Types of leaves that are metadata of the whole trajectory.
+#: Python types of metadata leaves.
 INFO_TYPES = (str, int, float, bool, list)
-#: Column -> `[B * T, words]` int32 on the CPU.
+#: Name of a column -> rows, int32 `[B * T, words]` on the CPU.
 Rows = dict[str, torch.Tensor]
 
 
@@ -38,9 +38,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
 
 
 def layout_for(fields: Iterable[Field]) -> RowLayout:
-    """Return the layout of some fields.
+    """Return the layout of fields.
 
-    Equal fields in any order have the same layout object, a key of dicts.
+    Equal fields in any order give the same layout object, so that layouts can be dict keys.
     """
     ordered = sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))
     return _layout_for(tuple(ordered))
@@ -55,7 +55,7 @@ def _layout_for(fields: tuple[Field, ...]) -> RowLayout:
 
 
 def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPool) -> Rows:
-    """Copy tensors `[T, B, *shape]` into rows, whose memory is allocated from `pool`."""
+    """Copy tensors `[T, B, *shape]` into new rows, allocated from `pool`."""
     num_steps, num_envs = next(iter(tensors.values())).shape[:2]
     rows: Rows = {}
     for name, column in layout.columns.items():
@@ -63,7 +63,7 @@ def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPoo
         rows[name] = words
         num_bytes = sum(layout.schema[field].row_bytes for field in column.offsets)
         if num_bytes < column.row_bytes:
-            words.zero_()  # Padding is written to files, too.
+            words.zero_()  # Padding is zeroed, because it is written to files too.
         cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
         for field in column.offsets:
             values = tensors[field].detach().transpose(0, 1)
@@ -72,7 +72,7 @@ def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPoo
 
 
 def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Copy the rows of a trajectory of `shape` (T, B) into tensors `[T, B, *field]`."""
+    """Copy the rows of a trajectory with `shape` (T, B) into new tensors `[T, B, *field.shape]`."""
     num_steps, num_envs = shape
     tensors = {}
     for name in layout.schema:
@@ -88,8 +88,8 @@ class Leaves(NamedTuple):
 
     Attributes:
         tensors: Flat name -> tensor `[T, B, *shape]`.
-        info: Flat name -> leaf of the whole trajectory, such as a text.
-        shape: (T, B).
+        info: Flat name -> metadata leaf, such as a text.
+        shape: Number of steps and of environments, (T, B).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -104,19 +104,20 @@ def take_apart(
     where: str = "of a trajectory",
     action: str = "store the leaves",
 ) -> Leaves:
-    """Check a nested mapping or dataclass of leaves `[T, B, ...]`. Tensors are not copied.
+    """Check and flatten a nested mapping or dataclass of leaves `[T, B, ...]`, without copies.
 
     Args:
-        trajectory: Tensors or arrays. Texts, numbers and lists are metadata. None is left out.
-        drop_first: Leaves that may have a row more for each of e epochs, `T + e` rows, before its
-            first step. These rows are removed.
-        drop_last: Leaves that may have a row more for each epoch after its last step. These rows
-            are removed.
+        trajectory: Nested mapping or dataclass of tensors or arrays. Texts, numbers and lists are
+            metadata leaves. A leaf that is None is ignored.
+        drop_first: Names of leaves that may have `T + e` rows for e epochs: an additional row
+            before the first step of each epoch. The additional rows are removed.
+        drop_last: Names of leaves that may have `T + e` rows for e epochs: an additional row after
+            the last step of each epoch. The additional rows are removed.
         where: Name of the trajectory in errors.
         action: Call that stores the trajectory, for errors.
 
     Raises:
-        SchemaError: A leaf has other leading sizes, or there is no tensor.
+        SchemaError: The leading sizes of leaves differ, or there is no tensor.
     """
     tree = _as_mapping(trajectory)
     if not isinstance(tree, Mapping):
@@ -162,7 +163,7 @@ def _shape_of(
 ) -> tuple[int, int]:
     """Return (T, B) of a trajectory.
 
-    Leaves in `longer` may have more rows, so others are preferred.
+    Leaves in `longer` may have additional rows, so the shape of another leaf is preferred.
     """
     if not tensors:
         raise SchemaError("store the leaves", where, "at least one tensor", "none")
@@ -183,10 +184,10 @@ def _epochs(
     is_declared: bool,
     where: str,
 ) -> torch.Tensor:
-    """View a leaf with one more row for each epoch as `[epochs, rows of an epoch, B, ...]`.
+    """View a leaf with an additional row per epoch as `[epochs, rows of an epoch, B, ...]`.
 
     Raises:
-        SchemaError: The leaf has another number of rows, or may not have more.
+        SchemaError: The number of rows is wrong, or the leaf is not declared to have more rows.
     """
     num_steps, num_envs = shape
     num_epochs = tensor.shape[0] - num_steps

@@ -1,8 +1,8 @@
-"""`TrajectorySaver`: writes trajectories and the index of their folder in the background.
+"""`TrajectorySaver`: write trajectories and the index of their folder in the background.
 
 A trajectory stays in memory until its file is written, also if writing fails. The next call raises
-the failure once, and writing is retried later. An old file is deleted only after a new index, which
-no longer lists the file, was written.
+the error once, and writing is retried later. An old file is deleted only after a new index without
+the file was written.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from ..blocks.block import Block
 from .replay_folder import Counters, write_index
 from .trajectory_files import Entry, find_block, find_files, naming
 
-#: Largest share of the thread's time for writing the index. A long index is written less often.
+#: Maximum share of the background thread's time for writing the index. A long index is therefore
+#: written less often.
 _INDEX_SHARE = 0.1
 
 
 class TrajectorySaver:
-    """Write entries to a folder.
+    """Background writer of trajectory files and their index.
 
-    Its index lists the newest `capacity` entries whose files are written.
-
-    Entries that wait to be written are not listed yet. Entries that the buffer removed stay listed
-    until as many newer entries are written. Methods are called without the lock of the buffer,
-    unless their docstring requires it.
+    The index lists the newest `capacity` written entries. An entry is listed after its file is
+    written. An entry that the buffer has removed stays listed until newer entries
+    replace it. Call methods without the lock of the buffer, unless their docstring requires the
+    lock.
 
     Args:
-        folder: Target folder, created at once.
+        folder: Target folder, created by the constructor.
         file_format: "h5", "pt" or "pkl".
-        max_pending: Entries that may wait to be written. `submit` blocks beyond that.
-        capacity: Trajectories that the folder keeps; None for no limit.
+        max_pending: Maximum number of entries that wait to be written. `submit` blocks while the
+            number is reached.
+        capacity: Maximum number of trajectories in the folder; None means no limit.
         lock: Lock of the buffer, which protects its entries.
-        on_saved: Called with the id of a written entry, in the thread, under the lock.
-        counters: Returns the counters for the index. Called in the thread, under the lock.
-        timed: Returns a context manager that measures a block under a name.
+        on_saved: Function called with the id of a written entry, in the background thread, under
+            the lock.
+        counters: Function that returns the counters for the index, called in the background
+            thread, under the lock.
+        timed: Function that returns a context manager which measures a block under a name.
 
     Attributes:
-        first_free_id: Smallest id above the ids of all files of earlier runs.
+        first_free_id: Smallest id that is larger than the ids of all files of earlier runs.
     """
 
     def __init__(
@@ -76,9 +79,9 @@ class TrajectorySaver:
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
         #: Entries that the next index lists, oldest first.
         self._named: dict[int, Entry] = {}
-        #: Id that waits to be written -> whether the index will list it.
+        #: Id of an entry that waits to be written -> whether the index will list the entry.
         self._expected: dict[int, bool] = {}
-        #: Files to delete after an index without them was written.
+        #: Files to delete after the next index, which does not list the files, is written.
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
@@ -88,7 +91,7 @@ class TrajectorySaver:
     def warn_of_earlier(self) -> None:
         """Warn once that the index will not list the files of an earlier run.
 
-        The warning names the user's call.
+        The warning is attributed to the caller outside of this library.
         """
         number = len(self._earlier)
         self._earlier = set()
@@ -98,35 +101,35 @@ class TrajectorySaver:
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
-        """Note that an entry will be submitted. Called under the lock."""
+        """Announce an entry that will be submitted. Call this under the lock."""
         self._expected[entry.trajectory_id] = True
 
     def submit(self, entry: Entry) -> None:
-        """Queue an expected entry, whose `rows` do not change any more.
+        """Queue an announced entry. The caller must not change its `rows` any more.
 
-        Blocks while too many are queued.
+        The call blocks while `max_pending` entries are queued.
         """
         self._worker.submit(self._save, entry)
 
     def name(self, entries: Iterable[Entry]) -> None:
-        """Set the listed entries: all of `entries` whose files are in this folder.
+        """List exactly those of `entries` whose files are in this folder.
 
-        Called under the lock. Files of entries that were listed before are kept.
+        Call this under the lock. Files of formerly listed entries are not deleted.
         """
         self._expected = dict.fromkeys(self._expected, False)
         self._named = {one.trajectory_id: one for one in entries if self._has(one)}
         self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
-        """Link or copy the files of loaded trajectories into this folder. Called under the lock.
+        """Link or copy the files of loaded trajectories into this folder. Call this under the lock.
 
-        Afterwards the index can list the trajectories, and their rows are read from this folder. An
-        error changes nothing.
+        Afterwards the index can list the trajectories, and their rows are read from this folder. If
+        an error is raised, the folder is unchanged.
 
         Args:
-            entries: Loaded trajectories.
-            directory: Folder of the trajectories. If this folder is inside of `directory`, files of
-                other ranks are not copied, unless `is_share` is true.
+            entries: Entries of the loaded trajectories.
+            directory: Folder of the loaded trajectories. If this folder is inside of `directory`,
+                files of other ranks are not copied, unless `is_share` is true.
             is_share: Whether each rank has loaded its own share.
         """
         is_own = self.folder.is_relative_to(directory.resolve())
@@ -139,7 +142,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Ctrl-C must leave no unlisted file either.
+        except BaseException:  # Unlisted files are removed after Ctrl-C too.
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -155,7 +158,7 @@ class TrajectorySaver:
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
     def check(self) -> None:
-        """Raise the failure of an earlier save, once."""
+        """Raise the error of an earlier failed save, once."""
         with self._lock:
             failure = self._failure
             self._failure = None
@@ -171,7 +174,7 @@ class TrajectorySaver:
         self._worker.drain()
 
     def flush(self) -> None:
-        """Write all entries, including earlier failures, and wait for them. Raises a failure."""
+        """Write all entries, retry failed entries, and wait. Raise the error if a save failed."""
         self.wait()
         with self._lock:
             again = self._unsaved
@@ -185,7 +188,7 @@ class TrajectorySaver:
         self.check()
 
     def close(self) -> None:
-        """Write all entries and stop the thread. Raises a failure. Idempotent."""
+        """Write all entries and stop the thread. Raise the error if a save failed. Idempotent."""
         try:
             self.flush()
         finally:
@@ -197,9 +200,9 @@ class TrajectorySaver:
     def _place(
         self, entry: Entry, there: list[Path], made: list[Path]
     ) -> tuple[Path, Block | None] | None:
-        """Return the file of a loaded entry in this folder, after linking it if needed.
+        """Return the file of a loaded entry in this folder, linking or copying the file if needed.
 
-        The result is None if another file here has the id of the entry.
+        The result is None if a different file in this folder has the id of the entry.
         """
         number = entry.trajectory_id
         source = entry.path
@@ -239,8 +242,8 @@ class TrajectorySaver:
                 self._on_saved(entry.trajectory_id)
             if not is_kept:
                 path.unlink(missing_ok=True)
-            # The last entry of a burst always writes the index, so that saved entries are listed.
-            # The index is also written if files wait for deletion and it lists too few entries.
+            # The index is written after the last queued entry, so that it lists all saved entries.
+            # The index is also written if files wait for deletion and the index is too short.
             is_short = self._superfluous and self._num_in_index < len(self._named)
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
@@ -251,7 +254,7 @@ class TrajectorySaver:
                     self._unsaved.append(entry)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Add a written entry to the index; return whether its file is kept."""
+        """Add a written entry to the next index; return whether its file is kept."""
         if not self._expected.pop(entry.trajectory_id):
             return self._capacity is None
         self._named[entry.trajectory_id] = entry
@@ -259,7 +262,7 @@ class TrajectorySaver:
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
             self._named[one] = self._named.pop(
                 one
-            )  # The entry failed at first, and newer ones were written before it.
+            )  # A retried entry may be written after newer entries.
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))
             assert oldest.path is not None
@@ -279,7 +282,7 @@ class TrajectorySaver:
             write_index(self.folder, named, counters)
             self._num_in_index = len(named)
             with self._lock:
-                # Files that are not in both sets were listed again meanwhile, and are kept.
+                # Files in only one of the sets were listed again in the meantime, and are kept.
                 for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)

@@ -247,7 +247,7 @@ def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Array, Array]:
-    """Return the tables of CRC-32C (Castagnoli) for a byte, `[256]`, and for two bytes, `[65536]`, uint32."""
+    """Return the CRC-32C (Castagnoli) tables for one byte, `[256]`, and two bytes, `[65536]`."""
     of_byte = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         of_byte = (of_byte >> 1) ^ ((of_byte & 1) * np.uint32(0x82F63B78))
@@ -298,7 +298,7 @@ def crc32c(data: memoryview | bytes) -> int:
 
 
 def _over_zeros(num_bytes: int) -> Array:
-    """Return the effect of zero bytes on a CRC as a linear map: the result for each of its 32 bits."""
+    """Return the linear map of a CRC over `num_bytes` zero bytes: the image of each of 32 bits."""
     linear: Array = np.uint32(1) << _BITS
     power = _tables()[0][linear & 255] ^ (linear >> 8)
     while num_bytes:

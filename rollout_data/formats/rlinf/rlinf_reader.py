@@ -1,7 +1,8 @@
-"""RLinf's trajectory checkpoints: torch files of blocks `[T, B, ...]` and their index, perhaps one folder per rank.
+"""Reader of RLinf's trajectory checkpoints: torch files and an index, optionally a folder per rank.
 
-Tensors are mapped and loaded with `weights_only`; pickle files are an error. An episode is the
-steps of a column between two dones. The last episode of a column mostly has an open end.
+A torch file contains a block of tensors `[T, B, ...]`: T steps of B environments (columns). Files
+are mapped and loaded with `weights_only`; pickle files are an error. An episode consists of the
+steps of a column between two dones. The last episode of a column usually has an open end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_o
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
-#: Number of bytes of an observation that are compared with the next observation.
+#: Maximum bytes of an observation field that are compared with the next observations.
 _COMPARED_BYTES = 1 << 26
 _NEXT = "next_observation"
 _MAX_PICKLE_BYTES = 1 << 24
@@ -53,13 +54,13 @@ _DAMAGE = (
 
 
 class Reader(FileSource):
-    """Reads a checkpoint folder, or a folder with a checkpoint for each rank.
+    """Reader of a checkpoint folder, or of a folder with a checkpoint folder per rank.
 
     Entries of the index without a file are reported and left out.
 
     Options:
-        on_bad_index: "refuse" an index with other sizes than its files, or "rebuild" it from the
-        files.
+        on_bad_index: "refuse" raises an error if the index contradicts the sizes in the files;
+            "rebuild" takes the sizes from the files.
     """
 
     format = "rlinf"
@@ -70,7 +71,7 @@ class Reader(FileSource):
         choices = ("refuse", "rebuild")
         choice = arguments.choice("open the checkpoint", "on_bad_index", option, choices)
         is_rebuilt = choice == "rebuild"
-        #: The latest file and its content.
+        #: Path and content of the most recently loaded file.
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
@@ -97,10 +98,10 @@ class Reader(FileSource):
         shape: tuple[int, int],
         is_rebuilt: bool,
     ) -> None:
-        """Compare the number of samples of a file with its entry in the index.
+        """Compare the number of samples in a file with the entry of the file in the index.
 
         Raises:
-            CorruptFileError: The numbers differ, and the index must not be rebuilt.
+            CorruptFileError: The numbers differ, and `is_rebuilt` is false.
         """
         num_samples = shape[0] * shape[1]
         if entry.get("num_samples", num_samples) == num_samples:
@@ -118,9 +119,9 @@ class Reader(FileSource):
         return {**self.__dict__, "_latest": (None, {})}
 
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
-        """Return id, entry and file of each trajectory in the order of the index.
+        """Return (id, entry, file) of each trajectory in the order of the index.
 
-        A rebuilt index also has unlisted files at its end.
+        If `is_rebuilt` is true, files that the index does not list are appended.
         """
         index_name = rlinf_index(folder)
         if index_name is None:
@@ -202,9 +203,9 @@ class Reader(FileSource):
         path: Path,
         shape: tuple[int, int],
     ) -> tuple[dict[str, Field], list[str], dict[str, Any]]:
-        """Return the fields of a block, the names of its texts, and its plain values.
+        """Return the numeric fields of a block, the names of its text fields, and its metadata.
 
-        Values of other types are reported.
+        Values of unsupported types are reported.
         """
         fields = {}
         texts = []
@@ -213,7 +214,7 @@ class Reader(FileSource):
             if name in _ENDS:
                 continue
             if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                # numpy has no bfloat16.
+                # bfloat16 becomes float32, because numpy has no bfloat16.
                 dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
                 fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(dtype))
             elif _is_texts(value, shape):
@@ -282,7 +283,7 @@ class Reader(FileSource):
 
 
 def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
-    """Return the entries of an index in its order: id -> entry.
+    """Return the entries of an index in the order of the index: id -> entry.
 
     Raises:
         CorruptFileError: The index is damaged, or lists an id twice.
@@ -298,17 +299,17 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
 
 
 def _absent_fields(absent: Any, number: int) -> list[str]:
-    """Return the fields of a trajectory that a conversion noted as filled in metadata.json."""
+    """Return the fields of a trajectory that a conversion filled, from metadata.json."""
     names = absent.get(str(number)) if isinstance(absent, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _schemas(fields: Mapping[str, Field], is_copy: bool) -> tuple[Schema, Schema]:
-    """Return the fields of steps, and of the observation after the last step.
+    """Return the fields of the steps, and the fields of the final observation.
 
     Args:
-        fields: All fields of a block.
-        is_copy: Whether the next observations only repeat the observations of the next steps.
+        fields: Name -> field, for all fields of a block.
+        is_copy: Whether the next observations repeat the observations of the next steps.
     """
     of_steps = []
     final = []
@@ -327,11 +328,11 @@ def _short(text: str) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map the tensors of a file: field name -> tensor, texts, or another value.
+    """Map the tensors of a file: name -> tensor, nested lists of texts, or a plain value.
 
     Raises:
-        CorruptFileError: The file is damaged, or declares more data than it has.
-        UnsafeFileError: The file has other objects than tensors and plain containers.
+        CorruptFileError: The file is damaged, or declares more data than its size.
+        UnsafeFileError: The file has objects that are neither tensors nor plain containers.
     """
     where = repr(str(path))
     with damage_named("read", where, "a torch file of plain tensors", *_DAMAGE):
@@ -360,7 +361,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_members(path: Path) -> None:
-    """Raise `ValueError` if a member of a torch file is packed, or larger than its bytes."""
+    """Raise `ValueError` if a member of a torch file is compressed, or has an invalid size."""
     with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             is_pickle = member.filename.endswith(".pkl")
@@ -370,13 +371,16 @@ def _check_members(path: Path) -> None:
 
 
 def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
-    """Return whether a tensor is dense, and not larger than its file: strides of 0 can repeat a value."""
+    """Return whether a tensor is dense and not larger than its file.
+
+    A tensor with strides of 0 can be larger than its file.
+    """
     is_dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
     return is_dense and not tensor.is_quantized and tensor.nbytes <= file_bytes
 
 
 def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts with their keys joined by "/"."""
+    """Yield (name, leaf) for the leaves of nested dicts; a name is the keys joined by "/"."""
     if not isinstance(content, dict) or len(keys) > _MAX_DEPTH:
         yield "/".join(keys), content
     else:
@@ -385,7 +389,7 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:
-    """Return the field of a stored name. `states` without other parts is the whole observation."""
+    """Return the field name of a stored name; the key `states` alone is the whole observation."""
     group, _, part = name.partition("/")
     for stored, field in (("curr_obs", "observation"), ("next_obs", _NEXT)):
         if group == stored:
@@ -398,7 +402,7 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
     """Return the number of steps T and of columns B of a block.
 
     Raises:
-        CorruptFileError: No tensor of the block has both axes.
+        CorruptFileError: No tensor of the block has the axes T and B.
     """
     names = [name for name in ("prev_logprobs", "reward", "action") if name in block]
     if not names:
@@ -414,11 +418,11 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
 def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
     """Return flags as bool `[T, B]`.
 
-    A block of several epochs may have one more row for each epoch, before its first step. These
+    A block of several epochs may have an additional row before the first step of each epoch. These
     rows are removed.
 
     Raises:
-        CorruptFileError: The flags have another shape.
+        CorruptFileError: The flags have a different shape.
     """
     num_steps, num_columns = shape
     is_tensor = isinstance(value, torch.Tensor)
@@ -435,9 +439,9 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (column, number, start, stop) of the steps between dones.
+    """Yield (column, number, start, stop) of each run of steps between dones.
 
-    The last run of a column ends with the block.
+    The last run of a column ends at the end of the block.
     """
     for column in range(dones.shape[1]):
         stops = (np.flatnonzero(dones[:, column]) + 1).tolist()
@@ -460,9 +464,9 @@ def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
 
 
 def _is_copy(block: Mapping[str, Any], dones: Array) -> bool:
-    """Return whether the next observations repeat the observations of the next steps, except at dones.
+    """Return whether next observations equal the observations of the next steps, except at dones.
 
-    Of large observations the first steps are compared.
+    Only the first steps of large observations are compared.
     """
     for name, after in block.items():
         if name.split("/")[0] != _NEXT or not isinstance(after, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Writer of RLinf's trajectory checkpoints: a `.pt` file for each episode, `trajectory_index.json`, `metadata.json`.
+"""Writer of RLinf's trajectory checkpoints: a `.pt` file per episode and two JSON files.
 
-An episode is a block `[T, 1, ...]`, renamed when its file is complete. The index is written first
-and lists files that may be missing; `metadata.json` is written last. A stopped conversion can be
-opened with its complete episodes.
+An episode is a block `[T, 1, ...]`. Its file is renamed when the file is complete. The index
+`trajectory_index.json` is written first, and lists all files. `metadata.json` is written last. The
+target of a stopped conversion can be opened; it has the complete episodes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _INDEX = "trajectory_index.json"
 _METADATA = "metadata.json"
 #: Group of the observations.
 _OBSERVATIONS = "curr_obs"
-#: Group of all fields that have no place of their own.
+#: Group of all fields that are neither observations, actions nor rewards.
 _OTHERS = "forward_inputs"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
 class Writer(ForeignWriter):
-    """Writes a folder of trajectories. The episodes have the ids 0, 1, ... in their order."""
+    """Writer of a checkpoint folder. Ids of the episodes are 0, 1, ... in order."""
 
     format = "rlinf"
     MADE = (_INDEX, "trajectory_*.pt")
@@ -74,7 +74,7 @@ class Writer(ForeignWriter):
     def add(self, episode: EpisodeToWrite) -> None:
         place = self._file(episode)
         with replace_file(place) as temporary:
-            # `torch.save` to a path hides the reason if the file cannot be written.
+            # `torch.save` to a path would hide the operating system error of a failed write.
             with open(temporary, "wb") as file:
                 torch.save(self._content(episode), file)
             self.note(episode, {place.name: temporary})
@@ -85,7 +85,10 @@ class Writer(ForeignWriter):
             self.changed("the end, which is unknown, is only in `dones`", episode)
 
     def _content(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return the content of an episode's file: nested dicts of tensors `[T, 1, ...]` and lists of texts."""
+        """Return the content of the file of an episode.
+
+        The content is nested dicts with tensors `[T, 1, ...]` and lists of texts.
+        """
         for change in self._fields.changes(episode):
             self.changed(change, episode)
         content: dict[str, Any] = {
@@ -122,7 +125,7 @@ class Writer(ForeignWriter):
         return content
 
     def _report_changes(self, episode: EpisodeToWrite) -> None:
-        """Report the fields of an episode that are read under another name or shape, or left out."""
+        """Report omitted fields, and fields that readers return with another name or shape."""
         schema = self._fields.schema
         for name in schema:
             if _read_name(name) != name:
@@ -160,7 +163,7 @@ class Writer(ForeignWriter):
 
 
 def _place_of(name: str) -> tuple[str, str]:
-    """Return the group, or "", and the key of a numeric field in a file."""
+    """Return (group, key) of a numeric field in a file; the group is "" for top-level fields."""
     head, _, rest = name.partition("/")
     if head == "observation":
         return _OBSERVATIONS, rest or "states"
@@ -170,6 +173,6 @@ def _place_of(name: str) -> tuple[str, str]:
 
 
 def _read_name(name: str) -> str:
-    """Return the name under which a numeric field is read."""
+    """Return the name that the reader gives to a numeric field."""
     group, key = _place_of(name)
     return f"{_OTHERS}/{key}" if group == _OTHERS else name
