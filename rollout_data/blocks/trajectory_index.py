@@ -254,7 +254,7 @@ class TrajectoryIndex:
         return first
 
     def is_complete(self) -> np.ndarray:
-        """Return which trajectories have ended, bool `[M]`. Trajectories without an end may grow."""
+        """Return which trajectories have ended, bool `[M]`. Other trajectories may grow."""
         return (self.flags & COMPLETE) > 0
 
     def is_present(self) -> np.ndarray:

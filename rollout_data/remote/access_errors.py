@@ -1,4 +1,4 @@
-"""Recognize errors of file systems that mean denied access: 401, 403, missing or expired credentials.
+"""Recognition of errors of file systems that mean denied access: 401, 403, no valid credentials.
 
 File systems raise their own classes, or general errors caused by them. To avoid imports of their
 packages, errors are recognized by HTTP status, code, class name, and last by text.

@@ -1,4 +1,4 @@
-"""Checksums of the pieces of a block in a file beside it. Readers compare every piece that they fetch.
+"""Checksums of the pieces of a block in a file beside it. Readers check all fetched pieces.
 
 The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece,
 little-endian. `push` writes it. Copies of a folder by other tools may lack it. Pieces of rows begin

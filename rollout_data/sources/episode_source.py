@@ -103,7 +103,7 @@ class EpisodeSource(ABC):
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
-        """Return the position of each episode's schema, int64, in a list of schemas, and the list."""
+        """Return each episode's position in a list of schemas, int64 `[N]`, and that list."""
         position_of: dict[Schema, int] = {}
         positions = [
             position_of.setdefault(info.schema, len(position_of)) for info in self.episodes

@@ -146,7 +146,7 @@ class FileScanner(Scanner):
         return Schema(fields)
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
-        """Report episodes that are left out, fields that read as NaN, and fields that are left out."""
+        """Report left-out episodes, fields that read as NaN, and left-out fields."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
         differences = [
             (schema, "Left out of streams", difference)

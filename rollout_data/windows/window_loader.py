@@ -1,4 +1,4 @@
-"""Epochs of windows: `WindowLoader`, which reads ahead in a thread, and `WindowMixture` of several datasets.
+"""Epochs of windows: `WindowLoader` reads ahead in a thread, `WindowMixture` joins datasets.
 
 The position of a window in an epoch depends only on (seed, epoch) and on the name of the window.
 The state of all ranks is therefore two numbers: the epoch, and the key of the last delivered

@@ -25,7 +25,7 @@ _TYPES: dict[str, type] = {"task": str, "success": bool}
 
 @dataclass(frozen=True, eq=False)
 class StepNotes:
-    """The metadata of episodes, and the texts, that were recorded with a rollout.
+    """Metadata of episodes and texts of frames that were recorded with a rollout.
 
     Attributes:
         episodes: (step, env, JSON object) of each metadata record, in the order of time.
@@ -36,7 +36,7 @@ class StepNotes:
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Return the notes of the steps `start:stop`, with all texts."""
+        """Return the metadata of the steps `start:stop`, with all texts."""
         episodes = tuple(
             (step - start, env, data) for step, env, data in self.episodes if start <= step < stop
         )
@@ -44,7 +44,7 @@ class StepNotes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all notes and texts."""
+        """Bytes of all metadata and texts."""
         return sum(len(data) for *_, data in self.episodes) + sum(map(len, self.texts.values()))
 
 
@@ -71,7 +71,7 @@ def text_ids(
         action: The call, for errors.
         name: Name of the field.
         value: One text for all frames, or texts of shape `lead` or `[*lead, 1]`.
-        lead: Leading shape of the record.
+        lead: Leading shape of the record, `(N,)` or `(T, N)`.
         texts: Receives id -> UTF-8 of each text.
 
     Raises:
@@ -125,7 +125,7 @@ def episode_notes(
     Args:
         action: The call, for errors.
         episode: Argument `episode` of `RolloutWriter.add`, or of `add_rollout`.
-        marks: `[T, N]` uint8, 0 without a frame.
+        marks: uint8 `[T, N]`; 0 if an env has no frame in a step.
         is_step: Whether the record is a step.
 
     Raises:
@@ -152,7 +152,7 @@ def episode_notes(
 
 
 def _checked_list(action: str, values: Any, count: int, item: str) -> Sequence[Any]:
-    """Return `values` if they are a list, tuple or object array with `count` items, one per `item`."""
+    """Return `values` if they are a list, tuple or object array of `count` items."""
     is_object_array = isinstance(values, np.ndarray) and values.dtype == object
     is_list = isinstance(values, (list, tuple)) or is_object_array
     if not is_list or len(values) != count:
@@ -168,7 +168,7 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
     """Check metadata of an episode and return them as a JSON object.
 
     Raises:
-        UsageError: They are no mapping with names of type str, or not JSON.
+        UsageError: `metadata` is no mapping with names of type str, or a value is not JSON.
     """
     if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
         raise UsageError(action, where, "mappings with names that are texts", repr(metadata)[:80])
@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
 
 
 class NoteCount:
-    """Bytes of metadata of the episodes in progress, which are limited for readers.
+    """Byte counts of the metadata of episodes in progress, to enforce the limit per episode.
 
     Args:
         num_envs: N.

@@ -46,11 +46,11 @@ _MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
-    """Write the blocks of one writer. Their numbers continue those of earlier blocks of its name.
+    """Background writer of the blocks of one writer, numbered after its earlier blocks.
 
     Args:
         journal: Journal of the writer, in which the number of published frames is stored.
-        num_envs: Number of envs of every staging.
+        num_envs: Number of envs, N.
         max_pending: Largest number of blocks in memory, including the block that is being filled.
             With 1, `submit` waits until the block is published.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
@@ -58,10 +58,10 @@ class BlockPublisher:
 
     Attributes:
         last_ns: Time of the last frame in earlier blocks of the writer.
-        failure: Error of the block that could not be written; None without a failure.
+        failure: Error of the first block that could not be written; None without a failure.
 
     Raises:
-        UsageError: The earlier blocks of that name cannot be read.
+        UsageError: The earlier blocks of the writer cannot be read.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class BlockPublisher:
         self.owner = self._worker.owner
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
-        """Queue a staging. Waits while too many blocks are pending.
+        """Queue staged steps as the next block. Waits while too many blocks are pending.
 
         Args:
-            staging: Steps of the block. This call seals the staging. A staging that is submitted
-                twice is published once.
+            staging: Staged steps of the block. This call seals the staging. A staging that is
+                submitted twice is published once.
             num_accepted: Number of frames that the writer accepted up to the end of this staging.
         """
         with self._waiting():  # After a Ctrl-C here, the steps are still staged.
@@ -115,7 +115,7 @@ class BlockPublisher:
             self._worker.drain()
 
     def check(self) -> None:
-        """Raise an error if a block failed, at every call.
+        """Raise the error of a failed block, at every call.
 
         Raises:
             BackgroundError: A block could not be written.
@@ -131,7 +131,7 @@ class BlockPublisher:
             ) from self.failure
 
     def close(self) -> None:
-        """Publish the submitted blocks, rewrite the index cache and stop. `check()` raises errors."""
+        """Publish the submitted blocks, rewrite the index cache and stop. `check` raises errors."""
         with self._waiting():
             self._worker.close()
         if self._num_uncached and self.failure is None:
@@ -191,7 +191,7 @@ class BlockPublisher:
 
 
 def check_storable(schema: Schema) -> None:
-    """Raise `SchemaError` if a block cannot hold these fields. HDF5 limits a header entry to 64 KiB."""
+    """Raise `SchemaError` if the fields exceed the limit of HDF5, 64 KiB per header entry."""
     for name in schema:
         parts = name.split("/")
         is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
@@ -222,7 +222,10 @@ def check_storable(schema: Schema) -> None:
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
-    """Return the next block number, the first carry and the last time in ns of a writer's earlier blocks."""
+    """Return the next block number, the trajectories in progress, and the last frame time in ns.
+
+    All three are read from the earlier blocks of the writer.
+    """
     sequence = 0
     trajectory = 0
     last_ns = 0

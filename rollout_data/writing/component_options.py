@@ -25,7 +25,7 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
     """Return `obs_segments` as component -> shape; empty for None.
 
     Raises:
-        UsageError: It is no mapping, or a name or shape is invalid.
+        UsageError: `segments` is no mapping, or a name or shape is invalid.
     """
     shapes = _checked_components("obs_segments", segments)
     for name, shape in shapes.items():
@@ -46,7 +46,7 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
     """Return `obs_disassemble_mapping` as component -> codec; empty for None.
 
     Raises:
-        UsageError: It is no mapping, a codec cannot be written, or a component is not in
+        UsageError: `mapping` is no mapping, a codec cannot be written, or a component is not in
             `segments`.
     """
     codecs = _checked_components("obs_disassemble_mapping", mapping)

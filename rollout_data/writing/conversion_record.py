@@ -171,9 +171,9 @@ class ConversionNote:
             unknown.
         left_out: Ids of the episodes that could not be read.
         rows: Id of each episode that was written -> field -> checksum.
-        files: Id of an episode -> name in the target -> size and checksum. The first file is
-            renamed last.
-        stored: Id of an episode -> dataset in an HDF5 target -> checksum of its rows there.
+        files: Id of an episode -> file name in the target -> size and checksum. When an episode is
+            finished, its first file is renamed last.
+        stored: Id of an episode -> dataset in an HDF5 target -> checksum of the dataset's rows.
         files_of_all: Other files: name in the target -> size and checksum; {} while they are
             written.
         unplaced: Id of the last episode if its files may not be renamed yet; "" otherwise.
@@ -202,7 +202,7 @@ class ConversionNote:
     has_damaged_lines: bool = field(default=False, compare=False)
 
     def resume(self, earlier: ConversionNote) -> None:
-        """Copy the episodes of an earlier note. `files_of_all` is copied only from notes of block folders."""
+        """Copy the episodes of an earlier note, and `files_of_all` from notes of block folders."""
         self.rows = earlier.rows
         self.files = earlier.files
         self.stored = earlier.stored
@@ -211,7 +211,7 @@ class ConversionNote:
         self.files_of_all = earlier.files_of_all if earlier.published else {}
 
     def is_whole(self) -> bool:
-        """Return whether the note has all episodes and files of a complete target, without damaged lines."""
+        """Return whether the note has all episodes and files of a target, and no damaged lines."""
         is_ended = self.finish is not None or bool(self.files_of_all)
         is_of_all = {*self.rows} | self.left_out == {episode["id"] for episode in self.episodes}
         return is_ended and is_of_all and not self.has_damaged_lines
@@ -377,7 +377,7 @@ class ConversionNote:
         return True
 
     def _has_valid_types(self) -> bool:
-        """Return whether all parts have their types, as a note may be damaged or written by other programs."""
+        """Return whether all values have valid types, since a note may be damaged or foreign."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
         if not isinstance(self.source, str) or not all(
@@ -474,7 +474,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether lists and objects have less than `depth` levels, so that they can be compared as JSON."""
+    """Return whether lists and objects have less than `depth` levels, for the JSON comparison."""
     parts: Iterable[Any] = ()
     if isinstance(value, dict):
         parts = value.values()
@@ -542,7 +542,7 @@ def _forms(schema: Schema) -> Mapping[str, str]:
 
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return metadata as JSON values. Long values become their checksum; `without` names are left out."""
+    """Return metadata as JSON values, without some names. Long values become their checksum."""
     return {
         str(name): _shortened(plain(value))
         for name, value in metadata.items()

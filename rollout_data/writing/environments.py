@@ -1,4 +1,4 @@
-"""Read the results of environments: gymnasium (vectorized or single), stable-baselines3 and GPU simulators.
+"""Reading of results of environments: gymnasium, stable-baselines3 and GPU simulators.
 
 The convention of an env is detected from the results of `reset` and `step`. An observation is a
 final observation only if the env marks it or its autoreset mode implies it. If neither is known,
@@ -192,13 +192,13 @@ class Simulator:
         return record, done, infos
 
     def executed(self, actions: Any) -> Any:
-        """Return actions for the env: tensors on its device, or arrays with the dtype and shape of its space."""
+        """Return actions for the env: tensors on its device, or arrays of its action space."""
         if self._device is not None:
             return mapped(self._as_env, actions)
         return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
 
     def copied(self, tree: Any) -> Any:
-        """Copy nested mappings and tuples to dicts of `[N, ...]`. Items of tuples get the keys "0", "1", ..."""
+        """Copy nested mappings and tuples to dicts. Items of tuples get the keys "0", "1", ..."""
 
         def copy(leaf: Any) -> Any:
             values = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
@@ -303,7 +303,7 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
 
 
 def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
-    """Return `[N]` bool: envs with a value of this name by gymnasium's mask. All envs if there is no mask."""
+    """Return which envs have a value by gymnasium's mask, bool `[N]`; all without a mask."""
     mask = infos.get("_" + name)
     if mask is None:
         return np.ones(num_envs, bool)
@@ -498,7 +498,7 @@ def _numbers(values: Any) -> torch.Tensor:
 
 
 def _checked_rows(leaf: Any) -> Any:
-    """Return a leaf of final observations; raise `SchemaError` if it has no axis of environments."""
+    """Return a leaf of final observations; raise `SchemaError` without an axis of envs."""
     if leaf is not None and not _numbers(leaf).ndim:
         raise SchemaError(
             _FINALS, "of infos", "one row per environment", f"a single {type(leaf).__name__}"
@@ -523,7 +523,7 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
-    """Return actions as arrays with the dtype of a space and, if it is a space of all envs, its shape."""
+    """Return actions as arrays of a space's dtype and, if it is of all envs, of its shape."""
     if space is None:
         return mapped(lambda item: np.array(on_host(item)), value)
     if isinstance(value, Mapping):

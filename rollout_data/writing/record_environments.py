@@ -1,4 +1,4 @@
-"""Record environments: `RecordingWrapper` for any loop, and `record_demonstrations`, a loop with a policy.
+"""Recording of environments: `RecordingWrapper`, and the loop `record_demonstrations`.
 
 `environments.py` reads the results of an env. This module decides which episodes are kept, and
 `RolloutWriter` records them.
@@ -340,7 +340,7 @@ class _Recorder:
         self._lengths = np.zeros(num_envs, np.int64)
         self._rewards = np.zeros(num_envs)
         self._has_succeeded = np.zeros(num_envs, bool)
-        #: Whether any infos had a success flag.
+        #: Whether the infos of any step had a success flag.
         self._knows_success = False
         self._sum_of_rewards = 0.0
         self._num_ended = 0
@@ -350,7 +350,7 @@ class _Recorder:
         self._last_recorded_late = 0
         #: Observations before the next step that will be recorded.
         self._before = simulator.seen
-        #: Observations of a reset before the next step of the env; empty if no reset was before it.
+        #: Observations of the last reset if no step followed; otherwise empty.
         self._fresh = simulator.seen
         self._action: Any = None
         self._reset: Any = slice(None)
@@ -400,7 +400,7 @@ class _Recorder:
         self._fresh = self.simulator.seen
 
     def _record_step(self, result: Any) -> None:
-        """Record a step. A step with tensors on a GPU is recorded when it has arrived on the host."""
+        """Record a step. A step on a GPU is recorded when it has arrived on the host."""
         fresh = self._fresh
         self._fresh = {}
         *values, infos = result
@@ -419,8 +419,8 @@ class _Recorder:
             self._add(step)
 
     def _add_late(self, number: int, step: tuple[dict[str, Any], Any, Any]) -> None:
-        """Record a step from a GPU. The writer calls this again after a Ctrl-C; nothing is counted twice."""
-        if number == self._last_recorded_late:  # It was recorded before the Ctrl-C.
+        """Record a step from a GPU. A second call after a Ctrl-C counts nothing twice."""
+        if number == self._last_recorded_late:  # The step was recorded before the Ctrl-C.
             return
         parts = (self, self.simulator)
         states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
@@ -462,7 +462,7 @@ class _Recorder:
                 self._lacks_task[env] = False
 
     def _pop_metadata(self, present: Any) -> list[dict[str, Any] | None] | None:
-        """Remove and return the metadata of the envs with a frame, `[N]` bool; None if there are none."""
+        """Remove and return the metadata of the envs with a frame, `[N]` bool, or None."""
         is_present = np.broadcast_to(present, self._lengths.shape)
         envs = [env for env in self._metadata if is_present[env]]
         metadata = {env: self._metadata.pop(env) for env in envs}
@@ -594,7 +594,7 @@ def _copied(state: Any) -> Any:
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:
-    """Return the number of frames, trajectories and complete trajectories of a folder; 0 without a folder."""
+    """Return numbers of frames, trajectories and complete ones of a folder; 0 without a folder."""
     if not data_dir.is_dir():
         return 0, 0, 0
     index = BlockFolder.at(data_dir).index
@@ -605,7 +605,7 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     """Return a policy as a function of the observation, and its name.
 
     A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the
-    observation of the env. Of an object, `act_inference` is used, or `act`.
+    observation of the env. An object is called by `act_inference` or, without it, by `act`.
     """
     methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
     act = next((method for method in methods if callable(method)), policy)

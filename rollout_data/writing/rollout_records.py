@@ -43,7 +43,7 @@ PRESENT = 128
 #: Bit of the marks of a frame: an end with a final observation. In fragments this bit has another
 #: meaning.
 HAS_FINAL = 1
-#: A value of a record: an array, or a tensor whose memory or dtype numpy does not have.
+#: A value of a record: an array, or a tensor whose memory or dtype numpy does not support.
 Leaf = np.ndarray | torch.Tensor
 
 
@@ -88,7 +88,7 @@ class Rollout:
 
 
 def ends_of(marks: np.ndarray) -> np.ndarray:
-    """Return which frames terminate or truncate their trajectory, kept or dropped: bool, shape of `marks`."""
+    """Return which frames terminate or truncate their trajectory, kept or dropped, bool."""
     is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
     return is_end
 
@@ -257,7 +257,7 @@ class RolloutReader:
     def _declared(
         self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]
     ) -> Schema:
-        """Return the schema of a first record, in the order observation, privileged, action, reward, extras."""
+        """Return the schema of a first record: observations, action, reward, then other fields."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
 
         def rank(name: str) -> int:
@@ -356,7 +356,7 @@ def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
-    """Return the leaves of a record by flat name, without None values. Adds text leaves to `texts`."""
+    """Return the leaves of a record by flat name, without None. Adds text leaves to `texts`."""
     result: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in result:
@@ -391,7 +391,10 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
 
 
 def _leaf(action: str, name: str, value: Any) -> Leaf:
-    """Return a value as an array, or as a detached tensor if numpy cannot hold it. A view if possible."""
+    """Return a value as an array, or as a detached tensor if numpy cannot hold it.
+
+    The result is a view if possible.
+    """
     if isinstance(value, torch.Tensor):
         try:
             array: np.ndarray = value.numpy()
@@ -472,7 +475,7 @@ def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
 
 
 def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the marks `[T, N]` from done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
+    """Return the marks of frames, uint8 `[T, N]`, from flags of a record, bool `[T, N]` each."""
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
     has_frame = True if mask is None else mask
     if truncated is None:
@@ -517,7 +520,7 @@ def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Return values as stored: encoded, as an array on the host. Adds the codec's error to `errors`."""
+    """Return encoded values as an array on the host. Adds the codec's error to `errors`."""
     if type(leaf) is np.ndarray and field.codec == "raw":
         return leaf
     codec = codec_of(field)

@@ -150,9 +150,9 @@ class RolloutWriter(Shown, Owned):
         )
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: Time of the next record while a late step is recorded, in ns; None at other times.
+        #: Time in ns of the next record while a step from a GPU is recorded; None otherwise.
         self._late_ns: int | None = None
-        #: Time of the last late step, in ns.
+        #: Time in ns of the last step that was copied from a GPU.
         self._last_late_ns = 0
         self._tally = Tally(self.num_envs)
         self._note_count = NoteCount(self.num_envs)
@@ -160,7 +160,7 @@ class RolloutWriter(Shown, Owned):
         self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
-        #: Monotonic time of the first step of the staging.
+        #: Monotonic time of the first staged step.
         self._started_s = 0.0
         self._pool = BufferPool()
         self._journal = Journal(self.data_dir, self.name)
@@ -415,7 +415,7 @@ class RolloutWriter(Shown, Owned):
         self._record(action, dict(values), is_step=True)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
-        """Copy values from a GPU without waiting; record them when the copy is complete, before later steps.
+        """Copy values from a GPU without waiting; record the complete copy before later steps.
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
@@ -448,7 +448,7 @@ class RolloutWriter(Shown, Owned):
     def settle(self) -> None:
         """Record all pending steps from a GPU; raise the first of their errors."""
         self._owner.check()
-        if self._late_ns is not None:  # The call comes from the recording of a late step.
+        if self._late_ns is not None:  # The recording of a step from a GPU called `settle`.
             return
         error = self._record_late_steps()
         if error is not None:
@@ -572,7 +572,7 @@ class RolloutWriter(Shown, Owned):
             staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:
-        """Submit the staged steps to the background thread. Waits while too many blocks are pending."""
+        """Submit the staged steps as a block. Waits while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
             self._staging.count(self._tally)
             self._handed_over_ns = self._newest_ns()

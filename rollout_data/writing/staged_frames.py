@@ -88,7 +88,7 @@ class Staging:
         num_steps: Number of steps. `put` sets this number last, so that the next `put` overwrites
             the steps of an interrupted `put`.
         num_counted: Steps that a `Tally` has counted.
-        num_note_bytes: Bytes of notes. A text counts each time that it occurs.
+        num_note_bytes: Bytes of metadata and texts. A text counts each time that it occurs.
         is_sealed: Whether the block is being published. Then no step may be added.
         is_published: Whether publishing has begun. Then a second attempt does nothing.
     """
@@ -107,7 +107,7 @@ class Staging:
             )
         self._marks = np.zeros(lead, np.uint8)
         self._times_ns = np.zeros(max_steps, np.int64)
-        #: First step of a rollout -> number of steps, policy version(s), final rows and notes.
+        #: First step of a rollout -> number of steps, policy version(s), final rows, and metadata.
         self._rollouts: dict[
             int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]
         ] = {}
@@ -222,9 +222,9 @@ class Staging:
     def _notes_of_block(
         self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray
     ) -> dict[str, list[tuple[int, bytes]]]:
-        """Return the notes of the block: notes of episodes with their trajectory, and texts.
+        """Return the annotations of the block: metadata by trajectory, and texts.
 
-        Notes of a step that is in no fragment belong to a dropped trajectory and are left out.
+        Metadata of a step in no fragment belong to a dropped trajectory and are left out.
         """
         texts = dict[int, bytes]()
         keys = list[int]()
@@ -247,7 +247,7 @@ class Staging:
     def _joined_finals(
         self, parts: list[tuple[int, Mapping[str, np.ndarray]]]
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the final rows, `[k, *shape]` per field, and `env * num_steps + step` of each row, `[k]`."""
+        """Return the final rows, `[k, *shape]` per field, and `env * num_steps + step` of each."""
         keys = [np.zeros(0, np.int64)]
         for start, _ in parts:
             count = self._rollouts[start][0]
@@ -263,7 +263,7 @@ class Staging:
         return joined, np.concatenate(keys)
 
     def _joined_versions(self, parts: list[tuple[int, np.ndarray | int]]) -> np.ndarray | int:
-        """Return one policy version if all rollouts have the same number, else versions `[N, T]`."""
+        """Return one policy version if it is the same in all rollouts, else versions `[N, T]`."""
         if (
             all(isinstance(version, int) for _, version in parts)
             and len({version for _, version in parts}) <= 1
@@ -292,7 +292,7 @@ class Staging:
         return sums
 
     def _used_places(self, fragments: np.ndarray) -> np.ndarray:
-        """Return the staged places of all rows in fragments, `[k]`; set `row` of the fragments to the new rows."""
+        """Return the staged positions of all rows in fragments, `[k]`; renumber the fragments."""
         length = fragments["length"]
         new_row = np.cumsum(length) - length
         old_rows = np.repeat(fragments["row"] - new_row, length) + np.arange(int(length.sum()))
@@ -351,7 +351,7 @@ class _Rows:
                 rows[:] = values[self._places[start:stop]]
                 continue
             row = start
-            # The rows are the end of one env, then whole envs, then the beginning of another env.
+            # The rows may start and stop in the middle of an env, with whole envs between.
             while row < stop:
                 env, step = divmod(row, self._num_steps)
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
@@ -370,7 +370,7 @@ class _Rows:
 def _row_sources(
     layout: RowLayout, values: Mapping[str, np.ndarray], places: np.ndarray | None
 ) -> dict[str, RowSource]:
-    """Return the rows of each column of a table; `places` as in `_Rows`."""
+    """Return a row source for each column of a table. `values` and `places` as in `_Rows`."""
     return {name: _Rows(layout, column, values, places) for name, column in layout.columns.items()}
 
 
@@ -468,7 +468,7 @@ def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.n
 
 
 def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Carry]:
-    """Return fragments of length 0 for trajectories that end without a further frame, and the new carry."""
+    """Return fragments of length 0 for trajectories that end without a frame, and the carry."""
     env = np.flatnonzero(((early_flags & ENDS) > 0) & (carry.trajectory >= 0))
     table = np.zeros(len(env), FRAGMENT_DTYPE)
     table["trajectory"] = carry.trajectory[env]

@@ -20,7 +20,7 @@ _ENDS = ("done", "terminated", "truncated", "timeout")
 
 
 def are_infos(extras: Any) -> bool:
-    """Return whether `extras` of a record has a name of infos, as in legged_gym and rsl_rl."""
+    """Return whether `extras` of a record has a key of infos, as in legged_gym and rsl_rl."""
     if isinstance(extras, list):  # One item for each step of a rollout.
         return any(map(are_infos, extras))
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
@@ -181,7 +181,7 @@ class InfoReader:
         return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add the axis of environments to final observations of a single environment if they lack it."""
+        """Add a missing axis of environments to final observations of a single environment."""
         if self._num_envs != 1:
             return infos
         batched = dict(infos)

@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files of a target, which show whether a file was changed after the conversion."""
+"""Sizes and checksums of the files of a target, to detect changes after the conversion."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def file_sum(path: Path) -> FileSum:
 
 
 def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
-    """Compute the checksum of byte ranges (start, size) of an open file. Bytes after its end are ignored."""
+    """Compute the checksum of byte ranges (start, size) of a file, up to the end of the file."""
     checksum = 0
     for start, size in ranges:
         for first in range(start, start + size, _PART_BYTES):

@@ -102,7 +102,7 @@ class Journal:
         self._write(_PUBLISHED, num_frames)
 
     def _write(self, offset: int, number: int) -> None:
-        """Overwrite a number. A failure is ignored, as it only makes a later loss report less exact."""
+        """Overwrite a number. A failure is ignored: a loss report may then be less exact."""
         if self._memory is not None:
             _NUMBER.pack_into(self._memory, offset, number)
             return
@@ -128,7 +128,7 @@ class Journal:
 
 
 def recover_dead_writers(folder: Path) -> list[DeadWriter]:
-    """Remove journals and temporary files of writers that died in `folder`, and return these writers.
+    """Remove journals and temporary files of dead writers in `folder`; return the writers.
 
     Published blocks are complete and not changed.
     """
@@ -185,7 +185,7 @@ def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file without waiting; return whether it is locked. True if the file system has no locks."""
+    """Lock a file without waiting; return whether it is locked. True without file locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -230,7 +230,7 @@ class ChunkCodec:
             num_frames: Frames of the chunk.
         """
         size = items.dtype.itemsize
-        # Items of one byte have a single byte plane, so only `bitshuffle` changes them.
+        # Items of one byte have one byte plane. Of all shuffles, only `bitshuffle` changes them.
         is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")
         if method == _PLAIN or not is_shuffled or self.packer_shuffles:
             target = items.view(np.uint8)
@@ -269,7 +269,7 @@ _local = threading.local()
 
 
 def _scratch(number: int, num_bytes: int) -> Bytes:
-    """Return scratch memory of this thread. The next call with the same `number` returns it again."""
+    """Return scratch memory of this thread. Calls with the same `number` share the memory."""
     scratch: dict[Any, Bytes] = _local.__dict__
     memory = scratch.get(number)
     if memory is None or len(memory) < num_bytes:
@@ -372,7 +372,7 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
 
 
 def _linear(name: str, match: re.Match[str]) -> LinearCounts:
-    """Return the quantizer of a match of `_QUANTIZER`; raise `UsageError` if its range is invalid."""
+    """Return the quantizer of a match of `_QUANTIZER`; raise `UsageError` for a bad range."""
     if match[1] is None:
         return LinearCounts()
     try:
@@ -389,7 +389,7 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
 
 @lru_cache(maxsize=256)
 def find_codec(name: str) -> Codec:
-    """Return the codec with a name, such as `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4` or `auto`.
+    """Return the codec with a name, such as `raw`, `normalized_image+lz4` or `uint16+lz4`.
 
     Raises:
         UsageError: There is no such codec. The text lists the words of names.
@@ -424,7 +424,7 @@ def codec_of(field: Field) -> Codec:
 
 
 def check_writable(name: str) -> None:
-    """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
+    """Raise `UsageError` if the codec is unknown, or needs an extra that is not installed."""
     chunks = find_codec(name).chunks
     if chunks is not None:
         check_installed(chunks.packer)
@@ -433,7 +433,7 @@ def check_writable(name: str) -> None:
 
 
 def stored_field(field: Field) -> Field:
-    """Return the field of stored rows, or of decoded chunks: the dtype of the codec, without a codec."""
+    """Return the field of stored rows or decoded chunks: the codec's dtype, without a codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)
 
 
@@ -464,7 +464,7 @@ def check_codec(field: Field) -> None:
 
 
 def most_chunk_frames(row_bytes: int) -> int:
-    """Return the number of frames of the largest possible chunk: `LARGEST_CHUNK_BYTES`, at least 1 frame."""
+    """Return the limit of frames per chunk from `LARGEST_CHUNK_BYTES`, at least 1."""
     return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 

@@ -171,7 +171,7 @@ def shuffled_bytes(name: str, num_items: int, item_bytes: int) -> int:
 
 
 def scratch_bytes(num_bytes: int) -> int:
-    """Return the bytes of scratch to undo a shuffle of `num_bytes`: recursive halves, padded to words."""
+    """Return the scratch bytes to undo a shuffle of `num_bytes`: recursive halves, padded."""
     return 2 * num_bytes + 128
 
 
@@ -254,7 +254,7 @@ def _combine(upper: Array, lower: Array, out: Array) -> None:
 
 
 def _transpose_bits(planes: Bytes, scratch: Bytes) -> None:
-    """Transpose bits in place: exchange bit b of part k and bit k of part b of the eight parts of each row.
+    """Transpose bits in place: exchange bit b of part k and bit k of part b, of eight parts a row.
 
     The function is its own inverse. It is the 8 x 8 transposition by exchanges of halves (Warren,
     Hacker's Delight, 7-3) on all words at once.

@@ -108,7 +108,7 @@ class CompressedTensorDict(Mapping[str, Any]):
             self._leaves[name] = _pack(leaf, self.level) if name in compressed else leaf
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
-        """Return a decoded leaf, or the dict below a key; raise `MissingFieldError` (a `KeyError`)."""
+        """Return a decoded leaf or a dict; raise `MissingFieldError` (a `KeyError`)."""
         name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)

@@ -290,7 +290,7 @@ def _is_nested(indices: Any) -> bool:
 
 
 def _as_frames(images: Any) -> tuple[Array, str]:
-    """Return frames as an array of the stored bytes, a view if possible, and the name of the dtype."""
+    """Return frames as an array of stored bytes, a view if possible, and the dtype's name."""
     is_tensor = isinstance(images, torch.Tensor)
     array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
     dtype = dtype_name(array.dtype, "of the images")
@@ -312,7 +312,7 @@ def _as_stored(out: Any) -> Array:
 def _make_blob(
     frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None
 ) -> bytes:
-    """Return the blob of contiguous frames `[num_frames, *shape]`; `dtype` is a name of `fields.DTYPES`."""
+    """Return the blob of contiguous frames `[num_frames, *shape]` of a dtype's name."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
     about = {
@@ -380,7 +380,7 @@ class _Request:
         return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
     def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
-        """Return `out`; raise `SchemaError` if it is not contiguous `[*lead, *shape]` of the dtype on the CPU."""
+        """Return `out`; raise `SchemaError` unless contiguous `[*lead, *shape]` on the CPU."""
         instance(
             "decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor
         )
@@ -443,7 +443,7 @@ class _Blob:
         _check(size - first >= fewest, f"at least {fewest} bytes of chunks", f"{size - first}")
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
-        """Compare the header with the request; return codec, frames per chunk and number of chunks."""
+        """Check the header; return the codec, the frames per chunk and the number of chunks."""
         try:
             about = json.loads(text)
             codec, dtype, shape, num_frames, step, _ = (about[key] for key in _KEYS)

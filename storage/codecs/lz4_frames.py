@@ -221,7 +221,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
 
 
 def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
-    """Decode frames of exactly `num_bytes` bytes to new memory, uint8 `[num_bytes]`. Compares all checksums.
+    """Decode frames of exactly `num_bytes` bytes to new uint8 memory. Compares all checksums.
 
     Raises:
         CorruptFileError: The frames are damaged or hold another number of bytes.

@@ -220,7 +220,7 @@ class ColumnTable:
             if column is None:
                 self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
                 continue
-            if column.is_flag:  # a copy of any dtype into bool is `!= 0`
+            if column.is_flag:  # A copy of any dtype into bool is `!= 0`.
                 tensor = tensor.view(torch.bool)
             self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
             if tensor.dim() == 3 and tensor.shape[-1] == 1:
@@ -401,7 +401,7 @@ class _Input(NamedTuple):
 def _leaves_of(
     value: Any, column: Column, inputs: Mapping[str, _Input]
 ) -> Iterable[tuple[_Input, Any]]:
-    """Pair the leaves of a column's value with the column's inputs; raise `SchemaError` if their names differ."""
+    """Pair the leaves of a value with a column's inputs; raise `SchemaError` if names differ."""
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"

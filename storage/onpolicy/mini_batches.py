@@ -1,4 +1,4 @@
-"""Mini-batches from columns: shuffled rows for feed-forward networks, padded trajectories for recurrent ones.
+"""Mini-batches from columns: shuffled rows, or padded trajectories for recurrent networks.
 
 Rows are copied by one gather. Narrow columns are first packed side by side, so that a row of all
 narrow columns is contiguous. A gather of each column takes twice as long: 105 instead of 50 ms for
@@ -26,9 +26,9 @@ GENERATE = "generate mini-batches"
 #: Columns with rows of at least this number of bytes are not packed. Without packing they are
 #: gathered at memory speed, and without a second copy.
 _WIDE_ROW_BYTES = 1024
-#: As `_WIDE_ROW_BYTES`, if all rows are gathered once or twice, so that packing saves less time.
-#: With T=24, N=4096 and nine fields of 832 bytes, one epoch takes 25 instead of 34 ms and two
-#: epochs 44 instead of 49 ms. For three epochs there is no difference.
+#: Limit in place of `_WIDE_ROW_BYTES` if all rows are gathered once or twice, since packing then
+#: saves less time. With T=24, N=4096 and nine fields of 832 bytes, one epoch takes 25 instead of
+#: 34 ms and two epochs 44 instead of 49 ms. For three epochs there is no difference.
 _WIDE_ROW_BYTES_TWICE = 128
 #: Bytes of a unit -> dtype. Packed rows have the largest unit that divides the size of every field.
 #: Units are floating dtypes, since torch concatenates them fast. Copies keep every bit.
@@ -60,7 +60,7 @@ class Delivery:
         return self._pool.empty(shape, dtype)
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy `x` to `output_device` on a separate stream; return `x` if already there."""
+        """Copy `x` to `output_device` on a separate stream; return `x` if it is there already."""
         if x.device == self.output_device:
             return x
         if self.output_device.type != "cuda" or not x.is_pinned():

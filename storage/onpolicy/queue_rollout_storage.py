@@ -1,4 +1,4 @@
-"""`QueueRolloutStorage`, a rollout storage of the newest steps, and its subclass `ActionLabelRollout`.
+"""`QueueRolloutStorage`, a storage of the newest steps, and its subclass `ActionLabelRollout`.
 
 The storage grows after each rollout until it reaches its target size. A full storage overwrites its
 oldest steps. Readers get the steps in the order of time.
@@ -69,7 +69,7 @@ class QueueRolloutStorage(RolloutStorage):
         self.buffer_full = False
 
     def add_transitions(self, transition: Transition) -> None:
-        """Copy one step to the cursor; overwrite the oldest step if the storage is full at its target size.
+        """Copy one step to the cursor. A storage of full size overwrites its oldest step.
 
         Raises:
             RolloutOverflowError: A rollout is complete and the storage must grow: call `clear()`.
@@ -91,7 +91,7 @@ class QueueRolloutStorage(RolloutStorage):
         """Append up to one rollout of empty steps to every column.
 
         Returns:
-            Steps appended; 0 at the target.
+            Number of appended steps; 0 if the storage has its target size.
         """
         with self._lock:
             missing = self.num_target_steps - self.num_transitions_per_env
@@ -154,7 +154,7 @@ class QueueRolloutStorage(RolloutStorage):
 
 if TYPE_CHECKING:
     _Labelled = MiniBatch
-else:  # no type checker knows fields that are computed
+else:  # Type checkers cannot read computed fields.
     _Labelled = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
 
 

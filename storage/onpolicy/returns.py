@@ -265,7 +265,7 @@ def checked_factor(
 
 
 class CheckedFactors:
-    """The discount and the trace decay of a storage. Tensors on CUDA are checked again only if they change.
+    """The checked discount and trace decay of a storage. Unchanged tensors are not checked again.
 
     Args:
         num_rewards: R.
@@ -385,7 +385,7 @@ def _write_step_by_step(
 
 
 def _scan(lib: Any, x: Any, decay: Any) -> None:
-    """Compute `x[t] += decay[t] * x[t + 1]` from the last step of contiguous `[T, ...]` to the first, in place.
+    """Compute `x[t] += decay[t] * x[t + 1]` backward over contiguous `[T, ...]`, in place.
 
     Overwrites `decay`. Recursive doubling (Hillis and Steele 1986) first combines several rows per
     call. The remaining sums are computed row by row. 1000 steps of 1 env take 50 us instead of

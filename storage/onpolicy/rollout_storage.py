@@ -339,7 +339,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         reshuffle: str = "epoch",
         drop_last: bool = True,
     ) -> Iterator[_MiniBatch]:
-        """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
+        """Yield `num_mini_batches * num_epochs` mini-batches `[M, ...]` for feed-forward networks.
 
         Narrow fields are copied side by side into one new tensor with the first mini-batch. They
         are not contiguous: use `reshape(-1)` instead of `view(-1)`. Fields with rows of 1 KiB or

@@ -62,7 +62,7 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
 
 if TYPE_CHECKING:
     _Fields = MiniBatch
-else:  # no type checker knows fields that are computed
+else:  # Type checkers cannot read computed fields.
     _Fields = batch_type(_with_next(rollout_columns(1, 1, 1, 1)), MiniBatch)
 
 
@@ -237,7 +237,7 @@ class SarsaRolloutStorage(RolloutStorage):
                 self._finals[step] = Finals(
                     has_ended, {name: x[step + 1] for name, x in self._whole.items()}
                 )
-            self._order.record(is_write=True)  # the next reader waits for the finals too
+            self._order.record(is_write=True)  # Readers also wait for final observations.
 
     def _check_next(self, transition: Transition) -> bool:
         """Return whether a transition has its next observations.
@@ -287,7 +287,7 @@ class SarsaRolloutStorage(RolloutStorage):
         return rows
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """Return the columns with the true final observations, and `next_valid` if it is configured."""
+        """Return the columns with true final observations and, if configured, `next_valid`."""
         columns = super()._batch_columns(rows)
         finals_by_step = {}
         if self.strict_next:
@@ -351,7 +351,7 @@ class SarsaRolloutStorage(RolloutStorage):
     def _check_finals(
         self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise `SchemaError` if `has_next`, the steps `finals` or their tensors do not fit this storage."""
+        """Raise `SchemaError` if the saved final observations do not fit this storage."""
         num_steps = self.num_transitions_per_env
         if (
             not isinstance(has_next, list)

@@ -75,7 +75,7 @@ class Column:
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
-    """Return a column whose source in transitions has the same name; no fields without a shape."""
+    """Return a column with the name of its source in transitions; no fields without a shape."""
     column_fields = () if shape is _ABSENT else declare_fields(name, shape)
     return Column(name, column_fields, **{"source": name, "batch": batch, **options})
 
@@ -181,14 +181,14 @@ def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
 
 
 def is_absent(shape: ShapeLike | None) -> bool:
-    """Return whether a shape means "no such observations": None, (None,), [None] or an empty mapping."""
+    """Return whether a shape means no observations: None, (None,), [None] or an empty mapping."""
     if isinstance(shape, Mapping):
         return not shape
     return shape is None or (isinstance(shape, Iterable) and list(shape) == [None])
 
 
 def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
-    """Return the field `name` of a shape, or fields `name/...` for the leaves of a nested dict of shapes.
+    """Return the field `name` of a shape, or a field `name/...` per leaf of a nested dict.
 
     Args:
         name: Name of the column.
@@ -292,7 +292,7 @@ def shape_from_json(written: Any) -> Any:
 
 
 def without_dtypes(name: str, written: list[Any], fields: set[str]) -> list[Any]:
-    """Return the result of `shapes_to_json` for a column with float32 as the dtype of some of its fields."""
+    """Replace the dtype of some fields by float32 in a column's result of `shapes_to_json`."""
     changed = []
     for path, shape, dtype in written:
         field_name = f"{name}/{path}" if path else name
@@ -366,7 +366,9 @@ class Transition:
 
 
 class MiniBatch(NamedTuple):
-    """Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches; None where absent.
+    """Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches.
+
+    Absent values are None.
 
     Attributes:
         obs, actions, values, old_actions_log_prob, old_mu, old_sigma, policy_outputs: Values of the
