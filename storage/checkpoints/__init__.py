@@ -1,1 +1,1 @@
-"""Saves any object to one file in the background."""
+"""Checkpoints: one file per object, written in the background."""

@@ -1,7 +1,7 @@
-"""Types that `load_checkpoint` loads by default: weights, containers, numpy values and enums.
+"""Types that `load_checkpoint` loads by default: tensors, containers, numpy values and enums.
 
-No code of a file runs. Names in a file are replaced by functions of this module. The name of an
-enum is replaced by a lookup in a class that the program has already imported.
+Loading runs no code of a file. Each global name in a pickle is replaced by a function of this
+module. The name of an enum is replaced by a lookup in a class that the program already imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoi
 
 #: Kinds of numpy dtypes that are loaded. Structured dtypes could describe memory outside the array.
 _KINDS = "biufcSUmMO"
-#: Leaves that torch loads with any value.
+#: Types of leaves that torch loads with any value.
 _PLAIN = (
     type(None),
     bool,
@@ -39,13 +39,13 @@ _PLAIN = (
     torch.device,
     torch.layout,
 )
-#: Longer integers have a form that torch does not load.
+#: Limit of integers. pickle encodes larger integers in a form that torch does not load.
 _MOST_INT = 1 << 2000
 #: Function by which pickle protocol 2 refers to members of a class.
 _GETATTR = "builtins.getattr"
-#: A character that no name in a file can contain, since it ends the name.
+#: A character that ends a name in a pickle, so that no name in a file contains it.
 _NO_NAME = "\n"
-#: Held while names are added to torch's list of allowed names, which is global to the process.
+#: Lock held while names are in torch's list of allowed names, which is global to the process.
 _loading = threading.Lock()
 
 
@@ -69,7 +69,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
     with ExitStack() as held:
         held.enter_context(
             _loading
-        )  # before the names are compared: another load may have added them for itself
+        )  # Lock first, because another load may have added names to the global list.
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
         found = _meanings(needed)
@@ -80,7 +80,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
             known = get_safe_globals()
             held.enter_context(safe_globals([one for one in added if one not in known]))
         else:
-            held.close()  # weights alone are loaded in parallel
+            held.close()  # Without such names, several loads may run in parallel.
         yield bool(found)
 
 
@@ -97,7 +97,7 @@ def _meanings(names: list[str]) -> dict[str, Any]:
             if lookups:
                 inner |= lookups
                 found[name] = _Outer(kind)
-    if inner:  # a file has an enum within a class as `getattr(class, name)`
+    if inner:  # A pickle refers to an enum within a class by `getattr(class, name)`.
         found[_GETATTR] = partial(_inner_enum, inner)
         found |= {
             f"{kind.__module__}.{kind.__qualname__}{_NO_NAME}": one for kind, one in inner.items()
@@ -106,14 +106,14 @@ def _meanings(names: list[str]) -> dict[str, Any]:
 
 
 def _imported_class(name: str) -> type | None:
-    """Return a class that the program has already imported, or None; imports nothing."""
+    """Return the class with a name if the program already imported it, otherwise None."""
     module, _, attribute = name.rpartition(".")
     found = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     return found if isinstance(found, type) else None
 
 
 class _Outer:
-    """Replacement of a class that a file names only to reach enums within it."""
+    """Replacement of a class that a file refers to only because of the enums within it."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -144,7 +144,7 @@ def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) 
 
 
 def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
-    """Return the member of a value without a call of the class, whose `_missing_` is unsafe."""
+    """Return the enum member with a value. A call of the class could run its `_missing_`."""
     for member in kind.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return member
@@ -152,7 +152,7 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
         name for one in _own(kind) for name in vars(one)
     }
     if is_flag and type(value) is int:
-        return kind(value)  # several members together
+        return kind(value)  # A combination of several flags.
     raise pickle.UnpicklingError(
         f"{kind.__module__}.{kind.__qualname__} has no member of the value {value!r}"
     )
@@ -164,7 +164,7 @@ def _own(kind: type) -> list[type]:
 
 
 def _array() -> None:
-    """Replacement of `numpy.ndarray` for files that name the class of an array."""
+    """Replacement of `numpy.ndarray` for files that refer to the class of an array."""
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
@@ -175,7 +175,7 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
 
 
 def _no_bytes() -> bytes:
-    """Return empty bytes, which pickles store as a call."""
+    """Return empty bytes. Pickles encode empty bytes as a call of this function."""
     return b""
 
 
@@ -208,7 +208,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
-#: Objects whose state a file may set, under names that no file can contain.
+#: Objects whose state a file may set, with names that no file can contain.
 _BUILT: list[tuple[Any, str]] = [
     (kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}
 ]
@@ -218,10 +218,11 @@ _BUILT: list[tuple[Any, str]] = [
 
 
 def refused_part(checkpoint: Any) -> tuple[str, str] | None:
-    """Find the first part of a checkpoint that `load_checkpoint` does not load by default.
+    """Return the first part of a checkpoint that `load_checkpoint` does not load by default.
 
     Returns:
-        Its path, such as `checkpoint['agent'][0]`, and its description; None if all parts load.
+        The path of the part, such as `checkpoint['agent'][0]`, and its description. None if all
+        parts can be loaded.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", checkpoint)]
@@ -279,7 +280,7 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
 
 
 def _is_loaded_leaf(part: Any) -> bool:
-    """Return whether a leaf always loads, without a test."""
+    """Return whether the type of a leaf can be loaded with any value."""
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
         return is_plain and not part.is_quantized and not part.is_nested and not part.__dict__
@@ -296,7 +297,7 @@ def reason(cause: BaseException) -> str:
 
 
 def _why_refused(part: Any) -> str:
-    """Save and load a part; return its description if this fails, else ""."""
+    """Save and load a part as a test. Returns its description if the test fails, otherwise ""."""
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     content = io.BytesIO()
     try:
@@ -304,7 +305,7 @@ def _why_refused(part: Any) -> str:
         content.seek(0)
         with allowed_globals(content):
             check_values(torch.load(content, map_location="cpu", weights_only=True))
-    except Exception as cause:  # noqa: BLE001 - code of the part runs as it is pickled
+    except Exception as cause:  # noqa: BLE001 - Pickling runs code of the part.
         names = getattr(cause, "names", [])
         if names and names != [kind]:
             return f"{kind} (with {', '.join(names)})"

@@ -1,4 +1,4 @@
-"""Checkpoint files: files of `torch.save`, plain or in an LZ4 frame.
+"""Checkpoint files: files of `torch.save`, uncompressed or in an LZ4 frame.
 
 Sizes and checksums are checked before torch reads the file. By default, only tensors and plain
 types are loaded.
@@ -40,7 +40,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 _LOAD = "load the checkpoint"
-#: Errors of unpickling damaged data, besides `UnpicklingError` and errors of torch.
+#: Errors that damaged pickles cause, besides `UnpicklingError` and errors of torch.
 _NONSENSE = (
     ArithmeticError,
     AssertionError,
@@ -60,10 +60,11 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
     """Write a checkpoint atomically.
 
     Args:
-        obj: The object to save; must not change during the call.
-        path: The file, including the suffix.
+        obj: Object to save. It must not change during the call.
+        path: Path of the file, including the suffix.
         level: LZ4 level; None for no compression.
-        meta: JSON, as a member of the zip archive, or as a frame that LZ4 readers skip.
+        meta: JSON of the metadata, or None. It is stored as a member of the zip archive, or in a
+            frame that LZ4 readers skip.
     """
     with replace_file(path) as new:
         with open(new, "wb") as file:
@@ -77,13 +78,13 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
         if level is None and meta is not None:
             with zipfile.ZipFile(new, "a") as archive:
                 archive.writestr(META_NAME, meta)
-        # The file system's own stamps are too coarse to tell which of two quick saves is newer.
+        # Time stamps of the file system are too coarse to order two saves in quick succession.
         now_ns = time.time_ns()
         os.utime(new, ns=(now_ns, now_ns))
 
 
 def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
-    """Run `torch.save`; on a full disk, raise its `OSError` instead of a later error of torch."""
+    """Call `torch.save`. On a full disk, raises the original `OSError` instead of torch's error."""
     try:
         torch.save(obj, cast(IO[bytes], file))
     except RuntimeError as cause:
@@ -102,13 +103,13 @@ def load_checkpoint(
     """Load a checkpoint.
 
     Args:
-        path: The path of `save_async`. The newer of `path` and `path` + ".lz4" is read. A path that
-            ends in ".lz4" means only that file.
-        map_location: As for `torch.load`; a device must exist.
+        path: Path that was passed to `save_async`. The newer of `path` and `path` + ".lz4" is read.
+            If `path` ends in ".lz4", only this file is read.
+        map_location: As for `torch.load`. The device must exist.
         weights_only: Load only tensors, numbers, strings, plain containers, numpy values,
             `argparse.Namespace`, and members of enums whose classes are already imported. Use False
             only for files that you trust: loading then runs code of the file.
-        device: Another name of `map_location`, for one device.
+        device: Alias of `map_location`, for a single device.
 
     Raises:
         MissingCheckpointError: Neither file exists.
@@ -129,9 +130,9 @@ def load_checkpoint_parallel(
     num_threads: int | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """Load a checkpoint like `load_checkpoint`; compressed blocks decode in `num_threads` threads.
+    """Load a checkpoint as `load_checkpoint` does. LZ4 blocks are decoded by several threads.
 
-    None takes as many threads as this process may use processors, 8 at most.
+    `num_threads=None` uses one thread per available processor, at most 8.
     """
     if num_threads is None:
         num_threads = min(8, num_processors())
@@ -155,7 +156,7 @@ def load_checkpoint_parallel(
             _check_member(content, member, found, buffer)
         content.seek(0)
         try:
-            # Runs code only where the caller asked for it: `weights_only` is True unless given.
+            # Loading runs code of the file only if the caller passes `weights_only=False`.
             with allowed_globals(content) if weights_only else nullcontext(False) as has_names:
                 loaded = torch.load(content, map_location=map_location, weights_only=weights_only)
             if has_names:
@@ -169,7 +170,7 @@ def load_checkpoint_parallel(
             raise DataFileError(_LOAD, where, expected, str(cause) or "nothing") from cause
         except _NONSENSE as cause:
             if isinstance(cause, AttributeError) and not weights_only:
-                raise  # a class that is not here is no damage
+                raise  # A class that cannot be imported is not damage of the file.
             raise _damaged(where, expected, f"{type(cause).__name__}: {cause}") from cause
 
 
@@ -188,7 +189,10 @@ def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
 
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
-    """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
+    """Read the `meta` of a checkpoint without its tensors; None if there is no `meta`.
+
+    Raises the errors of `load_checkpoint`.
+    """
     found = _find(path)
     text = None
     with open(found, "rb") as file:
@@ -230,7 +234,7 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
-    """Map a file that is not empty. It is unmapped when its last view is deleted."""
+    """Map a non-empty file into memory. The mapping ends with its last view."""
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -243,7 +247,7 @@ def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader
 
 
 class _MemoryFile(io.RawIOBase):
-    """A readable file over bytes in memory, without a copy."""
+    """File object that reads bytes in memory without a copy."""
 
     def __init__(self, content: npt.NDArray[np.uint8]) -> None:
         self._content = content
@@ -268,7 +272,11 @@ class _MemoryFile(io.RawIOBase):
 
 
 def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of the zip archive; raise if they are larger than the archive."""
+    """Return the members of the zip archive by name.
+
+    Raises:
+        CorruptFileError: The members are larger than the archive.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -289,7 +297,10 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
 def _check_member(
     file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview
 ) -> int:
-    """Check the checksum of a member, 3 times as fast as `zipfile`; return its content's offset."""
+    """Check the checksum of a zip member and return the offset of its content.
+
+    This takes a third of the time of `zipfile`.
+    """
     where = f"{str(path)!r}, member {member.filename!r}"
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)

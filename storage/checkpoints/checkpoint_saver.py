@@ -1,8 +1,8 @@
 """Save checkpoints in a background thread during training.
 
 `save_async` copies every tensor before it returns. The copy shares no memory with the original.
-Tensors that share memory in the original share it in the copy. Page faults make copies into new
-memory several times slower. So all tensors of a copy are in one pooled buffer.
+Tensors that share memory in the original share memory in the copy. All tensors of a copy are in one
+pooled buffer, because page faults make copies into new memory several times slower.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CheckpointError(BackgroundError, OSError):
-    """A checkpoint could not be written; the failure itself is the `__cause__`."""
+    """A checkpoint could not be written. The original error is the `__cause__`."""
 
 
 class QueueFullError(RolloutDataError, queue.Full):
-    """The queue of checkpoints is full; nothing was saved."""
+    """The queue of checkpoints is full. The checkpoint was not saved."""
 
 
 class AsyncCheckpointSaver(Owned):
-    """Save checkpoints in the background.
+    """Writer of checkpoints in a background thread.
 
     Args:
         max_queue_size: Number of checkpoints that can wait while another is written. Each waiting
@@ -78,15 +78,15 @@ class AsyncCheckpointSaver(Owned):
             expected = "as a PerformanceMonitor or None"
             arguments.instance("save checkpoints", "monitor", monitor, expected, PerformanceMonitor)
         self._monitor = monitor or PerformanceMonitor()
-        # Reuses the memory of earlier copies; new memory makes copies several times slower.
+        # The pool reuses memory of earlier copies. New memory makes copies several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
-        #: Futures of checkpoints that may wait, oldest first, each with a list that holds its copy
-        #: until it is written.
+        #: Waiting checkpoints, oldest first: the future, and a list with the copy until the copy is
+        #: written.
         self._waiting: list[tuple[Future[Path], list[Any]]] = []
         self._is_closed = False
-        #: Held while a call waits for its place and copies.
+        #: Lock held while a call waits for room in the queue and copies its checkpoint.
         self._saving = threading.Lock()
         _open_savers.add(self)
 
@@ -94,7 +94,7 @@ class AsyncCheckpointSaver(Owned):
         try:
             super().__exit__()
         except CheckpointError:
-            if failure is None:  # otherwise that one matters more
+            if failure is None:  # An error of the `with` block takes precedence.
                 raise
 
     @property
@@ -119,30 +119,32 @@ class AsyncCheckpointSaver(Owned):
                 texts, arrays and scalars of numpy, random states of torch, numpy and Python,
                 `argparse.Namespace` and members of enums. Tensors that share memory are copied, and
                 stored, once.
-            path: The file; an earlier one is replaced as a whole. Missing folders are made.
-            compress: Write an LZ4 frame to `path` + ".lz4" instead. Worth it for what repeats
-                itself (masks, images, integer counters); weights in float32 hardly shrink.
-            level: Of LZ4: 0 fast, up to 16 smaller and much slower.
-            meta: JSON-able; `load_checkpoint_meta` reads it without the tensors.
-            weights_only: Refuse what `load_checkpoint` would refuse by default. False saves
-                anything that can be deep-copied and pickled, to be loaded with
-                `weights_only=False`.
+            path: Path of the file. An existing file is replaced atomically. Missing folders are
+                created.
+            compress: Whether to write an LZ4 frame to `path` + ".lz4" instead. Useful for
+                repetitive data such as masks, images and integer counters; float32 weights hardly
+                shrink.
+            level: LZ4 level from 0 (fast) to 16 (smaller files, much slower).
+            meta: JSON value that `load_checkpoint_meta` reads without the tensors.
+            weights_only: Whether to raise an error for parts that `load_checkpoint` does not load
+                by default. False saves any object that can be deep-copied and pickled; such a file
+                is loaded with `weights_only=False`.
 
         Returns:
-            A future of the path that was written. When this method returns, `checkpoint` may be
-            changed.
+            A future of the written path. The caller may change `checkpoint` once this method has
+            returned.
 
         Raises:
-            CheckpointError: An earlier save failed; nothing was saved now.
-            QueueFullError: With `on_full="raise"`.
-            ClosedError: After `shutdown`.
-            UsageError: `path` is no path, JSON cannot hold `meta`, or a part of the checkpoint
-                would not be loaded: the text names its path in the checkpoint.
+            CheckpointError: An earlier save failed. This checkpoint was not saved.
+            QueueFullError: The queue is full and `on_full` is "raise".
+            ClosedError: The saver was shut down.
+            UsageError: `path` is not a path, `meta` has no JSON form, or a part of the checkpoint
+                could not be loaded. The message names the path of the part in the checkpoint.
         """
         self._owner.check()
         target = arguments.path(
             "save the checkpoint", "", path
-        ).absolute()  # the process may go elsewhere
+        ).absolute()  # The process may change its working directory before the file is written.
         level = check_level("save the checkpoint", level)
         compress = arguments.flag("save the checkpoint", "compress", compress)
         weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)
@@ -162,13 +164,13 @@ class AsyncCheckpointSaver(Owned):
         return future
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything accepted before this call is written.
+        """Wait until all checkpoints accepted before this call are written.
 
         Args:
-            timeout: Seconds to wait at most; None for as long as it takes.
+            timeout: Maximum time to wait, in seconds; None for no limit.
 
         Raises:
-            WaitTimeoutError: It took longer; nothing is given up.
+            WaitTimeoutError: The time limit is over. The checkpoints will still be written.
             CheckpointError: A save failed.
         """
         if timeout is not None:
@@ -178,10 +180,11 @@ class AsyncCheckpointSaver(Owned):
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Accept no further checkpoints and write the accepted ones; idempotent.
+        """Stop accepting checkpoints and write all accepted checkpoints. Idempotent.
 
         Args:
-            wait: Return when all is written; otherwise at once, while the thread goes on.
+            wait: Whether to return after all checkpoints are written. Otherwise the call returns
+                immediately, and the thread continues to write.
 
         Raises:
             CheckpointError: A save failed.
@@ -197,11 +200,14 @@ class AsyncCheckpointSaver(Owned):
             self._pool.clear()
 
     def close(self, wait: bool = True) -> None:
-        """Accept no further checkpoints and write the accepted ones; see `shutdown`."""
+        """Stop accepting checkpoints and write all accepted checkpoints; see `shutdown`."""
         self.shutdown(wait)
 
     def _wait_for_room(self, path: Path) -> None:
-        """Wait until one more may be saved: one is being written, and `max_queue_size` may wait."""
+        """Wait until a checkpoint may be added to the queue.
+
+        The queue has room for one checkpoint being written and `max_queue_size` waiting ones.
+        """
         while True:
             if self._is_closed:
                 raise ClosedError(
@@ -227,7 +233,7 @@ class AsyncCheckpointSaver(Owned):
                 wait([future for future, _ in self._waiting], return_when=FIRST_COMPLETED)
 
     def _write(self, held: list[Any], path: Path, level: int | None, meta: bytes | None) -> Path:
-        """Write the copy in `held`, in the thread; no reference to the copy remains."""
+        """Write the copy in `held`, in the background thread, and drop all references to it."""
         try:
             with self._monitor.timer("checkpoint/write"):
                 write_checkpoint(held[0], path, level, meta)
@@ -256,7 +262,7 @@ def _finish_open_savers() -> None:
         raise failure
 
 
-# Everything that was accepted has been written by then; this raises what failed.
+# At exit, accepted checkpoints are already written. This call raises the errors of failed saves.
 atexit.register(_finish_open_savers)
 
 
@@ -287,20 +293,20 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
     """Return a copy of a nested dict, list, tuple, named tuple, dataclass or other object.
 
     Args:
-        obj: Anything. Tensors in it may be on any device, share storage or occur more than once.
-        pool: Where the memory of tensors that are on the CPU comes from.
+        obj: Any object. Its tensors may be on any device, share storage or occur more than once.
+        pool: Memory pool for the copied tensors.
 
     Returns:
-        The same structure, on the CPU. Tensors are detached; parameters stay parameters, strides
-        stay unless they leave gaps. Other leaves are deep-copied, with the errors of
-        `copy.deepcopy`.
+        A copy with the same structure, on the CPU. Tensors are detached, and parameters remain
+        parameters. Strides are kept unless they leave gaps. Other leaves are copied by
+        `copy.deepcopy`, which may raise its own errors.
     """
-    # deepcopy uses the copy in the memo for every occurrence of an object.
+    # `deepcopy` looks up each object in its memo, here the copied tensors by `id`.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Return by `id` the tensors in plain memory; deepcopy copies the others."""
+    """Return the dense tensors within an object, by `id`. `deepcopy` copies all other tensors."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
@@ -328,11 +334,14 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
 
 
 def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
-    """Copy tensors by `id`: of each storage once, the bytes from its first to its last tensor."""
+    """Copy tensors and return the copies by `id`.
+
+    Of each storage, the bytes from its first to its last tensor are copied once.
+    """
     copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
     for key, tensor in found.items():
-        # Lazy conjugates and negatives store other numbers than their values, and a flag.
+        # Lazy conjugates and negatives store the original numbers and a flag.
         plain = tensor.detach().resolve_conj().resolve_neg()
         if plain.numel():
             groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = (
@@ -347,8 +356,8 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
         if span.is_on_cuda:
             target = torch.empty(span.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
-            # Tensors over slices of an array have storages of their own; slices of a tensor have
-            # not.
+            # `from_numpy` of an array slice makes a separate storage. A slice of the pooled tensor
+            # would share the storage of the whole buffer.
             target = torch.from_numpy(buffer[start : start + span.num_bytes])
             start += span.room
         copies |= _copy_span(span, target)
@@ -363,7 +372,7 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
 
 
 class _Span(NamedTuple):
-    """A byte range of one storage, and its tensors by `id`."""
+    """A byte range of one storage, with the tensors in it by `id`."""
 
     tensors: Mapping[int, torch.Tensor]
     start: int
@@ -380,7 +389,7 @@ class _Span(NamedTuple):
 
 
 def _span(group: dict[int, torch.Tensor]) -> _Span:
-    """Return the byte range of tensors in their storage; a tensor with gaps is packed first."""
+    """Return the byte range of tensors in their storage. A tensor with gaps is packed first."""
     starts = []
     stops = []
     for key, tensor in group.items():
@@ -394,16 +403,14 @@ def _span(group: dict[int, torch.Tensor]) -> _Span:
         starts.append(int(tensor.storage_offset()) * tensor.itemsize)
         stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
     start = min(starts)
-    if (
-        len(group) > 1
-    ):  # aligned down, so that every dtype's offset stays a whole number of its elements
+    if len(group) > 1:  # Round down, so that offsets are whole numbers of elements for every dtype.
         start = start // _ALIGNMENT * _ALIGNMENT
     return _Span(group, start, max(stops) - start, tensor.device)
 
 
 def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Copy a span to `target`, `[num_bytes]` uint8 on the CPU, without waiting if that is pinned."""
-    # torch copies wide elements a quarter faster than bytes.
+    """Copy a span to `target`, `[num_bytes]` uint8 on the CPU. Asynchronous if it is pinned."""
+    # Copies of wide elements are a quarter faster in torch than copies of bytes.
     word = next(dtype for dtype in _WORDS if (span.start | span.num_bytes) % dtype.itemsize == 0)
     source = torch.empty(0, dtype=word, device=span.device)
     place = span.start // word.itemsize

@@ -1,1 +1,1 @@
-"""Buffers in actors of Ray: how samples and pushes travel, the actor, and a client's connection to one."""
+"""Buffers in Ray actors: the actor, a client's connection to an actor, and packed results."""

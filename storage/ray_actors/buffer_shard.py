@@ -1,11 +1,12 @@
-"""`Shard`: one buffer in an actor, its checkpoints, and the numbers of the pushes that it contains.
+"""`Shard`: one buffer in a Ray actor, its checkpoints, and the numbers of the applied pushes.
 
-Each push is applied once, in the order of its collector. The push with the due number is applied;
-a repeated push is skipped. A push that arrives too early is answered with the due number, from
-which the collector sends again.
+Each collector numbers its pushes, and each push is applied once, in this order. The due number is
+the number of the next push to apply. A repeated push is skipped. The answer to a push that arrives
+too early contains the due number, and the collector sends again from this number.
 
-A checkpoint contains the buffer and the due numbers of the same moment. Ray runs draws, pushes and
-other calls in one thread each. Draws and pushes are synchronized by the lock of the buffer.
+A checkpoint contains the buffer and the due numbers of the same moment. Ray runs draws in one
+thread, pushes in a second thread and other calls in a third. The lock of the buffer synchronizes
+draws and pushes.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ..errors import BufferEmptyError, UsageError
 from ..live.rate_limiter import RateLimitedError, RateLimiter
 from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
-#: Method -> thread of the actor that runs it; others run in its main thread.
+#: Method -> concurrency group (thread) of the actor. Other methods run in the main thread.
 GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
-#: Methods for results of a learner; other pushes are rows.
+#: Methods that pass results of a learner to the buffer. All other pushes add rows.
 UPDATES = ("update", "update_priorities")
 #: Largest number of draws to fill a batch with rows that are not stale.
 _MAX_DRAWS = 64
@@ -49,36 +50,33 @@ _ONE_EACH = "Shards have unequal shares of its buffers: make a RemoteBuffer of e
 class RemoteOptions:
     """Options of `RemoteBuffer`."""
 
-    prefetch: int = (
-        2  # replies that are requested ahead of the consumer; 0 draws when it is asked for
-    )
-    batches_per_reply: int = 1  # batches that one reply brings
-    # whether samples are the caller's own; otherwise large ones are shared memory, for reading only
+    #: Number of replies to request ahead of the consumer; 0 draws only on request.
+    prefetch: int = 2
+    #: Number of batches per reply.
+    batches_per_reply: int = 1
+    #: Whether samples are copies. Otherwise large samples are read-only shared memory.
     copy: bool = False
-    max_pending: int = (
-        1  # pushes, and updates, to a shard that may be unanswered; more take turns from draws
-    )
-    checkpoint_dir: str | None = (
-        None  # on a file system that all machines see; what is there is taken up
-    )
-    max_unsaved_bytes: int = (
-        256 << 20
-    )  # pushes to a shard that no checkpoint holds; beyond it asks for one and waits
-    rate_limiter: Mapping[str, Any] | None = (
-        None  # arguments of a `RateLimiter` of each shard, which counts rows
-    )
-    max_staleness: int | None = (
-        None  # rows are drawn only if their policy version is at most so much behind ours
-    )
-    version_key: str = (
-        "policy_version"  # the field with the policy version of a row, integers, in every sample
-    )
-    whole_trajectories: bool = False  # whether each push ends with the end of its trajectories
-    timeout_s: float = 60.0  # how long one answer may take
-    seed: int = 0  # of the shards' draws
-    actor_options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of Ray: num_cpus, resources, ...
+    #: Maximum number of unanswered pushes and updates per shard. Higher values delay draws.
+    max_pending: int = 1
+    #: Folder of checkpoints on a file system of all machines. Existing checkpoints are loaded.
+    checkpoint_dir: str | None = None
+    #: Limit for pushes to a shard since its last checkpoint, in bytes. A push beyond the limit
+    #: requests a checkpoint and waits for it.
+    max_unsaved_bytes: int = 256 << 20
+    #: Arguments of a `RateLimiter` of each shard, which counts rows.
+    rate_limiter: Mapping[str, Any] | None = None
+    #: Maximum difference between the learner's policy version and the version of a drawn row.
+    max_staleness: int | None = None
+    #: Field of every sample with the policy version of a row, as integers.
+    version_key: str = "policy_version"
+    #: Whether each push ends at the end of its trajectories.
+    whole_trajectories: bool = False
+    #: Time limit for one answer, in seconds.
+    timeout_s: float = 60.0
+    #: Seed of the shards' draws.
+    seed: int = 0
+    #: Options of the Ray actors, such as `num_cpus` and `resources`.
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         action = "make a RemoteBuffer"
@@ -90,7 +88,14 @@ class RemoteOptions:
 
 
 class Ack(NamedTuple):
-    """What a shard tells: its actor's life, its rows, the push that is due, the first one that no checkpoint holds."""
+    """Answer of a shard to a collector.
+
+    Attributes:
+        life: Random id of the actor, new after each restart.
+        num_rows: Number of rows in the buffer.
+        due: Number of the next push to apply.
+        unsaved: Number of the first push that no checkpoint contains.
+    """
 
     life: str
     num_rows: int
@@ -99,14 +104,27 @@ class Ack(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Whether rows follow each other, and how many of a sample belong together unless it says; 0 if it cannot say."""
+    """Traits of a buffer.
+
+    Attributes:
+        has_steps: Whether consecutive rows are steps of a trajectory.
+        unit: Default number of consecutive rows per window of a sample; 0 if the buffer has no
+            argument `seq_length`.
+    """
 
     has_steps: bool
     unit: int
 
 
 class Shard:
-    """One buffer: what `make` makes, in shard `place[0]` of `place[1]`, with checkpoints in `folder` if it is given."""
+    """Actor with one buffer and its checkpoints.
+
+    Args:
+        make: Function that creates the buffer.
+        place: (number of this shard, number of shards).
+        folder: Folder of the checkpoints; None for no checkpoints.
+        options: Options of `RemoteBuffer`.
+    """
 
     def __init__(
         self,
@@ -123,16 +141,16 @@ class Shard:
         self._limiter = (
             None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
         )
-        #: Pool for the batches of a reply; newly allocated memory takes 4 times as long.
+        #: Memory pool for the batches of a reply. New memory for each batch takes 4 times as long.
         self._pool = (
             BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         )
-        #: Collector -> number of its push that is due; as it is, and as of the last checkpoint; who
-        #: pushed last.
+        #: Collector -> due number: now (`_due`), and at the last checkpoint (`_saved`). `_last` is
+        #: the collector of the last push.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
-        #: Held during a push, and during a save of buffer and numbers.
+        #: Lock held during a push, and during a save of the buffer and the due numbers.
         self._applying = threading.Lock()
         self._made: Any = None
         self._names: list[str] = []
@@ -150,7 +168,9 @@ class Shard:
             self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
-        except Exception as error:  # noqa: BLE001 - each call raises it; of an actor that dies Ray gives the text only
+        # The error is stored, and each call raises it. If the constructor raised it, the actor would
+        # die, and Ray would report only the text of the error.
+        except Exception as error:  # noqa: BLE001
             self._failure = error
 
     @property
@@ -160,7 +180,11 @@ class Shard:
         return self._made
 
     def _checked(self, made: Any) -> Any:
-        """Raise if draws are not supported; give items names that are unique among shards."""
+        """Check that the buffer supports draws, and make its name unique among the shards.
+
+        Raises:
+            UsageError: The buffer cannot be used in an actor.
+        """
         kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
         for is_wrong, expected, got, advice in (
             (
@@ -194,10 +218,14 @@ class Shard:
     def draw(
         self, asked: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
     ) -> Any:
-        """Call a method of the buffer for each size above 0, its first argument; give the fields of `Ack`, and results.
+        """Call a method of the buffer for each size above 0, which is its first argument.
 
-        What is asked (method, sizes, other arguments, options, policy version) is one argument:
-        each takes 60 us.
+        Args:
+            asked: (method, sizes, other arguments, options, policy version). A single tuple,
+                because each argument of a Ray call takes 60 us.
+
+        Returns:
+            The fields of an `Ack`, and the packed results.
         """
         name, sizes, args, options, version = asked
         method = getattr(self._buffer, name)
@@ -222,7 +250,7 @@ class Shard:
         return tuple(self.hello("")), found
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Draw until a batch is full, without stale rows; the other rows stay equally likely."""
+        """Draw until a batch is full, and drop stale rows. Other rows remain equally likely."""
         limit = self._options.max_staleness
         key = self._options.version_key
         parts = []
@@ -261,7 +289,10 @@ class Shard:
     def push(
         self, collector: str, number: int, given: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Apply the push if it is due; without arguments only count it. Returns its error."""
+        """Apply a push if its number is due. Returns the shard's `Ack` and the error of the push.
+
+        A push with an empty method name is only counted.
+        """
         due, error, (name, packed) = self._due.get(collector, 0), None, given
         if number != due:
             return self.hello(collector), None
@@ -279,7 +310,7 @@ class Shard:
                 elif name:
                     self._check_alone(collector)
                     getattr(self._buffer, name)(*args, **options)
-            except Exception as cause:  # noqa: BLE001 - the collector raises it
+            except Exception as cause:  # noqa: BLE001 - The collector raises this error.
                 error = cause
                 if limiter is not None:
                     limiter.undo(num_inserted=num_rows)
@@ -289,11 +320,17 @@ class Shard:
     def tell(
         self, collector: str, number: int, given: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
-        """Like `push`, in the thread of draws, so that updates do not wait for limited pushes."""
+        """Apply an update as `push` does, but in the thread of draws.
+
+        Updates therefore do not wait behind a push that the rate limiter delays.
+        """
         return self.push(collector, number, given)
 
     def _check_alone(self, collector: str) -> None:
-        """Refuse rows that would seem to follow those of another collector, in between those of this one."""
+        """Raise `UsageError` if two collectors push steps of trajectories alternately.
+
+        The buffer would join the rows of one collector to the rows of the other.
+        """
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
         if is_between and self._traits.has_steps and not self._options.whole_trajectories:
             advice = "Make more shards, or push whole trajectories and give whole_trajectories=True"
@@ -338,39 +375,43 @@ class Shard:
     # All else.
 
     def hello(self, collector: str) -> Ack:
-        """Return the number of rows, and the due number of a collector."""
+        """Return an `Ack` with the number of rows and the due number of a collector."""
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
     def about(self) -> Traits:
-        """Return the traits of the buffer; raise the error of its creation, if any."""
+        """Return the traits of the buffer. Raises the error of a failed creation."""
         assert self._buffer is not None
         return self._traits
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Packed:
-        """Call a method of the buffer, or return an attribute."""
+        """Call a method of the buffer, or read an attribute, and return the packed result."""
         with self._applying:
             found = getattr(self._buffer, name)
             return pack(found(*args, **options) if callable(found) else found)
 
     def save(self, collector: str, number: int = 0) -> Ack:
-        """Save a checkpoint; with `number`, only if a push of a collector below it is unsaved."""
+        """Save a checkpoint.
+
+        If `number` is above 0, a checkpoint is saved only if an earlier push of the collector, with
+        a lower number, is unsaved.
+        """
         if number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
                 self._write()
         return self.hello(collector)
 
     def load(self, folder: str) -> None:
-        """Load a folder of the buffer's `save`; the due numbers do not change."""
+        """Load a folder of the buffer's `save`. The due numbers are unchanged."""
         with self._applying:
             self._made = type(self._buffer).load(folder, self._buffer.device)
             if self._folder is not None:
                 self._write()
 
     def _write(self) -> None:
-        """Save buffer and numbers.
+        """Save the buffer and the due numbers.
 
-        The file of numbers is replaced last; it names the valid folder of rows.
+        The file of due numbers is replaced last, because it names the valid folder of rows.
         """
         if self._folder is None:
             raise UsageError(
@@ -382,7 +423,7 @@ class Shard:
         with replace_file(place / _STATE) as path:
             write_json(path, {"place": list(self._place), "rows": rows, "due": self._due})
         self._saved = dict(self._due)
-        for other in place.glob(f"*{_ROWS}*"):  # also of interrupted saves
+        for other in place.glob(f"*{_ROWS}*"):  # This includes folders of interrupted saves.
             if other.name != f"{_ROWS}{rows}":
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -398,7 +439,7 @@ class Shard:
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the number of consecutive rows per unit of a draw."""
+    """Return the number of consecutive rows per window of a draw."""
     found = options.get("seq_length") or next(iter(args), None) or traits.unit
     return found if name == "sample" and traits.unit else 1
 

@@ -1,7 +1,7 @@
-"""Nested results as bytes: the memory shared by their tensors, and the place of each tensor in it.
+"""Nested results as bytes: buffers of memory, and the position of each tensor in a buffer.
 
-The fields of a gather are views of one row buffer. The buffer is sent once, as an array of uint8;
-pickling the fields would copy it once per field. Other leaves of a tree are sent unchanged. This
+The fields of a gather are views of one row buffer. The buffer is sent once, as an array of uint8.
+Pickling the fields would copy the buffer once per field. Other leaves are sent unchanged. This
 module does not use Ray.
 """
 
@@ -18,24 +18,28 @@ from ..core.fields import DTYPES
 from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
-#: Smallest used share of a memory to send it whole; below it, its tensors are copied first.
+#: Minimum used share of a memory range to send the whole range. Below, its tensors are copied.
 _LEAST_SHARE = 0.5
-#: Buffers begin at multiples of the largest item, complex128; allocated memory does anyway.
+#: Alignment of buffers in bytes: the size of the largest item, complex128. Allocated memory already
+#: has this alignment.
 _ALIGNMENT = 16
 _DTYPES = DTYPES | COMPLEX_DTYPES
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
-#: Place of a tensor: buffer, first byte, dtype, shape, strides in bytes, whether it was an array.
-#: Ray pickles plain tuples in half the time of named ones.
+#: Position of a tensor: buffer, first byte, dtype, shape, strides in bytes, and whether the leaf
+#: was an array. A plain tuple, which Ray pickles in half the time of a named tuple.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
-#: Buffers of uint8, the places of tensors in them, and a tree with `...` instead of tensors, in the
-#: same order.
+#: Buffers of uint8, the positions of the tensors, and a tree with `...` in place of each tensor, in
+#: the order of the positions.
 Packed = tuple[list[npt.NDArray[np.uint8]], list[Place], Any]
 
 
 class _Memory:
-    """Shows `[num_bytes]` uint8 from an address on as an array that may be written; `owner` lives as long as that."""
+    """Array interface of memory from an address on: writable `[num_bytes]` uint8.
+
+    The object, and arrays made from it, keep `owner` alive.
+    """
 
     def __init__(self, address: int, num_bytes: int, owner: Any) -> None:
         self.owner = owner
@@ -57,7 +61,10 @@ def is_numbers(leaf: Any) -> bool:
 def map_tree(
     function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = is_numbers
 ) -> Any:
-    """Apply `function` to some leaves of nested mappings, lists and tuples; mappings become dicts, others stay."""
+    """Apply `function` to the leaves of nested mappings, lists and tuples that pass `is_leaf`.
+
+    Mappings become dicts. Other leaves are unchanged.
+    """
     if is_leaf(tree):
         return function(tree)
     if hasattr(tree, "items") and hasattr(tree, "keys"):  # a TensorDict is no Mapping
@@ -70,7 +77,10 @@ def map_tree(
 
 
 def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
-    """Pack a tree. Memory shared by CPU tensors is sent once: a view, or with `pool` a copy."""
+    """Pack a nested result. Memory shared by several CPU tensors is packed once.
+
+    The packed memory is a view, or a copy if there is a `pool`.
+    """
     given: list[Any] = []
 
     def mark(leaf: Any) -> Any:
@@ -115,7 +125,7 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 
 
 def unpack(packed: Packed, copy: bool = False) -> Any:
-    """Unpack a tree: tensors are views of the buffers, or with `copy` of new memory."""
+    """Unpack a nested result. Tensors are views of the buffers, or of new memory with `copy`."""
     buffers, places, tree = packed
     memories = [
         x.copy() if copy else np.asarray(_Memory(x.ctypes.data, x.nbytes, x)) for x in buffers
@@ -136,9 +146,10 @@ def unpack(packed: Packed, copy: bool = False) -> Any:
 
 
 def join(trees: Sequence[Any]) -> Any:
-    """Join trees of one form along the first axis of their tensors, in new memory; of other leaves the first stays.
+    """Concatenate trees of the same form along the first axis of their tensors, in new memory.
 
-    Lists are joined too; None, which says that there is nothing, wins.
+    Lists are concatenated too. Of other leaves the first is returned. The result is None if a tree
+    is None.
     """
     first = trees[0]
     if len(trees) == 1 or any(tree is None for tree in trees):
@@ -155,7 +166,7 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor: (start, stop); equal if it is empty."""
+    """Return the address range of a tensor: (start, stop); equal for an empty tensor."""
     reach = (
         1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if x.numel()
@@ -165,7 +176,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(extents: Sequence[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-    """Group extents that overlap; such extents belong to the same allocation."""
+    """Group the address ranges that overlap, which belong to the same allocation."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(range(len(extents)), key=extents.__getitem__):
         start, stop = extents[number]

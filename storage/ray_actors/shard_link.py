@@ -20,11 +20,14 @@ _PAUSE_S = 0.05
 
 
 class LostActorError(BackgroundError):
-    """The actor of a shard died and restarts from its checkpoint."""
+    """The actor of a shard has died. Ray restarts it from its checkpoint."""
 
 
 class Link:
-    """The connection of the client `collector` to the actor of a shard, named `where`; `told` is its last `Ack`."""
+    """Connection of the client `collector` to the actor of a shard, which errors call `where`.
+
+    The attribute `told` is the last `Ack` of the shard.
+    """
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
         self.actor = actor
@@ -33,21 +36,22 @@ class Link:
         self._options = options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
-        #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first;
-        #: and the bytes of all.
+        #: Number -> (method of the shard, reference to the pushed data, their bytes), oldest first.
+        #: `_kept_bytes` is the total number of bytes.
         self._kept: dict[int, tuple[str, Any, int]] = {}
         self._kept_bytes = 0
-        #: Numbers of the next push to create and to send; below 0, the shard is asked for it.
+        #: Number of the next push to create (`_next`), and to send (`_sent`). If `_sent` is below
+        #: 0, the next call requests the due number from the shard.
         self._next = self._sent = 0
         #: Unanswered pushes: (number, reference to the answer).
         self._pending: deque[tuple[int, Any]] = deque()
 
     def start(self, method: str, *args: Any) -> Any:
-        """Call a method of the shard; return the reference to its answer."""
+        """Call a method of the shard and return the reference to its answer."""
         return getattr(self.actor, method).remote(*args)
 
     def answer(self, reference: Any, least_s: float = 0) -> Any:
-        """Wait for an answer. Raise errors of the shard, of a timeout, or of a died actor."""
+        """Wait for an answer. Raises the error of the shard, a timeout, or its actor's death."""
         import ray
 
         timeout_s = max(self._options.timeout_s, least_s)
@@ -72,11 +76,11 @@ class Link:
             ) from cause
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call the actor and wait for the answer. Retry if it restarted."""
+        """Call the actor and wait for the answer. Retry if the actor restarts."""
         return self.lasting(lambda: self.answer(self.start(method, *args)))
 
     def lasting(self, act: Callable[[], Any]) -> Any:
-        """Run `act`; retry while an actor restarts, for at most `timeout_s` in total."""
+        """Call `act`. Retry while an actor restarts, for at most `timeout_s` in total."""
         stop_s = time.monotonic() + self._options.timeout_s
         while True:
             try:
@@ -87,7 +91,7 @@ class Link:
                 time.sleep(_PAUSE_S)
 
     def has_restarted(self, told: Ack) -> bool:
-        """Process an answer of the shard; return whether its actor restarted since the last one."""
+        """Store an answer and return whether the actor has restarted since the previous answer."""
         before = self.told
         self.told = told
         if before is None or before.life == told.life:
@@ -96,7 +100,10 @@ class Link:
         return True
 
     def push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Send a push; wait if too many are unanswered. Raises the error of an earlier push."""
+        """Send a push. Waits if too many pushes are unanswered.
+
+        Raises the error of an earlier push.
+        """
         import ray
 
         packed = pack((args, options))
@@ -117,17 +124,20 @@ class Link:
             self._pump(0)
 
     def catch_up(self) -> None:
-        """Flush if the actor is known to have been restarted."""
+        """Send pushes again if an earlier answer showed a restart of the actor."""
         if self._sent < 0:
             self._pump(0)
 
     def checkpoint(self, is_anew: bool = True) -> None:
-        """Flush, and wait for a new checkpoint, or one that contains all pushes of this client."""
+        """Flush and wait for a checkpoint.
+
+        If `is_anew` is False, an existing checkpoint with all pushes of this client is sufficient.
+        """
         self.flush()
         self._note(self.ask("save", self._collector, 0 if is_anew else self._next))
 
     def _pump(self, most: int) -> None:
-        """Send all unsent pushes, until at most `most` pushes are unanswered."""
+        """Send all unsent pushes, and wait until at most `most` pushes are unanswered."""
         self.lasting(lambda: self._pump_once(most))
 
     def _pump_once(self, most: int) -> None:
@@ -148,17 +158,22 @@ class Link:
         try:
             ack, error = self.answer(reference)
         except RateLimitedError:
-            self._sent = -1  # the next call sends it again
+            self._sent = -1  # The next call sends this push again.
             raise
         self._pending.popleft()
         self._note(ack, is_back=ack.due <= number)
         if error is not None:
-            if number in self._kept:  # it was counted, and is to be counted again after a restart
+            # The shard has counted the failed push. After a restart, an empty push is sent instead,
+            # so that the shard counts it again.
+            if number in self._kept:
                 self._kept[number] = "push", ("", None), self._kept[number][2]
             raise error
 
     def _note(self, ack: Ack, is_back: bool = False) -> None:
-        """Delete saved pushes; with `is_back`, continue at the due number."""
+        """Store an answer and delete the pushes that need not be sent again.
+
+        With `is_back`, sending resumes at the due number of the answer.
+        """
         self.told = ack
         if is_back:
             self._sent = ack.due

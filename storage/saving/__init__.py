@@ -1,1 +1,1 @@
-"""Saves and loads the state of any store as a folder, atomically and with all checks; knows no particular store."""
+"""Atomic saves and checked loads of stores as folders, independent of the class of the store."""

@@ -1,8 +1,8 @@
-"""`BufferStore`: a `Store` whose folders contain `config.json` and `buffer.hdf5`, like those of earlier systems.
+"""`BufferStore`: `Store` in the folder layout of earlier systems, `config.json` and `buffer.hdf5`.
 
-The config is flat; the last part of `__target__` is the name of the class. Rows are written in the
-order of the slots, one dataset per field. Numbers that are missing in configs of earlier systems
-are computed from the rows.
+The config is not nested. The last part of its entry `__target__` is the name of the class. Rows are
+written in the order of the slots, one dataset per field. Numbers that are missing in configs of
+earlier systems are computed from the rows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .saved_store import Store, random_state_for
 
 FORMAT = "rollout-data buffer"
 VERSION = 1
-#: Column of the table of final observations with the keys of their rows. Its name has no levels.
+#: Column of the table of final observations that contains the keys of their rows.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
 
 class BufferStore(Store):
-    """A store of rows whose state has tensors `buffer/...`, and perhaps `finals/...`.
+    """Store of rows. Its state has tensors `buffer/...`, and `finals/...` for final observations.
 
     A subclass implements `_get_state`, `_set_tables` and, for earlier saves, `_of_flat`.
 
     Attributes:
-        generator: Draws the samples.
-        nested_key_separator: Joins the levels of a key in saved files.
+        generator: Random generator of the samples.
+        nested_key_separator: Text that joins the levels of a key in saved files.
     """
 
     generator: torch.Generator
@@ -45,7 +45,7 @@ class BufferStore(Store):
 
     @property
     def rng(self) -> torch.Generator:  # type: ignore[override]
-        """The generator, under the name that `Store` uses."""
+        """Alias of `generator`, under the name that `Store` uses."""
         return self.generator
 
     @abstractmethod
@@ -61,19 +61,20 @@ class BufferStore(Store):
         return len(self) == 0
 
     def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
-        """Write the state to a folder, atomically; replace an earlier save.
+        """Write the state to a folder atomically, and replace an earlier save.
 
-        Other threads wait meanwhile, so that the save is consistent. No copy of the rows is made.
+        Other threads wait during the save, so that the save is consistent. Rows are not copied.
 
         Args:
-            folder: Gets `buffer.hdf5` and `config.json`.
-            nested_key_separator: Joins levels of keys, instead of the buffer's own.
+            folder: Folder for `buffer.hdf5` and `config.json`.
+            nested_key_separator: Text that joins the levels of keys; None for the buffer's
+                `nested_key_separator`.
 
         Raises:
-            SchemaError: A key cannot be written.
+            SchemaError: A key is ambiguous or is not a valid name in HDF5.
             DataFileError: The path is a file, or a folder with other content.
-            WriteError: The folder cannot be written, as on a full disk; the earlier save stays.
-                Also an `OSError`.
+            WriteError: The folder cannot be written, for example because the disk is full. The
+                earlier save is unchanged. Also an `OSError`.
         """
         separator = (
             self.nested_key_separator if nested_key_separator is None else nested_key_separator
@@ -100,10 +101,10 @@ class BufferStore(Store):
             write_folder(folder, tables, about)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
+        """Load a result of `state_dict` from any device. After an error the buffer is unchanged.
 
         Raises:
-            SchemaError: The state is of another class or version, or of a buffer made with other
+            SchemaError: The state belongs to another class or version, or to a buffer with other
                 arguments.
         """
         is_earlier = isinstance(state, Mapping) and "tensors" not in state
@@ -112,11 +113,15 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `State.arguments` from a flat config; configs of earlier systems have fewer keys."""
+        """Return `State.arguments` from a config. Configs of earlier systems have fewer keys."""
 
     @abstractmethod
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Load a state with equal arguments; raise if it does not fit. Implementations replace attributes only."""
+        """Load a state with equal arguments.
+
+        An implementation only replaces attributes, and raises an error for a state that does not
+        match.
+        """
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self._set_tables(
@@ -124,7 +129,7 @@ class BufferStore(Store):
         )
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # its rows are copied once, into the memory of the buffer
+        return tensor  # `_set_tables` copies the rows once, into the memory of the buffer.
 
     @classmethod
     def _of_save(
@@ -139,7 +144,7 @@ class BufferStore(Store):
         )
         separator = made.nested_key_separator = config.get("nested_key_separator", "-")
         paths = {table: existing_folder(folder) / f"{table}.hdf5" for table in (ROWS, FINALS)}
-        # Only a buffer that never held a row is saved without rows.
+        # Only a buffer that never had a row is saved without rows.
         is_empty = "format" in config and not config.get("num_lanes") and not config.get("total", 1)
         if is_empty and not paths[ROWS].exists():
             paths.clear()
@@ -155,12 +160,12 @@ class BufferStore(Store):
             list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu"
         )
         drawn = random_state_for(made.rng, drawn)
-        if drawn.shape == made.rng.get_state().shape:  # earlier systems save none
+        if drawn.shape == made.rng.get_state().shape:  # Earlier systems save no random state.
             made.rng.set_state(drawn)
         return made
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return today's form of a state dict of an earlier release, which was flat."""
+        """Convert the flat state dict of an earlier release to the current form."""
         flat = {**state, **state.get("config", {})}
         tensors = {"rng": state["generator"]} if "generator" in state else {}
         for table, key in ((ROWS, "columns"), (FINALS, "final_columns")):
@@ -180,7 +185,7 @@ def rows_written(
 ) -> int:
     """Return the number of slots written so far, also for saves of earlier systems.
 
-    Their configs have the slot of the next row instead, or neither of both.
+    Configs of earlier systems have the slot of the next row instead, or neither number.
     """
     cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
     total = int(
@@ -199,7 +204,7 @@ def rows_written(
 
 
 def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a state by table and column, from names `table/column`. Other names are skipped."""
+    """Return the tensors named `table/column` of a state, by table and column. Skip other names."""
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         table, _, column = name.partition("/")
@@ -213,7 +218,11 @@ def _column_name(key: str, separator: str, table: str) -> str:
 
 
 def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
-    """Return names with their levels joined by `separator`; raise `SchemaError` for ambiguous names."""
+    """Return names with their levels joined by `separator`.
+
+    Raises:
+        SchemaError: Two names become equal, or a name is invalid in HDF5.
+    """
     keys: list[str] = []
     for name in names:
         key = name.replace("/", separator)

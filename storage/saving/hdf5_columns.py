@@ -1,7 +1,7 @@
-"""Columns of numbers in an HDF5 file, written and read in chunks, with a checksum for each column.
+"""Numeric columns in an HDF5 file, written and read in chunks, with a checksum per column.
 
-The memory for chunks does not depend on the number of rows. HDF5 itself writes into memory only.
-Sizes in a file are checked against its length before anything is allocated.
+The memory for chunks does not depend on the number of rows. The HDF5 library writes only to memory.
+Sizes in a file are checked against the length of the file before memory is allocated.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from .hdf5_files import (
 
 #: Bytes per chunk of rows. There are two chunks: one is filled while the other is written or used.
 CHUNK_BYTES = 8 << 20
-#: Threads that prefetch, for any number of columns; several, since checksums take as long as
-#: reading.
+#: Number of threads that prefetch chunks. Several, because checksums take as long as reading.
 _NUM_READERS = 4
-#: Bytes between flushes in the background; a single flush at the end takes a third longer.
+#: Bytes between flushes in the background. A single flush at the end takes a third longer.
 _FLUSH_BYTES = 128 << 20
-#: Rows start at a multiple of this, so that they can be mapped.
+#: Alignment of the rows in a file, in bytes, so that the rows can be mapped into memory.
 _ALIGNMENT = 64
-#: Attribute of each file, and key of the config, with the id of their save.
+#: Attribute of each file, and key of the config, that contains the save id.
 SAVE_ID = "save_id"
-#: Attribute of datasets with the name of a dtype that numpy lacks.
+#: Attribute of datasets that contains the name of a dtype that numpy lacks.
 _DTYPE_TAG = "torch_dtype"
-#: Attribute of datasets with their checksum.
+#: Attribute of datasets that contains their checksum.
 _CRC_TAG = "crc32"
-#: Name -> dtype in memory and in the file.
+#: Name of a dtype -> dtype in memory and dtype in the file.
 _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 
 
 class Table:
-    """Rows of several columns: of tensors, which are not copied, or in `StoredTable` of a file.
+    """Rows of several columns. The columns are tensors; in the subclass `StoredTable`, a file.
 
     Attributes:
-        shapes: Shape of each column by name, rows first.
-        dtypes: Name of the dtype of each column by name.
+        shapes: Name of a column -> shape, rows first.
+        dtypes: Name of a column -> name of its dtype.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -69,14 +68,14 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """Rows of every column; unequal numbers are an error."""
+        """Number of rows of every column. Different numbers of rows raise an error."""
         lengths = {name: shape[0] for name, shape in self.shapes.items()}
         if len(set(lengths.values())) > 1:
             raise SchemaError("load rows", expected="columns of equal length", got=str(lengths))
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
-        """Return the fields of the columns; `num_lead` axes come before the event."""
+        """Return the fields of the columns, which have `num_lead` axes before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError(
                 "load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes)
@@ -87,7 +86,10 @@ class Table:
         )
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield (first row, rows of every column) in order. The next chunk overwrites the tensors of a chunk."""
+        """Yield chunks in order: (first row, rows of every column).
+
+        The next chunk overwrites the tensors of a chunk.
+        """
         yield 0, self._tensors
 
     def read(self, name: str) -> torch.Tensor:
@@ -99,9 +101,9 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
     """Write tensors from any device as datasets.
 
     Args:
-        path: The new file.
-        columns: Tensors by name in the file, rows first; they may be views.
-        save_id: Written to the file; all files of one save have the same id.
+        path: Path of the new file.
+        columns: Tensors by name in the file, rows first. Views are accepted.
+        save_id: Id of the save, which is written to all its files.
 
     Raises:
         OSError: The disk is full.
@@ -127,7 +129,7 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
             for data in _chunks_of(column):
                 writer.submit(
                     write_at, handle, data, place
-                )  # waits until the previous chunk is written
+                )  # This waits until the previous chunk is written.
                 place += len(data)
                 crc = crc32(data, crc)
                 num_unflushed += len(data)
@@ -142,9 +144,12 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 
 
 def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of the rows of a column, chunk by chunk. The next chunk but one overwrites the bytes."""
+    """Yield the bytes of a column's rows, chunk by chunk.
+
+    The second next chunk overwrites the bytes of a chunk.
+    """
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
-    # New memory for each chunk would cost as much as writing it.
+    # Two reused buffers, because new memory for a chunk would cost as much as writing the chunk.
     buffers = torch.empty(
         (2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu"
     )
@@ -160,14 +165,14 @@ def open_columns(
     """Open a file of `write_columns` or of an earlier system.
 
     Args:
-        path: The file.
+        path: Path of the file.
         save_id: Expected id of the save, or None. A file without an id is accepted.
-        names: Names of the datasets to read; or a function from a key of the file to the name of a
+        names: Names of the datasets to read, or a function from a key of the file to the name of a
             column.
 
     Raises:
-        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors that
-            the block raises because of the file are converted to these, too.
+        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors of
+            the block that the file causes are converted to `CorruptFileError`.
     """
     try:
         with open_hdf5(path) as (file, handle):
@@ -190,15 +195,15 @@ def open_columns(
 
 
 class StoredTable(Table):
-    """The datasets of an open file.
+    """Table of the datasets of an open file.
 
     Args:
-        path: The file.
+        path: Path of the file.
         handle: Descriptor of the file.
         datasets: Datasets by name of the column.
 
     Attributes:
-        sums: Expected checksums of columns by name; None if unknown.
+        sums: Name of a column -> expected checksum; None if unknown.
 
     Raises:
         CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than
@@ -264,9 +269,9 @@ class StoredTable(Table):
         )
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
-        """Read rows from `first` on into `out`, and return it; check the checksum after the last row.
+        """Read rows from `first` on into `out` and return `out`. Checks the checksum at the end.
 
-        The rows of a column must be read in order, since the checksum is computed on the way.
+        The rows of a column must be read in order, because the checksum is computed during reading.
         """
         dataset = self._datasets[name]
         array = _as_array(out)
@@ -330,7 +335,7 @@ def _row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _place(dataset: h5py.Dataset) -> int | None:
-    """Return the file offset of rows that are stored as in memory; None if HDF5 must unpack or convert them."""
+    """Return the file offset of a dataset's rows; None if HDF5 must unpack or convert the rows."""
     if dataset.chunks is not None or not dataset.size:
         return None
     is_same = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)

@@ -1,12 +1,13 @@
 """HDF5 files: read through a guard, written without the disk access of the HDF5 library.
 
-Three defects of the library are avoided:
+Three defects of the HDF5 library are avoided:
 
-- If the disk fills up while a file is closed, the library crashes at the end of the process. So it
-  writes into memory.
-- It follows the sizes of objects in a global heap, which contains the texts of attributes, without
-  checking that they are positive. A damaged heap makes it loop. So the guard checks every heap.
-- It allocates the length that the text of an attribute claims, before it reads the text. So lengths
+- If the disk fills up while a file is closed, the library crashes at the end of the process. Here
+  the library writes only to memory.
+- A global heap contains the texts of attributes. The library does not check that the sizes of
+  objects in the heap are positive, and a damaged heap causes an endless loop. The guard checks
+  every heap.
+- The library allocates the declared length of an attribute's text before it reads the text. Lengths
   are checked first.
 """
 
@@ -35,22 +36,22 @@ _MAGIC = b"GCOL"
 #: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4),
 #: size (8).
 _HEAD_BYTES = 16
-#: Largest heap that is read. A block has one heap, for texts of 128 KiB at most; checking more
-#: objects takes time.
+#: Size limit of a heap in bytes, since the check of many objects takes time. A block has one heap,
+#: with at most 128 KiB of text.
 MAX_HEAP_BYTES = 1 << 20
-#: Largest number of bytes that DEFLATE unpacks from one byte.
+#: Upper bound for the number of bytes that DEFLATE unpacks from one byte.
 _MAX_EXPANSION = 1100
-#: Bytes that a file of any length may unpack to: zeros that were never written take no space.
+#: Bytes that a file of any length may unpack to, since unwritten zeros take no space in a file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Largest attribute that is read.
+#: Size limit of an attribute in bytes.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
-#: Message types in the header of an object: an attribute.
+#: Type of a message in the header of an object that contains an attribute.
 _ATTRIBUTE = 12
-#: The offset and length of the next part of the header.
+#: Type of a message that contains offset and length of the next part of the header.
 _CONTINUATION = 16
-#: The offset of a heap with the attributes, if there are more than eight.
+#: Type of a message that contains the offset of a heap of attributes, if there are more than eight.
 _ATTRIBUTE_INFO = 21
-#: Parts of a header, and blocks of a heap, that are read at most.
+#: Maximum number of parts of a header, and of blocks of a heap, to read.
 _MAX_PARTS = 256
 #: Byte ranges in the header of a fractal heap: table width, size of the first blocks, bits per
 #: offset, offset of the first block or table, rows of the table.
@@ -68,11 +69,11 @@ _DAMAGE = (
 
 
 class Guarded(io.RawIOBase):
-    """A file for the file-object driver of HDF5; raises `OSError` at a damaged heap.
+    """File for the file-object driver of HDF5. A read of a damaged heap raises `OSError`.
 
-    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from its
-    beginning: its metadata accumulator, which joins neighbouring reads, is empty in files that are
-    only read.
+    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from the
+    start of the heap: its metadata accumulator, which joins adjacent reads, is empty for read-only
+    files.
     """
 
     @property
@@ -82,15 +83,21 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def take(self, view: memoryview) -> int:
-        """Read bytes at the position, advance it and return their number, 0 at the end of the file."""
+        """Read bytes at the current position into `view`, and advance the position.
+
+        Returns the number of read bytes, 0 at the end of the file.
+        """
 
     @abstractmethod
     def read_at(self, num_bytes: int, start: int) -> bytes:
-        """Return bytes from an offset on; fewer at the end of the file."""
+        """Return `num_bytes` bytes from an offset on, or fewer at the end of the file."""
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Return whether there is no hole in these bytes. A hole takes no space in the file of an attacker."""
+        """Return whether a range of bytes has no hole.
+
+        An attacker can declare large data in a hole, which takes no disk space.
+        """
 
     def readinto(self, out: Any) -> int:
         view = memoryview(out)
@@ -103,7 +110,7 @@ class Guarded(io.RawIOBase):
             done += count
         view[done:] = bytes(
             len(view) - done
-        )  # HDF5 uses the whole buffer, even if fewer bytes were read
+        )  # HDF5 uses the whole buffer, even if fewer bytes were read.
         if view[:4] == _MAGIC:
             self._check_heap(start)
         return len(view)
@@ -116,7 +123,7 @@ class Guarded(io.RawIOBase):
         at = _HEAD_BYTES
         while at + _HEAD_BYTES <= size:
             num_bytes = _number(heap[at + 8 : at + _HEAD_BYTES])
-            is_free = heap[at : at + 2] == b"\0\0"  # unused space: its size includes its header
+            is_free = heap[at : at + 2] == b"\0\0"  # The size of free space includes its header.
             step = num_bytes if is_free else _HEAD_BYTES + -(-num_bytes // 8) * 8
             if not _HEAD_BYTES <= step <= len(heap) - at:
                 raise OSError(f"an object of {num_bytes} bytes at {at} of the heap at {start}")
@@ -124,10 +131,10 @@ class Guarded(io.RawIOBase):
 
 
 class GuardedFile(Guarded, io.FileIO):
-    """A guarded file of this machine.
+    """Guarded file on this machine.
 
     Args:
-        path: The file.
+        path: Path of the file.
 
     Raises:
         CorruptFileError: The path is not a regular file.
@@ -148,7 +155,7 @@ class GuardedFile(Guarded, io.FileIO):
         return os.pread(self.fileno(), num_bytes, start)
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # On file systems without holes, the first hole is at the end of the file.
+        # File systems without holes report the first hole at the end of the file.
         return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
@@ -162,11 +169,13 @@ _OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
 
 @contextmanager
 def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
-    """Open a file for reading; `opened` is its content if it is not on this machine.
+    """Open an HDF5 file for reading.
+
+    `opened` is the guarded file if the content is not on this machine.
 
     Raises:
-        CorruptFileError: The file is damaged. Errors that the block raises because of damage are
-            converted, too.
+        CorruptFileError: The file is damaged. Errors of the block that damage causes are converted
+            too.
     """
     with (
         reported(repr(str(path))),
@@ -176,7 +185,7 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
         if file.id.get_create_plist().get_sizes() != (
             8,
             8,
-        ):  # the only sizes that the guard can read
+        ):  # The guard supports no other sizes.
             raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -184,12 +193,12 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
 
 @contextmanager
 def reported(where: str) -> Iterator[None]:
-    """Convert errors that damage causes in the library to `CorruptFileError`."""
+    """Convert errors of the HDF5 library that damaged files cause to `CorruptFileError`."""
     try:
         yield
     except _DAMAGE as cause:
-        # EINVAL comes from a negative offset. Other errors of the system, such as a missing file,
-        # are not damage.
+        # A negative offset causes EINVAL. Other errors of the operating system, such as a missing
+        # file, are not damage.
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise
@@ -198,11 +207,13 @@ def reported(where: str) -> Iterator[None]:
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:
-    """Return a group or dataset of the file itself. Follow hard links only, since other links can lead to any file.
+    """Return a group or dataset by name, if its data are in the same file.
+
+    Only hard links are followed, because other links can refer to any file.
 
     Raises:
-        CorruptFileError: It does not exist.
-        UnsafeFileError: Its data are in another file.
+        CorruptFileError: The group or dataset does not exist.
+        UnsafeFileError: The data are in another file.
     """
     node: Any = group
     where = f"{name!r} of {str(path)!r}"
@@ -223,8 +234,8 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
 
 
 def attribute(node: Any, name: str) -> Any:
-    """Return the value of an attribute; None if it does not exist, or is not one small value."""
-    attributes = node.attrs  # a file opens its first group at each access to `attrs`
+    """Return the value of an attribute; None if it is missing, too large, or not a single value."""
+    attributes = node.attrs  # Each access to `attrs` of a file would open its root group again.
     if name not in attributes:
         return None
     attribute_id = attributes.get_id(name)
@@ -235,10 +246,12 @@ def attribute(node: Any, name: str) -> Any:
 
 
 def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
-    """Check in the bytes of the file that the texts of an attribute claim at most the size of a heap.
+    """Check that the declared lengths of an attribute's texts do not exceed the size of a heap.
+
+    The lengths are read from the bytes of the file, without the HDF5 library.
 
     Raises:
-        CorruptFileError: A text is longer, or the attribute is not among the attributes of `node`.
+        CorruptFileError: A text is too long, or `node` has no such attribute.
     """
     type_id = attribute_id.get_type()
     if type_id.get_class() != h5py.h5t.STRING or not type_id.is_variable_str():
@@ -266,10 +279,10 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
 
 
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
-    """Yield the messages of attributes of a group or dataset; offsets in the file count from `start`.
+    """Yield the header messages that contain attributes of a group or dataset.
 
-    If the attributes are in a heap, which has no list of them, yield all bytes that may be the
-    attribute `name`.
+    Offsets in the file are relative to `start`. A heap has no list of its attributes: in this case,
+    all bytes that may be the attribute `name` are yielded.
     """
     head = file.read_at(64, place)
     is_new = head[:4] == b"OHDR"
@@ -281,9 +294,9 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
     else:
         parts = [(place + 16, _number(head[8:12]))]
         gap = 8
-    for number, (offset, num_bytes) in enumerate(parts):  # the loop appends parts
+    for number, (offset, num_bytes) in enumerate(parts):  # The loop appends parts to the list.
         data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
-        at = 4 if is_new and number else 0  # a signature
+        at = 4 if is_new and number else 0  # Skip the signature of 4 bytes.
         while at + gap <= len(data) and number < _MAX_PARTS:
             message_type, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
             message = data[at + gap : at + gap + size]
@@ -299,7 +312,10 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
 
 
 def _named(block: bytes, name: bytes) -> Iterator[bytes]:
-    """Yield bytes that may be the message of an attribute, of version 2 or 3, whose header has 8 or 9 bytes."""
+    """Yield bytes that may be the message of the attribute `name`.
+
+    Messages of version 2 have a header of 8 bytes, messages of version 3 a header of 9 bytes.
+    """
     for match in re.finditer(re.escape(name) + b"\0", block):
         for version, begin in ((2, match.start() - 8), (3, match.start() - 9)):
             if begin >= 0 and block[begin] == version:
@@ -307,10 +323,10 @@ def _named(block: bytes, name: bytes) -> Iterator[bytes]:
 
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
-    """Yield the blocks of a fractal heap of small objects, which is neither compressed nor nested."""
+    """Yield the blocks of a fractal heap of small objects that is not compressed and not nested."""
     head = (
         file.read_at(142, place) if place < 1 << 62 else b""
-    )  # a larger offset means that there is no heap
+    )  # The undefined address of HDF5 means that there is no heap.
     if (
         head[:4] != b"FRHP"
         or head[7:9] != b"\0\0"
@@ -332,10 +348,10 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
 
 
 class Allowance:
-    """Sum of the bytes that the datasets of a file take in memory; limited by the length of the file.
+    """Limit for the memory of a file's datasets, computed from the size of the file.
 
     Args:
-        file_bytes: Size of the file.
+        file_bytes: Size of the file in bytes.
     """
 
     def __init__(self, file_bytes: int) -> None:
@@ -344,10 +360,10 @@ class Allowance:
         self._most_bytes = max(file_bytes, _MAX_UNWRITTEN_BYTES)
 
     def take(self, dataset: h5py.Dataset, where: str) -> None:
-        """Add a dataset that is read next.
+        """Add the memory of a dataset, before the dataset is read.
 
         Raises:
-            CorruptFileError: The datasets so far are larger than the file can be, unpacked.
+            CorruptFileError: The datasets so far are larger than the unpacked file can be.
         """
         chunk_bytes = 0
         if dataset.chunks is not None:
@@ -365,11 +381,11 @@ class Allowance:
 
 
 class SparseFile(io.RawIOBase):
-    """A file in memory for HDF5's file-object driver; gaps read as zeros and take no memory.
+    """File in memory for HDF5's file-object driver. Gaps are read as zeros and take no memory.
 
     Attributes:
-        writes: (offset, bytes), in the order of writing; later writes overwrite earlier ones.
-        size: Length of the file.
+        writes: Pairs (offset, bytes) in the order of writing. Later pairs overwrite earlier pairs.
+        size: Length of the file in bytes.
     """
 
     def __init__(self) -> None:
@@ -408,7 +424,7 @@ class SparseFile(io.RawIOBase):
         return count
 
     def write_to(self, descriptor: int) -> None:
-        """Write the content to a file, and set the length of the file."""
+        """Write the content to an open file and set the length of the file."""
         for offset, data in self.writes:
             write_at(descriptor, memoryview(data), offset)
         os.ftruncate(descriptor, self.size)
@@ -418,9 +434,9 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
     """Create an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`.
 
     Args:
-        header: The file in memory.
-        alignment: Datasets start at multiples of this number of bytes.
-        keeps_order: Whether datasets are listed in the order of their creation; otherwise by name.
+        header: File in memory.
+        alignment: Alignment of datasets in bytes.
+        keeps_order: Whether datasets are listed in the order of creation. Otherwise by name.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
@@ -436,7 +452,10 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
 
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset whose bytes are written later, without HDF5; return its file offset."""
+    """Create a contiguous dataset without data, and return its file offset.
+
+    The caller writes the bytes at this offset later, without the HDF5 library.
+    """
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)

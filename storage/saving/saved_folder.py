@@ -1,7 +1,7 @@
-"""The folder of one save: `config.json` and one HDF5 file per table, replaced and read as a whole.
+"""Folders of saves: `config.json` and one HDF5 file per table, replaced and read as a whole.
 
-All files of a folder have the id of one save. If another process replaces the folder during a read,
-the read is repeated. Errors in its content name the folder.
+All files of a folder contain the same save id. If another process replaces the folder during a
+read, the read is repeated. Errors about the content name the folder.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ NONSENSE = (
     TypeError,
     ValueError,
 )
-#: Reads of a folder that is saved again during each read. A read takes about as long as a save.
+#: Maximum number of attempts to read a folder that other processes replace during each attempt.
 _MAX_READS = 1000
-#: Attempts to open a config while its folder is replaced.
+#: Maximum number of attempts to open a config while its folder is replaced.
 _MAX_LOOKS = 10
 _Made = TypeVar("_Made")
 
@@ -61,12 +61,12 @@ def write_folder(
     tables: Mapping[str, Mapping[str, torch.Tensor]],
     config: Mapping[str, Any],
 ) -> None:
-    """Write a folder atomically; replace an earlier save.
+    """Write a folder atomically, and replace an earlier save.
 
     Args:
-        folder: The folder.
-        tables: Name of a file without its ending -> its columns.
-        config: The content of `config.json`.
+        folder: Folder to write.
+        tables: Name of a file without its suffix -> columns of the file.
+        config: Content of `config.json`.
 
     Raises:
         DataFileError: The path is a file, or a folder with other content.
@@ -84,7 +84,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for _ in range(_MAX_LOOKS):
         try:
             return read_json(existing_folder(folder) / CONFIG_NAME)
-        except FileNotFoundError as error:  # perhaps the folder was being replaced: try again
+        except FileNotFoundError as error:  # Retry, as another process may be replacing the folder.
             cause = error
     raise MissingFolderError(
         "load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none"
@@ -103,11 +103,12 @@ def check_version(
 
 
 def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]], _Made]) -> _Made:
-    """Load a folder by its config. Repeat the load if another process replaced the folder meanwhile.
+    """Load a folder by its config. Repeat if another process replaces the folder during the load.
 
     Args:
-        path: The folder.
-        load: Loads the save of a config; raises if a file has the id of another save.
+        path: Folder to load.
+        load: Function from the config to the loaded object. It raises an error if a file has the id
+            of another save.
     """
     num_reads = 0
     while True:
@@ -120,7 +121,7 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
         except (RolloutDataError, OSError):
             has_same_place = (
                 existing_folder(path) == place
-            )  # not between the two renames of a saver
+            )  # False between the two renames of `replace_folder` in another process.
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
             if is_same_save or num_reads == _MAX_READS:
                 raise
@@ -128,7 +129,7 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
 
 @contextmanager
 def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors that wrong content of a folder causes to `CorruptFileError`; name the folder in every error."""
+    """Convert errors about damaged content to `CorruptFileError`. Every error names the folder."""
     try:
         yield
     except RolloutDataError as error:
@@ -136,7 +137,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
             error.where = f"{error.where} from {str(path)!r}".strip()
         raise
     except (*NONSENSE, OSError) as cause:
-        # A wrong size: the system refused to map that many bytes.
+        # ENOMEM comes from a wrong size, for which the operating system cannot map the memory.
         is_no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
         is_damage = is_no_memory or isinstance(cause, NONSENSE)
         if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
@@ -146,7 +147,10 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
-    """Return the device for a load: `wanted`, or the saved device if it exists, or the CPU with a warning."""
+    """Return the device for a load: `wanted`, or by default the saved device.
+
+    If the saved device does not exist, the result is the CPU, and a warning is issued.
+    """
     if wanted is not None:
         return arguments.device("load", "device", wanted)
     device = torch.device(saved if isinstance(saved, str) else "cpu")

@@ -1,4 +1,6 @@
-"""`Store`: state, folders, pickles and copies of objects that hold rows; and the registry of their classes.
+"""`Store`: base class of objects with rows that can be saved, pickled and copied.
+
+`STORES` is the registry of the classes.
 
 A subclass implements `_get_state` and `_set_state`. `BufferStore` is a `Store` whose folders have
 the layout of earlier systems.
@@ -47,13 +49,13 @@ from .saved_folder import (
 FORMAT = "rollout-data snapshot"
 VERSION = 1
 _LOAD = "load a state"
-#: Keys of a config, and the types of their values.
+#: Keys of a config -> types of the values.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
-#: Bytes of the states of generators on the CPU and on CUDA.
+#: Sizes in bytes of the states of generators on the CPU and on CUDA.
 _RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
-#: Name -> class that `load_store` can load; each class is added when it is defined.
+#: Name -> class that `load_store` can load. The definition of a class adds the class.
 STORES: dict[str, type[Store]] = {}
 
 
@@ -66,10 +68,10 @@ class State:
     """The complete state of a store.
 
     Attributes:
-        arguments: Keywords that create an equal, empty store; as in JSON.
-        numbers: Counters and flags; as in JSON.
-        tensors: Tensors by name, levels joined by "/". `Store` adds `rng`, the random state, if it
-            is missing.
+        arguments: Constructor arguments of an equal, empty store, as JSON values.
+        numbers: Counters and flags, as JSON values.
+        tensors: Tensors by name, with levels joined by "/". `Store` adds a missing `rng`, the
+            random state.
     """
 
     arguments: dict[str, Any]
@@ -80,20 +82,20 @@ class State:
 class Store(Shown, ABC):
     """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
-    A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is
-    held during both. If its constructor does not take `State.arguments`, `device` and `generator`,
-    it overrides `_from_arguments` too. Copies are made from the state, so that attributes that a
-    subclass adds are copied only if its state has them.
+    A subclass sets the attributes below and implements `_get_state` and `_set_state`. The lock is
+    held during both methods. A subclass whose constructor does not accept `State.arguments`,
+    `device` and `generator` also overrides `_from_arguments`. Copies are made from the state:
+    additional attributes of a subclass are copied only if the state contains them.
 
     Attributes:
-        device: Where the rows are.
-        rng: Draws the samples.
-        _lock: Held by every method that reads or writes rows.
-        _order: Orders reads and writes of rows among streams; absent if parts of the store have
-            orders of their own.
+        device: Device of the rows.
+        rng: Random generator of the samples.
+        _lock: Lock held by every method that reads or writes rows.
+        _order: Order of reads and writes of rows among CUDA streams. Absent if the parts of the
+            store have separate orders.
     """
 
-    #: Whether all of its memory is in its state, also rows that were not yet written.
+    #: Whether the state contains the whole memory, including rows that were never written.
     _is_saved_whole: ClassVar[bool] = False
     device: torch.device
     rng: torch.Generator
@@ -107,25 +109,29 @@ class Store(Shown, ABC):
 
     @abstractmethod
     def _get_state(self) -> State:
-        """Return the state without the random state; the tensors may be views of the memory of the store."""
+        """Return the state without the random state. Tensors may be views of the store's memory."""
 
     @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a state with equal arguments, without the random state.
 
-        The tensors are on this device and belong to the store. Raise if the state does not fit. The
-        caller then restores replaced attributes; so an implementation either replaces attributes
-        only, or checks the whole state before it writes to memory.
+        The tensors are on the store's device, and the store may keep them. An implementation raises
+        an error for a state that does not match. The caller then restores replaced attributes.
+        Therefore an implementation either only replaces attributes, or checks the whole state
+        before it writes to memory.
         """
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Create an equal, empty store, without a draw from torch's own generator. The caller sets the random state."""
+        """Create an equal, empty store without advancing torch's default generator.
+
+        The caller sets the random state.
+        """
         make: Any = cls
         return make(**arguments, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
-        """Return attributes by name that are not in the state, but in copies in memory."""
+        """Return attributes, by name, that are copied in memory but not saved."""
         return {
             name: vars(self)[name]
             for name in ("output_device", "nested_key_separator")
@@ -133,14 +139,14 @@ class Store(Shown, ABC):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, including the random state; tensors stay on this device."""
+        """Return a copy of the state, including the random state, with tensors on this device."""
         return {"class": type(self).__name__, "version": VERSION, **vars(self.copy_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
+        """Load a result of `state_dict` from any device. After an error the store is unchanged.
 
         Raises:
-            SchemaError: The state is of another class or version, or of a store made with other
+            SchemaError: The state belongs to another class or version, or to a store with other
                 arguments.
         """
         self.check_form(state)
@@ -160,14 +166,14 @@ class Store(Shown, ABC):
                 raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state to a folder, atomically; replace an earlier save.
+        """Write the state to a folder atomically, and replace an earlier save.
 
-        Other threads wait meanwhile, so that the save is consistent. No copy of the rows is made.
+        Other threads wait during the save, so that the save is consistent. Rows are not copied.
 
         Raises:
             DataFileError: The path is a file, or a folder with other content.
-            WriteError: The folder cannot be written, as on a full disk; the earlier save stays.
-                Also an `OSError`.
+            WriteError: The folder cannot be written, for example because the disk is full. The
+                earlier save is unchanged. Also an `OSError`.
         """
         with self._lock:
             state = self._whole_state()
@@ -188,20 +194,20 @@ class Store(Shown, ABC):
     def load(
         cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None
     ) -> _Store:
-        """Return a store with the state of a folder of `save`.
+        """Load a store from a folder of `save`.
 
         Args:
-            folder: The folder.
-            device: Device of the store; None for the saved device, or the CPU if that does not
-                exist.
+            folder: Folder that `save` has written.
+            device: Device of the store. None for the saved device, or for the CPU if the saved
+                device does not exist.
 
         Raises:
-            DataFileError: The folder is missing, damaged, of another format or of another class.
+            DataFileError: The folder is missing or damaged, or has another format or class.
         """
         return load_one_save(folder, lambda config: cls._of_save(folder, config, device))
 
     def copy_state(self) -> State:
-        """Return a consistent copy of the state, on this device."""
+        """Return a consistent copy of the state on this device."""
         with self._lock:
             state = self._whole_state()
             for name, x in state.tensors.items():
@@ -211,7 +217,7 @@ class Store(Shown, ABC):
             return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state is of another class than this, or of a store made with other arguments."""
+        """Raise `SchemaError` if a state belongs to another class, or to other arguments."""
         if name != type(self).__name__:
             raise SchemaError(_LOAD, "", f"one of {type(self).__name__}", f"one of {name}")
         own = self._get_state().arguments
@@ -271,7 +277,10 @@ class Store(Shown, ABC):
     def _check_sizes(
         cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raise `SchemaError` before an empty store is allocated that is larger than the saved tensors."""
+        """Raise `SchemaError` if an empty store would be larger than the saved tensors.
+
+        The check runs before the store is allocated.
+        """
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
         empty_bytes = sum(x.nbytes for x in empty.values())
         saved_bytes = sum(x.nbytes for x in tensors.values())
@@ -281,7 +290,7 @@ class Store(Shown, ABC):
 
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a state whose arguments were checked; an incomplete state changes nothing."""
+        """Load a state whose arguments were checked. After an error the store is unchanged."""
         with self._lock, self.unchanged_on_failure():
             try:
                 for name, tensor in tensors.items():
@@ -307,7 +316,7 @@ class Store(Shown, ABC):
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Restore attributes and random state if the block raises."""
+        """Restore attributes and random state if the block raises an error."""
         before = dict(vars(self))
         drawn = self.rng.get_state()
         try:
@@ -318,7 +327,10 @@ class Store(Shown, ABC):
             raise
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the new state of the generator for a saved random state. May replace the generator first."""
+        """Return the generator's new state for a saved random state.
+
+        A subclass may replace the generator first.
+        """
         return random_state_for(self.rng, saved)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -327,16 +339,17 @@ class Store(Shown, ABC):
 
 
 def load_store(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """Load a saved buffer or storage of any class; also a buffer of an earlier system.
+    """Load a saved buffer or storage of any class, including buffers of earlier systems.
 
-    `load_buffer` does the same.
+    `load_buffer` is an alias.
 
     Args:
-        path: The folder.
-        device: Device of the store; None for the saved device, or the CPU if that does not exist.
+        path: Folder that `save` has written.
+        device: Device of the store. None for the saved device, or for the CPU if the saved device
+            does not exist.
 
     Raises:
-        UnknownBufferError: The folder names no class, or an unknown one (a `ValueError`).
+        UnknownBufferError: The config has no class, or an unknown class (a `ValueError`).
         DataFileError: The folder is missing or damaged.
     """
     config = read_config(path)
@@ -359,10 +372,11 @@ def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
-    """Return a saved random state, or a state seeded from it if it is of a generator on another type of device.
+    """Return the state to set in a generator for a saved random state.
 
-    A seeded state depends on the saved state only, so that all loads of a save draw the same
-    numbers. They differ from the numbers that the saved store would draw; a warning says so.
+    If the saved generator was on another type of device, the result is a state that is seeded from
+    the saved state. All loads of a save then draw the same numbers. These numbers differ from the
+    draws of the saved store, and a warning is issued.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
@@ -380,7 +394,7 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a count of a loaded state; raise `SchemaError` if it is not an int from `low` to `high`."""
+    """Return a count of a loaded state. Raises `SchemaError` if it is not in [`low`, `high`]."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
@@ -390,7 +404,7 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
 def checked_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
+    """Return a tensor of a loaded state. Raises `SchemaError` for another dtype or shape."""
     tensor = tensors[name]
     if tensor.dtype != dtype or list(tensor.shape) != list(shape):
         expected = f"{dtype} {list(shape)}"
@@ -408,7 +422,7 @@ def _remade(
     options: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Any:
-    """Return the store of a pickle."""
+    """Build the store of a pickle."""
     store = store_class._from_arguments(state["arguments"], device)
     vars(store).update(options)
     store.take_state(state["numbers"], state["tensors"])
@@ -418,7 +432,7 @@ def _remade(
 def _read_tensors(
     folder: str | os.PathLike[str], config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of a folder onto the CPU; check their sizes before anything is allocated."""
+    """Read all tensors of a folder to the CPU. Sizes are checked before memory is allocated."""
     path = existing_folder(folder) / f"{COLUMNS}.hdf5"
     tensors = {}
     columns = {column["name"]: column for column in config["columns"]}
@@ -436,7 +450,7 @@ def _read_tensors(
                 )
             file.sums[name] = column.get(
                 "crc32", file.sums[name]
-            )  # earlier saves have checksums in the config
+            )  # Earlier saves have their checksums in the config.
             tensors[name] = file.read(name)
             if is_untagged:
                 tensors[name] = tensors[name].view(torch.bfloat16)
