@@ -72,7 +72,7 @@ class NoteTable:
 
     Attributes:
         keys: Ascending keys, int64 `[K]`. An episode may have several annotations.
-        bounds: Offset of each annotation in the file, and the end of the last one, int64 `[K + 1]`.
+        bounds: Offset of each annotation in the file, then the end of the last, int64 `[K + 1]`.
         checksums: CRC-32 of each annotation, uint32 `[K]`.
     """
 

@@ -1,4 +1,4 @@
-"""Send many requests to a store at once, with time-outs and retries.
+"""Requests to a store, many at once, with time-outs and retries.
 
 A request that fails or exceeds its time-out is sent again a bounded number of times. The thread of
 an attempt that hangs is abandoned and does not block other requests.
@@ -79,7 +79,7 @@ class Request:
 
 
 class Fetcher:
-    """Send requests, each attempt in its own thread.
+    """Sender of requests. Each attempt runs in its own thread.
 
     Args:
         num_requests: Attempts that run at once.

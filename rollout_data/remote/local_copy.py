@@ -1,4 +1,4 @@
-"""Copy LeRobot sets and HDF5 files from a URL to a cache folder of limited size.
+"""Copies of LeRobot sets and HDF5 files from a URL, in a cache folder of limited size.
 
 Readers of these formats need whole files. The format of a URL is detected from its file names.
 Other formats raise an error that names the format.
@@ -312,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used copies until the remaining ones take at most `num_bytes`.
+    """Delete the least recently used copies until the rest takes at most `num_bytes`.
 
     `folder` and copies that a living process uses are not deleted.
     """

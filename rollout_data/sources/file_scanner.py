@@ -177,7 +177,7 @@ def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path)
     """Return the numbers of the episodes named `ids`, in this order; all numbers for None.
 
     Raises:
-        UsageError: No episode has one of the names.
+        UsageError: A name in `ids` belongs to no episode.
     """
     if ids is None:
         return list(range(len(names)))

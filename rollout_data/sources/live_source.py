@@ -209,7 +209,7 @@ class LiveSource(Origins):
         return losses
 
     def check_readable(self, snapshot: RowSource, trajectories: Int64s, skips: bool) -> None:
-        """Search the first readable trajectory; leave out the unreadable ones before it.
+        """Find the first readable trajectory; leave out all unreadable trajectories before it.
 
         Raises:
             DataFileError: No trajectory can be read, or a store denies access or does not answer.

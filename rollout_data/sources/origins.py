@@ -130,7 +130,7 @@ def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
 
 
 def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
-    """Return remarks if the data of one stream mix control modes or quaternion orders.
+    """Return a remark for each convention (control mode, quaternion order) that a stream mixes.
 
     An unknown quaternion order counts as different from a known order.
     """

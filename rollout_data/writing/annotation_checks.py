@@ -1,4 +1,4 @@
-"""Check metadata of episodes and texts of frames, and convert both to the form stored in a block.
+"""Checks of episode metadata and frame texts, and their conversion to the stored form.
 
 Metadata of an episode become JSON. A text becomes an id (`blocks/annotation_table.py`).
 """
@@ -165,7 +165,7 @@ def _checked_list(action: str, values: Any, count: int, item: str) -> Sequence[A
 
 
 def episode_json(metadata: Any, action: str, where: str) -> bytes:
-    """Check metadata of an episode and return them as a JSON object.
+    """Check the metadata of an episode and return a JSON object.
 
     Raises:
         UsageError: `metadata` is no mapping with names of type str, or a value is not JSON.

@@ -1,4 +1,4 @@
-"""Publish staged frames as blocks, one after another, in a background thread.
+"""Publishing of staged frames as blocks, one after another, in a background thread.
 
 Only that thread uses the state between blocks (sequence, trajectories in progress). After a failure
 no further block is published, since the recording would have a gap. Every later call raises the
@@ -110,7 +110,7 @@ class BlockPublisher:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all submitted blocks are published or one has failed."""
+        """Wait until all submitted blocks are published or a block has failed."""
         with self._waiting():
             self._worker.drain()
 

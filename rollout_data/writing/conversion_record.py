@@ -59,7 +59,7 @@ class UnreadableEpisode(DataFileError):
 class SummedEpisode:
     """An episode whose rows are added to checksums as a writer reads them.
 
-    Errors of the source become `UnreadableEpisode`. All attributes are those of the episode.
+    Errors of the source become `UnreadableEpisode`. Other attributes are those of the episode.
     """
 
     def __init__(self, episode: Any) -> None:
@@ -177,8 +177,8 @@ class ConversionNote:
         files_of_all: Other files: name in the target -> size and checksum; {} while they are
             written.
         unplaced: Id of the last episode if its files may not be renamed yet; "" otherwise.
-        published: Ids of the episodes in the blocks of a block folder, including dropped and pruned
-            ones.
+        published: Ids of the episodes in the blocks of a block folder. Dropped and pruned episodes
+            are included.
         finish: Content of the last line of a complete target; None if the target was never
             complete.
         has_damaged_lines: Whether lines could not be read, such as a line that a killed conversion

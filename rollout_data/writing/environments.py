@@ -419,9 +419,9 @@ def final_rows(
         done: `[N]` bool, environments whose episode ended.
 
     Returns:
-        The final observations, of all environments or of those that have one; their privileged
-        part; and `[N]` bool: environments that ended without a final observation. None for absent
-        values.
+        Final observations (of all environments, or only of environments with a final observation),
+        their privileged part, and bool `[N]`: environments that ended without a final observation.
+        None for absent values.
 
     Raises:
         SchemaError: Final observations or their mask are not of N environments, or have another

@@ -214,7 +214,7 @@ def record_demonstrations(
         data_dir: Data folder.
         min_timesteps: Frames of the dataset at the end, at least.
         min_trajectories: Complete trajectories of the dataset at the end, at least.
-        keep_unfinished: Keep the trajectories in progress at the end as open ones.
+        keep_unfinished: Keep the trajectories in progress at the end as open trajectories.
         metadata: Additional context for metadata.json.
         seed: Seed of the first reset. If the folder has trajectories, the seed is combined with
             their number, so that the same call records other episodes.
@@ -300,7 +300,7 @@ def record_demonstrations(
 
 
 class _Recorder:
-    """Record the resets and steps of an env. Arguments are as in `RecordingWrapper`."""
+    """Recorder of the resets and steps of an env. Arguments are as in `RecordingWrapper`."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class _Recorder:
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
-        #: Number of steps with tensors on a GPU, and number of the last one that was recorded.
+        #: Number of steps with tensors on a GPU, and the number of the last recorded GPU step.
         self._num_late = 0
         self._last_recorded_late = 0
         #: Observations before the next step that will be recorded.
@@ -594,7 +594,7 @@ def _copied(state: Any) -> Any:
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:
-    """Return numbers of frames, trajectories and complete ones of a folder; 0 without a folder."""
+    """Return counts of frames, trajectories and complete trajectories; 0 without a folder."""
     if not data_dir.is_dir():
         return 0, 0, 0
     index = BlockFolder.at(data_dir).index

@@ -1,4 +1,4 @@
-"""Convert records of many types to values by name.
+"""Conversion of records of many types to values by name.
 
 Records are dicts, named tuples, dataclasses, objects, batches or storages.
 Names of other libraries are translated to the names of this library. Fields that only a reader adds

@@ -1,4 +1,4 @@
-"""Check records and convert them to the form in which they are stored.
+"""Checks of records, and their conversion to the stored form.
 
 A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All checks are done
 before any value is staged. A record of the same form (names, dtypes, shapes) as the previous record
@@ -128,7 +128,7 @@ def nonfinite_rewards(
 
 
 class RolloutReader:
-    """Check records and convert them to rollouts.
+    """Converter of records to checked rollouts.
 
     Args:
         num_envs: N.
@@ -529,7 +529,7 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
         errors[field.name] = max(errors.get(field.name, 0.0), image_error(leaf))
         leaf = codec.encode(leaf)
     if isinstance(leaf, torch.Tensor):
-        if leaf.dtype == torch.bfloat16:  # numpy has no bfloat16. It is stored as uint16.
+        if leaf.dtype == torch.bfloat16:  # Stored as uint16, as numpy has no bfloat16.
             leaf = leaf.view(torch.uint16)
         leaf = leaf.cpu().numpy()
     return leaf

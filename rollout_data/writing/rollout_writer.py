@@ -291,7 +291,8 @@ class RolloutWriter(Shown, Owned):
 
         Args:
             env_ids: Indices of the envs.
-            leave_open: End the trajectories as open ones instead. Ignored with `success_only`.
+            leave_open: End the trajectories as open trajectories, and keep their frames. Ignored
+                with `success_only`.
         """
         self._check_usable()
         self.settle()
@@ -341,7 +342,7 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def num_frames(self) -> int:
-        """Frames of trajectories that were not dropped; only ended ones with `success_only`."""
+        """Frames of trajectories that were not dropped; with `success_only` only of ended ones."""
         tally = self._settled()
         return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 

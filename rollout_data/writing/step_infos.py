@@ -1,4 +1,4 @@
-"""Read time-outs and final observations from infos of stable-baselines3, gymnasium and rsl_rl."""
+"""Time-outs and final observations from infos of stable-baselines3, gymnasium and rsl_rl."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
 
 
 class InfoReader:
-    """Read infos of the records of one writer. Warns once per key that is not recorded.
+    """Reader of infos in the records of one writer. Warns once per key that is not recorded.
 
     Args:
         num_envs: N.

@@ -1,4 +1,4 @@
-"""Compress a stack of frames to a blob of chunks that decode independently.
+"""Compression of a stack of frames to a blob of chunks that decode independently.
 
 Before memory is allocated, the header is compared with its checksum, the length of the blob and the
 values that the caller expects. `codec_chains.py` codes the chunks, as in block files.

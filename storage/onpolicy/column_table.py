@@ -371,7 +371,7 @@ class _Input(NamedTuple):
     #: The field, with its name in transitions.
     source: Field
     cast: Cast
-    #: Accepted shapes: `[B, *shape]`, and `[B]` where the shape is (1,).
+    #: Accepted shapes: `[B, *shape]`, and `[B]` if the shape is (1,).
     shapes: tuple[torch.Size, ...]
     #: Dtypes that are copied without a check: the field can represent all of their numbers.
     dtypes: frozenset[torch.dtype]

@@ -76,7 +76,7 @@ class Delivery:
 
 
 class RowGather:
-    """Gather rows of contiguous columns `[num_rows, ...]` by index, each row `num_gathers` times.
+    """Gather of rows of contiguous columns `[num_rows, ...]` by index, `num_gathers` times.
 
     The constructor copies narrow columns. Each gather reads wide columns from their own memory, so
     `count_changes` must return the same number at each gather as in the constructor.
