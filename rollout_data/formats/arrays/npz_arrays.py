@@ -1,7 +1,7 @@
-"""Arrays of npz files: described without reading them, then mapped, or unpacked piece by piece if deflated.
+"""Read arrays of npz files: stored arrays are mapped, deflated arrays are decompressed piecewise.
 
 Declared sizes are compared with the bytes of the file before memory is allocated. Pickled objects
-are an error.
+raise an error.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Unpacking:
         return unpacked
 
     def _piece(self, number: int) -> bytes:
-        """Return a piece of `_spacing` bytes, unpacking the pieces before it if they were never read."""
+        """Return a piece of `_spacing` bytes. Earlier pieces are decompressed first if necessary."""
         for earlier in range(max(self._states), number):
             self._unpack(earlier)
         latest, data = self._latest
@@ -148,7 +148,7 @@ class Unpacking:
 
 @dataclass(frozen=True)
 class NpzArray:
-    """An array of an npz file that was not read yet.
+    """An array of an npz file, read on request.
 
     Attributes:
         path: The npz file.
@@ -174,7 +174,10 @@ class NpzArray:
         return self.shape[0] if self.shape else 0
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """Read the rows `start:stop`, little-endian: a read-only map of the file if aligned, otherwise a copy."""
+        """Read the rows `start:stop` in little-endian byte order.
+
+        The result is a read-only map of the file if the rows are stored aligned, otherwise a copy.
+        """
         if not self.shape:
             value: Array = self._stored((1,), 0)[0]
             return value
@@ -264,9 +267,9 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
 
 
 def check_count(file: BinaryIO, num_members: int) -> None:
-    """Raise `BadZipFile` if the end of a zip file states another number of members than its directory lists.
+    """Raise `BadZipFile` if the member counts in the end record and the directory differ.
 
-    `zipfile` skips an entry if the damaged length of the entry before covers it.
+    `zipfile` skips an entry if the damaged length of the previous entry covers it.
     """
     file.seek(max(0, file.seek(0, 2) - _ZIP_END_BYTES))
     tail = file.read()

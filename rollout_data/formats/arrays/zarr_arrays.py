@@ -127,9 +127,9 @@ class Store:
         return parse_json(text, self._path / name)
 
     def check_names(self, arrays: Collection[ZarrArray]) -> None:
-        """Check the names of the members of a zip file that are no chunk of an array, or are listed twice.
+        """Check the names of zip members that are not chunks of an array, or are listed twice.
 
-        A chunk with a damaged name in the directory would count as unwritten.
+        Without this check, a chunk with a damaged name in the directory would count as unwritten.
 
         Raises:
             CorruptFileError: A member has another name in the directory than in its own head.
@@ -158,7 +158,7 @@ _Codecs = Sequence[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """An array of a store that was not read yet.
+    """An array of a store, read on request.
 
     Attributes:
         name: Path of the array in the store, such as "data/action".

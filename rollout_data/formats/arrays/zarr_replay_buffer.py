@@ -1,7 +1,7 @@
-"""Replay buffers in zarr (diffusion policy, UMI): arrays with the rows of all episodes, and the end of each episode.
+"""Reader of replay buffers in zarr (diffusion policy, UMI): arrays with the rows of all episodes.
 
-`meta/episode_ends` has the ends. Rows after the last end belong to an unfinished episode and are
-left out.
+The array `meta/episode_ends` has the end of each episode. Rows after the last end belong to an
+unfinished episode and are left out.
 """
 
 from __future__ import annotations

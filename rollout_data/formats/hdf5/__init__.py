@@ -1,1 +1,1 @@
-"""Formats that are HDF5 files, and what reads all of them."""
+"""Formats of HDF5 files, and the code that all of their readers and writers share."""

@@ -21,7 +21,7 @@ from ...sources.file_source import FileSource
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 from .hdf5_episodes import Column, row_shape
 
-#: First part of the name of a dataset -> our name.
+#: First component of the name of a dataset -> first component of the field name.
 _OUR_NAMES = {
     "observations": "observation",
     "obs": "observation",
@@ -32,13 +32,13 @@ _OUR_NAMES = {
 }
 #: Number of rows of flags that are read at a time.
 _FLAGS_AT_ONCE = 1 << 22
-#: Most episodes of a file. Each takes half a kilobyte of memory.
+#: Maximum number of episodes of a file. An episode needs 0.5 kB of memory.
 _MAX_EPISODES = 1 << 20
 Array = np.ndarray[Any, Any]
 
 
 class Part(NamedTuple):
-    """Consecutive rows of the datasets in a group: the group, the first row, and the number."""
+    """Consecutive rows of the datasets in a group: group, first row, and number of rows."""
 
     group: str
     first: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def our_name(path: str) -> str:
-    """Return our name of a dataset."""
+    """Return the field name of a dataset."""
     head, *rest = path.split("/")
     parts = (_OUR_NAMES.get(head, head), *rest)
     return "/".join(filter(None, parts))
@@ -56,9 +56,9 @@ class FlatReader(FileSource):
     """Reader of episodes that are ranges of rows.
 
     Attributes:
-        parts: Places of the rows, in order.
-        columns: Our name -> dataset in the group of each part.
-        following: Name in `columns` of the observations after each step -> name of the observation.
+        parts: Row ranges of all steps, in order.
+        columns: Name of a field -> its dataset in the group of each part.
+        following: Name of a field with the observations after each step -> name of the observation.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -88,10 +88,10 @@ class FlatReader(FileSource):
         """Append the rows of a group to the steps. All groups must have the same datasets.
 
         Args:
-            datasets: The datasets in the group.
-            names: Datasets to read -> our names.
+            datasets: Name -> form of the datasets in the group.
+            names: Name of a dataset to read -> name of the field.
             group: Path of the group.
-            part: Rows to read; None for all.
+            part: Rows to read; None means all rows.
 
         Raises:
             CorruptFileError: The datasets have different numbers of rows, or differ from those of
@@ -116,7 +116,7 @@ class FlatReader(FileSource):
         self.parts.append(part or Part(group, 0, num_rows))
 
     def usable(self, datasets: Mapping[str, DatasetInfo]) -> list[str]:
-        """Return the datasets of numbers with rows. Others that may be steps are reported."""
+        """Return the readable datasets of numbers. Unreadable datasets of steps are reported."""
         usable = []
         where = repr(str(self.file_path))
         for path, info in datasets.items():
@@ -144,7 +144,7 @@ class FlatReader(FileSource):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def flags(self, name: str) -> Array:
-        """Read the truth values of all steps: bool `[rows]`; all False without such a field."""
+        """Read a flag of all steps: bool `[rows]`; all False if the field does not exist."""
         num_rows = self.num_rows
         if name not in self.columns:
             return np.zeros(num_rows, bool)

@@ -1,7 +1,7 @@
 """Groups, datasets and attributes of untrusted HDF5 files.
 
-Data must lie in the file itself, behind hard links. No dataset takes more memory than the file can
-hold. Contiguous data are mapped. The readers decide about the meaning of the datasets.
+Data must be in the file itself, reachable by hard links. The declared size of a dataset must be
+plausible for the size of the file. Contiguous data are mapped. Readers interpret the datasets.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, o
 
 from ..input_checks import KnownFiles
 
-#: Filter that unpacks -> most bytes that it makes of a byte. Other unpacking filters are refused.
+#: Code of a compression filter -> maximum expansion factor. Other compression filters are refused.
 _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 #: Filters that do not change the number of bytes.
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
-#: Most bytes of values that were never written. They take no byte of the file.
+#: Maximum bytes of unwritten values, which need no bytes in the file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Datasets up to this size may unpack by any factor, as an empty mask does.
+#: Maximum bytes of a dataset with an unlimited expansion factor, such as a mask of zeros.
 _MAX_UNPACKED_BYTES = 1 << 29
-#: Larger datasets unpack by at most this factor.
+#: Maximum expansion factor of a larger dataset.
 _LIKELY_EXPANSION = 200
 _MAX_ATTRIBUTE_BYTES = 1 << 16
-#: Bytes of a reference to a text: its length (4), the offset of its heap (8), its number there (4).
+#: Bytes of a stored reference to a text: length (4), offset of the heap (8), index in the heap (4).
 _TEXT_BYTES = 16
-#: Number of bytes after the data of a chunk with the filter fletcher32.
+#: Bytes of the checksum after a chunk with the filter fletcher32.
 _CHECKSUM_BYTES = 4
 #: Maximum number of levels of groups.
 _MAX_DEPTH = 12
 _MAX_OPEN_FILES = 8
 _MAX_LISTINGS = 256
-#: Least bytes of a link in a file.
+#: Minimum bytes of a link in a file.
 _LINK_BYTES = 16
-#: Maximum number of bytes that are read from the map before its pages are unmapped.
+#: Bytes read from a map before its pages are unmapped.
 _MAX_MAPPED_BYTES = 1 << 26
 
 
@@ -59,11 +59,12 @@ class DatasetInfo(NamedTuple):
 
     Attributes:
         shape: Shape of all rows.
-        kind: Key of `DTYPES`, "text", "bytes" (any number per row), or "" if it cannot be read.
-        stored: Dtype of its bytes in the file; None if HDF5 must convert them.
-        offset: Offset of its bytes in the file if they are contiguous.
-        expansion: Most bytes that a byte of a chunk unpacks to. 0 if chunks need no check.
-        chunk_rows: Rows of a chunk; 0 without chunks.
+        kind: Key of `DTYPES`, "text", "bytes" (rows of variable length), or "" for an unreadable
+            type.
+        stored: Dtype of the values in the file; None if HDF5 must convert the values.
+        offset: Offset of contiguous values in the file.
+        expansion: Maximum expansion factor of a chunk; 0 if chunks need no check.
+        chunk_rows: Number of rows of a chunk; 0 without chunks.
     """
 
     shape: tuple[int, ...]
@@ -80,19 +81,20 @@ class DatasetInfo(NamedTuple):
 
 
 class OpenFile:
-    """An open file; made by `Files`, which holds its lock while the file is used.
+    """An open HDF5 file. `Files.use` opens it, and locks it while it is used.
 
     The methods raise `UnsafeFileError` for data outside of the file. They raise `CorruptFileError`
-    if the file cannot hold its declared data, if groups form a circle, or if a required part is
-    missing.
+    if the declared data are larger than the file allows, if groups form a cycle, or if a required
+    part is missing.
 
     Attributes:
-        path: The file.
+        path: Path of the file.
         where: Name of the file in errors.
         num_bytes: Size of the file.
         descriptor: File descriptor.
-        checked: Groups that a reader has checked.
-        num_links_left: Links that may still be listed. More mean that groups form a circle.
+        checked: Paths of the groups that a reader has already checked.
+        num_links_left: Number of links that may still be listed. More links than the file can
+            contain mean that groups form a cycle.
     """
 
     def __init__(self, path: Path, file: h5py.File, guarded: GuardedFile) -> None:
@@ -106,18 +108,18 @@ class OpenFile:
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._num_mapped_bytes = 0
         self._listings: OrderedDict[str, dict[str, DatasetInfo]] = OrderedDict()
-        #: Dataset -> chunks that may unpack to more than `_MAX_UNPACKED_BYTES`.
+        #: Path of a dataset -> chunks that may expand to more than `_MAX_UNPACKED_BYTES`.
         self._heavy_chunks: dict[str, set[tuple[int, ...]]] = {}
         self.allow_links()
 
     def allow_links(self) -> None:
-        """Allow to list as many links as the file can hold."""
+        """Reset the number of links that may be listed to the maximum for the size of the file."""
         self.num_links_left = max(self.num_bytes // _LINK_BYTES, MAX_FIELDS)
 
     def _unmap_pages(self, num_bytes: int) -> None:
-        """Count bytes that are read from the map, and unmap its pages if there are many.
+        """Count bytes read from the map, and unmap its pages after `_MAX_MAPPED_BYTES`.
 
-        Pages that are read again come from the page cache.
+        Unmapped pages stay in the page cache.
         """
         self._num_mapped_bytes += num_bytes
         if self._num_mapped_bytes > _MAX_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
@@ -129,15 +131,15 @@ class OpenFile:
         return str(h5i.get_name(node).decode().lstrip("/"))
 
     def place(self, node: Any) -> str:
-        """Return the name of a group or dataset in errors."""
+        """Return the name of a group or dataset for errors."""
         name = self.name(node)
         return f"{name!r} of {self.where}" if name else self.where
 
     def links(self, group: h5g.GroupID) -> dict[str, bool]:
-        """Return member of a group -> whether it is a hard link."""
+        """Return the members of a group: name -> whether the member is a hard link."""
         links: list[tuple[bytes, bool]] = []
 
-        def append(name: bytes, link: Any) -> None:  # HDF5 calls it: it must not raise.
+        def append(name: bytes, link: Any) -> None:  # HDF5 callbacks must not raise.
             links.append((name, link.type == h5l.TYPE_HARD))
 
         group.links.iterate(append, info=True)
@@ -148,9 +150,9 @@ class OpenFile:
         return {name.decode(): is_hard for name, is_hard in links}
 
     def numbered(self, group: str, prefix: str) -> list[str]:
-        """Return the members of a group that are `prefix` and a number, sorted by the number.
+        """Return the members of a group named `prefix` plus a number, sorted by the number.
 
-        The list is empty if there is no such group.
+        The list is empty if the group does not exist.
         """
         node = self.open(group)
         if not isinstance(node, h5g.GroupID):
@@ -168,7 +170,7 @@ class OpenFile:
         return list(links)
 
     def open(self, path: str, above: Any = None) -> Any:
-        """Open a group or dataset by hard links; return None if it does not exist.
+        """Open a group or dataset through hard links only; return None if it does not exist.
 
         Args:
             path: Path below `above`.
@@ -194,7 +196,7 @@ class OpenFile:
         return node
 
     def datasets(self, path: str) -> dict[str, DatasetInfo]:
-        """Return all datasets in a group and in the groups below: path below the group -> form."""
+        """Return all datasets in a group and its subgroups: path below the group -> form."""
         if path not in self._listings:
             self._listings[path] = dict(self._walk(self.group(path), "", 0))
             if len(self._listings) > _MAX_LISTINGS:
@@ -218,7 +220,7 @@ class OpenFile:
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
     def describe(self, node: h5d.DatasetID) -> DatasetInfo:
-        """Return the form of a dataset, after comparing its size with the file."""
+        """Return the form of a dataset, after comparing its size with the size of the file."""
         space = node.get_space()
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return DatasetInfo((), "", None, None)
@@ -243,8 +245,8 @@ class OpenFile:
 
         Args:
             node: The dataset.
-            info: Its form without chunks.
-            num_bytes: Bytes of all elements.
+            info: Form of the dataset, without the values about chunks.
+            num_bytes: Number of bytes of all elements.
         """
         settings = node.get_create_plist()
         layout = settings.get_layout()
@@ -262,7 +264,7 @@ class OpenFile:
         else:
             expansion = 1
             if info.stored is None and stored_bytes:
-                # In the header of the dataset the lengths of rows cannot be checked.
+                # The row lengths of a compact dataset (in the object header) cannot be checked.
                 info = info._replace(kind="")
 
         claimed_bytes = stored_bytes * expansion
@@ -281,7 +283,7 @@ class OpenFile:
             raise CorruptFileError("read", self.place(node), expected, got)
 
     def _expansion(self, node: h5d.DatasetID, settings: Any) -> int:
-        """Return the most bytes that a byte of a chunk unpacks to; 1 without compression."""
+        """Return the maximum expansion factor of a dataset's filters; 1 without compression."""
         filters = _filters(settings)
         unpackers = [code for code in filters if code not in _HARMLESS]
         if len(unpackers) > 1 or any(code not in _EXPANSION for code in unpackers):
@@ -297,11 +299,11 @@ class OpenFile:
             info: Form of the dataset.
             start: First row.
             stop: One past the last row.
-            node: The dataset if it is open.
+            node: The open dataset; None opens it.
 
         Returns:
-            `[stop - start, *shape]`, a new array or a read-only map of the file. For "text" a list
-            of str, for "bytes" a list of bytes.
+            `[stop - start, *shape]`, a new array or a read-only map of the file. A list of str for
+            the kind "text", and a list of bytes for the kind "bytes".
         """
         kind = info.kind
         shape = (stop - start, *info.shape[1:])
@@ -328,7 +330,7 @@ class OpenFile:
         start: int,
         shape: tuple[int, ...],
     ) -> Any:
-        """Read rows by HDF5. The low-level calls take a fifth of the time of `h5py.Dataset`."""
+        """Read rows with HDF5's low-level calls, in a fifth of the time of `h5py.Dataset`."""
         stop = start + shape[0]
         if info.expansion:
             self._check_chunks(node, info.expansion, start, stop)
@@ -368,9 +370,9 @@ class OpenFile:
         return _text(value) if info.kind == "text" else value.item()
 
     def _check_chunks(self, node: h5d.DatasetID, expansion: int, start: int, stop: int) -> None:
-        """Raise `CorruptFileError` for chunks of some rows that unpack to more than a chunk.
+        """Raise `CorruptFileError` if a chunk of the rows expands to more than the size of a chunk.
 
-        HDF5 unpacks a chunk as a whole before it checks the size.
+        HDF5 decompresses a whole chunk before it checks the size.
         """
         name = self.name(node)
         if name not in self._heavy_chunks:
@@ -389,7 +391,7 @@ class OpenFile:
             if not start - shape[0] < offset[0] < stop:
                 continue
             _, data = node.read_direct_chunk(offset)
-            # The size of LZF data is not known without unpacking them.
+            # The size of LZF data is unknown before decompression.
             is_too_large = expansion == _EXPANSION[h5z.FILTER_LZF]
             if not is_too_large:
                 unpacked = zlib.decompressobj().decompress(data, num_bytes + 1)
@@ -400,9 +402,9 @@ class OpenFile:
             self._heavy_chunks[name].discard(offset)
 
     def _check_lengths(self, node: h5d.DatasetID, info: DatasetInfo, start: int, stop: int) -> None:
-        """Raise `CorruptFileError` for rows that are longer than a heap.
+        """Raise `CorruptFileError` if the declared length of a row exceeds a heap.
 
-        HDF5 allocates the stated length of a row before it checks the length.
+        HDF5 allocates the declared length of a row before it checks the length.
         """
         for references in self._references(node, info, start, stop):
             lengths = np.frombuffer(references, "<u4")[:: _TEXT_BYTES // 4]
@@ -419,7 +421,10 @@ class OpenFile:
         start: int,
         stop: int,
     ) -> Iterator[bytes]:
-        """Yield the stored references of rows, `_TEXT_BYTES` each, and of other rows in chunks."""
+        """Yield the stored references to the texts of rows, `_TEXT_BYTES` each.
+
+        In a chunked dataset, references of other rows in the same chunks are included.
+        """
         if info.offset is not None:
             first = info.offset + start * _TEXT_BYTES
             last = info.offset + stop * _TEXT_BYTES
@@ -437,7 +442,7 @@ class OpenFile:
         """Return an attribute: a Python value, an array or a list of texts.
 
         Returns:
-            The value, or None if the attribute does not exist or holds other values.
+            The value, or None if the attribute is missing or has an unsupported type.
         """
         if not h5a.exists(node, name.encode()):
             return None
@@ -460,7 +465,7 @@ class OpenFile:
         return _plain_value(value)
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the attributes of a group or dataset that are texts or numbers."""
+        """Return the attributes of a group or dataset with texts or numbers: name -> value."""
         names: list[bytes] = []
         h5a.iterate(node, lambda name, *_: names.append(name))
         attributes = {}
@@ -472,10 +477,10 @@ class OpenFile:
 
 
 class Files:
-    """HDF5 files that are opened when they are read. Each process keeps its own open files.
+    """Pool of open HDF5 files. A file is opened at its first use in each process.
 
-    It may be pickled or used after a fork. A file that has changed since it was first opened is
-    refused.
+    The pool may be pickled, and used after a fork. Using a file that has changed since it was first
+    opened raises an error.
     """
 
     def __init__(self) -> None:
@@ -483,7 +488,7 @@ class Files:
         self._reset()
 
     def _reset(self) -> None:
-        """Start without open files in this process."""
+        """Clear the pool in a new process."""
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
@@ -497,10 +502,10 @@ class Files:
 
     @contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
-        """Open a file for a block of code; one thread at a time.
+        """Open a file for a block of code, exclusively for one thread.
 
         Raises:
-            CorruptFileError: The file is damaged, or has changed. Also for errors of h5py in the
+            CorruptFileError: The file is damaged or has changed, or h5py raised an error in the
                 block.
         """
         if self._process != os.getpid():
@@ -525,20 +530,20 @@ class Files:
             self._known.check(path, os.fstat(guarded.fileno()))
             closing = stack.pop_all()
             opened = OpenFile(path, file, guarded)
-            # Close before Python ends: HDF5 ends the process with a fault if it closes files later.
+            # Files are closed before the interpreter exits. HDF5 crashes if it closes files later.
             weakref.finalize(opened, closing.close)
             return closing, opened
         raise AssertionError("unreachable")
 
 
 class _Owner(NamedTuple):
-    """The object with attributes that `h5py.AttributeManager` expects."""
+    """Stand-in for the h5py object that `h5py.AttributeManager` expects."""
 
     id: Any
 
 
 def numbered(names: Sequence[str], pattern: str) -> list[str]:
-    """Return the names that are `pattern` and a number, in the order of the numbers."""
+    """Return the names that consist of `pattern` and a number, sorted by the number."""
     numbers = []
     for name in names:
         match = re.fullmatch(rf"{pattern}(\d{{1,18}})", name)
@@ -548,7 +553,7 @@ def numbered(names: Sequence[str], pattern: str) -> list[str]:
 
 
 def hdf5_names(folder: Path) -> list[str]:
-    """Return the names of the HDF5 files of a folder by their endings, without hidden files."""
+    """Return the names of the visible files in a folder with an HDF5 extension."""
     names = []
     for path in folder.iterdir():
         is_hidden = path.name.startswith(".")
@@ -558,7 +563,7 @@ def hdf5_names(folder: Path) -> list[str]:
 
 
 def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
-    """Return whether a path is an HDF5 file that passes a test. No error is raised."""
+    """Return whether a path is an HDF5 file that passes a test; False if reading fails."""
     with suppress(RolloutDataError, OSError):
         if path.is_file() and h5f.is_hdf5(os.fsencode(path)):
             guarded = GuardedFile(path)
@@ -568,7 +573,7 @@ def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
 
 
 def _kind(type_id: h5t.TypeID) -> tuple[str, np.dtype[Any] | None]:
-    """Return `kind` and `stored` of `DatasetInfo` for a type of HDF5."""
+    """Return `kind` and `stored` of `DatasetInfo` for an HDF5 type."""
     family = type_id.get_class()
     if family == h5t.STRING:
         is_variable = type_id.is_variable_str()
@@ -600,7 +605,7 @@ def _unpacked(data: bytes, filters: Sequence[int], num_bytes: int) -> bytes:
     Args:
         data: The stored bytes.
         filters: Codes of the filters.
-        num_bytes: Most bytes to unpack.
+        num_bytes: Maximum number of bytes to decompress.
     """
     for code in reversed(filters):
         if code == h5z.FILTER_DEFLATE:

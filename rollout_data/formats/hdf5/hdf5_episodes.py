@@ -1,8 +1,8 @@
-"""Episodes in groups of HDF5 files: the datasets of their fields.
+"""Base of readers of episodes that are groups in HDF5 files.
 
-`Hdf5Reader.layout` is the only place that gives datasets a meaning. Every episode is compared with
-it: the first episodes when the file is opened, the others when they are first read. To open a
-dataset takes 40 us.
+`Hdf5Reader.layout` maps the datasets of an episode to fields. Every episode is checked against its
+layout: the first episodes when the file is opened, later episodes at their first read, because
+opening a dataset takes 40 us.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..encoded_images import decode_picture, picture_shape
 from ..input_checks import parse_json
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 
-#: Datasets that are checked when a file is opened.
+#: Number of datasets that are checked when a file is opened.
 _CHECKED_AT_ONCE = 600
-#: Largest dataset of metadata that is read, in bytes.
+#: Maximum bytes of a metadata dataset.
 _MAX_METADATA_BYTES = 1 << 20
-#: Smallest size in bytes of a large row, such as a picture. Large rows are read by whole chunks.
+#: Minimum bytes of a large row, such as a picture. Large rows are read in whole chunks.
 _LARGE_ROW_BYTES = 16 << 10
-#: Number of bytes of large rows that are read at once if the dataset has no chunks to decode.
+#: Bytes of large rows read at once from a dataset without chunks.
 _UNCHUNKED_BYTES = 1 << 18
-#: Truth values of an episode that are all read. Of more, only the last is read.
+#: Maximum number of flags of an episode that are read. For a longer episode only the last is read.
 _MAX_FLAGS = 1 << 16
 _JPEG_START = b"\xff\xd8"
 _JPEG_END = b"\xff\xd9"
-#: Our names of fields. Other datasets of these names get the prefix "other/".
+#: Reserved field names. A dataset with such a name but another meaning gets the prefix "other/".
 _RESERVED = ("action", "observation", "reward", "terminated", "truncated")
 
 
@@ -48,9 +48,9 @@ class Column(NamedTuple):
 
     Attributes:
         path: Path of the dataset below the group of the episode.
-        shape: Shape of a delivered row. It has as many elements as a row of the dataset.
-        kind: Key of `DTYPES` of the delivered rows, or "text".
-        first: Row of step 0. For a final observation its row, counted from T.
+        shape: Shape of a row of the field, with as many elements as a row of the dataset.
+        kind: Dtype of the field (a key of `DTYPES`), or "text".
+        first: Row of step 0. For a final observation: its row, relative to row T.
         is_picture: Whether rows are encoded pictures.
     """
 
@@ -63,12 +63,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of the datasets of an episode.
+    """Mapping of the datasets of an episode to fields and metadata.
 
     Attributes:
-        columns: Field -> its dataset.
-        final: Field of the observation after the last step -> its dataset.
-        metadata: Dataset of metadata -> its row, counted from the end; None for all rows.
+        columns: Name of a field -> its dataset.
+        final: Name of a field of the final observation -> its dataset.
+        metadata: Path of a metadata dataset -> row to read, counted from the end; None reads all
+            rows.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
@@ -98,7 +99,7 @@ def _final_field(name: str, column: Column) -> Field:
 
 
 class Source(NamedTuple):
-    """The place of an episode: file, group, and meaning of the datasets in it."""
+    """Location of an episode: file, group, and layout of the datasets in the group."""
 
     path: Path
     group: str
@@ -106,11 +107,11 @@ class Source(NamedTuple):
 
 
 class LazyMetadata(Mapping[str, Any]):
-    """Metadata of an episode. Values that are not known are read at the first request.
+    """Metadata of an episode, partly read from the file at the first access.
 
     Args:
-        known: Values that are known. They take precedence over the others.
-        load: Function that reads the others.
+        known: Values in memory, which take precedence over values in the file.
+        load: Function that reads the values in the file.
     """
 
     def __init__(self, known: Mapping[str, Any], load: Callable[[], dict[str, Any]]) -> None:
@@ -132,29 +133,29 @@ class LazyMetadata(Mapping[str, Any]):
 
 
 class Hdf5Reader(FileSource):
-    """Reader of episodes that are groups of HDF5 files. A format states its names in tables."""
+    """Base of readers of episodes in groups of HDF5 files. Subclasses set the class variables."""
 
-    #: Dataset or group of an episode -> our name. It has a row per step.
+    #: Dataset or group of an episode with a row per step -> name of the field.
     STEPS: ClassVar[Mapping[str, str]] = {}
-    #: Names in `STEPS` with another row, the final observation. If there are some, datasets that no
-    #: table names may have T + 1 rows too. Their last row is metadata.
+    #: Keys of `STEPS` with T + 1 rows, whose last row is the final observation. If there are such
+    #: keys, unlisted datasets may have T + 1 rows too; their last row becomes metadata.
     WITH_FINAL: ClassVar[tuple[str, ...]] = ()
-    #: Dataset with a truth value per step -> attribute of the episode with the last of them.
+    #: Dataset with a flag per step -> attribute of `EpisodeInfo` with the last flag.
     ENDS: ClassVar[Mapping[str, str]] = {}
-    #: Datasets and groups of metadata.
+    #: Datasets and groups that become metadata.
     METADATA: ClassVar[tuple[str, ...]] = ()
-    #: Dataset, or group of datasets, whose rows are the steps.
+    #: Dataset, or group of datasets, whose number of rows is the number of steps.
     COUNTED: ClassVar[str] = "actions"
-    #: Attribute with the number of steps; "" if there is none.
+    #: Attribute of an episode with the number of steps; "" if the format has none.
     STATED: ClassVar[str] = ""
-    #: Groups whose members tell episodes of different fields apart, beside those of the episode.
+    #: Subgroups whose members, with the members of the episode, determine the fields of an episode.
     GROUPS: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of episodes that are no metadata by their names, besides `STATED`.
+    #: Attributes of episodes, besides `STATED`, that do not become metadata.
     ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.files = Files()
-        #: Datasets of other types, reported once for all episodes.
+        #: Datasets of unreadable types, reported once for all episodes.
         self.unread = set[str]()
         super().__init__(path, options)
 
@@ -162,7 +163,7 @@ class Hdf5Reader(FileSource):
         """Return the number of rows of the datasets of an episode.
 
         Raises:
-            CorruptFileError: There are no rows, or an attribute states another number.
+            CorruptFileError: There are no rows, or an attribute contradicts the number.
         """
         counted = file.open(self.COUNTED, node)
         while isinstance(counted, h5py.h5g.GroupID):
@@ -189,7 +190,7 @@ class Hdf5Reader(FileSource):
         group: str,
         datasets: Mapping[str, DatasetInfo],
     ) -> tuple[int, Layout]:
-        """Return the number of steps of the episode in a group, and the meaning of its datasets.
+        """Return the number of steps and the layout of the episode in a group.
 
         Raises:
             DataFileError: The datasets contradict each other.
@@ -221,22 +222,22 @@ class Hdf5Reader(FileSource):
         return False
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the delivered shape of a field of pictures, which are `[H, W, C]`."""
+        """Return the shape of a picture field whose stored pictures are `[H, W, C]`."""
         return shape
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Return other attributes of `EpisodeInfo` for the episode in a group.
+        """Return values of further attributes of `EpisodeInfo` for the episode in a group.
 
-        The attributes of the group complete "metadata". "repeated" names the fields of the final
-        observation that only repeat the last observation.
+        The attributes of the group are added to "metadata". "repeated" has the names of fields
+        whose final observation repeats the last observation.
         """
         return {name: self.flag(file, node, path, length) for path, name in self.ENDS.items()}
 
     def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
-        """Return the last truth value of a dataset, `[T]` or `[T, 1]`; None without the dataset.
+        """Return the last flag of a dataset `[T]` or `[T, 1]`; None if the dataset is missing.
 
         Raises:
-            CorruptFileError: The dataset has another shape.
+            CorruptFileError: The dataset has a different shape.
         """
         dataset = file.open(name, node)
         if not isinstance(dataset, h5py.h5d.DatasetID):
@@ -259,7 +260,7 @@ class Hdf5Reader(FileSource):
         return bool(values[-1])
 
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
-        """Return the episodes in groups of a file. Damaged episodes are left out as problems.
+        """Return the episodes in groups of a file. Damaged episodes are reported and left out.
 
         Args:
             path: The file.
@@ -297,7 +298,7 @@ class Hdf5Reader(FileSource):
             group: Path of the group.
             name: Name of the episode.
             node: The open group.
-            layouts: Names in an episode -> its layout. A new layout is added.
+            layouts: Result of `_names` of an episode -> its layout. A new layout is added.
         """
         length, layout = self._layout_of(file, group, node, layouts)
         source = Source(file.path, group, layout)
@@ -323,7 +324,7 @@ class Hdf5Reader(FileSource):
         node: Any,
         layouts: dict[tuple[str, ...], Layout],
     ) -> tuple[int, Layout]:
-        """Return the length and layout of an episode. The first episodes are checked in full."""
+        """Return the length and the layout of an episode. The first episodes are fully checked."""
         names = self._names(file, node)
         num_checked = len(file.checked) * len(names)
         if num_checked < _CHECKED_AT_ONCE or names not in layouts:
@@ -340,7 +341,7 @@ class Hdf5Reader(FileSource):
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
-        """Return the members of an episode and of its `GROUPS`. They determine its fields."""
+        """Return the members of an episode and of its `GROUPS`, which determine its fields."""
         names = file.members(node)
         for group in self.GROUPS:
             below = file.open(group, node) if group in names else None
@@ -368,10 +369,10 @@ class Hdf5Reader(FileSource):
         return metadata
 
     def checked_datasets(self, file: OpenFile, info: EpisodeInfo) -> dict[str, DatasetInfo]:
-        """Return the datasets of an episode. The first call compares them with its layout.
+        """Return the datasets of an episode. The first call checks them against the layout.
 
         Raises:
-            CorruptFileError: The episode has another length or other fields.
+            CorruptFileError: The length or the fields differ from the layout.
         """
         group = info.source.group
         layout = info.source.layout
@@ -419,7 +420,7 @@ class Hdf5Reader(FileSource):
         return value if column.kind == "text" else np.asarray(value)
 
     def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
-        """Read rows of a field. `start` and `stop` are rows of its dataset."""
+        """Read rows of a field; `start` and `stop` are row numbers in its dataset."""
         path, group, _ = info.source
         with self.files.use(path) as file:
             dataset = self.checked_datasets(file, info)[column.path]
@@ -433,16 +434,16 @@ class Hdf5Reader(FileSource):
 
 
 class LayoutMaker:
-    """Builds the layout of an episode, dataset by dataset.
+    """Builder of the layout of an episode.
 
     Args:
-        reader: Reader that keeps the problems.
+        reader: Reader that collects the problems.
         file: File of the episode.
-        group: Group of the episode.
-        datasets: The datasets in the group.
+        group: Path of the group of the episode.
+        datasets: Path below the group -> form of the dataset.
 
     Attributes:
-        layout: The layout so far.
+        layout: Layout of the datasets added so far.
         length: Number of steps.
     """
 
@@ -463,7 +464,7 @@ class LayoutMaker:
         self._where = file.place(node)
 
     def check_rows(self, path: str, num_extra: int = 0) -> None:
-        """Compare the rows of a dataset with the number of steps, and `num_extra` more.
+        """Check that a dataset has a row per step and `num_extra` additional rows.
 
         Raises:
             CorruptFileError: The dataset has more or fewer rows.
@@ -475,12 +476,12 @@ class LayoutMaker:
             raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
 
     def add(self, name: str, path: str, has_final: bool = False) -> None:
-        """Add a dataset as a field, if its type can be read.
+        """Add a dataset as a field, if its type is readable.
 
         Args:
             name: Name of the field.
-            path: The dataset.
-            has_final: Whether it has another row, the final observation.
+            path: Path of the dataset.
+            has_final: Whether the dataset has an additional row, the final observation.
         """
         self.check_rows(path, int(has_final))
         is_added = self._add(self.layout.columns, name, path)
@@ -491,7 +492,7 @@ class LayoutMaker:
         """Add a dataset of encoded pictures as a field. The first picture determines the shape.
 
         Raises:
-            CorruptFileError: It has more or fewer rows, or the first row is no picture.
+            CorruptFileError: The number of rows is wrong, or the first row is not a picture.
         """
         self.check_rows(path, int(has_final))
         where = f"{path!r} of {self._where}"
@@ -510,15 +511,15 @@ class LayoutMaker:
             self.layout.final[name] = column
 
     def add_final(self, name: str, path: str, row: int) -> None:
-        """Add a row of a dataset, counted from T, as a field of the final observation."""
+        """Add a row of a dataset as a field of the final observation; `row` 0 is row T."""
         self._add(self.layout.final, name, path, row)
 
     def add_other(self, path: str, has_final: bool = False) -> None:
-        """Add a dataset as a field under its own name if it has a row per step, else as metadata.
+        """Add an unlisted dataset: as a field if it has a row per step, otherwise as metadata.
 
         Args:
-            path: The dataset.
-            has_final: Whether it may also have T + 1 rows. The last row is metadata then.
+            path: Path of the dataset.
+            has_final: Whether the dataset may have T + 1 rows; the last row is then metadata.
         """
         info = self.datasets[path]
         is_reserved = path.split("/")[0] in _RESERVED
@@ -534,7 +535,7 @@ class LayoutMaker:
             self.layout.metadata[path] = None
 
     def _add(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
-        """Add a column and return whether the type of the dataset can be read."""
+        """Add a column; return whether the type of the dataset is readable."""
         info = self.datasets[path]
         is_text_table = info.kind == "text" and len(info.shape) != 1
         if info.kind in ("", "bytes") or is_text_table:
@@ -555,19 +556,19 @@ class LayoutMaker:
 
 
 def row_shape(name: str, info: DatasetInfo) -> tuple[int, ...]:
-    """Return the shape of a row of a field. A reward `[T, 1]` becomes a number per step."""
+    """Return the shape of a row of a field. A reward `[T, 1]` becomes `[T]`."""
     shape = info.shape[1:]
     return () if name == "reward" and shape == (1,) else shape
 
 
 def absent_fields(text: Any) -> dict[str, list[str]]:
-    """Parse the names of fields that an episode lacked when it was written.
+    """Parse the attribute with the names of fields that a conversion filled in an episode.
 
     Args:
-        text: A JSON list of names.
+        text: JSON list of names.
 
     Returns:
-        `ABSENT` -> the names; empty if the text is no such list.
+        `ABSENT` -> the names; {} if the text is not a JSON list of names.
     """
     with suppress(CorruptFileError):
         names = parse_json(text, Path(ABSENT)) if isinstance(text, str) else None
@@ -577,21 +578,21 @@ def absent_fields(text: Any) -> dict[str, list[str]]:
 
 
 def is_encoded(info: DatasetInfo) -> bool:
-    """Return whether the rows of a dataset may be encoded pictures, perhaps padded with zeros."""
+    """Return whether the rows of a dataset may be encoded pictures, optionally zero-padded."""
     has_bytes = info.kind == "bytes" and len(info.shape) == 1
     has_padded_bytes = info.kind == "uint8" and len(info.shape) == 2
     return has_bytes or has_padded_bytes
 
 
 def _decoded(rows: Any, shape: tuple[int, ...], where: str) -> np.ndarray[Any, Any]:
-    """Decode pictures: `[n, *shape]`."""
+    """Decode encoded pictures to an array `[n, *shape]`."""
     if not len(rows):
         return np.empty((0, *shape), np.uint8)
     return np.stack([decode_picture(_without_padding(row, where), where, shape) for row in rows])
 
 
 def _without_padding(row: Any, where: str) -> bytes:
-    """Return the bytes of a picture without the bytes after it.
+    """Return the bytes of an encoded picture without trailing padding.
 
     Raises:
         CorruptFileError: The picture is a truncated JPEG.

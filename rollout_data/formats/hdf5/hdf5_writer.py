@@ -1,7 +1,8 @@
-"""Writer of HDF5 files of episodes whose structure is known before a row is read.
+"""Base of writers of HDF5 files whose structure is known before a row is read.
 
-The structure is built in memory, and rows are written to their places without a copy. An incomplete
-file has a hidden name. The note of the conversion in it lists the written episodes.
+The structure of the file is built in memory. Rows are then written directly to their offsets in the
+file. An incomplete file has a hidden name. A dataset of the file contains the conversion note, with
+a line per written episode.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from ...writing.target_files import (
 from ..episode_writer import EpisodeToWrite, ForeignWriter, SharedFields, occupied
 
 Array = np.ndarray[Any, Any]
-#: Dtype and shape of a dataset, or of a row of it.
+#: Dtype and shape of a dataset, or of a row of a dataset.
 Form = tuple[np.dtype[Any], tuple[int, ...]]
 _ALIGNMENT = 64
-#: Number of bytes of a field that are copied at a time.
+#: Bytes of a field copied at a time.
 _PART_BYTES = 1 << 23
-#: Number of bytes reserved for the last line of the note.
+#: Bytes reserved for the last line of the note.
 _FINISH_BYTES = 512
 
 
@@ -56,9 +57,9 @@ class Rows(NamedTuple):
     """Rows of an episode in a file.
 
     Attributes:
-        group: The group of all datasets of the episode; "" if the datasets hold all episodes.
-        start: First row.
-        num_rows: Number of rows; None if the datasets hold this episode only.
+        group: Group with the datasets of the episode; "" if all episodes share the datasets.
+        start: First row of the episode in the datasets.
+        num_rows: Number of rows; None if the datasets contain only this episode.
     """
 
     group: str
@@ -66,7 +67,7 @@ class Rows(NamedTuple):
     num_rows: int | None = None
 
     def datasets(self, names: Mapping[str, Any]) -> list[str]:
-        """Return the datasets with rows of the episode."""
+        """Return the names of the datasets with rows of the episode."""
         return [name for name in names if not self.group or name.startswith(f"{self.group}/")]
 
     def range_of(
@@ -75,23 +76,23 @@ class Rows(NamedTuple):
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Return the first byte and the number of bytes of the rows in a dataset at an offset."""
+        """Return the offset and the number of bytes of the rows, in a dataset at `offset`."""
         row_bytes = dtype.itemsize * prod(shape[1:])
         num_rows = shape[0] if self.num_rows is None else self.num_rows
         return offset + self.start * row_bytes, num_rows * row_bytes
 
 
 class EpisodeFile:
-    """A file that is being written.
+    """An HDF5 file that is being written.
 
     Args:
-        path: Path of the complete file.
-        datasets: Dataset -> dtype and shape. `write` writes its rows.
-        contents: Small dataset -> its value.
-        attributes: Group -> its attributes.
-        conversion: The note of the conversion.
+        path: Final path of the file.
+        datasets: Name of a dataset for `write` -> dtype and shape.
+        contents: Name of a small dataset -> value.
+        attributes: Name of a group -> attributes.
+        conversion: Conversion note of the target.
         rows: Id of an episode -> its rows.
-        note_name: Dataset of the note: bytes with room for the line of each episode.
+        note_name: Name of the dataset of the note: bytes with room for the line of each episode.
 
     Attributes:
         written: Ids of the episodes in the file.
@@ -127,7 +128,7 @@ class EpisodeFile:
 
         header = self._header(contents, attributes)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The HDF5 file of Minari has its name before the description of the dataset exists.
+        # The HDF5 file of Minari gets its final name before the description of the dataset exists.
         self._partial = path if path.exists() else partial_of(path)
         note = self._note_of_same_structure(header, conversion)
         self.written: set[str] = set() if note is None else {*note.rows}
@@ -139,7 +140,7 @@ class EpisodeFile:
             self._begin(header, first_line + blank)
         self._file = os.open(self._partial, os.O_RDWR)
         if note is not None and len(note.first_line()) == len(conversion.first_line()):
-            # From here on the episodes come from another state of the source.
+            # The following episodes come from a later state of the source.
             self.write(note_name, np.frombuffer(first_line, np.uint8))
 
     def _header(
@@ -165,7 +166,7 @@ class EpisodeFile:
         return header
 
     def _begin(self, header: SparseFile, note: bytes) -> None:
-        """Create the file with its structure and note, in one step."""
+        """Create the file with its structure and its note, atomically."""
         temporary = self.path.with_name(f".{self.path.name}.begun")
         with (
             replace_file(self._partial, temporary=temporary) as new,
@@ -175,7 +176,7 @@ class EpisodeFile:
             write_at(file.fileno(), memoryview(note), self._offsets[self._note_name])
 
     def _check_other_layout(self, conversion: ConversionNote) -> None:
-        """Raise `UsageError` if a file of the same episodes has another structure or size."""
+        """Raise `UsageError` if an existing file of the same episodes has a different structure."""
         if not conversion.rows:
             return
         note = note_in_file(self._partial, self._note_name)
@@ -187,7 +188,7 @@ class EpisodeFile:
         header: SparseFile,
         conversion: ConversionNote,
     ) -> ConversionNote | None:
-        """Return the note of a file of this structure; None without such a file."""
+        """Return the note of an existing file with the same structure; None without such a file."""
         try:
             with open(self._partial, "rb") as file:
                 descriptor = file.fileno()
@@ -210,7 +211,7 @@ class EpisodeFile:
         return self._datasets[name][0]
 
     def write(self, name: str, rows: Array, start: int = 0) -> None:
-        """Write rows of a dataset from row `start` on."""
+        """Write rows into a dataset, starting at row `start`."""
         dtype, shape = self._datasets[name]
         data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8).data
         row_bytes = dtype.itemsize * prod(shape[1:])
@@ -234,8 +235,8 @@ class EpisodeFile:
         """Write the last line of the note, and rename the complete file.
 
         Args:
-            files: Sizes and checksums of other files of the target.
-            is_last: Whether the target is complete then. False if another file must follow.
+            files: Name of another file of the target -> size and checksum.
+            is_last: Whether this completes the target. False if another file follows.
         """
         size = os.fstat(self._file).st_size
         covered = []
@@ -252,7 +253,8 @@ class EpisodeFile:
         padded = line[:-1].ljust(_FINISH_BYTES - 1) + "\n"
         data = np.frombuffer(padded.encode(), np.uint8)
         self.write(self._note_name, data, self._place_of_finish)
-        # A file cannot hold its own checksum. While it has this time, its rows need not be read.
+        # A file cannot contain its own checksum. Its rows are trusted while its modification time
+        # is equal to the time in the note.
         os.utime(self._file, ns=(time_ns, time_ns))
         os.fsync(self._file)
         if self._partial != self.path:
@@ -277,7 +279,7 @@ def _without_rows(note: ConversionNote) -> ConversionNote:
 
 
 def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a text that is too large to be read again."""
+    """Raise `UsageError` for a text attribute that is too large for the readers."""
     for name, value in attributes.items():
         if not isinstance(value, str):
             continue
@@ -290,7 +292,7 @@ def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
 
 
 def _make_group(file: h5py.File, name: str) -> None:
-    """Create a group without its creation time: equal episodes make equal bytes."""
+    """Create a group without a creation time, so that equal episodes give equal bytes."""
     settings = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     settings.set_obj_track_times(False)
     h5py.h5g.create(file.id, name.encode(), gcpl=settings)
@@ -307,7 +309,7 @@ def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path of a file that is not complete yet."""
+    """Return the hidden path of an incomplete file."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -328,10 +330,10 @@ def note_in_file(path: Path, name: str) -> ConversionNote | None:
 
 
 class Hdf5Writer(ForeignWriter):
-    """Writer of a file with a structure of all episodes. `begin` creates the file."""
+    """Base of writers of one HDF5 file with all episodes. `begin` creates the file."""
 
     is_laid_out_first = True
-    #: Dataset of the note.
+    #: Name of the dataset with the conversion note.
     NOTE: ClassVar[str] = NOTE_DATASET
     _file: EpisodeFile
 
@@ -365,14 +367,14 @@ class Hdf5Writer(ForeignWriter):
     @classmethod
     @abstractmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
-        """Return the rows of each episode that is written."""
+        """Return id of an episode -> its rows, for each episode to write."""
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
         """Compare the rows of a file with their checksums in its note.
 
-        Datasets and attributes may be added to a complete file, as robomimic adds masks. Its rows
-        stay in their places.
+        Other programs may add datasets and attributes to a complete file, as robomimic adds masks.
+        The rows must keep their offsets.
 
         Raises:
             UsageError: Rows were changed or removed, or the file was truncated.
@@ -413,11 +415,11 @@ class Hdf5Writer(ForeignWriter):
         """Compare the rows of episodes with their checksums, and return their byte ranges.
 
         Args:
-            path: The target.
-            place: Its HDF5 file.
-            note: The note in the file.
-            opened: The file, opened by h5py.
-            descriptor: The file, opened for reading.
+            path: Path of the target.
+            place: Path of the HDF5 file of the target.
+            note: Conversion note in the file.
+            opened: The file, opened with h5py.
+            descriptor: File descriptor for reading.
         """
         size = os.fstat(descriptor).st_size
         rows = cls.rows_of(note)
@@ -444,12 +446,12 @@ class Hdf5Writer(ForeignWriter):
         contents: Mapping[str, Any],
         attributes: Mapping[str, Mapping[str, Any]],
     ) -> set[str]:
-        """Create the file, or open it to resume. Return the ids of the episodes in it.
+        """Create the file, or open an incomplete file. Return the ids of the episodes in the file.
 
         Args:
-            datasets: Dataset -> dtype and shape.
-            contents: Small dataset -> its value.
-            attributes: Group -> its attributes.
+            datasets: Name of a dataset -> dtype and shape.
+            contents: Name of a small dataset -> value.
+            attributes: Name of a group -> attributes.
         """
         path = self.file_at(self.path)
         rows = self.rows_of(self.conversion)
@@ -483,7 +485,7 @@ class Hdf5Writer(ForeignWriter):
     ) -> None:
         """Copy steps of a field into a dataset, a few megabytes at a time.
 
-        A field that the episode lacks is False or NaN.
+        A field that is missing from the episode is written as False or NaN.
 
         Args:
             episode: The episode.
@@ -510,7 +512,7 @@ class Hdf5Writer(ForeignWriter):
     ) -> None:
         """Write the rewards of an episode if the episodes do not share rewards.
 
-        An episode without rewards gets the option `missing_reward`.
+        The value of the option `missing_reward` replaces missing rewards.
 
         Args:
             episode: The episode.
@@ -543,7 +545,7 @@ def _dataset(
     file: h5py.File,
     name: str,
 ) -> tuple[int, np.dtype[Any], tuple[int, ...]] | None:
-    """Return the offset, dtype and shape of a contiguous dataset; None if it is none."""
+    """Return the offset, dtype and shape of a contiguous dataset; None for other objects."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset) or dataset.chunks is not None or not dataset.shape:
         return None
@@ -564,6 +566,6 @@ def has_number(episode: EpisodeToWrite, name: str) -> bool:
 
 
 def without_left_out(shared: SharedFields, names: Collection[str]) -> SharedFields:
-    """Return shared fields that do not count some fields as left out: the writer makes these."""
+    """Return shared fields whose `left_out` excludes `names`, because the writer computes them."""
     left_out = {name: why for name, why in shared.left_out.items() if name not in names}
     return replace(shared, left_out=left_out)

@@ -1,7 +1,8 @@
 """Reader of humenv motions: groups `ep_<i>` with a row per step.
 
-They are in one file, or in the files that a text file lists. No row is a final observation. Files
-of motion capture have no action. `read_motions` loads whole files for buffers of expert motions.
+The groups are in one file, or in several files listed in a text file. The files have no final
+observations, and motion capture files have no actions. `read_motions` loads whole files for buffers
+of expert motions.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _NUM_EPISODES = "num_episodes"
 
 
 class Reader(Hdf5Reader):
-    """A file, a list of files or a folder of them.
+    """Reader of a file, a folder of files, or a text file that lists files.
 
-    Of several files, episodes are named "<file>/ep_<i>".
+    Episodes of several files are named "<file>/ep_<i>".
     """
 
     format = "humenv"
@@ -114,6 +115,6 @@ def _read_whole(
     if is_text:
         return str(dataset.asstr()[(0,) * dataset.ndim])
     if info.shape:
-        # A copy: rows may be a map of the file.
+        # The rows are copied, because they may be a map of the file.
         return np.array(file.rows(file.name(node), info, 0, info.shape[0], node))
     return np.asarray(dataset[()])

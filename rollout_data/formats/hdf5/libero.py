@@ -1,7 +1,7 @@
 """Reader of LIBERO files: the groups of robomimic, with the task in the attributes of `data`.
 
-`rewards` and `dones` are 1 in the last row whatever happened, so they are fields and state no end.
-A row of `obs` was observed after the action of its row.
+`rewards` and `dones` are always 1 in the last row, so they become fields and do not determine the
+end. A row of `obs` was observed after the action in the same row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .robomimic_reader import Reader as RobomimicReader
 
 
 class Reader(RobomimicReader):
-    """Demos of one task.
+    """Reader of the demos of one task.
 
     Options:
-        shift_obs: Deliver each observation with the action after it. T is one less, as there is no
-            observation before the first action. The last observation becomes the final one. False
-            delivers rows as stored.
+        shift_obs: Pair each observation with the action that follows it. T is one less, because no
+            observation precedes the first action. The last observation becomes the final
+            observation. False returns rows as stored.
     """
 
     format = "libero"

@@ -19,11 +19,11 @@ _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
 class Reader(Hdf5Reader):
-    """Trajectories in the order of their numbers.
+    """Reader of the trajectories of a file, in the order of their numbers.
 
     Options:
-        on_bad_index: "refuse" a file whose JSON lists other trajectories, or "rebuild": deliver the
-            trajectories of the file.
+        on_bad_index: "refuse" raises an error if the JSON file lists other trajectories than the
+            HDF5 file; "rebuild" reads the trajectories in the HDF5 file.
     """
 
     format = "maniskill"
@@ -47,7 +47,7 @@ class Reader(Hdf5Reader):
         return self.checked_some(episodes, "a trajectory")
 
     def _read_descriptions(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Read the JSON file: trajectory -> its description. The rest becomes metadata."""
+        """Read the JSON file: trajectory -> description. Other values become metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
             expected = "a description of the trajectories"

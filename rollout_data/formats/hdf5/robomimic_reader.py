@@ -1,7 +1,7 @@
 """Reader of robomimic files: groups `data/demo_<i>` with `actions`, `obs/<key>` and more.
 
-`dones` marks successes or last steps, depending on the origin of a file. So it is a field and
-states no end.
+`dones` marks successes or last steps, depending on the origin of a file. It therefore becomes a
+field and does not determine the end.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _MAX_MASK_BYTES = 1 << 24
 
 
 class Reader(Hdf5Reader):
-    """Demos in the order of their numbers. The last row of `next_obs` is the final observation.
+    """Reader of demos in the order of their numbers.
+
+    The last row of `next_obs` is the final observation.
 
     Options:
-        keep_next_obs: Also deliver `next_obs/<key>` as fields. False delivers the last row only. A
-            problem reports other rows that are not the next rows of `obs`.
-        terminated_from_dones: A 1 in the last row of `dones` means that the episode terminated.
+        keep_next_obs: Also return `next_obs/<key>` as fields. False reads only the last row, and
+            reports a problem if other rows differ from the next rows of `obs`.
+        terminated_from_dones: Treat an episode as terminated if the last row of `dones` is 1.
     """
 
     format = "robomimic"

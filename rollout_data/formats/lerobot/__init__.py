@@ -1,1 +1,1 @@
-"""LeRobot datasets: their description, their index, their rows; and writing them."""
+"""Reader and writer of LeRobot datasets."""

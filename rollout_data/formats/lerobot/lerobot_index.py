@@ -1,8 +1,8 @@
 """The index of a LeRobot dataset, compared with the rows of its data files.
 
-The rows state their episode. If the index contradicts them, the dataset is refused, or the index is
-rebuilt from the rows with `on_bad_index="rebuild"`. Checking all rows takes 0.2 s per thousand
-episodes.
+Each row contains the number of its episode. If the index contradicts the rows, an error is raised,
+or the index is rebuilt from the rows with `on_bad_index="rebuild"`. Checking all rows takes 0.2 s
+per thousand episodes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TASK = "task_index"
 _EPISODE = "episode_index"
 #: Version -> file with the texts of tasks.
 _TASK_FILES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
-#: Names of the column of texts in the table of tasks.
+#: Possible names of the text column in the table of tasks.
 _TASK_TEXTS = ("task", "__index_level_0__")
-#: Largest file of JSON lines in bytes. Its objects take twenty times as much memory.
+#: Maximum bytes of a JSON lines file. The parsed objects take 20 times as much memory.
 _MAX_LINES_BYTES = 1 << 24
-#: Most rows or runs in a file beyond those that the index states.
+#: Maximum number of rows or runs in a file in addition to the rows in the index.
 _MAX_UNINDEXED = 1 << 16
-#: Number of episodes of a damaged file that an error names.
+#: Maximum number of episodes of a damaged file listed in an error.
 _NUM_SHOWN = 20
 _REBUILD_ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
 
@@ -54,8 +54,8 @@ class Run(NamedTuple):
         file: Name of the data file.
         row: First row in the file.
         length: Number of rows.
-        task: Number of the task; -1 if the rows do not state it.
-        success: Whether a row is marked as a success; None if the rows do not state it.
+        task: Number of the task; -1 if the rows have no task number.
+        success: Whether a row is marked as a success; None if the rows have no success flag.
     """
 
     episode: int
@@ -73,12 +73,12 @@ class Entry:
     """The entry of an episode in the index.
 
     Attributes:
-        tasks: Texts of its tasks.
+        tasks: Texts of the tasks of the episode.
         length: Number of frames.
         start: Position of the first frame in the whole dataset.
         file: Name of the data file; "" if unknown.
-        videos: Camera -> video file, and time of the first frame in it in seconds.
-        other: The other values of the entry.
+        videos: Name of a camera -> (video file, start time of the episode in the file in seconds).
+        other: Remaining values of the entry.
     """
 
     tasks: tuple[str, ...]
@@ -97,11 +97,11 @@ class Index:
         rebuilds: Whether to rebuild an index that contradicts the data.
 
     Attributes:
-        entries: Episode -> its entry.
-        runs: Episode -> its rows in order, as indexed or as rebuilt.
+        entries: Number of an episode -> entry.
+        runs: Number of an episode -> its rows in order, from the index or rebuilt.
         tasks: Number of a task -> text.
-        files: The data files.
-        problems: Data that were left out or rebuilt.
+        files: Parquet files with the rows.
+        problems: Errors about data that were left out or rebuilt.
 
     Raises:
         DataFileError: The index contradicts the data, and `rebuilds` is False.
@@ -129,7 +129,7 @@ class Index:
     def _attempt(self, step: Callable[[], None], kind: str = "counts") -> bool:
         """Call `step` and return whether it succeeded.
 
-        A `DataFileError` is a problem if the index may be rebuilt. Otherwise it is raised.
+        If the index may be rebuilt, a `DataFileError` is added to the problems instead of raised.
 
         Args:
             step: Function without arguments.
@@ -152,7 +152,7 @@ class Index:
         kind: str = "counts",
         episode: str = "",
     ) -> CorruptFileError:
-        """Return the error of an index that contradicts the data."""
+        """Return the error for an index that contradicts the data."""
         where = f"{subject} of {str(self._info.path)!r}"
         return CorruptFileError("open", where, expected, got, _REBUILD_ADVICE).of(kind, episode)
 
@@ -163,7 +163,7 @@ class Index:
         got: str,
         kind: str = "counts",
     ) -> CorruptFileError:
-        """Return the error of an index that contradicts the data of an episode."""
+        """Return the error for an index that contradicts the data of an episode."""
         return self.error(f"episode {episode}", expected, got, kind, str(episode))
 
     def _read_tasks(self) -> None:
@@ -201,14 +201,14 @@ class Index:
             raise
 
     def _add_default_entry(self, episode: int) -> None:
-        """Add an entry for an episode without one, if its number determines its video files."""
+        """Add the missing entry of an episode, if its number determines its video files."""
         info = self._info
         length = sum(run.length for run in self.runs[episode])
         row: dict[str, Any] = {_EPISODE: episode, "length": length, "dataset_from_index": 0}
         if info.major == 3:
             if info.content.get(UNFINISHED) is not True:
                 return
-            # An unfinished set of this library has one file of each sort per episode.
+            # An unfinished dataset of this library has a data file and video files per episode.
             chunk, file = divmod(episode, info.chunks_size)
             row["dataset_to_index"] = length
             for group in ("data", *(f"videos/{camera}" for camera in info.cameras)):
@@ -218,7 +218,7 @@ class Index:
         self.entries[episode] = _entry_of(info, row)
 
     def _check_entries(self) -> None:
-        """Check that the entries number the episodes and frames without a gap."""
+        """Check that the numbers of episodes and frames in the entries have no gaps."""
         start = 0
         for number, (episode, entry) in enumerate(self.entries.items()):
             if number != episode:
@@ -322,7 +322,7 @@ class Index:
         return list(runs)
 
     def _take_indexed(self, runs: Sequence[Run]) -> None:
-        """Set `runs`, if the index states exactly these."""
+        """Set `runs` if the runs match the index; raise an error for the first difference."""
         indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)
@@ -346,7 +346,7 @@ class Index:
         self.runs = dict(sorted(indexed.items()))
 
     def _rebuild(self, runs: Sequence[Run]) -> None:
-        """Set `runs` to the rows that state an episode, and report episodes that are incomplete."""
+        """Rebuild `runs` from the episode numbers in the rows, and report incomplete episodes."""
         runs_of: dict[int, list[Run]] = defaultdict(list)
         for run in runs:
             runs_of[run.episode].append(run)
@@ -367,7 +367,7 @@ class Index:
                 self.problems.append(problem.of("counts", str(episode)))
 
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
-        """Return the run that the index states, otherwise all runs of an episode in order."""
+        """Return the run of an episode in the index, or else all its runs in order."""
         entry = self.entries.get(episode)
         if entry is not None:
             for run in parts:
@@ -377,7 +377,7 @@ class Index:
 
 
 def _starts_at_zero(chain: Sequence[Run]) -> bool:
-    """Return whether the frames of runs follow each other, from 0 on."""
+    """Return whether the frame numbers of runs count up from 0 without gaps."""
     next_frame = 0
     for run in chain:
         if run.frame != next_frame:
@@ -391,7 +391,7 @@ def _is_integer(arrow_type: Any) -> bool:
 
 
 def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
-    """Return the run of a file with one episode; None if the footer does not state it.
+    """Return the run of a file with one episode; None if the footer statistics are insufficient.
 
     Only the footer is read. Opening a thousand files takes 0.3 s instead of 0.8 s. The rows are
     checked when they are read.
@@ -482,7 +482,7 @@ def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str
 
 
 def _shortened(numbers: Sequence[int]) -> str:
-    """Return numbers as text. Of many, only the first are shown."""
+    """Return numbers as text; at most `_NUM_SHOWN` numbers are shown."""
     text = ", ".join(map(str, numbers[:_NUM_SHOWN]))
     if len(numbers) > _NUM_SHOWN:
         text += f" and {len(numbers) - _NUM_SHOWN} more"
@@ -519,11 +519,11 @@ def _index_rows_3(info: Info) -> Iterator[dict[str, Any]]:
 
 
 def _shared(value: Any, known: dict[str, str]) -> Any:
-    """Return a value in which equal texts are one object, also in lists.
+    """Return a value with equal texts replaced by the same object, also in lists.
 
     Args:
         value: Value of a table.
-        known: The texts so far. New texts are added.
+        known: Text -> the object to use for equal texts. New texts are added.
     """
     if isinstance(value, list):
         return [_shared(item, known) for item in value]
@@ -533,7 +533,7 @@ def _shared(value: Any, known: dict[str, str]) -> Any:
 
 
 def _entry_of(info: Info, row: dict[str, Any]) -> Entry:
-    """Return the entry of a row of the index. The row is changed."""
+    """Return the entry of a row of the index; values are removed from the row."""
     return _entry_3(info, row) if info.major == 3 else _entry_2(info, row)
 
 

@@ -1,6 +1,6 @@
 """The description of a LeRobot dataset, `meta/info.json`: version, names of files, features.
 
-Features become fields by what the data hold, not by what the description says.
+The fields of features follow the data, also if the description contradicts the data.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ..parquet import first_row
 from ..video_frames import DepthCoding
 from .lerobot_language import describe, fits_json
 
-#: Largest `meta/info.json` in bytes. Its objects take twenty times as much memory.
+#: Maximum bytes of `meta/info.json`. The parsed objects take 20 times as much memory.
 MAX_OBJECT_BYTES = 1 << 24
-#: Columns that number the rows; they are checked, and are no fields.
+#: Columns with row numbers. These columns are checked, and do not become fields.
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
-#: Key of the description: True while the set is being written.
+#: Key of the description that is True while the dataset is being written.
 UNFINISHED = "is_unfinished"
-#: A field of a template, as in `{chunk_index:03d}`: its name and its format.
+#: Pattern of a replacement field in a template, such as `{chunk_index:03d}`: name and format.
 _FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
-#: Numbers that templates may name.
+#: Names of numbers in templates.
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
-#: Version -> the usual names of data files and of video files.
+#: Version -> default templates of the names of data files and of video files.
 TEMPLATES = {
     "v3.0": (
         "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -46,26 +46,26 @@ TEMPLATES = {
     ),
 }
 _OBSERVATION = "observation"
-#: Groups whose fields stay vectors if they have a single number.
+#: Groups whose fields stay vectors if they have only one number per step.
 _VECTOR_GROUPS = (_OBSERVATION, "action")
 #: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)
-#: Most dimensions of a feature.
+#: Maximum number of dimensions of a feature.
 _MAX_DIMENSIONS = 8
-#: Height, width and channels of a video are less than this.
+#: Exclusive upper limit of the height, width and channels of a video.
 _MAX_VIDEO_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Info:
-    """The checked part of `meta/info.json`.
+    """The description of a dataset, with checked values.
 
     Attributes:
-        path: The folder.
-        content: The whole description.
-        major: 2 or 3.
+        path: Folder of the dataset.
+        content: Parsed content of `meta/info.json`.
+        major: Major version, 2 or 3.
         fps: Frames per second.
-        features: Feature -> its description.
+        features: Name of a feature -> description of the feature.
         data_path: Template of the names of data files.
         video_path: Template of the names of video files.
     """
@@ -80,7 +80,7 @@ class Info:
 
     @property
     def cameras(self) -> list[str]:
-        """Names of the features in video files."""
+        """Names of the features that are stored in video files."""
         features = self.features.items()
         return [name for name, description in features if description.get("dtype") == "video"]
 
@@ -147,16 +147,16 @@ def _checked_version(path: Path, content: Mapping[str, Any]) -> int:
 
 
 def file_name(template: str, values: Mapping[str, int | str], where: Path) -> str:
-    """Return a template with its fields replaced. Fields are plain names, never expressions.
+    """Return a file name from a template. Replacement fields must be plain names.
 
     Args:
-        template: Such as "data/chunk-{chunk_index:03d}.parquet".
-        values: Field -> value.
+        template: Template such as "data/chunk-{chunk_index:03d}.parquet".
+        values: Name of a replacement field -> value.
         where: Folder of the dataset, for errors.
 
     Raises:
-        CorruptFileError: The template has another field.
-        UnsafeFileError: The file would lie outside of the folder.
+        CorruptFileError: The template has a replacement field without a value.
+        UnsafeFileError: The file would be outside of the folder.
     """
     rest = _FIELD.sub("", template)
     is_valid = "{" not in rest and "}" not in rest
@@ -176,7 +176,7 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
 
 @dataclass(frozen=True)
 class Feature:
-    """A field and the place of its values.
+    """A feature of a dataset, and the field for its values.
 
     Attributes:
         source: Name of the column or camera.
@@ -188,8 +188,8 @@ class Feature:
         depth: Coding of depth in a video.
         unit: Unit of depth: "mm" or "m".
         is_lossy: Whether values were stored with loss.
-        part: `start, stop` of the numbers of a vector, for a part that a GR00T dataset names.
-            None for all numbers.
+        part: Range `start, stop` of a vector, for a named part in a GR00T dataset. None means the
+            whole vector.
     """
 
     source: str
@@ -204,7 +204,7 @@ class Feature:
 
     @property
     def field(self) -> Field:
-        """The field as delivered, if its values are no texts."""
+        """Field of the feature, for values that are not texts."""
         shape = self.shape
         if self.part is not None:
             start, stop = self.part
@@ -213,7 +213,7 @@ class Feature:
 
 
 def field_name(source: str, names: Mapping[str, Any]) -> str:
-    """Return the name of the field of a feature.
+    """Return the field name of a feature.
 
     Args:
         source: Name of the feature.
@@ -233,7 +233,7 @@ def column_feature(
     row: Any,
     description: Mapping[str, Any],
 ) -> Feature | None:
-    """Return the feature of a column of numbers or texts; None if it holds other values.
+    """Return the feature of a column of numbers or texts; None for a column of other values.
 
     Args:
         source: Name of the column.
@@ -282,7 +282,7 @@ def picture_feature(
 
 
 def video_feature(source: str, name: str, description: Mapping[str, Any]) -> Feature | None:
-    """Return the feature of a camera in video files; None if its size or its coding is unknown."""
+    """Return the feature of a camera; None if the size or the coding of its video is unknown."""
     info = _camera_info(description)
     sizes = [info.get(f"video.{axis}") for axis in ("height", "width", "channels")]
     shape = picture_shape(description) or _shape(sizes)
@@ -318,7 +318,8 @@ def _unit(info: Mapping[str, Any]) -> str:
 def picture_shape(description: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return `[H, W, C]` of a feature.
 
-    The names of its axes tell the order. Without names the axis of 1, 3 or 4 is the channel.
+    The order of the axes is determined by their names, or else by the axis of size 1, 3 or 4, which
+    is the channel.
     """
     shape = _shape(description.get("shape"))
     names = description.get("names")
@@ -333,7 +334,7 @@ def picture_shape(description: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _shape(sizes: Any) -> tuple[int, ...] | None:
-    """Return a shape from JSON; None if it is no list of positive integers."""
+    """Return a shape from JSON; None if the value is not a list of positive integers."""
     if not isinstance(sizes, list) or len(sizes) > _MAX_DIMENSIONS:
         return None
     if not all(is_whole(size) and 0 < size < 1 << 31 for size in sizes):
@@ -342,7 +343,7 @@ def _shape(sizes: Any) -> tuple[int, ...] | None:
 
 
 def _camera_info(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the details of a camera. `info` takes precedence over `video_info`."""
+    """Return the video metadata of a camera. `info` takes precedence over `video_info`."""
     info: dict[str, Any] = {}
     for name in ("video_info", "info"):
         details = description.get(name)

@@ -1,8 +1,8 @@
 """LeRobot datasets of versions 3.0, 2.1 and 2.0 as episodes, with the additions of GR00T.
 
-A row belongs to the step that its action starts. The files state neither how an episode ended nor
-the observation after the last step, so both are unknown. `next.done` is an ordinary field: it marks
-the last row only.
+A row contains an observation and the action that follows it. The files state neither the end of an
+episode nor the observation after the last step, so both are unknown. `next.done` is an ordinary
+field, because it only marks the last row.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from .lerobot_language import ARROW_TYPES, TEXT_TYPES, describe, has_unknown
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
-#: Group of `meta/modality.json` -> feature of its parts that name no feature; "" if there is none.
+#: Group of `meta/modality.json` -> default feature for parts without a feature name; "" if none.
 _MODALITY_GROUPS = {"state": "observation.state", "action": "action", "video": "", "annotation": ""}
 _FRAME = "frame_index"
-#: Kinds of features that are delivered as texts.
+#: Kinds of features that become text fields.
 _TEXT_KINDS = ("text", "language", "annotation")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The place of an episode.
+    """Location of an episode in the files of a dataset.
 
     Attributes:
-        runs: Its rows.
-        videos: Camera -> video file, and time of the first frame in it in seconds.
+        runs: Rows of the episode.
+        videos: Name of a camera -> (video file, start time of the episode in the file in seconds).
     """
 
     runs: tuple[Run, ...]
@@ -68,12 +68,12 @@ class Source:
 
 
 class Reader(FileSource):
-    """LeRobot datasets.
+    """Reader of a LeRobot dataset.
 
     Options:
-        on_bad_index: "refuse" a dataset whose index contradicts its data, or "rebuild" the index
-            from the data.
-        components: Also deliver the parts of state and action that a GR00T dataset names, as fields
+        on_bad_index: "refuse" raises an error if the index contradicts the data; "rebuild" rebuilds
+            the index from the data.
+        components: Also return the named parts of state and action in a GR00T dataset as fields,
             such as "observation/state.arm" and "action.arm". The metadata `components` lists the
             parts in any case.
     """
@@ -98,7 +98,7 @@ class Reader(FileSource):
         self._tasks = index.tasks
         self._fps = info.fps
         self._known_videos = KnownFiles()
-        #: Video file -> details of its coding, as `summarize_video` returns them.
+        #: Name of a video file -> metadata of its coding, from `summarize_video`.
         self._video_details: dict[str, dict[str, str]] = {}
 
         features = self._describe(info, index)
@@ -143,7 +143,7 @@ class Reader(FileSource):
         return metadata
 
     def _describe(self, info: Info, index: Index) -> list[Feature]:
-        """Return the features: of columns by the first row, of cameras by their description."""
+        """Return the features; those of columns are determined from the first row."""
         first = next((runs[0] for runs in index.runs.values()), None)
         columns: dict[str, Any] = {}
         row: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class Reader(FileSource):
         description: Mapping[str, Any],
         run: Run | None,
     ) -> Feature | None:
-        """Return the feature of a column of pictures; None if no picture of the run is intact."""
+        """Return the feature of a picture column; None if no picture of the run is intact."""
         assert run is not None, "a column has rows"
         file = self._files[run.file]
         for row in range(run.row, run.row + run.length):
@@ -220,13 +220,13 @@ class Reader(FileSource):
         return {TABLE_NAME: description}
 
     def _arrow_types(self, index: Index) -> dict[str, Any]:
-        """Describe the columns of language, and columns of texts with a type that is not usual.
+        """Describe the Arrow types of language columns, and of text columns with unusual types.
 
-        A file in which all values are missing may have no type for them. The first file without
-        such a part decides.
+        A column whose values are all missing may have the type null. The first file with a complete
+        type therefore determines the type.
 
         Returns:
-            Field -> Arrow type, None if JSON cannot hold all of its values.
+            Name of a field -> described Arrow type; None if JSON cannot represent its values.
         """
         files = dict.fromkeys(run.file for runs in index.runs.values() for run in runs)
         types_of_files = [self._files[file].declared_types for file in files]
@@ -244,7 +244,7 @@ class Reader(FileSource):
         return arrow_types
 
     def _compare(self, feature: Feature, description: Mapping[str, Any]) -> None:
-        """Report a description with another size of a row or another type of numbers."""
+        """Report a feature whose description contradicts the shape or dtype of the data."""
         if feature.kind != "number":
             return
         where = f"of {feature.source!r} of {str(self.path)!r}"
@@ -266,7 +266,7 @@ class Reader(FileSource):
         self.problem("read", where, expected, got, "It is left out").of(kind)
 
     def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
-        """Return a feature of depth with a unit, by its dtype if the description has none."""
+        """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
         is_depth_image = feature.kind == "image" and len(feature.shape) == 2
         is_depth = feature.depth is not None or is_depth_image
         if not is_depth or feature.unit:
@@ -284,7 +284,7 @@ class Reader(FileSource):
         Annotations in `features` become texts.
 
         Returns:
-            Group -> name -> the part as a feature.
+            Group -> name of a part -> feature of the part.
         """
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         places = {feature.source: place for place, feature in enumerate(features)}
@@ -310,14 +310,14 @@ class Reader(FileSource):
         return components
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Return episode -> cameras to leave out.
+        """Return number of an episode -> cameras to leave out.
 
-        Cameras without a readable video are left out. If the index may be rebuilt, cameras with a
-        video that is too short are left out too.
+        Cameras without a readable video are left out. With `on_bad_index="rebuild"`, cameras whose
+        video is too short are left out too.
 
         Raises:
-            CorruptFileError: The index has no video, or a video that is too short, and is not
-                rebuilt.
+            CorruptFileError: The index lists no video for a camera, or a video is too short, and
+                `on_bad_index` is "refuse".
         """
         missing: dict[int, list[str]] = {}
         end_of = lru_cache(maxsize=None)(self._end_of)
@@ -343,7 +343,7 @@ class Reader(FileSource):
         """Return whether the video of an episode is readable; report a video that is not.
 
         Raises:
-            DataFileError: The index has no video, or a video that is too short.
+            DataFileError: The index lists no video for the camera, or the video is too short.
         """
         num_frames = sum(run.length for run in index.runs[episode])
         expected = f"a video of {camera!r} with its {num_frames} frames"
@@ -369,7 +369,7 @@ class Reader(FileSource):
         return True
 
     def _end_of(self, file: str) -> float:
-        """Return the end of a video in seconds; infinity if PyAV is not installed."""
+        """Return the end time of a video in seconds; infinity if PyAV is not installed."""
         path = self._video_file(file)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
@@ -379,7 +379,7 @@ class Reader(FileSource):
         return end_s
 
     def _video_file(self, file: str) -> Path:
-        """Return the path of a video that has not changed since it was first read."""
+        """Return the path of a video file after checking that the file has not changed."""
         self._known_videos.check(self.path / file)
         return file_inside(self.path, file)
 
@@ -387,9 +387,9 @@ class Reader(FileSource):
         """Return the description of an episode.
 
         Args:
-            index: The index.
+            index: Index of the dataset.
             number: Number of the episode.
-            missing: Cameras that the episode lacks.
+            missing: Names of the cameras without a video of the episode.
         """
         runs = index.runs[number]
         entry = index.entries.get(number, Entry((), 0, 0, "", {}))
@@ -417,7 +417,7 @@ class Reader(FileSource):
         )
 
     def _task_of(self, number: int, runs: Sequence[Run], entry: Entry) -> str:
-        """Return the task that the rows state, otherwise the first task of the entry."""
+        """Return the task in the rows of an episode, or else the first task of its entry."""
         usual = entry.tasks[0] if entry.tasks else ""
         task = self._tasks.get(runs[0].task, usual)
         if entry.tasks and task not in entry.tasks:
@@ -482,13 +482,13 @@ class Reader(FileSource):
                 where = f"{feature.source!r}, frames from {frame} of episode {info.name!r}"
                 where += f" of {str(self.path)!r}"
                 values = self._values(feature, batch[feature.source], where, texts)
-                # A list of texts grows; an array has its rows already.
+                # Slice assignment extends a list of texts, and fills the rows of an array.
                 fields[feature.name][first:last] = values
             frame += len(frames)
         return fields
 
     def _output(self, feature: Feature, source: Source, start: int, stop: int) -> Any:
-        """Return the frames of a video, otherwise an output for rows: a list or an empty array."""
+        """Return the frames of a video feature, or an empty list or array for other features."""
         if feature.kind in _TEXT_KINDS:
             return []
         if feature.kind != "video" or start >= stop:
@@ -510,7 +510,7 @@ class Reader(FileSource):
         return VideoRange(path, start_s, info.length, self._fps, description, details)
 
     def _check_frames(self, array: Any, first: int, episode: str) -> None:
-        """Raise `CorruptFileError` if rows do not number their frames from `first` on."""
+        """Raise `CorruptFileError` if the frame numbers of rows do not count up from `first`."""
         frames = as_rows([array], (), repr(_FRAME))
         if (frames != np.arange(first, first + len(frames))).any():
             where = f"episode {episode} of {str(self.path)!r}"
@@ -524,7 +524,7 @@ class Reader(FileSource):
         start: int,
         stop: int,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the columns of some features and of the frame numbers, a few rows at a time."""
+        """Yield batches of rows, with the columns of some features and the frame numbers."""
         if not features:
             return
         widths: dict[str, int | None] = {}
@@ -548,9 +548,9 @@ class Reader(FileSource):
 
         Args:
             feature: Feature of the field.
-            array: Its rows.
-            where: Place of the rows, for errors.
-            texts: The texts so far: equal texts become one object. New texts are added.
+            array: Rows of the column.
+            where: Location of the rows, for errors.
+            texts: Text -> the object to return for equal texts. New texts are added.
         """
         if feature.kind == "text":
             return shared_texts(array, texts)
@@ -568,7 +568,7 @@ class Reader(FileSource):
 
 
 def _first_known(types: Iterator[Any]) -> Any:
-    """Return the first described type without an unknown part, otherwise the first of all."""
+    """Return the first described type without an unknown part, or else the first type."""
     first = next(types)
     if not has_unknown(first):
         return first
@@ -585,13 +585,13 @@ def _component(
     description: Mapping[str, Any],
     feature: Feature | None,
 ) -> Feature | None:
-    """Return a part that `meta/modality.json` names; None if it is no camera and no range.
+    """Return a part in `meta/modality.json` as a feature; None for an invalid part.
 
     Args:
         group: "state", "action", "video" or "annotation".
         name: Name of the part.
-        description: Its description.
-        feature: The feature that has the part; None if there is none.
+        description: Description of the part.
+        feature: Feature that contains the part; None if it is missing.
     """
     if feature is None:
         return None
@@ -607,7 +607,7 @@ def _component(
 
 
 def _json_texts(array: Any, where: str, texts: dict[str, str]) -> list[str]:
-    """Return the values of an Arrow array as JSON; equal texts are one object of `texts`."""
+    """Return the values of an Arrow array as JSON texts; equal texts are the same object."""
     with damage_named("read", where, "values that JSON can hold", ValueError):
         rows = [json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array]
     return [texts.setdefault(text, text) for text in rows]
@@ -625,9 +625,9 @@ def _decoded(feature: Feature, array: Any, where: str) -> np.ndarray[Any, Any]:
 
 
 def _has_picture(row: Any) -> bool:
-    """Return whether an Arrow array of one row has the bytes of a picture.
+    """Return whether an Arrow array of one row contains an encoded picture.
 
-    They are a value, or part of a structure with the path of the picture.
+    The row is the bytes of the picture, or a struct with the bytes and the path.
     """
     pyarrow, _ = arrow()
     if pyarrow.types.is_struct(row.type) and row.type.get_field_index("bytes") >= 0:
@@ -637,13 +637,13 @@ def _has_picture(row: Any) -> bool:
 
 
 def _picture_bytes(value: Any) -> bytes | None:
-    """Return the bytes of a picture, also from a structure; None if the value is no picture."""
+    """Return the bytes of a picture in a value or struct; None if the value is not a picture."""
     data = value.get("bytes") if isinstance(value, dict) else value
     return data if isinstance(data, bytes) else None
 
 
 def _place(name: str, part: Feature) -> dict[str, Any]:
-    """Return the field of a named part, and its columns; None for all columns."""
+    """Return the location of a named part: its field, and its columns (None means all)."""
     if part.part is None:
         return {"field": part.name, "columns": None}
     return {"field": part.name.removesuffix(f".{name}"), "columns": list(part.part)}

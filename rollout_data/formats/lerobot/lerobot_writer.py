@@ -1,8 +1,8 @@
 """Writer of LeRobot datasets of versions 3.0 and 2.1.
 
-Each episode has a data file of its own, also in version 3, so that a killed writer loses at most
-one episode. Until `close` the description of the set says `is_unfinished`. Such a set opens with
-the episodes that were written.
+Each episode is written to a separate data file, also in version 3, so that a killed writer loses at
+most one episode. Until `close`, the description of the dataset has the key `is_unfinished`. An
+unfinished dataset can be opened; it has the episodes written so far.
 """
 
 from __future__ import annotations
@@ -64,32 +64,32 @@ from .lerobot_subtasks import (
 
 #: Number of episodes in a folder.
 _CHUNKS_SIZE = 1000
-#: Number of bytes of a field that are read at a time.
+#: Bytes of a field read at a time.
 _PART_BYTES = 1 << 20
-#: The same for video. Each part is decoded from a key frame on.
+#: Bytes of a video field read at a time. Decoding of each part starts at a key frame.
 _VIDEO_PART_BYTES = 1 << 25
-#: Number of bytes of a row group.
+#: Approximate bytes of a row group.
 _GROUP_BYTES = 1 << 24
-#: Number of rows of the index that are written at a time. A row with statistics may have 100 kB.
+#: Number of index rows written at a time. A row with statistics may have 100 kB.
 _ENTRIES_AT_ONCE = 100
-#: Bytes of the notes of episodes that are kept, as text. In memory they take about twice as much.
+#: Maximum bytes of cached notes of episodes, as text. In memory they need about twice as much.
 _KEPT_NOTES_BYTES = 1 << 24
-#: Number of files that are flushed to the disk at the same time.
+#: Number of files flushed to the disk at the same time.
 _NUM_SYNC_THREADS = 16
-#: Folder of files that are not complete yet.
+#: Name of the folder for incomplete files.
 _UNFINISHED_FILES = ".unfinished"
-#: Key in the metadata of a data file: id, task and statistics of its episode as JSON.
+#: Metadata key of the note in a data file: id, task and statistics of its episode as JSON.
 _NOTE = "rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
 _DONE = "next.done"
 _FLAG = np.dtype(bool)
 _ACTION = "write a LeRobot dataset"
-#: Metadata of an episode that the set holds, or that its rate follows from.
+#: Names of an episode's metadata that the dataset stores, or that determine the frame rate.
 _HELD_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
 _SPEECH = {"role": "string", "content": "string", "style": "string"}
 _ATTACHMENTS = {"camera": "string", "tool_calls": {"list": "string"}}
-#: Field -> type of LeRobot's columns of language, for recordings that state no type.
+#: Name of a language field -> described Arrow type, for recordings without a recorded type.
 _LANGUAGE = {
     "language_persistent": {
         "list": {"struct": {**_SPEECH, "timestamp": "float", **_ATTACHMENTS}},
@@ -99,9 +99,9 @@ _LANGUAGE = {
 
 
 class Writer(ForeignWriter):
-    """A LeRobot dataset. Episodes are numbered in the order of writing.
+    """Writer of a LeRobot dataset. Episodes are numbered in the order of writing.
 
-    `shared_fields` chooses the fields.
+    The fields are chosen by `shared_fields`.
 
     Options:
         version: "v3.0" or "v2.1".
@@ -157,7 +157,7 @@ class Writer(ForeignWriter):
         return {**options, "fps": fps, "video": codings}
 
     def begin(self) -> set[str]:
-        # A recording builds its episodes at each pass, and this class loops over them ten times.
+        # A recording builds its episodes at each iteration, and this class iterates ten times.
         self.episodes = list(self.episodes)
         self._read_options()
         units = self.metadata.get("units") or {}
@@ -174,9 +174,9 @@ class Writer(ForeignWriter):
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._num_episodes = 0
         self._num_frames = 0
-        #: Episodes that an earlier conversion had written. Their numbers are not in the statistics.
+        #: Number of episodes written by an earlier conversion. The statistics lack their numbers.
         self._num_resumed = 0
-        #: Notes of the first episodes, so that they are not read again.
+        #: Number of an episode -> cached note, for the first episodes.
         self._notes: dict[int, dict[str, Any]] = {}
         self._num_kept_bytes = 0
         self._statistics = self._new_statistics()
@@ -187,7 +187,7 @@ class Writer(ForeignWriter):
             if features == json.loads(json.dumps(info["features"])):
                 self._note_tables()
                 return self._resume()
-            # The source has gained episodes, and not all of them have the same fields.
+            # New episodes of the source have different fields.
             self.begin_again()
         self._write_tables()
         self._write_json(LEROBOT_INFO, {**info, UNFINISHED: True})
@@ -235,7 +235,7 @@ class Writer(ForeignWriter):
         return ids
 
     def _note(self, number: int) -> dict[str, Any]:
-        """Return the note in the data file of an episode."""
+        """Return the note of an episode from the cache or from its data file."""
         if number in self._notes:
             return self._notes[number]
         pyarrow, parquet = arrow()
@@ -247,13 +247,13 @@ class Writer(ForeignWriter):
         return note
 
     def _count(self, note: Mapping[str, Any]) -> None:
-        """Count an episode that is written."""
+        """Add a written episode to the counters."""
         self._num_episodes += 1
         self._num_frames += note["length"]
         self._statistics.add_levels(note["levels"], note["length"])
 
     def _is_derived(self, name: str) -> bool:
-        """Return whether a flag is derived from the ends of episodes: some lack the field."""
+        """Return whether a flag is derived from ends, because an episode lacks the field."""
         fields = [episode.schema[name] for episode in self.episodes if name in episode.schema]
         are_flags = all(field.dtype == "bool" and field.num_elements == 1 for field in fields)
         return are_flags and len(fields) < len(self.episodes)
@@ -270,7 +270,7 @@ class Writer(ForeignWriter):
         return columns
 
     def _column(self, field: Field, units: Mapping[str, str]) -> Column:
-        """Return the column of a field. Video of LeRobot sets is copied if its codec is wanted."""
+        """Return the column of a field. LeRobot video is copied if it has the requested codec."""
         is_v3 = self._version == "v3.0"
         if not is_picture_field(field):
             return column_of(field, units, "", is_v3)
@@ -288,14 +288,14 @@ class Writer(ForeignWriter):
         return column_of(field, units, codec, is_v3, copied_description)
 
     def _chosen_texts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the fields of plain texts and of language, with the Arrow types of columns."""
+        """Return plain text fields and language fields, each as name -> described Arrow type."""
         stated = {**_LANGUAGE, **(self.metadata.get(ARROW_TYPES) or {})}
         texts: dict[str, Any] = {}
         languages: dict[str, Any] = {}
         for name in sorted(self._shared.texts):
             if name == TEXT and self._has_subtask_texts:
                 continue
-            # The column of tasks for GR00T takes the place of such a field.
+            # The task column for GR00T replaces this field.
             is_annotation = name == _ANNOTATION and self._is_for_groot
             description = stated.get(name, None if is_annotation else "string")
             if description is None:
@@ -307,7 +307,7 @@ class Writer(ForeignWriter):
         return texts, languages
 
     def _is_numbered_by_subtasks(self) -> bool:
-        """Return whether every episode has the texts of its subtasks beside their numbers."""
+        """Return whether every episode has both numbers and texts of subtasks."""
         for column in self._columns:
             field = column.field
             is_integer = field.num_elements == 1 and field.dtype.startswith("int")
@@ -316,18 +316,18 @@ class Writer(ForeignWriter):
         return False
 
     def _chosen_subtasks(self) -> dict[int, str]:
-        """Return the table of subtasks in the recording, with texts that only its episodes have."""
+        """Return the table of subtasks of the recording, completed with texts in the episodes."""
         table = stated_subtasks(self.metadata)
         if not self._has_subtask_texts:
             return table
         for episode in self.episodes:
-            with suppress(DataFileError):  # `add` raises it again.
+            with suppress(DataFileError):  # `add` raises the error again.
                 numbers = np.asarray(episode.read(NUMBER)).reshape(-1).tolist()
                 table = with_pairs(table, zip(numbers, episode.read(TEXT), strict=True))
         return table
 
     def _chosen_flags(self) -> list[str]:
-        """Return the flags of the last row that some episode knows: success and end."""
+        """Return the names of last-row flags (success and end) known for at least one episode."""
         names = {column.name for column in self._columns}
         flags = []
         for name in (SUCCESS, _DONE):
@@ -337,9 +337,9 @@ class Writer(ForeignWriter):
         return flags
 
     def _flag(self, episode: EpisodeToWrite, name: str) -> bool | None:
-        """Return a flag of the last row; None if the episode does not know it.
+        """Return a flag of the last row of an episode; None if the flag is unknown.
 
-        It is True if the episode has a field of that name.
+        The result is True if the episode has a field with this name.
         """
         if name in episode.schema:
             return True
@@ -352,7 +352,7 @@ class Writer(ForeignWriter):
         return False if is_known else None
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the features that are False or NaN because the episode lacks them."""
+        """Return the features that are filled with False or NaN, because the episode lacks them."""
         noted: Any = episode.metadata.get(ABSENT)
         earlier = noted if isinstance(noted, list) else []
         flags = []
@@ -386,7 +386,7 @@ class Writer(ForeignWriter):
             owners[feature] = field
 
     def _file(self, number: int, camera: str = "") -> str:
-        """Return the name of the data file of an episode, or of its video file of a camera."""
+        """Return the name of the data file of an episode, or of its video file for a camera."""
         chunk, file = divmod(number, _CHUNKS_SIZE)
         values: dict[str, int | str] = {
             "chunk_index": chunk,
@@ -406,7 +406,7 @@ class Writer(ForeignWriter):
             source = stated.get(name)
             is_same = isinstance(source, Mapping) and source.get("shape") == description["shape"]
             if is_same and description["names"] is None:
-                description["names"] = source.get("names")  # Such as the names of joints.
+                description["names"] = source.get("names")
 
         dtypes = {_feature_name(name): "string" for name in self._texts}
         dtypes |= {_feature_name(name): "language" for name in self._languages}
@@ -416,7 +416,7 @@ class Writer(ForeignWriter):
         return features
 
     def _scalar_dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Return the features that this class adds, with their dtypes: a number per row."""
+        """Return the scalar features that this class adds: name -> dtype."""
         dtypes: dict[str, np.dtype[Any]] = dict.fromkeys(self._flags, _FLAG)
         if self._is_for_groot:
             dtypes[_ANNOTATION] = np.dtype(np.int64)
@@ -458,7 +458,7 @@ class Writer(ForeignWriter):
         }
 
     def add(self, episode: EpisodeToWrite) -> None:
-        # The data file takes its place after the videos, or none of them does.
+        # The data file is renamed after the videos, so a complete episode has all files.
         with ExitStack() as replacements:
             name = self._file(self._num_episodes)
             files = {name: replacements.enter_context(self._replaced(name))}
@@ -478,11 +478,12 @@ class Writer(ForeignWriter):
 
         Args:
             episode: The episode.
-            files: Name of the data file -> path to write it to. The videos are added.
-            replacements: Files that take their places when it is closed. The videos are added.
+            files: Output: final name of a file -> temporary path. Has the data file; videos are
+                added.
+            replacements: Stack whose closing renames the files. Videos are added.
         """
         (data_file,) = files.values()
-        self._notes.pop(self._num_episodes, None)  # The note of an episode that failed.
+        self._notes.pop(self._num_episodes, None)  # The note may be of a failed attempt.
         start = self._num_frames if self._version == "v3.0" else 0
         statistics = self._statistics.of_rows(start, episode.length)
         for column in self._video_columns():
@@ -564,9 +565,10 @@ class Writer(ForeignWriter):
         path: Path,
         statistics: Statistics,
     ) -> bool:
-        """Copy the video of an episode and return whether the copy has its frames.
+        """Copy the video of an episode, and add its pictures to the statistics.
 
-        Its pictures are added to the statistics.
+        Returns:
+            Whether the copy has exactly the frames of the episode.
         """
         if source.codec not in (column.codec, ""):
             return False
@@ -601,7 +603,7 @@ class Writer(ForeignWriter):
         rows: range,
         statistics: Statistics,
     ) -> Iterator[Array]:
-        """Read rows of a field a few megabytes at a time, and add them to the statistics."""
+        """Yield rows of a field, a few megabytes at a time, and add them to the statistics."""
         name = column.field.name
         is_video = column.kind == "video" or _video_of(episode, name) is not None
         part_bytes = _VIDEO_PART_BYTES if is_video else _PART_BYTES
@@ -618,7 +620,7 @@ class Writer(ForeignWriter):
             yield values
 
     def _tables(self, episode: EpisodeToWrite, statistics: Statistics) -> Iterator[Any]:
-        """Yield the rows of an episode without videos, as a table for each row group."""
+        """Yield the rows of an episode without videos, as one table per row group."""
         pyarrow, _ = arrow()
         scalars = self._scalars(episode)
         for name, values in scalars.items():
@@ -684,10 +686,10 @@ class Writer(ForeignWriter):
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
-        """Yield a path to write a file to. Afterwards the file takes its place.
+        """Yield a temporary path for a file, and rename the file at the end of the block.
 
-        `close` flushes all files at once. All are written in the same folder: to make and remove a
-        folder for each of 1,000 files takes longer than to write them.
+        `close` flushes all files at once. All temporary files are in the same folder, because
+        creating and removing a folder for each of 1,000 files takes longer than writing the files.
         """
         new = self.path / _UNFINISHED_FILES / name.replace("/", ".")
         path = self.path / name
@@ -701,7 +703,7 @@ class Writer(ForeignWriter):
 
         Args:
             episode: The episode.
-            absent: Features that are False or NaN because the episode lacks them.
+            absent: Features that are filled with False or NaN.
         """
         for change in self._shared.changes(episode):
             self.changed(change, episode)
@@ -715,7 +717,7 @@ class Writer(ForeignWriter):
         self._report_metadata(episode)
 
     def _report_fields(self, episode: EpisodeToWrite) -> None:
-        """Report fields that are left out or renamed for the sake of readers."""
+        """Report omitted fields, and fields that are renamed for readers of the format."""
         fields = episode.schema.values()
         deep = [field.name for field in fields if len(field.shape) > _MAX_LIST_DIMENSIONS]
         empty = [field.name for field in fields if not field.num_elements]
@@ -757,7 +759,7 @@ class Writer(ForeignWriter):
         self.changed(change, episode, was_lossy)
 
     def _report_metadata(self, episode: EpisodeToWrite) -> None:
-        """Report facts of an episode that the set does not hold."""
+        """Report metadata of an episode that the dataset does not store."""
         has_end = (episode.terminated, episode.truncated) != (None, None)
         has_several_tasks = len(episode.metadata.get("tasks", ())) > 1
         has_bfloat16 = any(column.field.dtype == "bfloat16" for column in self._columns)
@@ -774,7 +776,7 @@ class Writer(ForeignWriter):
             self.changed(change, episode, is_made)
 
     def _report_names(self, episode: EpisodeToWrite) -> None:
-        """Report fields that are read by another name or with another shape."""
+        """Report fields that readers return with a different name or shape."""
         texts = self._text_features()
         columns = [column.name for column in self._columns]
         features = dict.fromkeys((*columns, *texts.values()))
@@ -795,7 +797,7 @@ class Writer(ForeignWriter):
         self.note_open()
         self._write_tables()
         shutil.rmtree(self.path / _UNFINISHED_FILES, ignore_errors=True)
-        # In several threads: in a single thread each of 4,000 files waits for the disk.
+        # Several threads flush the files, because a single thread waits for each of 4,000 files.
         each(sync_path, [*self.path.rglob("*"), self.path], _NUM_SYNC_THREADS)
         if not self.is_complete:
             self._write_json(LEROBOT_INFO, {**self._info(), UNFINISHED: True})
@@ -807,10 +809,10 @@ class Writer(ForeignWriter):
         self.note_finish()
 
     def _note_tables(self, info: Path | None = None) -> None:
-        """Note the files of all episodes.
+        """Append the checksums of the files of all episodes to the conversion note.
 
         Args:
-            info: Path of the new description of the set; None if it is in its place.
+            info: Temporary path of the new `meta/info.json`; None if it has its final name.
         """
         files = {}
         for path in sorted((self.path / "meta").rglob("*")):
@@ -856,7 +858,7 @@ class Writer(ForeignWriter):
             while rows := list(islice(entries, _ENTRIES_AT_ONCE)):
                 table = pyarrow.Table.from_pylist(rows, None if file is None else file.schema)
                 if ABSENT in table.column_names:
-                    # The lists of the first episodes may all be empty, and then have no type.
+                    # If the lists of the first episodes are all empty, the inferred type is null.
                     names = table[ABSENT].cast(pyarrow.list_(pyarrow.string()))
                     table = table.set_column(table.column_names.index(ABSENT), ABSENT, names)
                 if file is None:
@@ -867,7 +869,7 @@ class Writer(ForeignWriter):
         """Write a table of numbers and texts."""
         _, parquet = arrow()
         text = next(column for column in table.column_names if not column.endswith("_index"))
-        # lerobot reads the text from the index of pandas. From a plain column it reads wrong tasks.
+        # lerobot reads the texts from the pandas index. It reads wrong tasks from a plain column.
         pandas = {
             "index_columns": [text],
             "columns": [
@@ -919,7 +921,7 @@ class Writer(ForeignWriter):
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Return the entry of an episode in the index of version 3.
 
-        It has the statistics of the episode: lerobot joins them for a part of the set.
+        The entry has the statistics of the episode, which lerobot merges for a part of a dataset.
         """
         note = self._note(number)
         entry = _entry(number, note)
@@ -979,14 +981,14 @@ class Writer(ForeignWriter):
 
 
 def _checked_fps(fps: Any) -> float | None:
-    """Return the option `fps`; raise `UsageError` if it is no rate."""
+    """Return the option `fps`; raise `UsageError` if the value is not a valid rate."""
     if fps is None:
         return None
     return arguments.real(_ACTION, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
 
 
 def _video_of(episode: EpisodeToWrite, name: str) -> VideoRange | None:
-    """Return the video of a field; None if the episode has no such field, or none as video."""
+    """Return the video of a field; None if the field is missing or not stored as video."""
     return episode.video(name) if name in episode.schema else None
 
 

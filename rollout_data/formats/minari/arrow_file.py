@@ -1,8 +1,8 @@
-"""Mapped Arrow files with the interface of `ParquetFile`.
+"""Read memory-mapped Arrow files, with the interface of `ParquetFile`.
 
-pyarrow allocates the size that a compressed buffer states. So the stated sizes are added up before
-a batch is read. They are in the description of the batch, a FlatBuffer (Arrow's format,
-Message.fbs).
+pyarrow allocates the declared size of a compressed buffer. The sum of the declared sizes is
+therefore checked before a batch is read. The sizes are in the description of the batch, a
+FlatBuffer (Arrow's format, Message.fbs).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage.errors import CorruptFileError
 
 from ..input_checks import KnownFiles, damage_named, optional
 
-#: Most bytes that a compressed batch of rows may unpack to, unless it is larger in the file.
+#: Maximum decompressed bytes of a batch. A batch that is larger in the file is allowed.
 _MAX_BATCH_BYTES = 1 << 28
 #: Number of bytes before the first message of a file.
 _MAGIC_BYTES = 8
@@ -38,12 +38,12 @@ class ArrowFile:
 
     Args:
         path: The file.
-        known: States of files at the first read. A file that has changed is refused.
+        known: First states of files. Reading a file with a later state raises an error.
 
     Attributes:
         path: The file.
         num_rows: Number of rows.
-        types: Column -> its Arrow type, in order.
+        types: Name of a column -> Arrow type, in the order of the file.
 
     Raises:
         CorruptFileError: The file is damaged, or has changed.
@@ -80,7 +80,7 @@ class ArrowFile:
     def _batches(self, ipc: Any, mapped: Any, schema: Any, num_batches: int) -> Iterator[Any]:
         """Read the batches of the file as a stream of messages.
 
-        A message is delivered before a part of it is unpacked.
+        A message is yielded before its buffers are decompressed.
         """
         mapped.seek(_MAGIC_BYTES)
         messages = iter(ipc.MessageReader.open_stream(mapped))
@@ -157,7 +157,7 @@ def _number(number_format: str, data: Any, offset: int) -> int:
 
 
 def _reference(data: bytes, offset: int) -> int:
-    """Return the offset that the reference at an offset leads to."""
+    """Return the target offset of the reference at `offset`."""
     return offset + _number("<I", data, offset)
 
 

@@ -14,9 +14,9 @@ from ...sources.file_source import FileSource
 from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
-#: Group or column -> our name. Every step has them.
+#: Group or column with a row per step -> name of the field.
 STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "reward"}
-#: Group or column -> attribute of an episode with its last row.
+#: Group or column of flags -> attribute of an episode with the last flag.
 ENDS = {"terminations": "terminated", "truncations": "truncated"}
 INFOS = "infos"
 #: Least height and width of pictures.
@@ -37,7 +37,7 @@ class Description:
 
     @property
     def is_jpeg(self) -> bool:
-        """Whether pictures are JPEG files. Minari assumes so if the metadata do not say."""
+        """Whether pictures are JPEG files, which is Minari's default."""
         return self.metadata.get("jpeg_encoding") is not False
 
     def space(self, name: str) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ def check_totals(reader: FileSource, episodes: Sequence[EpisodeInfo]) -> None:
     """Compare the totals in the metadata with the episodes, unless some were left out.
 
     Raises:
-        CorruptFileError: They differ, and `on_bad_index` is "refuse".
+        CorruptFileError: The totals differ, and `on_bad_index` is "refuse".
     """
     if reader.problems:
         return

@@ -82,11 +82,11 @@ class GroupReader(Hdf5Reader):
 
 
 class Reader(GroupReader):
-    """Episodes in the order of their numbers.
+    """Reader of the episodes of a dataset, in the order of their numbers.
 
     Options:
-        on_bad_index: "refuse" a dataset whose metadata state other totals than its data, or
-            "rebuild": deliver the data.
+        on_bad_index: "refuse" raises an error if the totals in the metadata contradict the data;
+            "rebuild" reads the data.
     """
 
     def __new__(cls, path: Path, options: Mapping[str, Any]) -> FileSource:  # type: ignore[misc]
