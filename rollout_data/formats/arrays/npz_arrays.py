@@ -107,7 +107,7 @@ class Unpacking:
         return unpacked
 
     def _piece(self, number: int) -> bytes:
-        """Return a piece of `_spacing` bytes. Earlier pieces are decompressed first if necessary."""
+        """Return a piece of `_spacing` bytes, after decompressing earlier pieces if necessary."""
         for earlier in range(max(self._states), number):
             self._unpack(earlier)
         latest, data = self._latest

@@ -1,7 +1,7 @@
-"""Reader of ALOHA and ACT files: one episode each, `action` beside `observations`.
+"""Reader of ALOHA and ACT files: one episode per file, with `action` and `observations`.
 
-Rows are delivered as stored, although the recorder of the robot pairs an observation with the
-action before it.
+Rows are returned as stored, although the recorder of the robot pairs an observation with the
+previous action.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _IMAGES = "observations/images/"
 
 
 class Reader(Hdf5Reader):
-    """One file, or all `episode_<n>.hdf5` of a folder in the order of their numbers.
+    """Reader of a file, or of all `episode_<n>.hdf5` of a folder in the order of their numbers.
 
-    The files have no reward and no end.
+    The files have no rewards and no episode ends.
 
     Options:
-        bgr: Convert encoded pictures from BGR to RGB. OpenCV stores pictures that it got as RGB in
-            this order.
+        bgr: Convert encoded pictures from BGR to RGB. OpenCV writes BGR if it receives RGB
+            pictures.
     """
 
     format = "aloha"

@@ -1,8 +1,7 @@
 """Reader of ring buffers that BFM-Zero saves.
 
-`buffer.hdf5` has flat datasets, and `config.json` the position of the next write. Rows are
-delivered in the order in which they were written. Classes that the configuration names are not
-imported.
+`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Rows are returned
+in the order of writing. Classes named in the configuration are never imported.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from ..format_detection import BFM_ZERO_BUFFER, BFM_ZERO_CONFIG
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name
 
-#: Fields of a step that the buffer keeps beside the next observation.
+#: Fields of a step that the buffer stores together with the next observation.
 _FIELDS_OF_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
 class Reader(FlatReader):
-    """Episodes by their position. In a full ring the first episode may lack its beginning."""
+    """Reader of the episodes of a ring. In a full ring the first episode may lack its beginning."""
 
     format = "bfm_zero"
 
@@ -54,7 +53,7 @@ class Reader(FlatReader):
 
 
 def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
-    """Return dataset -> our name."""
+    """Return name of a dataset -> name of the field."""
     names = {path: our_name(path.replace(separator, "/")) for path in paths}
     for path, name in list(names.items()):
         own_name = name.removeprefix("next/")
@@ -64,7 +63,7 @@ def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
 
 
 def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
-    """Return the rows that were written, the oldest first."""
+    """Return the written row ranges of a ring, the oldest first."""
     position: Any = config.get("_idx")
     is_full = config.get("_is_full")
     stated = config.get("capacity", capacity)

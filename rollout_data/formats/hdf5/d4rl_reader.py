@@ -1,7 +1,8 @@
 """Reader of D4RL files: flat datasets with the steps of all episodes.
 
-The datasets are `observations`, `actions`, `rewards`, `terminals` and perhaps `timeouts`. An
-episode ends where the file or the user says so. The row after an end is no final observation.
+The datasets are `observations`, `actions`, `rewards`, `terminals` and optionally `timeouts`. Flags
+in the file or the option `max_episode_steps` determine the ends of episodes. The row after an end
+is not a final observation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .hdf5_datasets import OpenFile
 
 _METADATA = "metadata/"
 _NOTE = f"{_METADATA}{NOTE_DATASET}"
-#: Datasets of a step. A dataset with another name may also be metadata.
+#: Datasets with a row per step. A dataset with another name may be metadata.
 _STEPS = (
     "observations",
     "actions",
@@ -37,12 +38,12 @@ _STEPS = (
 
 
 class Reader(FlatReader):
-    """Episodes by their position in the file.
+    """Reader of the episodes of a file, in the order of their rows.
 
     Options:
-        max_episode_steps: Length at which episodes were cut. Required without `timeouts`.
-        terminals_end: False if `terminals` marks reached goals, as in antmaze. Then only `timeouts`
-            ends episodes.
+        max_episode_steps: Length at which episodes were truncated. Required without `timeouts`.
+        terminals_end: Whether `terminals` ends episodes. False if it marks reached goals, as in
+            antmaze; only `timeouts` ends episodes then.
     """
 
     format = "d4rl"
@@ -109,14 +110,14 @@ class Reader(FlatReader):
 
 
 def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
-    """Return an episode without the flags that it lacked when it was written.
+    """Return an episode without the flags that a conversion filled.
 
-    A timeout that is noted as absent only separates the episode from the next one. The end is
-    unknown if `terminals` is noted too, otherwise open.
+    If `timeouts` is listed as filled, the timeout only separates the episode from the next episode.
+    The end is then unknown if `terminals` is listed too, and otherwise open.
 
     Args:
         info: Description of the episode.
-        names: Names of the fields and flags that it lacked; they become metadata.
+        names: Names of the filled fields and flags, which become metadata.
     """
     if not isinstance(names, list):
         return info
@@ -127,9 +128,9 @@ def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-    """Return the steps at which episodes of `length` steps were cut: bool `[rows]`.
+    """Return the steps at which episodes of `length` steps were truncated: bool `[rows]`.
 
-    Steps are counted from the start or the last end. A step that terminates is not cut.
+    Steps are counted from the start or the last end. A terminated step is not truncated.
     """
     timeouts: np.ndarray[Any, Any] = np.zeros_like(terminated)
     start = 0

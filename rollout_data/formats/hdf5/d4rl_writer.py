@@ -1,6 +1,7 @@
-"""Writer of D4RL files: the steps of all episodes in a row, in flat datasets.
+"""Writer of D4RL files: flat datasets with the consecutive steps of all episodes.
 
-Every episode has the same fields. Missing rewards are refused without the option `missing_reward`.
+All episodes have the same fields. Missing rewards raise an error without the option
+`missing_reward`.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from ..episode_writer import (
 )
 from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
 
-#: Our name of a group of fields -> its dataset.
+#: Group of fields -> name of the dataset.
 _DATASETS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _FLAGS = ("terminals", "timeouts")
 
 
 class Writer(Hdf5Writer):
-    """The datasets `observations`, `actions`, `rewards`, `terminals` and `timeouts`.
+    """Writer of the datasets `observations`, `actions`, `rewards`, `terminals` and `timeouts`.
 
-    There is also `next_observations` if all episodes have a final observation.
+    The dataset `next_observations` is also written if all episodes have a final observation.
 
     Options:
-        missing_reward: Reward of episodes without rewards; None refuses these.
+        missing_reward: Reward for episodes without rewards; None raises an error for such an
+            episode.
     """
 
     format = "d4rl"
-    #: Readers of the format do not take this group for steps.
+    #: The note is in the group of metadata, which readers of the format do not treat as steps.
     NOTE: ClassVar[str] = f"metadata/{NOTE_DATASET}"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
@@ -83,9 +85,9 @@ class Writer(Hdf5Writer):
         return self.make_file(datasets, contents, {"/": {}})
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields and flags that an episode lacks.
+        """Return the names of the fields and flags that are missing from an episode.
 
-        A timeout that only separates the episode from the next one counts as absent.
+        A timeout that only separates the episode from the next episode counts as missing.
         """
         flags: tuple[str, ...] = ()
         if has_open_end(episode):
@@ -95,9 +97,9 @@ class Writer(Hdf5Writer):
         return [*self._fields.absent(episode, self._read_name), *flags]
 
     def _read_name(self, name: str) -> str:
-        """Return the name under which a field is read.
+        """Return the name that the reader gives to a field.
 
-        Joined parts of an observation or action keep their names.
+        Concatenated parts of an observation or action keep their names.
         """
         head = name.partition("/")[0]
         if head not in _DATASETS:
@@ -105,7 +107,7 @@ class Writer(Hdf5Writer):
         return name if len(self._fields.schema.below(head)) > 1 else head
 
     def _forms(self) -> dict[str, Form]:
-        """Return dataset -> dtype and shape of a row.
+        """Return name of a dataset -> dtype and shape of a row.
 
         Raises:
             UsageError: Not all episodes have an observation, an action or a reward.
@@ -131,7 +133,7 @@ class Writer(Hdf5Writer):
         return forms
 
     def _missing(self, head: str, dataset: str) -> UsageError:
-        """Return the error of a group of fields that not all episodes share."""
+        """Return the error for a group of fields that is missing from some episodes."""
         lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
         if lacking:
             got = f"none in episode {lacking[0]!r}"
@@ -173,7 +175,7 @@ class Writer(Hdf5Writer):
         self.note(episode)
 
     def _joined(self, episode: EpisodeToWrite, parts: Mapping[str, Array]) -> Array:
-        """Return parts of an observation or action side by side. A single part stays as it is."""
+        """Concatenate the parts of an observation or action. A single part is not changed."""
         if len(parts) == 1:
             return next(iter(parts.values()))
         dtype = np.result_type(*(written_dtype(self._fields.schema[name]) for name in parts))
@@ -220,10 +222,10 @@ class Writer(Hdf5Writer):
 
 
 def _others(schema: Schema) -> list[Field]:
-    """Return the fields that are no observation, action or reward."""
+    """Return the fields that are neither observations, actions nor rewards."""
     return [field for name, field in schema.items() if name.split("/")[0] not in _DATASETS]
 
 
 def _info(field: Field) -> str:
-    """Return the dataset of such a field."""
+    """Return the dataset of a field that is neither an observation, an action nor a reward."""
     return f"infos/{field.name.removeprefix('infos/')}"

@@ -1,7 +1,7 @@
 """Reader of Isaac Lab files: the groups of robomimic without rewards and ends.
 
-A row of `states` is the state after its step, and `initial_state` has one row. Quaternions are
-delivered as stored unless an order is requested.
+A row of `states` is the state after the step. `initial_state` has one row. Quaternions are returned
+as stored unless an order is requested.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _POSE_SIZE = 7
 
 
 class Reader(RobomimicReader):
-    """Demos with the numbers of the file. Success and seed come from attributes.
+    """Reader of the demos of a file. Success and seed are read from attributes.
 
     Options:
-        quaternions: Delivered order of the quaternions of `root_pose`: "wxyz" or "xyzw". None keeps
-            the stored order. `metadata["quaternion_order"]` is the delivered order.
+        quaternions: Order of the returned quaternions of `root_pose`: "wxyz" or "xyzw". None keeps
+            the stored order. `metadata["quaternion_order"]` is the order of the returned values.
     """
 
     format = "isaaclab"

@@ -33,20 +33,23 @@ from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
-#: Our name of a group of fields -> its group in a demo.
+#: Group of fields -> group in a demo.
 _GROUPS = {"observation": "obs", "action": "action_dict", "reward": "rewards"}
 #: robomimic's number of an environment that it does not simulate.
 _REAL = 4
 
 
 class Writer(Hdf5Writer):
-    """Demos. Ids such as "demo_7" stay. Other episodes are numbered, and `ep_meta` has their ids.
+    """Writer of demos.
+
+    Ids such as "demo_7" are kept if all episodes have such an id. Otherwise the demos are numbered,
+    and `ep_meta` has the ids.
 
     Options:
-        next_obs: Also write the observations after each step, which robomimic reads by default.
-            They double the size. False leaves out the observation after the last step.
-        missing_reward: Reward of episodes without rewards; None writes no rewards then.
-        obs_key: Name of an observation without a name.
+        next_obs: Also write the observations after each step, which robomimic reads by default and
+            which double the size. False leaves out the observation after the last step.
+        missing_reward: Reward for episodes without rewards; None writes no rewards then.
+        obs_key: Key of an observation without a name.
         env_name: Name of the environment in `env_args`, if the recording does not state it.
         env_kwargs: Arguments of the environment in `env_args`, if the recording does not state
             them.
@@ -150,7 +153,7 @@ class Writer(Hdf5Writer):
                 owners[dataset] = name
 
     def _dataset_of(self, name: str) -> str:
-        """Return the dataset of a field in a demo; "" if it has none."""
+        """Return the dataset of a field in a demo; "" if the format cannot store the field."""
         head, _, rest = name.partition("/")
         if name == "observation":
             return f"obs/{self.options.get('obs_key', '')}".rstrip("/")
@@ -163,7 +166,7 @@ class Writer(Hdf5Writer):
         return f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
 
     def _read_name(self, name: str) -> str:
-        """Return the name under which a field is read."""
+        """Return the name that the reader gives to a field."""
         key = self.options.get("obs_key")
         return f"observation/{key}" if name == "observation" and key else name
 
@@ -176,7 +179,7 @@ class Writer(Hdf5Writer):
                 yield episode.schema.get(name, field), dataset
 
     def _forms(self, episode: EpisodeToWrite) -> dict[str, Form]:
-        """Return dataset of a demo -> dtype and shape."""
+        """Return name of a dataset of a demo -> dtype and shape."""
         length = episode.length
         forms: dict[str, Form] = {}
         for field, dataset in self._columns(episode):
@@ -265,7 +268,7 @@ class Writer(Hdf5Writer):
         self.changed(change, episode, self.writes_dones and not schema.below("reward"))
 
     def extras(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """Return dataset -> metadata of a demo."""
+        """Return the metadata of a demo that are stored as datasets: name -> array."""
         return {}
 
     def root_attributes(self) -> dict[str, Any]:
@@ -369,7 +372,10 @@ def _env_kwargs(options: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
 
 
 def _demos_of(ids: Sequence[str]) -> dict[str, str]:
-    """Return episode -> its demo. Names of demos stay if all episodes have one, else all change."""
+    """Return id of an episode -> name of its demo.
+
+    Ids are kept if all of them are names of demos. Otherwise all demos are numbered.
+    """
     if all(map(_DEMO.fullmatch, ids)):
         return {name: name for name in ids}
     return {name: f"demo_{number}" for number, name in enumerate(ids)}

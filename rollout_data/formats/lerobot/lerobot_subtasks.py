@@ -1,4 +1,4 @@
-"""Texts of subtasks: a table that numbers them, and a field with the number for each frame."""
+"""Texts of subtasks: a table of numbered texts, and a field with a number per frame."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..parquet import ParquetFile, arrow, shared_texts
 from .lerobot_language import arrow_type, describe
 
 TABLE_NAME = "meta/subtasks.parquet"
-#: Field of the numbers, and column of the table.
+#: Name of the field with the numbers, and of the column with the numbers in the table.
 NUMBER = "subtask_index"
-#: Field of the texts, and column of the table.
+#: Name of the field with the texts, and of the column with the texts in the table.
 TEXT = "subtask"
 #: Metadata key of a recording: number as text -> text, in the order of the table.
 SUBTASKS = "subtasks"
@@ -68,9 +68,9 @@ def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return a table that also has the texts of some frames.
+    """Return a table completed with the numbers and texts of some frames.
 
-    A text whose number belongs to another text gets the next free number.
+    If the number of a text already belongs to a different text, the text gets the next free number.
 
     Args:
         subtasks: Number -> text.
@@ -88,8 +88,8 @@ def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) ->
 def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Array) -> Array:
     """Return the number of each text.
 
-    A recorded number stays if the table has the text under it. Numbers without a text, such as -1,
-    stay where the text is empty.
+    A recorded number is kept if the table maps the number to the text. The recorded number of an
+    empty text, such as -1, is kept too if the table does not have the number.
 
     Args:
         subtasks: Number -> text.

@@ -1,8 +1,8 @@
 """Writer of Minari's HDF5 datasets: `data/main_data.hdf5` and `data/metadata.json`.
 
 An episode has T + 1 observations. If the observation after the last step is unknown, the last step
-is left out, and its observation becomes the final one. Missing rewards are refused without the
-option `missing_reward`.
+is left out, and its observation becomes the final observation. Missing rewards raise an error
+without the option `missing_reward`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..hdf5.hdf5_writer import (
     written_dtype,
 )
 
-#: Our name of a group of fields -> its group in an episode.
+#: Group of fields -> group in an episode.
 _GROUPS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 #: Groups with T + 1 rows.
 _WITH_FINAL = ("observations", "infos")
@@ -49,11 +49,12 @@ _METADATA = "data/metadata.json"
 
 
 class Writer(Hdf5Writer):
-    """A dataset of Minari. The id of a `path` ".../door/human-v0" is "door/human-v0".
+    """Writer of a Minari dataset. For a `path` ".../door/human-v0" the id is "door/human-v0".
 
     Options:
-        dataset_id: Id of the dataset; None takes the last two parts of the path.
-        missing_reward: Reward of episodes without rewards; None refuses these.
+        dataset_id: Id of the dataset; None means the last two components of the path.
+        missing_reward: Reward for episodes without rewards; None raises an error for such an
+            episode.
     """
 
     format = "minari"
@@ -101,7 +102,7 @@ class Writer(Hdf5Writer):
             self._check_reward(episode)
             for dataset, form in self._forms(length).items():
                 datasets[f"{group}/{dataset}"] = form
-            # Minari reads both groups of every episode, also without fields.
+            # Minari requires both groups in every episode, even if they are empty.
             for head in ("observation", "action"):
                 if not self._fields.schema.below(head):
                     attributes[f"{group}/{_GROUPS[head]}"] = {}
@@ -109,7 +110,7 @@ class Writer(Hdf5Writer):
         return self.make_file(datasets, {}, attributes)
 
     def _chosen_fields(self) -> SharedFields:
-        """Return the fields that all episodes share and that Minari has a place for."""
+        """Return the fields that all episodes share and that Minari can store."""
         shared = shared_fields(self.episodes)
         if self.options["missing_reward"] is not None:
             shared = without_left_out(shared, ["reward"])
@@ -125,7 +126,7 @@ class Writer(Hdf5Writer):
         raise UsageError("write", where, "one reward a step", "none or several", advice)
 
     def _forms(self, length: int) -> dict[str, Form]:
-        """Return dataset of an episode -> dtype and shape."""
+        """Return name of a dataset of an episode -> dtype and shape."""
         forms: dict[str, Form] = {name: (np.dtype(bool), (length,)) for name in _FLAGS}
         forms["rewards"] = (np.dtype("<f8"), (length,))
         for field in self._fields.schema.values():
@@ -149,7 +150,10 @@ class Writer(Hdf5Writer):
         return attributes
 
     def _length(self, episode: EpisodeToWrite) -> int:
-        """Return the number of written steps. The last is left out without a final observation."""
+        """Return the number of steps to write.
+
+        The last step is left out if the observation after it is unknown.
+        """
         names = self._fields.schema.below("observation").keys() & episode.schema.keys()
         if set(episode.final) >= names:
             return episode.length
@@ -176,7 +180,7 @@ class Writer(Hdf5Writer):
                 continue
             if name in finals:
                 self._file.write(f"{group}/{dataset}", finals[name][None], length)
-            elif dataset.split("/")[0] == "observations":  # The episode lacks the field.
+            elif dataset.split("/")[0] == "observations":  # The field is missing from the episode.
                 filled = self._fields.read(episode, name, 0, 1)
                 self._file.write(f"{group}/{dataset}", filled, length)
         has_reward = has_number(episode, "reward")
@@ -241,7 +245,7 @@ def _has_final(dataset: str) -> bool:
 
 
 def _dataset_of(field: Field) -> str:
-    """Return the dataset of a field in the group of an episode; "" if Minari has none for it."""
+    """Return the dataset of a field in the group of an episode; "" if Minari cannot store it."""
     head, _, rest = field.name.partition("/")
     if head == "reward":
         is_number = not rest and field.num_elements <= 1
@@ -263,7 +267,7 @@ def _space(tree: Any) -> dict[str, Any]:
 
 
 def _box(field: Field) -> dict[str, Any]:
-    """Return a box of all numbers of the dtype of a field."""
+    """Return the box space with all values of the dtype of a field."""
     dtype = written_dtype(field)
     low: float = -np.inf
     high: float = np.inf
