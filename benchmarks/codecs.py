@@ -158,9 +158,8 @@ def _png(frames: np.ndarray) -> Any:
 
 
 def _hdf5(frames: np.ndarray) -> Any:
-    file = h5py.File(
-        io.BytesIO(), "w", rdcc_nbytes=0
-    )  # or every chunk of so small a set is in its cache
+    # Or every chunk of so small a set is in its cache
+    file = h5py.File(io.BytesIO(), "w", rdcc_nbytes=0)
     datasets = [
         file.create_dataset(str(place), data=one, compression="gzip", compression_opts=4)
         for place, one in enumerate(frames)
@@ -214,9 +213,8 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
             writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1))
     except ValueError as missing:
         return Contender(chain, partial(_skip, str(missing)), OURS)
-    source = LiveSource(
-        folder.name, chunk_cache_bytes=0
-    )  # or every chunk of so small a set would be kept
+    # Or every chunk of so small a set would be kept
+    source = LiveSource(folder.name, chunk_cache_bytes=0)
     source.refresh()
     store = source.snapshot()
     chunks = read_header(store.index.blocks[0].path).chunks[DATA].get(image)

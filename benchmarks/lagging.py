@@ -43,10 +43,11 @@ class LaggingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def start(cls, root: Path, latency_s: float = 0.03) -> None:
         """Serve a folder from now on, and count from 0."""
         cls.root, cls.latency_s, cls.requests = root, latency_s, []
+        # Those from before go on counting in their own list
         cls.most_at_once, cls._under_way = (
             0,
             [],
-        )  # those from before go on counting in their own list
+        )
         cls.fails = staticmethod(lambda path, start, stop: None)
         fsspec.register_implementation(PROTOCOL, cls, clobber=True)
 

@@ -139,9 +139,8 @@ def _limit(num_envs: int, num_steps: int, row_bytes: int, width: int = 0) -> Con
 
     With a `width` of observations, put as many contiguous ones through one layer.
     """
-    num_rows = (
-        num_steps + 1 if num_steps > 1 else 1
-    )  # the rows behind a step are read again as those of the next one
+    # The rows behind a step are read again as those of the next one
+    num_rows = num_steps + 1 if num_steps > 1 else 1
     num_floats = num_envs * num_rows * row_bytes // 4
 
     def prepare() -> Call:

@@ -342,10 +342,11 @@ def rsl_filled(
     storage = kind("rl", num_envs, num_steps, steps[0].observations, (ACTIONS,))
     for t in range(num_steps):
         storage.add_transition(steps[t % NUM_SOURCES])
+    # As their PPO writes them
     storage.returns, storage.advantages = (
         storage.values.clone(),
         storage.values.clone(),
-    )  # as their PPO writes them
+    )
     return storage, steps
 
 

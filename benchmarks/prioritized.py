@@ -259,10 +259,11 @@ def _tianshou(capacity: int, batch_size: int, priorities: list[Any]) -> Call:
     data = {key: one[name] for key, name in names.items()}
     buffer.add(tianshou.Batch(**data, rew=0.0, terminated=False, truncated=False, info={}))
     buffer._size = capacity
+    # Memory that was never written would be read from one page of zeros
     for (
         key,
         name,
-    ) in names.items():  # memory that was never written would be read from one page of zeros
+    ) in names.items():
         buffer._meta[key][:] = np.tile(rows(1000)[name].numpy(), (-(-capacity // 1000), 1))[
             :capacity
         ]

@@ -204,9 +204,8 @@ def pressed(ray: Any, capacity: int, seconds: float) -> Case:
     def drawing(num_collectors: int) -> tuple[Call, Call]:
         buffer = remote(capacity, prefetch=0)
         push = ray.remote(push_for).options(num_cpus=0)
-        ray.get(
-            [push.remote(buffer, 0.0) for _ in range(num_collectors)]
-        )  # they are there when the clock starts
+        # They are there when the clock starts
+        ray.get([push.remote(buffer, 0.0) for _ in range(num_collectors)])
 
         def draw() -> float:
             collectors = [push.remote(buffer, seconds + 0.5) for _ in range(num_collectors)]

@@ -182,9 +182,8 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
 
     def prepare() -> Call:
         writers.append(RolloutWriter(_emptied(FOLDER / "blocked"), num_envs))
-        step_all(
-            2 * num_rollouts * num_steps, 0.0
-        )  # as long as it takes until all its memory was in use once
+        # As long as it takes until all its memory was in use once
+        step_all(2 * num_rollouts * num_steps, 0.0)
         return play
 
     def play() -> float:

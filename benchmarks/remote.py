@@ -38,9 +38,8 @@ def cases(quick: bool) -> Iterator[Case]:
         f"{1000 * LATENCY_S:.0f} ms late", lambda: _late(large, quick), OURS, reach=REACH
     )
     yield _case(large, late)
-    small = _recorded(
-        f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1
-    )  # it copies a file per request
+    # It copies a file per request
+    small = _recorded(f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1)
     alone = Contender("its bytes alone, 32 requests", lambda: _bytes_alone(small), PEER)
     yield _case(small, Contender("S3 server of this machine", lambda: _from_s3(small), PEER), alone)
 

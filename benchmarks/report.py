@@ -157,9 +157,8 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
     axes.set_xscale("log")
     ratios = [timing.ratio or 1 for timing in shown]
     lowest, highest = min([0.5, *ratios]) * 0.8, max([2.0, *ratios])
-    axes.set_xlim(
-        lowest, highest * 1.5 * (highest / lowest) ** 0.25
-    )  # room for the figures beside the bars
+    # Room for the figures beside the bars
+    axes.set_xlim(lowest, highest * 1.5 * (highest / lowest) ** 0.25)
     axes.axvline(1, color="#7f7f7f", linewidth=1)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[role]) for role in (OURS, PEER)]
     handles.append(plt.Line2D([], [], color="#2ca02c", linewidth=2))

@@ -62,9 +62,8 @@ def teach(settings: Settings) -> Teacher:
     teacher, envs = Teacher(), make_envs(settings.num_envs)
     optimizer = torch.optim.Adam(teacher.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_ALL,), None, (1,)
-    storage = RolloutStorage(
-        *sizes, generator=settings.seed, policy_outputs={}
-    )  # no mean, no deviation
+    # No mean, no deviation
+    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     for _ in trange(settings.num_teacher_updates, desc="teacher"):
         with torch.no_grad():

@@ -97,9 +97,8 @@ def train(data: Path, run: Path, settings: Settings, dies_at: int = 0) -> None:
         num_transitions_per_env=settings.num_transitions_per_env, seed=settings.seed,
     )  # fmt: skip
     batches, num_made = loader(dataset, settings.num_workers), 0
-    if (
-        run / CHECKPOINT
-    ).exists():  # no rank writes one before all ranks have begun their first step
+    # No rank writes one before all ranks have begun their first step
+    if (run / CHECKPOINT).exists():
         state = load_checkpoint(run / CHECKPOINT)
         policy.module.load_state_dict(state["policy"])
         optimizer.load_state_dict(state["optimizer"])
@@ -170,9 +169,8 @@ def sequence(run: Path) -> list[list[str]]:
         for path, made in zip(paths, ranks, strict=True):
             for note in map(json.loads, path.read_text().splitlines() if path.exists() else []):
                 is_equal &= made.setdefault(note["step"], note["envs"]) == note["envs"]
-        for step in set(ranks[0]).intersection(
-            *ranks
-        ):  # a killed rank may have made a step less than another
+        # A killed rank may have made a step less than another
+        for step in set(ranks[0]).intersection(*ranks):
             envs = [env for made in ranks for env in made[step]]
             is_equal &= steps.setdefault(step, envs) == envs
     assert is_equal

@@ -138,9 +138,8 @@ def train(settings: Settings) -> tuple[list[tuple[int, float]], DictBuffer]:
             action = (action + settings.exploration * torch.randn_like(action)).clamp(-1, 1)
         reached, reward, terminated, truncated, infos = envs.step(action.numpy() * high)
         following = torch.as_tensor(reached, dtype=torch.float32)
-        final = (
-            following.clone()
-        )  # where an episode ends, `following` is already the next one's first
+        # Where an episode ends, `following` is already the next one's first
+        final = following.clone()
         for env in np.flatnonzero(terminated | truncated):
             final[env] = torch.as_tensor(infos["final_obs"][env], dtype=torch.float32)
             curve.append((number * settings.num_envs, running[env] + reward[env]))

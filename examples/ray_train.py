@@ -48,9 +48,8 @@ def record(data: Path) -> int:
 def learn(config: dict[str, Any]) -> None:
     """Be one worker: train for so many batches, or to the end of the pass, and report what all workers have read."""
     torch.set_num_threads(1)
-    policy = prepare_model(
-        nn.Linear(NUM_INPUTS, 2)
-    )  # DistributedDataParallel, as there are several workers
+    # DistributedDataParallel, as there are several workers
+    policy = prepare_model(nn.Linear(NUM_INPUTS, 2))
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     dataset = RolloutDataset(
         config["data"],
@@ -70,9 +69,8 @@ def learn(config: dict[str, Any]) -> None:
         inputs[..., 0] = 0
         error = (policy(inputs) - batch.action).square().mean(-1)
         optimizer.zero_grad()
-        (
-            error * batch.valid.view(error.shape)
-        ).mean().backward()  # the gradients of the workers are averaged
+        # The gradients of the workers are averaged
+        (error * batch.valid.view(error.shape)).mean().backward()
         optimizer.step()
         seen += batch.observation[..., 0][batch.valid.view(error.shape)].long().tolist()
         if step == config["num_steps"]:

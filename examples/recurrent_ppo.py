@@ -143,9 +143,8 @@ def train(settings: Settings, report: Callable[[int, list[float]], None]) -> Pol
     envs, policy = make_envs(settings.num_envs), Policy(settings.has_memory)
     optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate)
     sizes = settings.num_envs, settings.num_steps, (NUM_VISIBLE,), (NUM_ALL,), (1,)
-    storage = RolloutStorage(
-        *sizes, generator=settings.seed, policy_outputs={}
-    )  # no mean, no deviation
+    # No mean, no deviation
+    storage = RolloutStorage(*sizes, generator=settings.seed, policy_outputs={})
     obs = torch.as_tensor(envs.reset(seed=settings.seed)[0], dtype=torch.float32)
     state, running = policy.start(settings.num_envs), torch.zeros(settings.num_envs)
     for number in range(settings.num_updates):

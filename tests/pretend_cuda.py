@@ -657,9 +657,8 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
             if any(
                 one is not None and one.dtype not in (torch.bool, torch.uint8) for one in tensors
             ):
-                PretendCuda.active().wait(
-                    "number written at indices"
-                )  # torch copies it from pageable memory
+                # Torch copies it from pageable memory
+                PretendCuda.active().wait("number written at indices")
             value = torch.tensor(value, dtype=self.dtype)
         elif value.dtype != self.dtype:
             value = _to(torch.Tensor.to, value, value.device, self.dtype)

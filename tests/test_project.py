@@ -23,9 +23,8 @@ def test_the_repository_names_no_machine() -> None:
     for name in listed.stdout.splitlines():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".cfg", ".toml", ".txt", ".json", ""} and path.is_file():
-            lines = path.read_text(
-                encoding="utf-8", errors="replace"
-            ).splitlines()  # chunks of zarr have no suffix
+            # Chunks of zarr have no suffix
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             found += [
                 f"{name}:{number}: {line}"
                 for number, line in enumerate(lines, 1)
@@ -43,9 +42,8 @@ def test_no_extra_is_without_code_that_imports_it() -> None:
         for path in (ROOT / folder).rglob("*.py")
     )
     for extra, packages in config["options.extras_require"].items():
-        listed = (
-            packages.strip().splitlines() if extra not in ("test", "bench", "docs") else ()
-        )  # what tools and peers need
+        # What tools and peers need
+        listed = packages.strip().splitlines() if extra not in ("test", "bench", "docs") else ()
         for package in listed:
             name = re.split(r"[\[<>=]", package)[0]
             module = name.replace("-", "_")

@@ -138,9 +138,8 @@ def test_each_gives_results_in_order_and_raises_the_first_failure(num_threads: i
         if number in (3, 7):
             raise KeyError(number)
         if number > 7:
-            time.sleep(
-                0.01
-            )  # or other threads may do all the rest before the first failure is seen
+            # Or other threads may do all the rest before the first failure is seen
+            time.sleep(0.01)
         done.append(number)
 
     with pytest.raises(KeyError, match="3"):

@@ -220,9 +220,8 @@ class OwnWriter(ForeignWriter):
         writer = self._opened_writer()
         num_bytes = episode.length * self._layout.frame_bytes
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
-            self._publish(
-                writer
-            )  # An episode that fills a block then has a block without other episodes.
+            # An episode that fills a block then has a block without other episodes.
+            self._publish(writer)
         try:
             self._add_steps(writer, episode)
         except BaseException:  # Ctrl-C must not publish a part of an episode either.

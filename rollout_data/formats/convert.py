@@ -166,9 +166,8 @@ def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
     damaged = _damaged_episodes(recording)
 
     plan = writer_type.planned(recording, recording.metadata, job.options)
-    plan.source = source_state(
-        recording
-    )  # The state is recorded before any row is read, so later changes of the source are noticed.
+    # The state is recorded before any row is read, so later changes of the source are noticed.
+    plan.source = source_state(recording)
     with errors_of_target(path):
         earlier = writer_type.noted(path)
         is_complete = earlier is not None and writer_type.is_finished(path)

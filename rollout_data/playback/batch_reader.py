@@ -79,8 +79,8 @@ class BatchReader:
         self._know(plan.parts[0].deal.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
         rows = self._gather(plan, flags[_FLAGS.index("valid")])
-        # Rows from one step to the next, and from one env to the next. With one step, the row of the
-        # next observation follows directly.
+        # Rows from one step to the next, and from one env to the next. With one step, the row of
+        # the next observation follows directly.
         steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
         grid = (
             Grid((len(plan.num_valid),), steps[1:])

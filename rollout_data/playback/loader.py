@@ -253,9 +253,8 @@ class RolloutLoader(Shown):
         try:
             return next(batches)
         except (OSError, EOFError, RuntimeError) as cause:
-            if str(cause).startswith("Caught ") or isinstance(
-                cause, RolloutDataError
-            ):  # of a worker that lives
+            # Of a worker that lives
+            if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):
                 raise
             where = f"of {self.dataset.data_dir!r}"
             advice = "load_state_dict(state_dict()) goes on with the next batch"

@@ -97,8 +97,8 @@ class RolloutDataset(RolloutStream):
             rank ends when its own envs are exhausted.
         on_error: "skip" leaves out the rest of a trajectory with damaged data, lists it in
             `problems`, and continues. Deleted files are always left out so. "raise" raises.
-        as_dict: Return batches as plain dicts of tensors: recorded fields, extras and flags, without
-            None.
+        as_dict: Return batches as plain dicts of tensors: recorded fields, extras and flags,
+            without None.
         refresh_s: Scan for new trajectories within a pass too. Envs that become free take the new
             trajectories within this many seconds, before the rest of the pass. None scans between
             passes only. The stream reads complete trajectories only, and waits for the first one up

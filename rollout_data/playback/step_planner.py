@@ -283,9 +283,8 @@ class _Walk:
             trajectory[made] = self.deal.order[self.position + makers]
             is_last[makers[made < num_dealt]] = False
             self._deal(envs[:num_dealt], times[:num_dealt], is_last)
-            if num_dealt < len(
-                ends
-            ):  # no trajectory is left: the pass ends at the next of these times
+            # No trajectory is left: the pass ends at the next of these times
+            if num_dealt < len(ends):
                 stop = int(np.searchsorted(ends, ends[num_dealt] | _ENV))
             self.ends.append((envs[:stop], times[:stop] - 1, trajectory[:stop]))
             if stop == num_dealt:

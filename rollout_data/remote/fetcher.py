@@ -121,9 +121,8 @@ class Fetcher:
         if self._process != os.getpid():
             self._start()
         with self._changed:
-            if (
-                request.process != os.getpid() and not request.is_done
-            ):  # The thread of the request is in another process.
+            # The thread of the request is in another process.
+            if request.process != os.getpid() and not request.is_done:
                 request.process = os.getpid()
                 self._send(request)
             while not request.is_done:

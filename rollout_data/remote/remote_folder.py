@@ -191,9 +191,8 @@ class RemoteFolder(BlockFolder):
 
         If the checksum file was removed after the listing, the next request fails.
         """
-        if (
-            path.name not in self._listed and path.name not in self._unlisted
-        ):  # Another process listed the block.
+        # Another process listed the block.
+        if path.name not in self._listed and path.name not in self._unlisted:
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
         name = path.name + ENDING

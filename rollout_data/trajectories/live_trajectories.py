@@ -371,9 +371,8 @@ class LiveTrajectories:
                 if not all(
                     map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())
                 ):
-                    mapped.will_need(
-                        np.sort(rows), np.ones_like(rows)
-                    )  # All reads start before the first wait.
+                    # All reads start before the first wait.
+                    mapped.will_need(np.sort(rows), np.ones_like(rows))
                 found[name] = self._taken(mapped.words_view, rows)
         return found
 

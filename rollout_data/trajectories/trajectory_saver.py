@@ -260,9 +260,8 @@ class TrajectorySaver:
         self._named[entry.trajectory_id] = entry
         before = islice(reversed(self._named), 1, None)
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            self._named[one] = self._named.pop(
-                one
-            )  # A retried entry may be written after newer entries.
+            # A retried entry may be written after newer entries.
+            self._named[one] = self._named.pop(one)
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))
             assert oldest.path is not None

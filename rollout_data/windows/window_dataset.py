@@ -470,9 +470,10 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
+            # Gone
             if isinstance(problem, LostBlockError) and not isinstance(
                 problem.__cause__, DataFileError
-            ):  # gone
+            ):
                 self._snapshot.is_lost[self._snapshot.index.trajectories_in([problem.block])] = True
         where = repr(", ".join(map(str, self._source.paths)))
         got = f"none of {len(self)}"

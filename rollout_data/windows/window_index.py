@@ -208,9 +208,8 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
             "windows as a list of whole numbers",
             f"{windows.dtype}, shape {windows.shape}",
         )
-    if (
-        windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows
-    ):  # As uint64, negative numbers are too large.
+    # As uint64, negative numbers are too large.
+    if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:
         return windows
     low = int(windows.min())
     high = int(windows.max())

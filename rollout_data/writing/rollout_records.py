@@ -368,9 +368,8 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
         elif (
             not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS
         ):
-            flat = flatten(
-                value, f"{name}/", takes_flat=True
-            )  # `rollout_data.open` returns flat names.
+            # `rollout_data.open` returns flat names.
+            flat = flatten(value, f"{name}/", takes_flat=True)
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
             text_leaves = {leaf: item for leaf, item in leaves.items() if _is_text_leaf(item)}
             texts.update(text_leaves)

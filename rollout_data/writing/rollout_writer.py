@@ -552,13 +552,11 @@ class RolloutWriter(Shown, Owned):
         self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        if (
-            self._staging is not None and self._staging.is_sealed
-        ):  # A Ctrl-C interrupted `_hand_over`.
+        # A Ctrl-C interrupted `_hand_over`.
+        if self._staging is not None and self._staging.is_sealed:
             self._hand_over()
-        if (
-            self._staging is None
-        ):  # Created late, so that it reuses the memory that `flush` released.
+        # Created late, so that it reuses the memory that `flush` released.
+        if self._staging is None:
             assert self._reader.schema is not None
             self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
             self._started_s = time.monotonic()

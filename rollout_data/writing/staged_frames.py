@@ -454,9 +454,8 @@ def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.n
     flat = bits.reshape(-1)
     num_steps = bits.shape[1]
     present = flat >= PRESENT  # `PRESENT` is the highest bit.
-    joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[
-        1:
-    ]  # Frame k + 1 continues frame k.
+    # Frame k + 1 continues frame k.
+    joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]
     joined[num_steps - 1 :: num_steps or 1] = False  # The next frame belongs to another env.
     if isinstance(versions, np.ndarray):
         joined &= versions.reshape(-1)[1:] == versions.reshape(-1)[:-1]

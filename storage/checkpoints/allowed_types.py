@@ -67,9 +67,8 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
         NotLoadedError: The checkpoint contains names that are not allowed.
     """
     with ExitStack() as held:
-        held.enter_context(
-            _loading
-        )  # Lock first, because another load may have added names to the global list.
+        # Lock first, because another load may have added names to the global list.
+        held.enter_context(_loading)
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
         found = _meanings(needed)

@@ -142,9 +142,8 @@ class AsyncCheckpointSaver(Owned):
                 could not be loaded. The message names the path of the part in the checkpoint.
         """
         self._owner.check()
-        target = arguments.path(
-            "save the checkpoint", "", path
-        ).absolute()  # The process may change its working directory before the file is written.
+        # The process may change its working directory before the file is written.
+        target = arguments.path("save the checkpoint", "", path).absolute()
         level = check_level("save the checkpoint", level)
         compress = arguments.flag("save the checkpoint", "compress", compress)
         weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)

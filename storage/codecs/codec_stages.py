@@ -150,9 +150,8 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
         np.multiply(counts, np.float32(step), out=out)
         np.add(out, np.float32(low), out=out)
     else:
-        with np.errstate(
-            over="ignore"
-        ):  # The measured error shows values that float16 cannot hold.
+        # The measured error shows values that float16 cannot hold.
+        with np.errstate(over="ignore"):
             out[:] = counts * step + low
     if is_special:
         first = _COUNTS - len(_SPECIAL) + 1

@@ -56,9 +56,8 @@ class Video:
         pictures = np.pad(pictures, padding[: pictures.ndim], mode="edge")
         av = _av()
         encoder, _, options, _ = CODERS[self.coder]
-        os.environ.setdefault(
-            "SVT_LOG", "1"
-        )  # Otherwise the AV1 encoder prints ten lines per chunk.
+        # Otherwise the AV1 encoder prints ten lines per chunk.
+        os.environ.setdefault("SVT_LOG", "1")
         context = av.CodecContext.create(encoder, "w")
         context.width = width
         context.height = height

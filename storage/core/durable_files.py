@@ -133,9 +133,8 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
         with _locked_folder(target.parent):
             if target.exists():
                 shutil.rmtree(previous, ignore_errors=True)
-                os.replace(
-                    target, previous
-                )  # After a crash here, `existing_folder` returns `previous`.
+                # After a crash here, `existing_folder` returns `previous`.
+                os.replace(target, previous)
             os.replace(new, target)
             sync_path(target.parent)
             shutil.rmtree(previous, ignore_errors=True)

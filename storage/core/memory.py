@@ -116,9 +116,8 @@ class BufferPool:
         kind = _NUMPY_DTYPES.get(dtype)
         if kind is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
-        return torch.from_numpy(
-            np.ndarray(tuple(shape), kind, self._lend(num_bytes))
-        )  # in half the time
+        # In half the time
+        return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))
 
     def clear(self) -> None:
         """Remove all buffers from the pool; lent buffers stay valid for their tensors."""

@@ -169,9 +169,8 @@ class Cut:
         self._views: list[tuple[int, Any]] = []
         self._leaves: list[_FieldPlace] = []
         if nested:
-            unflatten(
-                dict.fromkeys((target.name for target in self.targets), 0)
-            )  # Raises an error if two names conflict.
+            # Raises an error if two names conflict.
+            unflatten(dict.fromkeys((target.name for target in self.targets), 0))
         nodes: dict[tuple[str, ...], int] = {(): 0}
         for target in self.targets:
             *parents, key = target.name.split("/") if nested else [target.name]

@@ -365,9 +365,8 @@ class RecordReader:
         try:
             for parent, key, kind, num_keys in self._nodes:
                 if key:
-                    nodes.append(
-                        nodes[parent].get(key)
-                    )  # `[]` would add a missing key to a defaultdict.
+                    # `[]` would add a missing key to a defaultdict.
+                    nodes.append(nodes[parent].get(key))
                 node = nodes[-1]
                 if (
                     type(node) is not kind
@@ -377,9 +376,8 @@ class RecordReader:
             for number, leaf in enumerate(self._leaves):
                 place, key, dtype = leaf[:3]
                 value = nodes[place].get(key)
-                array = (
-                    value if type(value) is np.ndarray else value.numpy()
-                )  # A masked array has no method `numpy`, so it is not read here.
+                # A masked array has no method `numpy`, so it is not read here.
+                array = value if type(value) is np.ndarray else value.numpy()
                 shape, target = self._shapes[number]
                 if array.shape != shape:
                     if number or not self._takes_lead(array):

@@ -200,9 +200,8 @@ class Worker:
         """Run all accepted jobs, stop the thread, and raise the error of a failed job. Idempotent."""
         pending = self._pending()
         self._is_closed = True
-        wait(
-            pending
-        )  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
+        # Not left to `shutdown`, whose join takes an interrupted thread for one that ended
+        wait(pending)
         if self._pool is not None:
             self._pool.shutdown()
         self.check()

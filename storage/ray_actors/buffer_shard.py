@@ -168,8 +168,8 @@ class Shard:
             self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))
             if folder is not None and (Path(folder) / _STATE).exists():
                 self._read(folder)
-        # The error is stored, and each call raises it. If the constructor raised it, the actor would
-        # die, and Ray would report only the text of the error.
+        # The error is stored, and each call raises it. If the constructor raised it, the actor
+        # would die, and Ray would report only the text of the error.
         except Exception as error:  # noqa: BLE001
             self._failure = error
 

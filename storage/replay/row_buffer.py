@@ -117,9 +117,8 @@ class RowBuffer(RowFront, BufferStore):
         known = {name: config[name] for name in cls._ARGUMENTS if name in config}
         is_earlier_system = "format" not in config and "generator" not in config
         if is_earlier_system and isinstance(known.get("end_key"), list):
-            known["end_key"] = tuple(
-                known["end_key"]
-            )  # Earlier systems save one key, and a nested key becomes a list in JSON.
+            # Earlier systems save one key, and a nested key becomes a list in JSON.
+            known["end_key"] = tuple(known["end_key"])
         return known
 
     def _get_state(self) -> State:
@@ -190,9 +189,8 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
     """Copy a nested dict of tensors to a device. With `device=None`, return `tree` unchanged."""
     if device is None:
         return tree
-    is_to_host = (
-        device.type == "cpu"
-    )  # The host would read the result before an asynchronous copy has finished.
+    # The host would read the result before an asynchronous copy has finished.
+    is_to_host = device.type == "cpu"
     moved: dict[str, Any] = map_leaves(
         lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree
     )

@@ -127,9 +127,8 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
             place = places[name]
             crc = 0
             for data in _chunks_of(column):
-                writer.submit(
-                    write_at, handle, data, place
-                )  # This waits until the previous chunk is written.
+                # This waits until the previous chunk is written.
+                writer.submit(write_at, handle, data, place)
                 place += len(data)
                 crc = crc32(data, crc)
                 num_unflushed += len(data)

@@ -108,9 +108,8 @@ class Guarded(io.RawIOBase):
             if not count:
                 break
             done += count
-        view[done:] = bytes(
-            len(view) - done
-        )  # HDF5 uses the whole buffer, even if fewer bytes were read.
+        # HDF5 uses the whole buffer, even if fewer bytes were read.
+        view[done:] = bytes(len(view) - done)
         if view[:4] == _MAGIC:
             self._check_heap(start)
         return len(view)
@@ -182,10 +181,11 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
         opened or GuardedFile(path) as guarded,
         h5py.File(guarded, "r", locking=False) as file,
     ):
+        # The guard supports no other sizes.
         if file.id.get_create_plist().get_sizes() != (
             8,
             8,
-        ):  # The guard supports no other sizes.
+        ):
             raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -324,9 +324,8 @@ def _named(block: bytes, name: bytes) -> Iterator[bytes]:
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
     """Yield the blocks of a fractal heap of small objects that is not compressed and not nested."""
-    head = (
-        file.read_at(142, place) if place < 1 << 62 else b""
-    )  # The undefined address of HDF5 means that there is no heap.
+    # The undefined address of HDF5 means that there is no heap.
+    head = file.read_at(142, place) if place < 1 << 62 else b""
     if (
         head[:4] != b"FRHP"
         or head[7:9] != b"\0\0"

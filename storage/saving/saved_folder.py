@@ -119,9 +119,8 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
-            has_same_place = (
-                existing_folder(path) == place
-            )  # False between the two renames of `replace_folder` in another process.
+            # False between the two renames of `replace_folder` in another process.
+            has_same_place = existing_folder(path) == place
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
             if is_same_save or num_reads == _MAX_READS:
                 raise

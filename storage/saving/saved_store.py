@@ -448,9 +448,8 @@ def _read_tensors(
                 raise CorruptFileError(
                     "read", where, f"{column['dtype']} of shape {column['shape']}", got
                 )
-            file.sums[name] = column.get(
-                "crc32", file.sums[name]
-            )  # Earlier saves have their checksums in the config.
+            # Earlier saves have their checksums in the config.
+            file.sums[name] = column.get("crc32", file.sums[name])
             tensors[name] = file.read(name)
             if is_untagged:
                 tensors[name] = tensors[name].view(torch.bfloat16)

@@ -151,9 +151,8 @@ def in_child(code: str, *arguments: object, timeout_s: float = 300) -> str:
     modules = ("storage.errors", *(f"tests.buffers.{name}" for name in CHILD_MODULES))
     script = "\n".join(["import sys", *(f"from {module} import *" for module in modules), code])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "h5py", "pytest", "storage", "rollout_data"]
-    )  # which takes seconds
+    # Which takes seconds
+    context.set_forkserver_preload(["torch", "h5py", "pytest", "storage", "rollout_data"])
     with tempfile.NamedTemporaryFile("r") as out:
         # Under this name the child finds it; pytest gives this file another one.
         target = importlib.import_module("tests.buffers.every_store").run_script

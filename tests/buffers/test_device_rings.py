@@ -199,9 +199,8 @@ def test_windows_by_trajectory_follow_their_law_on_a_device_with_more_trajectori
         naive.add(ends)
     law = naive.law_by_trajectory(3)
     counts = drawn_windows(buffer, 100, 2)
-    counts += drawn_windows(
-        buffer, 20_000, 2
-    )  # many more than the share of valid candidates was counted of
+    # Many more than the share of valid candidates was counted of
+    counts += drawn_windows(buffer, 20_000, 2)
     assert set(counts) <= set(law)
     assert chi_square(counts, law) < chi_square_bound(len(law))
 

@@ -190,9 +190,8 @@ def test_saving_twice_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     dict_buffer(9).save(tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     assert len(load_buffer(tmp_path / "b")) == 9
-    (tmp_path / "b").rename(
-        tmp_path / ".b.previous"
-    )  # as a crash between the two renames leaves it
+    # As a crash between the two renames leaves it
+    (tmp_path / "b").rename(tmp_path / ".b.previous")
     assert len(load_buffer(tmp_path / "b")) == 9
 
 
@@ -351,9 +350,8 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_compressed_and_big_endian_columns_of_other_writers_load(tmp_path: Path) -> None:
-    values = (
-        np.arange(10 << 17).reshape(10, 1 << 17).astype(np.float32) % 1000
-    )  # more than one chunk of memory
+    # More than one chunk of memory
+    values = np.arange(10 << 17).reshape(10, 1 << 17).astype(np.float32) % 1000
     with h5py.File(tmp_path / "buffer.hdf5", "w") as file:
         file["plain"], file["big"] = values, values.astype(">f4")
         file.create_dataset("packed", data=values, compression="gzip", chunks=(3, 1 << 17))

@@ -26,9 +26,8 @@ def run(
             is_over.set()
 
     def sample_on() -> None:
-        while not is_over.wait(
-            0.0005
-        ):  # locks are not fair: samplers that never rest may keep the writer out
+        # Locks are not fair: samplers that never rest may keep the writer out
+        while not is_over.wait(0.0005):
             sampler()
 
     threads = [threading.Thread(target=guarded, args=(sample_on,)) for _ in range(num_samplers)]

@@ -373,9 +373,8 @@ def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) ->
     expected[list(share)] = torch.tensor(list(share.values()), dtype=torch.float64) * 30_000
     assert counts[expected == 0].sum() == 0
     wanted = expected > 0
-    assert (
-        float(((counts - expected)[wanted] ** 2 / expected[wanted]).sum()) < 20.5
-    )  # chi-square at 0.1 %, 5 degrees
+    # Chi-square at 0.1 %, 5 degrees
+    assert float(((counts - expected)[wanted] ** 2 / expected[wanted]).sum()) < 20.5
     at_ends = batch["observation"].view(-1, 3)[:, 2:] == torch.tensor([[2.0, 7.0, 11.0]])
     last_next = batch["next"]["observation"].view(-1, 3)[:, 2]
     sign = -1 if kind == "final" else 1

@@ -233,9 +233,8 @@ def loader(folder: Path) -> None:
         nonlocal batches
         refused([lambda: next(batches)])
         batches = iter(())  # what the child drops goes on in the parent
-        os._exit(
-            0
-        )  # the exit hook of `multiprocessing` ends the workers of the process that forked
+        # The exit hook of `multiprocessing` ends the workers of the process that forked
+        os._exit(0)
 
     fork(child)
     seen += [batch.reward.clone() for batch in batches]

@@ -16,9 +16,8 @@ def test_a_student_learns_from_the_folder_that_a_collector_fills_meanwhile(tmp_p
         int(number) for number in re.findall(r"([\d,]+) trajectories known", text.replace(",", ""))
     ]
     assert len(upright) == 5 and max(upright[2:]) >= 2 * upright[0]
-    assert (
-        known == sorted(known) and known[-1] > known[0] > 0
-    )  # the folder grew while the student learned from it
+    # The folder grew while the student learned from it
+    assert known == sorted(known) and known[-1] > known[0] > 0
     assert (
         RolloutDataset(tmp_path / "demo" / "dagger", 4, device="cpu").num_trajectories >= known[-1]
     )

@@ -80,9 +80,8 @@ def interrupt_one(process: subprocess.Popen, folder: Path, seed: int) -> int:
     published = check_recording(data) if data.exists() else 0
     assert added <= published <= added + 4, (added, published)
     left = [*data.glob(".rollout_*"), *data.glob(".tmp_*")]
-    assert not left or not published, (
-        left
-    )  # one interrupted while it was being made may leave an empty journal
+    # One interrupted while it was being made may leave an empty journal
+    assert not left or not published, left
     return published
 
 

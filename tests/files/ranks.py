@@ -88,9 +88,8 @@ def read(
     try:
         for number, batch in enumerate(iterate(dataset, reading, num_workers, start_method)):
             found.append(seen(batch))
-            if (
-                is_live and rank == number % 2 and number < NUM_WRITTEN
-            ):  # no rank waits for the other: what it sees differs
+            # No rank waits for the other: what it sees differs
+            if is_live and rank == number % 2 and number < NUM_WRITTEN:
                 record(Path(data_dir), [3, 2], first_number=100 * rank + 2 * number + 20)
     except Exception as raised:  # noqa: BLE001 - the test looks at it
         error = f"{type(raised).__name__}: {raised}"

@@ -124,9 +124,8 @@ def test_chunks_save_what_the_values_allow(folders):
     assert theirs == {}
     header = blocks_of(folders[0])[0]
     for name, size in ours.items():
-        limit = (
-            1.02 if name.endswith("lidar") else 0.9
-        )  # noise in doubles does not get shorter, nor longer
+        # Noise in doubles does not get shorter, nor longer
+        limit = 1.02 if name.endswith("lidar") else 0.9
         assert size < limit * header.num_frames * header.schema[name].row_bytes, name
 
 

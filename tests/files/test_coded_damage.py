@@ -314,9 +314,8 @@ def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path
     tracemalloc.start()
     with pytest.raises(CorruptFileError) as caught:
         header = open_block(path, verify=True)
-        header.read_rows(
-            DATA, "observation/rgb", 0, 20
-        )  # a table may be right and its chunks others
+        # A table may be right and its chunks others
+        header.read_rows(DATA, "observation/rgb", 0, 20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(path) in str(caught.value) and peak < 4_000_000

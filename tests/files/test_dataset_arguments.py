@@ -53,9 +53,8 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
             UsageError, match="expected time_s in seconds, one number or 2, one for each env"
         ):
             dataset.get_batch_by_time(times)
-    assert not torch.equal(
-        dataset.get_batch().observation, first.observation
-    )  # nothing was started again
+    # Nothing was started again
+    assert not torch.equal(dataset.get_batch().observation, first.observation)
 
 
 def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):

@@ -68,9 +68,8 @@ def test_what_is_left_of_a_deleted_trajectory_is_not_valid_and_no_other_stream_m
     state = json.loads(json.dumps(uninterrupted[0].state_dict()))
     gone = chance.sample(sorted(set(playing(folder, state))), 3)
     folder.delete(gone)
-    expected = [
-        next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)
-    ]  # its files are mapped still
+    # Its files are mapped still
+    expected = [next_of_all(uninterrupted, NUM_STEPS) for _ in range(8)]
     total = chance.choice([1, 2, 3])
     ranks = [opened(folder.data_dir, (rank, total), **options) for rank in range(total)]
     for rank in ranks:

@@ -301,9 +301,8 @@ def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_littl
     with clock_at(start_s + 5):
         dataset.get_batch(1)
         record(tmp_path, [9], first_number=50)
-        os.utime(
-            tmp_path, ns=(10**18, 10**18)
-        )  # as where times are coarse, or where the clock jumped back
+        # As where times are coarse, or where the clock jumped back
+        os.utime(tmp_path, ns=(10**18, 10**18))
     with clock_at(start_s + 5.5):
         assert not (dataset.get_batch(9).observation[..., 0] == 50).any()
     with clock_at(start_s + 7):
@@ -342,10 +341,11 @@ def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_ar
     record(tmp_path, [3] * 4, first_number=4)
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
     found = frames_of(dataset.get_batch(3))
+    # Of before the second block
     with (
         instead_of("scandir", lambda call, path: Listing(early)),
         clock_ahead(5),
-    ):  # of before the second block
+    ):
         for batch in iter_rest(dataset, 3):
             found += frames_of(batch)
     assert sorted(one[2:] for one in found) == [
@@ -384,9 +384,8 @@ def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
     an_hour_ago = time.time_ns() - 3600 * 10**9
     with mock.patch.object(time, "time_ns", lambda: an_hour_ago):
         record(tmp_path, [3, 3], first_number=6, writer_name="b")
-        record(
-            tmp_path, [3, 3], first_number=8, writer_name="a"
-        )  # a writer's own times never run back
+        # A writer's own times never run back
+        record(tmp_path, [3, 3], first_number=8, writer_name="a")
     found += [frames_of(batch) for batch in iter_rest(dataset, 3)]
     assert {number for *_, number, _ in found[2]} == {6, 7} and {
         number for *_, number, _ in found[3]

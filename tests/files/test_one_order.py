@@ -214,9 +214,8 @@ def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_
         assert seen(batch) == seen(direct.get_batch(2))
         assert loader.state_dict() == direct.state_dict()
         if number == 2:
-            folder.add(
-                [5, 5]
-            )  # seen by both from the next pass on, however far workers have read ahead
+            # Seen by both from the next pass on, however far workers have read ahead
+            folder.add([5, 5])
         if number == 9:
             break
     state = json.loads(json.dumps(loader.state_dict()))

@@ -114,9 +114,8 @@ def test_an_unknown_episode_or_field_is_named(
 
 def test_long_episodes_are_read_in_parts(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = describe_episode(walk, "1", ["observation/ramp", "action"])
-    monkeypatch.setattr(
-        "rollout_data.tools.cli.play_command._PART_BYTES", 1
-    )  # no data of this size is made for a test
+    # No data of this size is made for a test
+    monkeypatch.setattr("rollout_data.tools.cli.play_command._PART_BYTES", 1)
     assert describe_episode(walk, "1", ["observation/ramp", "action"]) == whole
 
 

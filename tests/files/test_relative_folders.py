@@ -59,9 +59,8 @@ def test_windows_stay_where_they_were_and_so_do_their_statistics(elsewhere, tmp_
     there = sorted((elsewhere / "walk").rglob("*"))
     monkeypatch.chdir(elsewhere)
     assert dataset.metadata == metadata and dataset.data_dir == "walk"
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", str(tmp_path / "cache")
-    )  # keeps those of folders that are not ours
+    # Keeps those of folders that are not ours
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     dataset.statistics(progress=False)
     assert sorted((elsewhere / "walk").rglob("*")) == there
     assert len([*walk.glob(".statistics_*.npz"), *(tmp_path / "cache").rglob("*.npz")]) == 1

@@ -282,9 +282,8 @@ def test_a_dataset_that_a_thread_has_read_is_forgotten_with_its_files(tmp_path):
 
     dataset = read()
     stop_s = time.monotonic() + 60
-    while (
-        dataset() is not None and time.monotonic() < stop_s
-    ):  # the thread may still end its last read
+    # The thread may still end its last read
+    while dataset() is not None and time.monotonic() < stop_s:
         time.sleep(0.01)
         gc.collect()
     assert dataset() is None

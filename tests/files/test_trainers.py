@@ -104,9 +104,8 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
     whole = {
         number: {count for (n, _), count in counts.items() if n == number} for number, _ in counts
     }
-    assert all(
-        len(found) == 1 for found in whole.values()
-    )  # a pass has all of a trajectory or nothing
+    # A pass has all of a trajectory or nothing
+    assert all(len(found) == 1 for found in whole.values())
 
 
 @needs("accelerate")

@@ -279,9 +279,8 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
     with make(tmp_path, success_only=True, block_bytes=100) as writer:
         for t in range(6):
             ends = {"done": [t in (1, 3), t == 4, False], "timeout": [t == 1, False, False]}
-            success = (
-                {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
-            )  # needed where something ends
+            # Needed where something ends
+            success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
             writer.add(**step(t, **ends), **success)
         for given, got in (
             ({}, "expected success of shape"),

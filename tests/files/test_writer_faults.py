@@ -101,9 +101,8 @@ def test_a_full_disk_ends_in_one_error(tmp_path):
         ):
             RolloutWriter(data, N)
         check_left(data, frames_in(data))
-        for room in range(
-            16_384, 200_000, 16_384
-        ):  # wherever it ends: journal, metadata, header, rows, checksums
+        # Wherever it ends: journal, metadata, header, rows, checksums
+        for room in range(16_384, 200_000, 16_384):
             os.truncate(folder / "filler", max(0, (folder / "filler").stat().st_size - 16_384))
             error = None
             try:

@@ -367,12 +367,13 @@ def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
 def test_nonfinite_rewards_are_refused_under_names_too(tmp_path, bad):
     with RolloutWriter(tmp_path, 1, nonfinite_rewards="refuse") as writer:
         rewards = {"walk": torch.zeros(1), "energy": torch.zeros(1)}
+        # The first record declares the fields, the others go the short way
         for value in (
             0.0,
             bad,
             1.0,
             bad,
-        ):  # the first record declares the fields, the others go the short way
+        ):
             rewards["energy"] = torch.full((1,), value)
             if value == bad or value != value:
                 with pytest.raises(

@@ -229,9 +229,8 @@ def test_a_ring_is_read_in_the_order_of_writing(
     recording = rollout_data.open(ring(tmp_path / "x", at, is_full, flags))
     assert recording.format == "bfm_zero"
     assert recording.problems == []
-    assert all(
-        "expected observations of their own" in str(one) for one in recording.advice
-    )  # the run has no resets
+    # The run has no resets
+    assert all("expected observations of their own" in str(one) for one in recording.advice)
     assert [one.reward.tolist() for one in recording] == expected
     for episode, steps in zip(recording, expected, strict=True):
         np.testing.assert_array_equal(episode.observation["state"][:, 0], steps)

@@ -385,10 +385,11 @@ def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec:
             writer.write_table(table)
     check_all(rollout_data.open(root), names={number: str(number) for number in LENGTHS})
     path = root / "data" / "9" / "part-0.arrow"
+    # Of the pictures
     intact, claim = (
         path.read_bytes(),
         struct.pack("<q", (LENGTHS[9] + 1) * 32 * 48 * 3),
-    )  # of the pictures
+    )
     assert claim in intact
     for lie in (1 << 28, 1 << 50, (1 << 63) - 1):
         path.write_bytes(intact.replace(claim, struct.pack("<q", lie)))

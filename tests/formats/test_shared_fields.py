@@ -562,9 +562,8 @@ def test_fields_that_a_conversion_filled_are_absent_in_a_copy_of_the_copy(tmp_pa
     convert(tmp_path / "gaps.hdf5", first, name, **({"fps": 10} if name == "lerobot" else {}))
     copy = rollout_data.open(first)
     assert {*FILLED[name]} <= {*copy[0].schema}
-    if (
-        name == "trajectory-folders"
-    ):  # read like a folder of ours, whose episodes have no field that was filled
+    # Read like a folder of ours, whose episodes have no field that was filled
+    if name == "trajectory-folders":
         assert not {*FILLED[name]} & {*copy[1].schema} and {*FILLED[name]} <= {*copy[2].schema}
     else:
         assert {*FILLED[name]} <= {*copy[1].metadata["absent_fields"]}

@@ -75,9 +75,8 @@ def test_a_manager_takes_sizes_iterations_and_ratios_of_numpy() -> None:
     found = manager.sample({"a": np.int64(2), "b": np.int64(3)}, np.int64(9))
     assert [len(found[name]) for name in "ab"] == [2, 3]
     state = manager["a"].rate_limiter.state_dict()
-    assert all(
-        type(count) is int for count in state.values()
-    )  # so that they can be written as JSON
+    # So that they can be written as JSON
+    assert all(type(count) is int for count in state.values())
 
 
 def test_a_limiter_counts_numbers_of_numpy_as_python_s() -> None:

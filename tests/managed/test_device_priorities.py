@@ -43,9 +43,8 @@ def test_rows_are_drawn_in_proportion_to_their_weights_on_a_device(alpha: float)
         batch, importance, ids = buffer.sample_tensors(3000)
         assert torch.equal(batch["x"].squeeze(1).long(), ids)
         found = torch.bincount(ids.cpu(), minlength=300)
-        assert (
-            (found - expected).abs() < 2.001
-        ).all()  # one draw in each of 3000 intervals of equal mass
+        # One draw in each of 3000 intervals of equal mass
+        assert ((found - expected).abs() < 2.001).all()
         assert not found[::7].any()
         least = weights[weights > 0].min()
         torch.testing.assert_close(

@@ -40,17 +40,15 @@ def test_data_that_a_live_item_holds_is_not_named_as_used() -> None:
     buffer = AdvancedReplayBuffer(2, enable_track_used_data=True, generator=0)
     queue = buffer.used_data()
     buffer.push([item(0, data_id="a"), item(1, data_id="a")])
-    buffer.push(
-        [item(2, data_id="a"), item(3, data_id="b")]
-    )  # "a" goes twice and comes once, in one push
+    # "a" goes twice and comes once, in one push
+    buffer.push([item(2, data_id="a"), item(3, data_id="b")])
     assert list(queue) == []
     buffer.push([item(4, data_id="c")])
     assert len(queue) == 1, "nothing holds it any more"
     buffer.push([item(5, data_id="a")])  # and now something does again
     assert list(queue) == ["b"] and queue.empty()
-    buffer.push(
-        [item(number, data_id=name) for number, name in enumerate("xyxz")]
-    )  # x is passed by and stays
+    # X is passed by and stays
+    buffer.push([item(number, data_id=name) for number, name in enumerate("xyxz")])
     assert sorted(queue) == ["a", "c", "y"]
     buffer.clear()
     assert sorted(queue) == ["x", "z"]

@@ -33,9 +33,8 @@ def test_d4_d8_a_check_and_its_draw_are_one_step_and_counts_lose_nothing() -> No
         start.wait()
         num_rounds, is_last = 0, False
         while not is_last or num_rounds < 300:
-            is_last = is_over.wait(
-                0.0005
-            )  # locks are not fair: samplers that never rest may keep `push` out
+            # Locks are not fair: samplers that never rest may keep `push` out
+            is_last = is_over.wait(0.0005)
             # The check alone may be out of date; sampling decides by itself.
             buffer.sample_check(4)
             found = buffer.sample(4)

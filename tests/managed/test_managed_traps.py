@@ -325,9 +325,8 @@ def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
         buffer.append({"x": torch.zeros(1), "data_id": f"file {number}"})
     first = buffer.sample(3)
     assert sorted(x["data_id"] for x in first) == ["file 0", "file 1", "file 2"]
-    second = buffer.sample(
-        3
-    )  # now each was used twice and is removed, but both samples are at work
+    # Now each was used twice and is removed, but both samples are at work
+    second = buffer.sample(3)
     assert buffer.count() == 0 and queue.empty()
     ids = [x["data_id"] for x in first]
     buffer.update({"used_id": ids})

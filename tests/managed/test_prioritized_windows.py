@@ -175,9 +175,8 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
 
 
 def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
-    buffer = PrioritizedWindows(
-        4, 2, generator=0
-    )  # so that the mark falls into the slot of step 0, no window
+    # So that the mark falls into the slot of step 0, no window
+    buffer = PrioritizedWindows(4, 2, generator=0)
     buffer.extend(steps(0, [[False]] * 3))
     before = buffer.state_dict()["tensors"]
     ids = torch.tensor([-(1 << 62), -1, -4])

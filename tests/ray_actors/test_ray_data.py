@@ -74,9 +74,8 @@ def test_what_is_read_and_written_again_is_equal_in_every_field(
     write_rollouts(dataset, tmp_path / "again")
     check_equal(tmp_path / "again", recorded)
     assert sorted(path.suffix for path in (tmp_path / "again").iterdir())[-1] == ".json"
-    assert (
-        len(list((tmp_path / "again").iterdir())) > 3
-    )  # several tasks wrote, and left nothing else
+    # Several tasks wrote, and left nothing else
+    assert len(list((tmp_path / "again").iterdir())) > 3
 
 
 def test_a_task_that_is_killed_runs_again_and_writes_once(

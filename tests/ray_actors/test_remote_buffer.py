@@ -72,9 +72,8 @@ def test_rows_come_from_shards_in_proportion_to_what_they_hold(
         for _ in range(10):
             counts += torch.bincount(torch.tensor(check_rows(buffer.sample(4000))), minlength=400)
         assert abs(float(counts[:100].sum()) - 10_000) < 5 * (40_000 * 0.25 * 0.75) ** 0.5
-        assert (
-            float(((counts - 100) ** 2 / 100).sum()) < 399 + 5 * 798**0.5
-        )  # chi squared: all rows are equally likely
+        # Chi squared: all rows are equally likely
+        assert float(((counts - 100) ** 2 / 100).sum()) < 399 + 5 * 798**0.5
         buffer.save(str(tmp_path / "saved"))
         with pytest.raises(DataFileError):
             buffer.load(str(tmp_path / "other"))

@@ -25,9 +25,8 @@ def test_rows_of_two_processes_are_drawn_whole_until_they_are_forgotten(cluster:
     def add(first: int) -> None:
         TransferQueueBuffer("steps").extend(rows(first, 30))
 
-    few = {
-        "backend": {"SimpleStorage": {"num_data_storage_units": 1}}
-    }  # the cluster of the tests has two processors
+    # The cluster of the tests has two processors
+    few = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
     transfer_queue.init(OmegaConf.create(few))
     try:
         buffer = TransferQueueBuffer("steps", seed=0)

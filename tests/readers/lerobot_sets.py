@@ -135,9 +135,8 @@ def check_gaps(kind: Any, folder: Path, version: str) -> None:
     ]
     assert len(lacking) == 2
     known = [episode["observation/touch"] for number, episode in enumerate(source) if number != 1]
-    if (
-        version == "v3.0"
-    ):  # the class for version 2.1 averages episodes, also those of which it knows nothing
+    # The class for version 2.1 averages episodes, also those of which it knows nothing
+    if version == "v3.0":
         np.testing.assert_allclose(
             read.meta.stats["observation.touch"]["mean"], np.concatenate(known).mean(0)
         )

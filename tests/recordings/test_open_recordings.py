@@ -258,9 +258,8 @@ def grown(
     assert len(recording) == 6
     whole = tmp_path / "whole"
     convert(source, whole, to=to, progress=False, **options)
-    for file in (
-        one for one in whole.rglob("*") if one.is_file()
-    ):  # files of the same bytes stay as they are
+    # Files of the same bytes stay as they are
+    for file in (one for one in whole.rglob("*") if one.is_file()):
         target = path / file.relative_to(whole)
         if not target.exists() or not filecmp.cmp(file, target, shallow=False):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -628,9 +628,8 @@ def test_a_hostile_note_is_one_short_error_and_nothing_is_written(tmp_path, name
             "a size that is a text",
             "deep lines",
         ):
-            assert convert(source, tmp_path / "made", name).num_present == 6, (
-                damage
-            )  # the line counts as none
+            # The line counts as none
+            assert convert(source, tmp_path / "made", name).num_present == 6, damage
             continue
         before = content(place(tmp_path / "made", name))
         with pytest.raises(UsageError) as error:

@@ -102,9 +102,8 @@ class Failing:
 def test_a_killed_upload_leaves_whole_blocks_and_the_next_one_goes_on(folder, tmp_path):
     blocks = {path.name: path.read_bytes() for path in folder.glob("*.h5")}
     store_at(tmp_path, "store")
-    pushed_until_killed(
-        folder, "store://walk", len(blocks), ".h5"
-    )  # more than are uploaded at once
+    # More than are uploaded at once
+    pushed_until_killed(folder, "store://walk", len(blocks), ".h5")
     found = {path.name: path.read_bytes() for path in (tmp_path / "walk").glob("*.h5")}
     assert not (tmp_path / "walk" / "metadata.json").exists()
     assert 0 < len(found) < len(blocks) and found.items() <= blocks.items()

@@ -351,6 +351,5 @@ def test_a_report_without_an_episode_that_can_be_read_is_one_error(tmp_path, is_
         with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
             rollout_data.report(source, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
-    assert not [
-        warning for warning in printed if warning.category is RuntimeWarning
-    ]  # means of no values
+    # Means of no values
+    assert not [warning for warning in printed if warning.category is RuntimeWarning]

@@ -305,9 +305,8 @@ def test_pushing_again_adds_missing_checksums_and_mends_damaged_ones(folder, tmp
     system.pipe_file(names[1], b"damaged")
     assert push(folder, "memory://mended") == 0
     assert {name: system.cat_file(name) for name in names} == before
-    push(
-        folder, "memory://mended", remote=RemoteOptions(chunk_bytes=1 << 13)
-    )  # other pieces would do as well
+    # Other pieces would do as well
+    push(folder, "memory://mended", remote=RemoteOptions(chunk_bytes=1 << 13))
     assert {name: system.cat_file(name) for name in names} == before
 
 

@@ -77,9 +77,8 @@ def test_what_envs_need_is_asked_for_before_they_need_it(tmp_path):
     before = len(LaggingFileSystem.requests)
     for _ in range(4):
         far.get_batch(3)
-    assert (
-        len(LaggingFileSystem.requests) - before <= 8
-    )  # many steps come by one request for each env
+    # Many steps come by one request for each env
+    assert len(LaggingFileSystem.requests) - before <= 8
     drain(far, 3)
     row_bytes = 36
     fetched = sum(

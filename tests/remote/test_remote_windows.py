@@ -197,9 +197,8 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
         num_read += len(batch["mask"])
         fetched = sum(stop - start for _, start, stop in LaggingFileSystem.requests)
         most = max(most, fetched - num_read * row_bytes)
-    assert (
-        most <= 4 * 2 * 4096
-    )  # two groups, batches that wait, and the rows beyond the ends of all chunks
+    # Two groups, batches that wait, and the rows beyond the ends of all chunks
+    assert most <= 4 * 2 * 4096
     assert fetched < 1.2 * far.num_frames * row_bytes
     assert LaggingFileSystem.most_at_once <= 3
 

@@ -238,9 +238,8 @@ def test_a_command_is_selected_if_the_browser_forbids_copying(visit: Visit) -> N
 def test_the_table_has_a_column_for_each_fact_of_an_episode(visit: Visit) -> None:
     heads = visit.page.locator("#rows thead th").all_inner_texts()
     assert " ".join(heads) == "# findings name writer env task length end success return robust z"
-    numbers = visit.page.evaluate(
-        "[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)"
-    )  # no reward here is as large
+    # No reward here is as large
+    numbers = visit.page.evaluate("[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)")
     assert numbers == ["0", "1,234.5", "-8.0550e+38", "1.0000e-300"]
 
 

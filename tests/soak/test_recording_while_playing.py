@@ -134,9 +134,8 @@ def learn(folder: Path, duration_s: float, stops: bool, options: dict[str, Any])
             max(latest, float(batch.observation[..., 1][batch.valid].max())),
         )
         time.sleep(0.004)
-    assert (
-        dataset.num_lost_trajectories == 0 and len(dataset.problems) <= 1
-    )  # that retention has cut trajectories
+    # That retention has cut trajectories
+    assert dataset.num_lost_trajectories == 0 and len(dataset.problems) <= 1
     about = {
         "batches": num_batches,
         "passes": passes[-1],
@@ -160,9 +159,8 @@ def check(batch: Any, seen: set[tuple[float, ...]], is_within_a_pass: bool) -> N
     step[2] = 1
     assert torch.equal(following[is_inside], rows[is_inside] + step)
     begun = [tuple(one) for one in rows[batch.is_first][:, :2].tolist()]
-    if (
-        not is_within_a_pass
-    ):  # now or a batch ago: which of them were dealt before the end of the pass is not known
+    # Now or a batch ago: which of them were dealt before the end of the pass is not known
+    if not is_within_a_pass:
         seen.clear()
         return
     assert len(set(begun)) == len(begun) and seen.isdisjoint(begun), (
@@ -245,9 +243,8 @@ def test_collectors_and_learners_share_a_folder_and_nothing_grows(
     for name, report in found.items():
         for what in ("bytes", "maps", "descriptors"):
             before, after = report[what]
-            open_now = (
-                2 if what == "descriptors" else 0
-            )  # the folder, and the block that is being written or opened
+            # The folder, and the block that is being written or opened
+            open_now = 2 if what == "descriptors" else 0
             assert after <= before * (1 + growth) + open_now, (
                 f"{what} of {name}: {before} after a sixth of the time, then {after}"
             )

@@ -71,9 +71,8 @@ def assert_same_columns(mine: Any, other: Any) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if torch.cuda.is_available() and value.is_floating_point():
-            torch.testing.assert_close(
-                found[name].cpu(), value
-            )  # a real device rounds sums by itself
+            # A real device rounds sums by itself
+            torch.testing.assert_close(found[name].cpu(), value)
         else:
             assert torch.equal(found[name].cpu(), value), name
 

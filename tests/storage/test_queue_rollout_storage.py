@@ -141,9 +141,8 @@ def test_i04_both_generators_see_the_order_of_time():
 
 def test_i05_statistics_of_a_wrapped_ring_change_nothing():
     storage = queue(num_envs=1, ratio=1.0)
-    for step, done in enumerate(
-        [1, 0, 0, 0, 0, 1]
-    ):  # held: 0 0 0 1, of which the newest ends the last segment
+    # Held: 0 0 0 1, of which the newest ends the last segment
+    for step, done in enumerate([1, 0, 0, 0, 0, 1]):
         storage.add_transitions(make_transition(step, 1, 1, torch.tensor([done])))
     before = everything(storage)
     assert float(storage.get_statistics()[0]) == 4

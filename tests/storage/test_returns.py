@@ -324,10 +324,11 @@ def test_nan_in_one_env_stays_in_that_env():
 
 def test_infinities_stay_in_their_env_without_a_warning(recwarn):
     rewards, values, last_values, dones = random_rollout(300, 3, done_rate=0)
+    # Infinity times 0 is no number, of which numpy would warn
     rewards[200, 1], dones[150, 1] = (
         float("inf"),
         1,
-    )  # infinity times 0 is no number, of which numpy would warn
+    )
     for got in (
         rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8),
         discounted_sums(rewards, dones, 0.9),

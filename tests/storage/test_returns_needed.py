@@ -213,9 +213,8 @@ def test_labels_need_no_returns():
             torch.equal(batch.action_labels, batch.actions + 0.5)
             and batch.actions.shape[-1] == ACTIONS
         )
-        assert (
-            batch.returns is None and batch.advantages is None
-        )  # rather than those of other steps
+        # Rather than those of other steps
+        assert batch.returns is None and batch.advantages is None
     compute(storage)
     drawn(storage)
     storage.clear()

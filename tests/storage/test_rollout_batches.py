@@ -119,12 +119,13 @@ def test_the_permutation_comes_from_the_storages_own_generator():
     assert torch.equal(state, torch.get_rng_state())
     assert order(make_storage(generator=3)) != order(make_storage(generator=4))
     orders = []
+    # The first one makes 0 a new value, whatever was seeded before this test.
     for seed in (
         1,
         0,
         1,
         0,
-    ):  # The first one makes 0 a new value, whatever was seeded before this test.
+    ):
         torch.manual_seed(seed)
         orders.append(order(make_storage(generator=None)))
     assert orders[1] == orders[3]

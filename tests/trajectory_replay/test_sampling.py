@@ -237,9 +237,8 @@ def test_log_probabilities_without_rewards_are_enough() -> None:
 
 
 def test_longer_flags_must_be_declared() -> None:
-    flags = (
-        torch.arange(14).reshape(7, 2, 1) % 2 == 0
-    )  # two epochs of three steps: 6 + 2 - 1 are too few
+    # Two epochs of three steps: 6 + 2 - 1 are too few
+    flags = torch.arange(14).reshape(7, 2, 1) % 2 == 0
     given_ = {"rewards": torch.zeros(6, 2, 1), "dones": torch.arange(16).reshape(8, 2, 1)}
     with pytest.raises(
         SchemaError, match=r"'dones' of a trajectory: expected \[6, 2, ...\] .* Declare 'dones'"
@@ -373,9 +372,8 @@ def test_threads_add_and_sample_at_once(tmp_path: Path, kind: str) -> None:
 
         def sample() -> None:
             try:
-                while not done.wait(
-                    0.0005
-                ):  # locks are not fair: samplers that never rest may keep `add` out
+                # Locks are not fair: samplers that never rest may keep `add` out
+                while not done.wait(0.0005):
                     drawn(buffer, 64)
             except BaseException as failure:  # noqa: BLE001 - shown below
                 failures.append(failure)

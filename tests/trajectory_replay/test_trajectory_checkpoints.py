@@ -454,9 +454,8 @@ def test_files_are_sampled_alike_where_they_cannot_be_mapped_side_by_side(tmp_pa
 def test_more_files_than_can_be_mapped_are_mapped_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4
-    )  # instead of 20,000
+    # Instead of 20,000
+    monkeypatch.setattr("rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4)
     options = {
         "auto_save": True,
         "auto_save_path": tmp_path,

@@ -85,9 +85,8 @@ def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(
     path = saved(tmp_path / "a") / INDEX_NAME
     expected = known_of(path.parent)
     index = json.loads(path.read_text())
-    path.write_text(
-        json.dumps(index, indent=4) + " " * (65 << 20)
-    )  # as long as one of 300,000 trajectories is
+    # As long as one of 300,000 trajectories is
+    path.write_text(json.dumps(index, indent=4) + " " * (65 << 20))
     assert known_of(path.parent) == expected
     del index["crc32"]
     path.write_text(json.dumps(index))

@@ -136,16 +136,14 @@ def test_playback_of_picture_sets_decodes_each_picture_once(
         with mock.patch.object(image, "open", wraps=image.open) as decode:
             for batch in dataset:
                 numbers = batch.action[batch.valid][:, 0].long().tolist()
-                joined = batch.observation[
-                    batch.valid
-                ].numpy()  # the camera, flattened, then the state
+                # The camera, flattened, then the state
+                joined = batch.observation[batch.valid].numpy()
                 for number, found in zip(numbers, joined, strict=True):
                     assert np.array_equal(found[:-2].reshape(SHAPE), picture(*divmod(number, 1000)))
                 num_frames += len(numbers)
         assert num_frames == sum(LENGTHS)
-        assert (
-            num_decoded <= decode.call_count <= num_decoded + 1
-        )  # opening decodes one, to learn its size
+        # Opening decodes one, to learn its size
+        assert num_decoded <= decode.call_count <= num_decoded + 1
 
 
 def test_a_damaged_picture_costs_only_its_own_windows(lerobot: Path, tmp_path: Path) -> None:

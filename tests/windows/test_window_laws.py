@@ -175,9 +175,8 @@ def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
             if step % 2:
                 writer.flush()
     dataset = WindowDataset(tmp_path, 2)
-    assert (
-        dataset.num_trajectories == 1
-    )  # env 0 until its timeout; env 1 failed, nothing else ended
+    # Env 0 until its timeout; env 1 failed, nothing else ended
+    assert dataset.num_trajectories == 1
     assert dataset.__getitems__([0, 1, 2])["observation"][:, 0, 1].tolist() == [0, 1, 2]
 
 

@@ -314,9 +314,8 @@ def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(
         state = loaders[0].state_dict()
         recorded.record(folders[0], [3, 4], first_number=100 + 10 * size, writer_name=f"a{size}")
         for folder in folders[: 1 + is_mixture]:
-            old = sorted(
-                folder.glob("rollout_b*.h5")
-            )  # the oldest of one writer, or all of any of several
+            # The oldest of one writer, or all of any of several
+            old = sorted(folder.glob("rollout_b*.h5"))
             old[0 if seed % 2 else chance.integers(len(old))].unlink()
 
 
@@ -347,10 +346,11 @@ def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path
 def test_a_state_of_an_earlier_version_within_an_epoch_of_a_shuffled_mixture_is_refused(datasets):
     loader = WindowLoader(datasets["mixture"], 4, seed=0)
     next(iter(loader))
+    # An earlier version does not name the last window
     state = {
         **loader.state_dict(),
         "after": None,
-    }  # an earlier version does not name the last window
+    }
     with pytest.raises(UsageError, match="set_epoch begins an epoch"):
         loader.load_state_dict(state)
     loader.set_epoch(1)
@@ -456,9 +456,8 @@ def test_two_ranks_of_torch_distributed(tmp_path):
     for epoch in range(2):
         batches = [rank["epochs"][epoch] for rank in ranks]
         assert [[len(batch) for batch in own] for own in batches] == [[4, 4, 4, 1]] * 2
-        ((expected,),) = [
-            list(map(names, alone))
-        ]  # of the first writer's windows: rank 0 saw no others
+        # Of the first writer's windows: rank 0 saw no others
+        ((expected,),) = [list(map(names, alone))]
         assert list(chain(*(first + second for first, second in zip(*batches, strict=True)))) == [
             *expected,
             expected[0],

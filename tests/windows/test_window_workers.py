@@ -140,9 +140,8 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
 
 def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
     memory, limits = WorkerMemory(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1000, limits[1])
-    )  # no place can be as large as a batch
+    # No place can be as large as a batch
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         for _ in range(3):
             check_same(

@@ -231,9 +231,8 @@ class Board:
         parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:
-                with self._locked(
-                    _LOOKING
-                ):  # what is found may be large: only one process makes it
+                # What is found may be large: only one process makes it
+                with self._locked(_LOOKING):
                     if self.read(name) is None:
                         self.write(name, _told(look), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):

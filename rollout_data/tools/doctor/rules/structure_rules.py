@@ -40,9 +40,8 @@ def _trajectories_in(header: BlockHeader) -> list[str]:
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report lengths, totals and ranges that disagree with the data."""
-    if (
-        scan.files.folder is None
-    ):  # The index of other formats may state ranges outside of the data.
+    # The index of other formats may state ranges outside of the data.
+    if scan.files.folder is None:
         yield from scan.files.defects("outside")
     if scan.failure is not None or scan.problems:
         return
