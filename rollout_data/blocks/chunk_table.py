@@ -163,7 +163,7 @@ class ChunkTable:
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the file ranges (starts, stops) of whole fragments, rows `first:stop`."""
+        """Return where whole fragments start and stop in the file: fragment i has rows `first[i]:stop[i]`."""
         starts = self.places[np.searchsorted(self.rows, first)]
         return starts, self.places[np.searchsorted(self.rows, stop)]
 

@@ -263,7 +263,7 @@ class _Walk:
         self.shown = np.arange(self.share.stop - self.share.start) if envs is None else envs
         self.parts: list[DealPart] = []
         first = state.is_first[self.share].nonzero()[0]
-        #: First frames of trajectories in the share: env and time.
+        #: (env, time) of the first frame of each trajectory in the share.
         self.firsts: list[tuple[Int64s, ...]] = [(first, np.zeros_like(first))]
         #: Segments that began: env, time, trajectory and frame.
         self.begun: list[tuple[Int64s, ...]] = []

@@ -88,7 +88,7 @@ def check_settings(
 
 
 def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
-    """Return the position of a state.
+    """Return the stream position that a saved state describes.
 
     Raises:
         Misfit: A trajectory in the state does not exist, or the state contradicts itself.

@@ -46,7 +46,7 @@ _MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
-    """Background writer of the blocks of one writer, numbered after its earlier blocks.
+    """Writes the blocks of a writer in the background; numbers continue from its earlier blocks.
 
     Args:
         journal: Journal of the writer, in which the number of published frames is stored.

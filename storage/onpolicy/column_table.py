@@ -490,7 +490,7 @@ class SavedStates:
 
 
 def _layout(states: Any) -> Any:
-    """Return the layout of states as in the module docstring."""
+    """Return the layout of recurrent states: "tensor", None, or a list of layouts."""
     if states is None:
         return None
     if isinstance(states, torch.Tensor):

@@ -270,7 +270,7 @@ class RowStore:
 
     @lasting
     def load_finals(self, keys: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
-        """Load final observations after `load`.
+        """Restore saved final observations. Call `load` first.
 
         Args:
             keys: `final_keys` of `RowState`.

@@ -189,7 +189,7 @@ def scan_trajectory_folder(
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
-    """Return the fields and flags of each folder that a conversion filled.
+    """Return, per folder, the fields and flags that the source lacked and a conversion filled in.
 
     The result is empty if the folders have several parents, since folder names are ambiguous then.
 

@@ -206,7 +206,7 @@ class Board:
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
         """Write a note atomically; return whether it was written.
 
-        A note that `is_final` is skipped if the name has a note.
+        If `is_final`, nothing is written when the name already has a note.
         """
         content = b"" if note is None and not is_final else pickle.dumps(note)
         with self._locked(_NOTES):

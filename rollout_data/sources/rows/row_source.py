@@ -355,7 +355,7 @@ class RowSource(EpisodeSource):
 
     @abstractmethod
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        """Copy runs of rows of `row_bytes / 4` words into `out`, on `device` (see `gather`)."""
+        """Copy runs of rows into `out` on `device`; a row is `row_bytes / 4` int32 words."""
 
     def _file_of(self, block: Block, place: Place, row: int) -> Path:
         return block.path

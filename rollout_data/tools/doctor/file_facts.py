@@ -207,7 +207,7 @@ class Files:
         before = parts[parts["sequence"] < first]
         after = parts[parts["sequence"] >= stop]
 
-        # Trajectories that had not ended before the blocks.
+        # Trajectories that begin before the missing blocks and do not end there.
         has_end = before["flags"] & ENDS > 0
         numbers = set(before["trajectory"].tolist()) - set(before["trajectory"][has_end].tolist())
 
