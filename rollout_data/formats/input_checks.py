@@ -24,6 +24,9 @@ from storage.errors import (
 
 from ..sources.recordings.natural_order import natural
 
+#: Errors that pyarrow raises for damaged files, besides its own.
+ARROW_DAMAGE = (OSError, ValueError, LookupError, TypeError, NotImplementedError)
+
 
 def optional(module: str, package: str, extra: str, what: str) -> Any:
     """Import the module of an optional package.

@@ -20,7 +20,7 @@ import numpy as np
 from storage.errors import CorruptFileError
 
 from ..sources.rows.chunk_decoder import RowCache
-from .input_checks import KnownFiles, damage_named, file_inside, optional
+from .input_checks import ARROW_DAMAGE, KnownFiles, damage_named, file_inside, optional
 
 #: Maximum bytes decoded at a time, unless a single row is larger.
 _BATCH_BYTES = 1 << 25
@@ -304,14 +304,7 @@ class ParquetFile:
     def _opened(self) -> Iterator[Any]:
         self._known.check(self.path)
         pyarrow, parquet = arrow()
-        damage = (
-            pyarrow.ArrowException,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            NotImplementedError,
-        )
+        damage = (pyarrow.ArrowException, *ARROW_DAMAGE)
         expected = "an intact Parquet file"
         with (
             damage_named("read", repr(str(self.path)), expected, *damage),

@@ -30,7 +30,7 @@ class EpisodeSource(ABC):
     Recordings, the doctor, edits, reports and `convert` read fields of episodes by name. Playback,
     windows and statistics read packed rows of many episodes by the methods of `RowSource`.
 
-    A source may be pickled, or used in a forked process.
+    The source of a recording may be pickled. Any source may be used in a forked process.
 
     Attributes:
         format: Name of the format: a key of `formats.registry.FORMATS`, or a format of ours.

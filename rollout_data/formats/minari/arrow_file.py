@@ -16,7 +16,7 @@ from typing import Any
 
 from storage.errors import CorruptFileError
 
-from ..input_checks import KnownFiles, damage_named, optional
+from ..input_checks import ARROW_DAMAGE, KnownFiles, damage_named, optional
 
 #: Maximum decompressed bytes of a batch. A batch that is larger in the file is allowed.
 _MAX_BATCH_BYTES = 1 << 28
@@ -113,15 +113,7 @@ class ArrowFile:
         self._known.check(self.path)
         pyarrow = optional("pyarrow", "pyarrow", "formats", "Arrow files")
         ipc = optional("pyarrow.ipc", "pyarrow", "formats", "Arrow files")
-        damage = (
-            pyarrow.ArrowException,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            NotImplementedError,
-            struct.error,
-        )
+        damage = (pyarrow.ArrowException, struct.error, *ARROW_DAMAGE)
         with (
             damage_named("read", repr(str(self.path)), "an intact Arrow file", *damage),
             pyarrow.memory_map(os.fspath(self.path)) as mapped,

@@ -59,7 +59,8 @@ class RowSource(EpisodeSource):
     """Episodes as rows of fixed size. A row contains fields of a frame that are stored together.
 
     Each subclass has another storage of rows: mapped files, files read on demand, remote files, or
-    memory. `LiveSource.snapshot` creates a source and adds metadata, problems and advice.
+    memory. `LiveSource.snapshot` creates a source. The source of a recording also has the metadata,
+    problems and advice of its folder; those of a stream are in `LiveSource`.
 
     Attributes:
         index: The episodes as arrays: lengths, ends, writers, and positions of their frames.
@@ -117,6 +118,11 @@ class RowSource(EpisodeSource):
     def numeric_fields(self) -> Schema:
         """The fields of a frame, except text fields."""
         return Schema(field for field in self.layouts[DATA].schema.values() if not field.is_text)
+
+    @cached_property
+    def text_names(self) -> tuple[str, ...]:
+        """Names of the text fields of a frame."""
+        return tuple(name for name, field in self.layouts[DATA].schema.items() if field.is_text)
 
     @property
     def blocks(self) -> list[Block]:
@@ -411,12 +417,11 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
             metadata[ABSENT] = other_names
         if is_open and not is_known:
             metadata[ENDS] = "open"
-        fields = source.layouts[DATA].schema
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),
             schema=_without(source.numeric_fields, absent),
-            texts=tuple(field.name for field in fields.values() if field.is_text),
+            texts=source.text_names,
             final=source.layouts[FINAL].schema if index.final_row[number] >= 0 else NO_FIELDS,
             terminated=bool(end == End.TERMINATED) if is_known else None,
             truncated=bool(end == End.TRUNCATED) if is_known else None,
