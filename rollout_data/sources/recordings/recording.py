@@ -38,7 +38,9 @@ from .field_statistics import FieldStatistics, compute_statistics
 from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
-#: Steps of rewards per read; other fields in the same rows are read too.
+#: Bytes of rows per read of rewards: fields in the same rows are read too.
+_REWARD_BYTES = 16 << 20
+#: Minimum number of steps per read of rewards. Images are not in the rows of rewards.
 _NUM_REWARDS = 1 << 12
 
 
@@ -129,8 +131,12 @@ class Recording(Sequence[Episode]):
         which, schemas = self.schemas()
         for number, schema in enumerate(schemas):
             places = np.flatnonzero(which == number)
-            cuts = np.flatnonzero(np.diff(np.cumsum(table["length"][places]) // _NUM_REWARDS)) + 1
-            for part in np.split(places, cuts) if "reward" in schema and len(places) else ():
+            if "reward" not in schema or not len(places):
+                continue
+            row_bytes = sum(field.row_bytes for field in schema.values())
+            num_steps = max(_NUM_REWARDS, _REWARD_BYTES // row_bytes)
+            cuts = np.flatnonzero(np.diff(np.cumsum(table["length"][places]) // num_steps)) + 1
+            for part in np.split(places, cuts):
                 table["return"][part] = self._returns(part, table["length"][part])
         return table
 

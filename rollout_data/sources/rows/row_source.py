@@ -138,9 +138,12 @@ class RowSource(EpisodeSource):
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         if self._noted is None:
             return super().schemas()
+        noted = self._noted.get(ABSENT)
+        if noted is None:
+            return np.zeros(len(self.index), np.int64), [self.numeric_fields]
         position_of: dict[Schema, int] = {}
         position_of_names: dict[tuple[str, ...], int] = {}
-        absent = [tuple(names or ()) for names in self._noted_column(ABSENT)]
+        absent = [tuple(names or ()) for names in noted]
         for names in dict.fromkeys(absent):
             # Names that are not fields do not change the schema.
             schema = _without(self.numeric_fields, names)
@@ -163,15 +166,16 @@ class RowSource(EpisodeSource):
             return index.lengths
         if name == "return":
             return np.full(len(index), np.nan)
+        noted = self._noted.get("end_time_ns" if name == "time" else name, [])
         if name == "success":
-            noted = self._noted_column(name)
-            return np.array(
-                [int(value) if isinstance(value, bool) else -1 for value in noted], np.int8
-            )
+            success = np.full(len(index), -1, np.int8)
+            for number, value in enumerate(noted):
+                if isinstance(value, bool):
+                    success[number] = value
+            return success
         # The note of a converted episode takes precedence over the value in the file.
         stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
         values = stored.get(name, np.full(len(index), ""))
-        noted = self._noted_column("end_time_ns" if name == "time" else name)
         value_type = str if values.dtype.kind == "U" else int
         if any(type(value) is value_type for value in noted):
             pairs = zip(noted, values.tolist(), strict=True)
@@ -181,10 +185,6 @@ class RowSource(EpisodeSource):
         if name != "time":
             return values
         return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
-
-    def _noted_column(self, name: str) -> list[Any]:
-        """Return the note of each episode under a name; None for episodes without the note."""
-        return (self._noted or {}).get(name) or [None] * len(self.index)
 
     @cached_property
     def _noted(self) -> dict[str, list[Any]] | None:
