@@ -54,7 +54,7 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
     """
     import ray.data
 
-    rows_per_task = arguments.whole("read rollouts", "rows_per_task", rows_per_task, 1)
+    rows_per_task = arguments.whole("rows_per_task", rows_per_task, 1)
     windows = WindowDataset(data_dir, **{"next_observations": True, **options})
     starts = np.concatenate(([0], np.cumsum(windows.lengths)))
     num_trajectories = len(windows.lengths)
@@ -96,8 +96,10 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
         fields = flatten(dict(windows.__getitems__(frames)))
     for name in _ADDED_COLUMNS:
         if name in fields:
-            expected = "other names than " + ", ".join(_ADDED_COLUMNS)
-            raise UsageError("read rollouts", f"with the field {name!r}", expected)
+            raise UsageError(
+                f"cannot read rollouts with the field {name!r}: expected other names than "
+                f"{', '.join(_ADDED_COLUMNS)}."
+            )
     columns = {name: on_host(leaf[:, 0]) for name, leaf in fields.items() if name != "mask"}
     columns[_TRAJECTORY] = np.repeat(numbers, lengths)
     columns[_FRAME] = frames - np.repeat(starts, lengths)
@@ -122,7 +124,7 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
     from ray.data import Datasink
     from ray.data.block import BlockAccessor
 
-    folder = arguments.path("write rollouts into", "", data_dir).absolute()
+    folder = arguments.path("", data_dir).absolute()
     staging = folder / f".ray-{secrets.token_hex(4)}"
 
     class RolloutSink(Datasink):
@@ -167,10 +169,10 @@ def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -
         trajectory = {name: column[rows] for name, column in columns.items()}
         length = int(trajectory[_LENGTH][0])
         if not np.array_equal(trajectory[_FRAME], np.arange(length)):
-            where = f"trajectory {trajectory[_TRAJECTORY][0]}"
-            advice = "Call dataset.sort('trajectory') first"
             raise UsageError(
-                "write", where, f"frames 0:{length} in one task", f"{len(rows)} of them", advice
+                f"cannot write trajectory {trajectory[_TRAJECTORY][0]}: expected frames "
+                f"0:{length} in one task, got {len(rows)} of them. Call "
+                "dataset.sort('trajectory') first."
             )
         done = trajectory.pop("done")[:, None].astype(bool)
         timeout = trajectory.pop("timeout")[:, None].astype(bool)

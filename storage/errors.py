@@ -1,10 +1,8 @@
 """The exception classes of both packages.
 
-The constructor joins up to five parts into one message:
-*cannot <action> <where>: expected <expected>, got <got>. <advice>.*
 Invalid calls (`UsageError`) and bad data (`DataFileError`) are separate subclasses of
-`RolloutDataError`. The message of a `UsageError` ends with *Raised by <class>.<method>.*, unless it
-contains both names already.
+`RolloutDataError`. A message is one or two sentences: the problem, then the next step. A
+`UsageError` puts the call of the user in front: *DictBuffer.sample: the buffer is empty.*
 """
 
 from __future__ import annotations
@@ -29,39 +27,19 @@ class RolloutDataError(Exception):
     """Base of every error that this project raises on purpose.
 
     Args:
-        action: The failed operation, as in "read frames 40:60 of trajectory 7".
-        where: File, trajectory or field of the error; "" for none.
-        expected: Description of a valid value.
-        got: Description of the actual value.
-        advice: Next step for the user, a sentence without the full stop.
-        message: Whole message instead of its parts. torch's `DataLoader` passes it when it raises
-            an error of a worker process again.
-
-    Attributes:
+        message: The problem, and the next step for the user: one or two sentences.
         kind: Class of the defect in one word, as in "gap", for programs; "" if unknown.
         episode: Name of the affected episode, or of its folder; "" for no episode or several.
     """
 
-    kind = episode = ""
     #: Public call of the user, as in "DictBuffer.sample"; "" if unknown.
     call = ""
 
-    def __init__(
-        self,
-        action: str = "",
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        advice: str = "",
-        message: str = "",
-    ) -> None:
-        self.action = action
-        self.where = where
-        self.expected = expected
-        self.got = got
-        self.advice = advice
-        self._message = message
-        super().__init__(action, where, expected, got, advice, *([message] if message else []))
+    def __init__(self, message: str = "", *, kind: str = "", episode: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+        self.episode = episode
 
     def of(self: _Self, kind: str, episode: str = "") -> _Self:
         """Set `kind` and `episode` unless they are set already; return this error."""
@@ -69,48 +47,17 @@ class RolloutDataError(Exception):
         self.episode = self.episode or episode
         return self
 
-    @property
-    def message(self) -> str:
-        """The whole message.
-
-        torch's `DataLoader` rebuilds an error with this attribute as `type(error)(message=text)`.
-        """
-        return str(self)
-
     def __str__(self) -> str:
-        if self._message:
-            return self._message
-        text = f"cannot {self.action}"
-        if self.where:
-            text += f" {self.where}"
-        found = [
-            f"{word} {part}"
-            for word, part in (("expected", self.expected), ("got", self.got))
-            if part
-        ]
-        if found:
-            text += ": " + ", ".join(found)
-        text += "."
-        if self.advice:
-            text += f" {self.advice.rstrip('.')}."
-        if not all(part in text for part in self.call.split(".")):
-            text += f" Raised by {self.call}."
-        return text
+        if all(name in self.message for name in self.call.split(".")):
+            return self.message
+        return f"{self.call}: {self.message}"
 
 
 class UsageError(RolloutDataError, ValueError):
     """An argument or a call is invalid."""
 
-    def __init__(
-        self,
-        action: str = "",
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        advice: str = "",
-        message: str = "",
-    ) -> None:
-        super().__init__(action, where, expected, got, advice, message)
+    def __init__(self, message: str = "", *, kind: str = "", episode: str = "") -> None:
+        super().__init__(message, kind=kind, episode=episode)
         self.call = _call_of_user()
 
 
@@ -154,28 +101,20 @@ class WriteError(RolloutDataError, OSError):
     """A file or folder could not be written, as on a full disk. The previous content is unchanged.
 
     Args:
+        message: See `RolloutDataError`.
         error_number: Error number of the system, as in `OSError.errno`.
         filename: Path of the file or folder.
     """
 
     def __init__(
-        self,
-        action: str = "",
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        advice: str = "",
-        message: str = "",
-        error_number: int | None = None,
-        filename: str | None = None,
+        self, message: str = "", error_number: int | None = None, filename: str | None = None
     ) -> None:
-        super().__init__(action, where, expected, got, advice, message)
+        super().__init__(message)
         self.errno = error_number
         self.filename = filename
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = self.action, self.where, self.expected, self.got, self.advice, self._message
-        return type(self), (*parts, self.errno, self.filename)
+        return type(self), (self.message, self.errno, self.filename)
 
 
 class DatasetExhausted(RolloutDataError, StopIteration):
@@ -212,20 +151,6 @@ class RolloutDataWarning(UserWarning):
 
 class TargetError(RolloutDataError, OSError):
     """A target is not writable: read-only, full, not permitted, or blocked by an existing file."""
-
-    def __init__(
-        self,
-        action: str = "",
-        where: str = "",
-        expected: str = "",
-        got: str = "",
-        advice: str = "",
-        message: str = "",
-    ) -> None:
-        super().__init__(action, where, expected, got, advice, message)
-        # `OSError` takes the first arguments for its own attributes.
-        self.args = (action, where, expected, got, advice, *([message] if message else []))
-        self.errno = self.strerror = self.filename = self.filename2 = None
 
 
 def _call_of_user() -> str:
@@ -266,3 +191,14 @@ def nearest(name: object, options: Iterable[str], most: int | None = None) -> st
     close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]
     return ", ".join(map(repr, ordered[:most])) if ordered else "nothing"
+
+
+def in_parts(
+    action: str, where: str = "", expected: str = "", got: str = "", advice: str = ""
+) -> str:
+    """Return a message from its parts."""
+    text = f"cannot {action} {where}".rstrip()
+    pairs = [f"{word} {part}" for word, part in (("expected", expected), ("got", got)) if part]
+    if pairs:
+        text += ": " + ", ".join(pairs)
+    return text + "." + (f" {advice.rstrip('.')}." if advice else "")

@@ -79,7 +79,7 @@ class RemoteBuffer:
         import ray
 
         told = RemoteOptions(**options)
-        whole("make a RemoteBuffer", "num_shards", num_shards, 1)
+        whole("num_shards", num_shards, 1)
         for method, group in GROUPS.items():
             ray.method(concurrency_group=group)(getattr(Shard, method))
         kind: Any = ray.remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(Shard)
@@ -103,7 +103,8 @@ class RemoteBuffer:
             )
         if not self._links:
             raise ClosedError(
-                f"call {name!r}", "", "an open RemoteBuffer", "a closed one", "Make a new one"
+                f"cannot call {name!r}: expected an open RemoteBuffer, got a closed one. Make "
+                "a new one."
             )
         return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
 
@@ -128,12 +129,12 @@ class RemoteBuffer:
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the learner; batches that are under way are dropped."""
-        self._version = whole("set the version", "version", version, 0)
+        self._version = whole("version", version, 0)
         self._ahead.clear()
 
     def pin(self, shard: int) -> None:
         """Send all later pushes of this client to one shard: those of steps that follow each other."""
-        self._home = whole("pin a client", "shard", shard, 0, len(self._links) - 1)
+        self._home = whole("shard", shard, 0, len(self._links) - 1)
 
     def flush(self) -> None:
         """Wait until all pushes and updates of this client are applied; raise what was wrong with one."""
@@ -216,13 +217,9 @@ class RemoteBuffer:
             and not self._options.whole_trajectories
             and self._traits.has_steps
         ):
-            advice = "Or push whole trajectories, and give whole_trajectories=True"
             raise UsageError(
-                "push steps",
-                "to several shards",
-                "a client after pin(shard)",
-                "one without",
-                advice,
+                "cannot push steps to several shards: expected a client after pin(shard), got "
+                "one without. Or push whole trajectories, and give whole_trajectories=True."
             )
         self._links[self._num_pushes % num_shards if home is None else home].push(
             name, args, options
@@ -232,7 +229,7 @@ class RemoteBuffer:
     def _draw(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         size = args[0] if args else next((options.pop(one) for one in _SIZES if one in options), 1)
         if not isinstance(size, Mapping):  # numbers by name, of a manager
-            size = whole("sample", "the number of rows", size, 1)
+            size = whole("the number of rows", size, 1)
         asked = name, size, args[1:], options
         try:
             return self._links[0].lasting(lambda: self._next(asked))
@@ -293,7 +290,8 @@ class RemoteBuffer:
             told, packed = link.answer(reference)
             if link.has_restarted(Ack(*told)):
                 raise LostActorError(
-                    "sample", f"from {link.where}", "the actor of before", "one that was restarted"
+                    f"cannot sample from {link.where}: expected the actor of before, got one "
+                    "that was restarted."
                 )
             wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
             for batch, part in zip(wanted, packed, strict=True):
@@ -315,4 +313,4 @@ def _another_client(actors: list[Any], options: RemoteOptions, traits: Traits) -
 
 def _below(folder: Any, shard: str) -> str:
     """Name the folder of a shard, as all processes know it."""
-    return str(path("save shards", "", folder).absolute() / shard.replace(" ", "_"))
+    return str(path("", folder).absolute() / shard.replace(" ", "_"))

@@ -90,8 +90,10 @@ class NoteTable:
         sizes = table["num_bytes"].astype(np.int64)
         fits = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
         if not fits or (table["key"][1:] < table["key"][:-1]).any():
-            expected = f"notes of at most {MAX_NOTE_BYTES} bytes, in order, in {num_bytes} bytes"
-            raise CorruptFileError("read", "", expected, f"{int(sizes.sum())} bytes")
+            raise CorruptFileError(
+                f"cannot read: expected notes of at most {MAX_NOTE_BYTES} bytes, in order, in "
+                f"{num_bytes} bytes, got {int(sizes.sum())} bytes."
+            )
         bounds = offset + np.append(0, np.cumsum(sizes))
         return cls(table["key"].copy(), bounds, table["checksum"].copy())
 

@@ -34,6 +34,7 @@ from storage.errors import (
     MissingFolderError,
     RolloutDataError,
     UsageError,
+    in_parts,
 )
 
 from .block import Block, FragmentSums
@@ -110,13 +111,18 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError as cause:
-        raise MissingFolderError(_OPEN, where, "a folder", "nothing there") from cause
+        raise MissingFolderError(
+            f"cannot {_OPEN} {where}: expected a folder, got nothing there."
+        ) from cause
     except NotADirectoryError as cause:
-        raise UsageError(_OPEN, where, "a folder", kind_of_file(folder)) from cause
+        raise UsageError(
+            f"cannot {_OPEN} {where}: expected a folder, got {kind_of_file(folder)}."
+        ) from cause
     except OSError as cause:
-        expected = "a folder that can be listed"
-        advice = "See to it that it may be read, and entered"
-        raise DataFileError(_OPEN, where, expected, str(cause), advice) from cause
+        raise DataFileError(
+            f"cannot {_OPEN} {where}: expected a folder that can be listed, got {cause}. See "
+            "to it that it may be read, and entered."
+        ) from cause
 
 
 def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
@@ -196,7 +202,7 @@ class BlockFolder:
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         # The path is made absolute, since the process may change its working directory.
-        return arguments.path(_OPEN, "", data_dir).absolute()
+        return arguments.path("", data_dir).absolute()
 
     def refresh(self) -> bool:
         """Open new blocks and remove deleted ones; return whether anything changed."""
@@ -320,12 +326,16 @@ class BlockFolder:
             if difference:
                 expected = "the fields of the blocks beside it"
                 advice = "Move it to a folder of its own"
-                problem = DataFileError("read the block", where, expected, difference, advice)
+                problem = DataFileError(
+                    in_parts("read the block", where, expected, difference, advice)
+                )
                 self.problems[name] = problem
             elif other is not None:
-                got = f"a second copy of {other.path.name!r}"
                 advice = "Remove one of them"
-                problem = DataFileError("read the block", where, "each block once", got, advice)
+                problem = DataFileError(
+                    f"cannot read the block {where}: expected each block once, got a second "
+                    f"copy of {other.path.name!r}. {advice}."
+                )
                 self.problems[name] = problem
             else:
                 self.blocks[name] = block
@@ -390,7 +400,9 @@ class BlockFolder:
             self.problems[name] = _unreadable(path, error)
             return None
         if stamp is None:  # Opening a pipe would wait.
-            problem = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
+            problem = CorruptFileError(
+                f"cannot read the block {str(path)!r}: expected a file, got no file."
+            )
             self.problems[name] = problem
         return stamp
 
@@ -527,9 +539,11 @@ class BlockFolder:
 
 def _metadata_error(path: Path, got: str) -> CorruptFileError:
     """Return the error of a metadata.json that is damaged, or declares fields that no block has."""
-    expected = "the fields of the blocks beside it"
-    advice = "The blocks are read by the fields that they hold; 'rollout-data verify --repair' makes this file anew"
-    return CorruptFileError("use the metadata", repr(str(path)), expected, got, advice)
+    return CorruptFileError(
+        f"cannot use the metadata {str(path)!r}: expected the fields of the blocks beside it, "
+        f"got {got}. The blocks are read by the fields that they hold; 'rollout-data verify "
+        "--repair' makes this file anew."
+    )
 
 
 def _check_cached(
@@ -574,7 +588,7 @@ def _check_cached(
     is_bounded = bounds[0] == 0 and bounds[-1] == len(fragments)
     is_even = (row_counts[0] == num_rows[0][:, None]).all()
     if not (is_inside and has_fragments and is_bounded and is_even):
-        raise CorruptFileError("use the index cache", "", "rows within their files")
+        raise CorruptFileError("cannot use the index cache: expected rows within their files.")
 
     block = np.repeat(np.arange(len(located)), np.diff(bounds))
     check_fragments(fragments, num_rows[0][block], num_rows[1][block])
@@ -583,7 +597,9 @@ def _check_cached(
 
 def _unreadable(path: Path, error: OSError) -> CorruptFileError:
     """Return the problem of a file that the system cannot read."""
-    problem = CorruptFileError("read the block", repr(str(path)), "a readable file", str(error))
+    problem = CorruptFileError(
+        f"cannot read the block {str(path)!r}: expected a readable file, got {error}."
+    )
     problem.__cause__ = error
     return problem
 
@@ -599,9 +615,10 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     metadata = load_metadata(data_dir)
     if metadata is None:
-        where = repr(str(data_dir))
-        expected = f"a {METADATA_NAME} or a block"
-        raise DataFileError("read the metadata of", where, expected, "neither")
+        raise DataFileError(
+            f"cannot read the metadata of {str(data_dir)!r}: expected a {METADATA_NAME} or a "
+            "block, got neither."
+        )
     return counted_metadata(BlockFolder.at(data_dir), metadata)
 
 

@@ -43,6 +43,7 @@ from .chunk_table import (
     CHUNK_CHECKSUMS,
     CHUNKS,
     OFFSETS,
+    ChecksumError,
     ChunkTable,
     Coding,
     check_parts,
@@ -114,7 +115,9 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
     if is_url(path):
         advice = "Publish it again from where it is intact"
     advice += "; the other blocks stay readable"
-    return CorruptFileError("read the block", repr(str(path)), expected, got, advice)
+    return CorruptFileError(
+        f"cannot read the block {str(path)!r}: expected {expected}, got {got}. {advice}."
+    )
 
 
 @lru_cache(maxsize=64)
@@ -181,16 +184,17 @@ class BlockHeader:
         offset, num_rows = self.locations[table][column]
         row_bytes = self.layouts[table].columns[column].row_bytes
         if not 0 <= start <= stop <= num_rows:
-            action = f"read rows {start}:{stop} of"
-            raise CorruptFileError(action, repr(str(self.path)), f"rows in 0:{num_rows}")
+            raise CorruptFileError(
+                f"cannot read rows {start}:{stop} of {str(self.path)!r}: expected rows in "
+                f"0:{num_rows}."
+            )
         if column not in self.chunks[table]:
             data = self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes)
             return data.reshape(-1, row_bytes)
         try:
             return self.chunks[table][column].read(start, stop, self.read_bytes)
         except CorruptFileError as cause:
-            expected = f"{cause.expected} in {table}/{column}"
-            raise corrupt(self.path, expected, cause.got) from cause
+            raise corrupt(self.path, f"intact rows of {table}/{column}", cause.message) from cause
 
     def stored_at(
         self,
@@ -283,16 +287,14 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except ForeignFileError:
         raise
     except UnsafeFileError as cause:
-        raise UnsafeFileError(
-            "read the block", repr(str(path)), cause.expected, cause.got
-        ) from cause
+        raise UnsafeFileError(f"The block {str(path)!r} is refused: {cause.message}") from cause
     except CorruptFileError as cause:
-        if "signature not found" in cause.got:
-            where = repr(str(path))
+        if "signature not found" in cause.message:
             raise ForeignFileError(
-                "read the block", where, "an HDF5 file", "another format"
+                f"cannot read the block {str(path)!r}: expected an HDF5 file, got another format."
             ) from cause
-        raise corrupt(path, cause.expected, cause.got).of(cause.kind, cause.episode) from cause
+        error = corrupt(path, "an intact file", cause.message)
+        raise error.of(cause.kind, cause.episode) from cause
     except DataFileError:  # The file could not be fetched.
         raise
     except RolloutDataError as cause:
@@ -302,7 +304,7 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
 
 def _header_error(expected: str, got: object) -> CorruptFileError:
     """Return the error of a damaged header. `read_header` adds the name of the file."""
-    return CorruptFileError("read", "", expected, str(got)).of("header")
+    return CorruptFileError(f"cannot read: expected {expected}, got {got}.").of("header")
 
 
 def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeader:
@@ -554,7 +556,7 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, DamagedRowsErr
                     bounds, chunk_sums = header.stored_at(table, column, start, stop)
                     try:
                         check_parts(read, bounds, chunk_sums, expected)
-                    except CorruptFileError as wrong:
+                    except ChecksumError as wrong:
                         yield number, _damage(header, table, column, number, wrong)
 
 
@@ -563,7 +565,7 @@ def _damage(
     table: str,
     column: str,
     number: int,
-    wrong: CorruptFileError,
+    wrong: ChecksumError,
 ) -> DamagedRowsError:
     """Return the error of damaged rows of a fragment.
 
@@ -575,8 +577,7 @@ def _damage(
     low = int(first_rows[number])
     difference = 0
     if column not in header.chunks[table]:
-        expected_sum = int(wrong.expected.removeprefix("checksum "), 16)
-        difference = int(wrong.got, 16) ^ expected_sum
+        difference = wrong.checksum ^ wrong.expected
     stored = header.layouts[table].columns[column]
     fields, first, last = located(stored, difference, low, int(stop_rows[number]))
 
@@ -589,11 +590,9 @@ def _damage(
         frames = (length, length)
         frames_text = "after the last"
     error = DamagedRowsError(
-        action=f"read frames {frames_text} of trajectory {trajectory}",
-        where=f"in {str(header.path)!r}, field {' or '.join(map(repr, fields))}, column {table}/{column}",
-        expected=wrong.expected,
-        got=wrong.got,
-        advice=f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories",
+        f"cannot read frames {frames_text} of trajectory {trajectory} in {str(header.path)!r}, field "
+        f"{' or '.join(map(repr, fields))}, column {table}/{column}: {wrong.message} Run "
+        f"'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories."
     )
     error.trajectory = trajectory
     error.fields = fields
@@ -618,12 +617,16 @@ def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Cod
     format_name = attribute(file, "format")
     if format_name != FORMAT_NAME:
         expected = f"format {FORMAT_NAME!r}"
-        raise ForeignFileError("read the block", where, expected, repr(format_name))
+        raise ForeignFileError(
+            f"cannot read the block {where}: expected {expected}, got {format_name!r}."
+        )
     version = int(attribute(file, "version"))
     if version != FORMAT_VERSION:
         expected = f"version {FORMAT_VERSION}"
-        advice = "Use the release that wrote it"
-        raise ForeignFileError("read the block", where, expected, str(version), advice)
+        raise ForeignFileError(
+            f"cannot read the block {where}: expected {expected}, got {version}. Use the "
+            "release that wrote it."
+        )
     texts = {"a schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
     for name, text in texts.items():
         if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
@@ -657,6 +660,8 @@ def check_fragments(
     is_wrong = (signs < 0) | (row > num_rows - length) | (final >= num_finals)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        expected = "fragments within the rows of their block"
-        error = CorruptFileError("read", "", expected, f"{fragments[first]} at {first}")
+        error = CorruptFileError(
+            "cannot read: expected fragments within the rows of their block, got "
+            f"{fragments[first]} at {first}."
+        )
         raise error.of("outside", str(fragments["trajectory"][first]))

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -243,10 +244,10 @@ def check_parts(
         expected: CRC-32 of all bytes.
 
     Raises:
-        CorruptFileError: A checksum is wrong. The error does not name the file.
+        ChecksumError: A checksum is wrong. The error does not name the file.
     """
     total = 0
-    wrong: tuple[str, str] | None = None
+    wrong: ChecksumError | None = None
     for number, ((start, stop), known) in enumerate(zip(pairwise(bounds), sums, strict=True)):
         chunk_sum = 0
         for part in read(start, stop):
@@ -254,22 +255,39 @@ def check_parts(
             if known >= 0:
                 chunk_sum = crc32(part, chunk_sum)
         if known >= 0 and chunk_sum != known and wrong is None:
-            wrong = (f"{known:08x} of chunk {number}", f"{chunk_sum:08x}")
+            wrong = ChecksumError(known, chunk_sum, f" of chunk {number}")
     if total != expected:
-        wrong = (f"{expected:08x}", f"{total:08x}")
+        wrong = ChecksumError(expected, total)
     if wrong is not None:
-        raise CorruptFileError("decode a chunk", "", f"checksum {wrong[0]}", wrong[1])
+        raise wrong
+
+
+class ChecksumError(CorruptFileError):
+    """The bytes of a chunk have another checksum than the block states.
+
+    Args:
+        expected: CRC-32 in the block.
+        checksum: CRC-32 of the bytes.
+        where: Text after the expected checksum.
+    """
+
+    def __init__(self, expected: int, checksum: int, where: str = "") -> None:
+        super().__init__(f"expected checksum {expected:08x}{where}, got {checksum:08x}.")
+        self.expected = expected
+        self.checksum = checksum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.expected, self.checksum), self.__dict__
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
     """Compare a chunk with its CRC-32. A CRC-32 of -1 is unknown and not compared.
 
     Raises:
-        CorruptFileError: The checksums differ. The error does not name the file.
+        ChecksumError: The checksums differ. The error does not name the file.
     """
     if expected < 0:
         return
     checksum = crc32(chunk)
     if checksum != expected:
-        expected_text = f"checksum {expected:08x}{where}"
-        raise CorruptFileError("decode a chunk", "", expected_text, f"{checksum:08x}")
+        raise ChecksumError(expected, checksum, where)

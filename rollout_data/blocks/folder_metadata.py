@@ -20,7 +20,7 @@ import numpy as np
 
 from storage.core.durable_files import read_text, replace_file, sync_path
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError, SchemaError, UsageError
+from storage.errors import RolloutDataError, SchemaError, UsageError, in_parts
 
 from .block_header import (
     FORMAT_NAME,
@@ -181,13 +181,10 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
         for part in json.JSONEncoder(indent=2, default=_plain).iterencode(metadata.to_json()):
             num_bytes += file.write(part)  # The JSON text is ASCII: one byte per character.
             if num_bytes > MAX_METADATA_BYTES:
-                expected = f"metadata of at most {MAX_METADATA_BYTES} bytes as JSON"
                 raise UsageError(
-                    "record",
-                    f"into {str(path.parent)!r}",
-                    expected,
-                    "more",
-                    "Keep large values elsewhere",
+                    f"cannot record into {str(path.parent)!r}: expected metadata of at most "
+                    f"{MAX_METADATA_BYTES} bytes as JSON, got more. Keep large values "
+                    "elsewhere."
                 )
         file.flush()
         if durable:
@@ -217,15 +214,20 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
     advice = "Record other data into another folder"
     if not len(present.schema):
         raise SchemaError(
-            "record", where, f"a {METADATA_NAME} of this format", "one of another format", advice
+            f"cannot record {where}: expected a {METADATA_NAME} of this format, got one of "
+            f"another format. {advice}."
         )
     if difference := present.schema.difference(mine.schema):
-        raise SchemaError("record", where, "the fields that it already holds", difference, advice)
+        raise SchemaError(
+            in_parts("record", where, "the fields that it already holds", difference, advice)
+        )
     for name in ("obs_segments", "obs_disassemble_mapping"):
         there = getattr(present, name)
         here = getattr(mine, name)
         if list(there.items()) != list(here.items()):
-            raise SchemaError("record", where, f"{name} {dict(there)}", str(dict(here)), advice)
+            raise SchemaError(
+                f"cannot record {where}: expected {name} {dict(there)}, got {dict(here)}. {advice}."
+            )
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -72,8 +72,10 @@ class RowLayout:
         for field in schema.values():
             check_codec(field)
             if field.num_elements == 0:
-                expected = "a row of at least one value"
-                raise SchemaError("store the field", repr(field.name), expected, str(field.shape))
+                raise SchemaError(
+                    f"cannot store the field {field.name!r}: expected a row of at least one "
+                    f"value, got {field.shape}."
+                )
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
         self._codecs = {field.name: codec_of(field) for field in schema.values()}

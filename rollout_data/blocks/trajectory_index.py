@@ -286,11 +286,12 @@ class TrajectoryIndex:
             named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
         more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
         which = "; ".join(named[:_NUM_NAMED])
-        got = (
-            f"{self.num_broken} without all of their blocks, where there is no block {which}{more}"
+        return DataFileError(
+            f"cannot read all trajectories of {where}: expected whole ones, got "
+            f"{self.num_broken} without all of their blocks, where there is no block "
+            f"{which}{more}. They are left out; bring the blocks back, unless they were "
+            "removed on purpose."
         )
-        advice = "They are left out; bring the blocks back, unless they were removed on purpose"
-        return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
 
     def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
         """Return the trajectories with a frame or final observation in some blocks, ascending."""
@@ -331,7 +332,10 @@ class TrajectoryIndex:
         expected = "the file as it was when it was found"
         advice = "A stream goes on with other trajectories"
         advice += "; for windows, open the dataset again" if is_gone else ""
-        lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)
+        lost = LostBlockError(
+            f"cannot {action} in {str(self.blocks[block].path)!r}: expected {expected}, got "
+            f"{got}. {advice}."
+        )
         lost.key = self.blocks[block].key
         lost.block = block
         return lost

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from storage.errors import DataFileError, UsageError
+from storage.errors import DataFileError, UsageError, in_parts
 
 from ..remote.locations import RemotePath
 from ..sources.recordings.recording import Recording
@@ -132,7 +132,7 @@ def other_source(path: Path, difference: str) -> UsageError:
     """Return the error of a target that was converted from another source."""
     expected = "the source and the options of the conversion that is there"
     advice = "Choose another place, or remove it"
-    return UsageError("convert into", repr(str(path)), expected, difference, advice)
+    return UsageError(in_parts("convert into", repr(str(path)), expected, difference, advice))
 
 
 def _writer_difference(there: ConversionNote, now: ConversionNote) -> str:

@@ -102,12 +102,14 @@ def convert(
         TargetError: The target cannot be written.
     """
     writer_type = _checked_writer(to, options)
-    progress = arguments.flag(_ACTION, "progress", progress)
+    progress = arguments.flag("progress", progress)
     recording = source if isinstance(source, Recording) else open_source(_ACTION, "source", source)
-    path = arguments.path(_ACTION, "target", target).absolute()
+    path = arguments.path("target", target).absolute()
     if recording.path in (path, *path.parents):
-        expected = f"target as a place outside of {str(recording.path)!r}"
-        raise UsageError(_ACTION, "", expected, repr(str(path)))
+        raise UsageError(
+            f"cannot {_ACTION}: expected target as a place outside of {str(recording.path)!r}, "
+            f"got {str(path)!r}."
+        )
 
     with ExitStack() as locks:
         with errors_of_target(path):
@@ -147,13 +149,15 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     formats = (OWN, *WRITERS, *EXPORTS)
     if to not in formats:
         expected = f"to as one of {nearest(str(to), formats).removeprefix('one of ')}"
-        raise UsageError(_ACTION, "", expected, repr(to))
+        raise UsageError(f"cannot {_ACTION}: expected {expected}, got {to!r}.")
 
     writer_type: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     unknown = [name for name in options if name not in writer_type.OPTIONS]
     if unknown:
         expected = nearest(unknown[0], writer_type.OPTIONS) if writer_type.OPTIONS else "no option"
-        raise UsageError(_ACTION, f"with to={to!r}", expected, repr(unknown[0]))
+        raise UsageError(
+            f"cannot {_ACTION} with to={to!r}: expected {expected}, got {unknown[0]!r}."
+        )
     return writer_type
 
 
@@ -311,8 +315,9 @@ def errors_of_target(path: Path) -> Iterator[None]:
         reason = _reason(cause)
         if reason is None:
             raise
-        where = repr(str(path))
-        error = TargetError("write", where, "a place that can be written", str(reason))
+        error = TargetError(
+            f"cannot write {str(path)!r}: expected a place that can be written, got {reason}."
+        )
         error.errno = _errno(reason)
         raise error from cause
 

@@ -146,7 +146,7 @@ def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None)
 
 
 def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(_ACTION, where, expected, got)
+    return CorruptFileError(f"cannot {_ACTION} {where}: expected {expected}, got {got}.")
 
 
 def encode_picture(pixels: Pixels) -> bytes:

@@ -599,9 +599,10 @@ def _text_of(place: Path) -> str:
 
 def occupied(path: Path, got: str) -> UsageError:
     """Return the error for a target with content that is not part of the conversion."""
-    expected = "an empty folder, or one of an earlier conversion"
-    advice = "Choose another place, or remove it"
-    return UsageError("write", repr(str(path)), expected, got, advice)
+    return UsageError(
+        f"cannot write {str(path)!r}: expected an empty folder, or one of an earlier "
+        f"conversion, got {got}. Choose another place, or remove it."
+    )
 
 
 def remove(path: Path) -> None:
@@ -748,9 +749,9 @@ def _check_no_group_is_field(names: Collection[str]) -> None:
     for name in names:
         for group in map(str, PurePosixPath(name).parents):
             if group in names:
-                expected = f"no field {group!r} in any episode"
                 raise UsageError(
-                    "write", f"the field {name!r}", expected, "both", "Rename one of them"
+                    f"cannot write the field {name!r}: expected no field {group!r} in any "
+                    "episode, got both. Rename one of them."
                 )
 
 

@@ -24,6 +24,7 @@ from storage.errors import (
     RolloutDataError,
     UnsafeFileError,
     UsageError,
+    in_parts,
 )
 from storage.replay.trajectory_dict_buffer import TrajectoryDictBuffer
 
@@ -69,8 +70,8 @@ def load_expert_trajectories(
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories"
-    motions = arguments.path(action, "motions", motions)
-    root = arguments.path(action, "motions_root", motions_root)
+    motions = arguments.path("motions", motions)
+    root = arguments.path("motions_root", motions_root)
     seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
 
     episodes = []
@@ -85,11 +86,13 @@ def load_expert_trajectories(
             names.append(name)
 
     if not episodes:
-        raise UsageError("load motions from", repr(str(motions)), "at least one episode", "none")
+        raise UsageError(
+            f"cannot load motions from {str(motions)!r}: expected at least one episode, got none."
+        )
     try:
         return TrajectoryDictBuffer(episodes, device, seq_length, file_names=names)
     except RolloutDataError as error:
-        error.where = f"{error.where} of the motions of {str(motions)!r}"
+        error.message = f"{str(motions)!r}: {error.message}"
         raise
 
 
@@ -139,7 +142,7 @@ def load_expert_trajectories_from_motion_lib(
     seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
     if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
         got = type(motion_lib).__name__
-        raise UsageError(action, "", "motion_lib as an iterable of motions", got)
+        raise UsageError(in_parts(action, "", "motion_lib as an iterable of motions", got))
 
     episodes = []
     motions: Iterable[Any] = motion_lib
@@ -150,12 +153,14 @@ def load_expert_trajectories_from_motion_lib(
             fields = {"motion_id": motion.id, **unflatten(values)}
         if not hasattr(fields, "items"):
             expected = f"motion_lib with a mapping as motion {number}"
-            raise UsageError(action, "", expected, type(motion).__name__)
+            raise UsageError(in_parts(action, "", expected, type(motion).__name__))
         episode = {name: _as_tensors(value, name == _OBSERVATION) for name, value in fields.items()}
         episodes.append(_mapped(episode, obs_dict_mapper, f"motion {number}"))
 
     if not episodes:
-        raise UsageError(action, "", "motion_lib with at least one motion", "none")
+        raise UsageError(
+            f"cannot {action}: expected motion_lib with at least one motion, got none."
+        )
     return TrajectoryDictBuffer(episodes, device, seq_length)
 
 
@@ -163,10 +168,12 @@ def _checked_options(
     action: str, seq_length: Any, device: Any, obs_dict_mapper: Any
 ) -> tuple[int, torch.device]:
     if obs_dict_mapper is not None and not callable(obs_dict_mapper):
-        expected = "obs_dict_mapper as a function of an observation"
-        raise UsageError(action, "", expected, repr(obs_dict_mapper))
-    num_rows = arguments.whole(action, "seq_length", seq_length, 1)
-    return num_rows, arguments.device(action, "device", device)
+        raise UsageError(
+            f"cannot {action}: expected obs_dict_mapper as a function of an observation, got "
+            f"{obs_dict_mapper!r}."
+        )
+    num_rows = arguments.whole("seq_length", seq_length, 1)
+    return num_rows, arguments.device("device", device)
 
 
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
@@ -174,8 +181,9 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
     try:
         text = read_text(path, "read the motion list")
     except FileNotFoundError as cause:
-        where = repr(str(path))
-        raise MissingMotionError("read the motion list", where, "a text file", "none") from cause
+        raise MissingMotionError(
+            f"cannot read the motion list {str(path)!r}: expected a text file, got none."
+        ) from cause
 
     motions = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -197,12 +205,16 @@ def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
         path = root / name
         if ".." in Path(name).parts or not path.resolve().is_relative_to(root.resolve()):
             where = f"{name!r}, {place}"
-            expected = f"a path in {str(root)!r}"
-            raise UnsafeFileError("load the motion", where, expected, "one that leads out of it")
+            raise UnsafeFileError(
+                f"cannot load the motion {where}: expected a path in {str(root)!r}, got one "
+                "that leads out of it."
+            )
         if os.path.exists(path):
             return name, path
     where = f"{stripped!r}, {place}"
-    raise MissingMotionError("load the motion", where, f"a file in {str(root)!r}", "none")
+    raise MissingMotionError(
+        f"cannot load the motion {where}: expected a file in {str(root)!r}, got none."
+    )
 
 
 def _as_tensors(values: Any, is_observation: bool) -> Any:
@@ -230,6 +242,8 @@ def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, where: str) -> di
     if mapper is None:
         return episode
     if _OBSERVATION not in episode:
-        advice = "Leave obs_dict_mapper out"
-        raise FieldTypeError("map the observation", f"of {where}", "one", "none", advice)
+        raise FieldTypeError(
+            f"cannot map the observation of {where}: expected one, got none. Leave "
+            "obs_dict_mapper out."
+        )
     return {**episode, _OBSERVATION: mapper(episode[_OBSERVATION])}

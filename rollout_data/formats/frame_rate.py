@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.arguments import is_real
-from storage.errors import DataFileError, UnansweredError, UsageError
+from storage.errors import DataFileError, UnansweredError, UsageError, in_parts
 
 from .episode_writer import EpisodeToWrite
 
@@ -126,12 +126,16 @@ def _stated_rates(
         elif not has_fps and not any(value is word or value == word for word in _UNKNOWN):
             got = repr(value)[:80]
             place = f"{key} of {where}"
-            raise UsageError("take the frame rate", place, "a number > 0", got, "Say fps=")
+            raise UsageError(
+                in_parts("take the frame rate", place, "a number > 0", got, "Say fps=")
+            )
 
 
 def _unknown_rate(what: str, whose: str) -> UsageError:
-    expected = f"a frame rate, as {RATE_KEYS[0]!r} in the metadata of {whose}"
-    return UsageError(f"write {what}", "as LeRobot", expected, "none", "Say fps=")
+    return UsageError(
+        f"cannot write {what} as LeRobot: expected a frame rate, as {RATE_KEYS[0]!r} in the "
+        f"metadata of {whose}, got none. Say fps=."
+    )
 
 
 def _time_fields(episode: EpisodeToWrite) -> list[str]:
@@ -184,5 +188,7 @@ def _check_same_rate(statements: Sequence[Statement]) -> None:
     first = statements[0]
     is_high = highest.rate_hz > first.rate_hz * (1 + _MAX_DIFFERENCE)
     other = highest if is_high else lowest
-    advice = "Select episodes of one rate, or correct the one that is wrong"
-    raise UsageError("write the recording", "at one frame rate", str(first), str(other), advice)
+    raise UsageError(
+        f"cannot write the recording at one frame rate: expected {first}, got {other}. Select "
+        "episodes of one rate, or correct the one that is wrong."
+    )

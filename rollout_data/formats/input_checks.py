@@ -20,6 +20,7 @@ from storage.errors import (
     RolloutDataError,
     UnsafeFileError,
     UsageError,
+    in_parts,
 )
 
 from ..sources.recordings.natural_order import natural
@@ -43,9 +44,9 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as cause:
-        advice = f"Install it with: pip install 'rollout-data[{extra}]'"
         raise UsageError(
-            f"read {what}", "", f"the package {package}", str(cause), advice
+            f"cannot read {what}: expected the package {package}, got {cause}. Install it "
+            f"with: pip install 'rollout-data[{extra}]'."
         ) from cause
 
 
@@ -66,11 +67,13 @@ def file_inside(root: Path, name: str) -> Path:
     if os.path.basename(parent) == "snapshots":
         places.append(os.path.join(os.path.dirname(parent), "blobs"))
     if "\0" in name or not any(_is_below(os.path.realpath(path), place) for place in places):
-        expected = f"a file below {str(root)!r}"
-        raise UnsafeFileError("open", repr(name), expected, "a path that leads out of it")
+        raise UnsafeFileError(
+            f"cannot open {name!r}: expected a file below {str(root)!r}, got a path that leads "
+            "out of it."
+        )
     if not path.is_file():
         got = "something else" if path.exists() else "nothing of that name"
-        raise CorruptFileError("open", repr(str(path)), "a file", got)
+        raise CorruptFileError(f"cannot open {str(path)!r}: expected a file, got {got}.")
     return path
 
 
@@ -131,9 +134,9 @@ class KnownFiles:
 
 
 def _changed(path: Path, got: str) -> CorruptFileError:
-    advice = "Call refresh() of the recording, or open it again"
     return CorruptFileError(
-        "read", repr(str(path)), "the file as it was when it was opened", got, advice
+        f"cannot read {str(path)!r}: expected the file as it was when it was opened, got "
+        f"{got}. Call refresh() of the recording, or open it again."
     )
 
 
@@ -157,7 +160,7 @@ def parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]).of(
+        raise CorruptFileError(in_parts("read", repr(str(path)), "JSON", str(cause)[:200])).of(
             "metadata"
         ) from cause
 
@@ -171,7 +174,9 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     content = parse_json(read_text(path, max_bytes=max_bytes), path)
     if not isinstance(content, dict):
         got = type(content).__name__
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", got).of("metadata")
+        raise CorruptFileError(in_parts("read", repr(str(path)), "a JSON object", got)).of(
+            "metadata"
+        )
     return content
 
 
@@ -223,6 +228,8 @@ def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]
         if isinstance(cause, RolloutDataError):
             raise
         got = f"{type(cause).__name__}: {cause}".split("\n")[0][:200]
-        raise CorruptFileError(action, where, expected, got) from cause
+        raise CorruptFileError(in_parts(action, where, expected, got)) from cause
     except MemoryError as cause:
-        raise DataFileError(action, where, expected, "more than the memory holds") from cause
+        raise DataFileError(
+            f"cannot {action} {where}: expected {expected}, got more than the memory holds."
+        ) from cause

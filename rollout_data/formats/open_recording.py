@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage.core.arguments import instance
-from storage.errors import DataFileError, RolloutDataError, UsageError
+from storage.errors import DataFileError, RolloutDataError, UsageError, in_parts
 
 from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from ..sources.recordings.open_episodes import open_episodes
@@ -36,7 +36,7 @@ def open(
         UsageError: The path does not exist, or the format or an option is unknown.
     """
     if format is not None:
-        instance(_ACTION, "format", format, "as a name", str)
+        instance("format", format, "a name", str)
     origin = _origin_of(_ACTION, "path", path)
     if remote is not None:
         remote = checked_remote(_ACTION, remote)
@@ -44,8 +44,10 @@ def open(
     if not hasattr(path, "origin"):
         origin = Origin(origin.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
-        got = f"{format!r} and {options!r}"
-        raise UsageError(_ACTION, f"with path={path!r}", "no other format or options", got)
+        raise UsageError(
+            f"cannot {_ACTION} with path={path!r}: expected no other format or options, got "
+            f"{format!r} and {options!r}."
+        )
     return Recording(origin, open_episodes(origin))
 
 
@@ -85,12 +87,14 @@ def check_any_readable(
     if not num_readable:
         where = repr(str(recording.path))
         reason = str(problems[0]) if problems else ""
-        raise DataFileError("read", where, "an episode that can be read", "none", reason)
+        raise DataFileError(in_parts("read", where, "an episode that can be read", "none", reason))
 
 
 def _origin_of(action: str, name: str, source: Any) -> Origin:
     origins = origins_of(source, action, name)
     if len(origins) > 1:
-        advice = "Pass the list to a dataset, or to merge"
-        raise UsageError(action, "", f"{name} as one path", f"{len(origins)} paths", advice)
+        raise UsageError(
+            f"cannot {action}: expected {name} as one path, got {len(origins)} paths. Pass the "
+            "list to a dataset, or to merge."
+        )
     return origins[0]

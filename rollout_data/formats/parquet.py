@@ -313,7 +313,7 @@ class ParquetFile:
             yield file
 
     def _damaged(self, expected: str, got: str) -> CorruptFileError:
-        return CorruptFileError("read", repr(str(self.path)), expected, got)
+        return CorruptFileError(f"cannot read {str(self.path)!r}: expected {expected}, got {got}.")
 
 
 class KeptRows:
@@ -595,14 +595,19 @@ def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
         size = lengths[0].as_py() if len(lengths) else 0
         if lengths.null_count or (lengths.to_numpy(zero_copy_only=False) != size).any():
             raise CorruptFileError(
-                "read", where, f"rows of the shape {shape}", "rows of several lengths"
+                f"cannot read {where}: expected rows of the shape {shape}, got rows of several "
+                "lengths."
             )
         sizes.append(size)
         array = array.flatten()
     got = tuple(sizes)
     if num_rows and (prod(got) != prod(shape) or (len(got) > 1 and got != shape)):
-        raise CorruptFileError("read", where, f"rows of the shape {shape}", str(got))
+        raise CorruptFileError(
+            f"cannot read {where}: expected rows of the shape {shape}, got {got}."
+        )
     if array.null_count:
-        raise CorruptFileError("read", where, "a value in every row", f"none in {array.null_count}")
+        raise CorruptFileError(
+            f"cannot read {where}: expected a value in every row, got none in {array.null_count}."
+        )
     rows: Array = array.to_numpy(zero_copy_only=False).reshape(num_rows, *shape)
     return rows

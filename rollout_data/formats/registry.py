@@ -80,7 +80,9 @@ _MAX_ENTRIES = 20
 
 def _import_class(name: str, class_name: str, modules: Mapping[str, str], action: str) -> Any:
     if not isinstance(name, str) or name not in modules:
-        raise UsageError(action, "", f"format {nearest(name, modules)}", repr(name))
+        raise UsageError(
+            f"cannot {action}: expected format {nearest(name, modules)}, got {name!r}."
+        )
     return getattr(import_module(f".{modules[name]}", __package__), class_name)
 
 
@@ -157,16 +159,19 @@ def _only_format(path: Path) -> str:
     where = repr(str(path))
     advice = "Name its format="
     if candidates:
-        got = f"what may be {' or '.join(candidates)}"
-        raise ForeignFileError("open", where, "one format", got, advice)
+        raise ForeignFileError(
+            f"cannot open {where}: expected one format, got what may be "
+            f"{' or '.join(candidates)}. {advice}."
+        )
 
     recordings = recordings_in(path)
     if recordings:
         are_foreign = all(detect(entry) for entry in recordings)
         error_type = ForeignFileError if are_foreign else UsageError
         raise several_error("open", path, recordings, error_type)
-    expected = f"one of {', '.join(FORMATS)}"
-    raise ForeignFileError("open", where, expected, "something else", advice)
+    raise ForeignFileError(
+        f"cannot open {where}: expected one of {', '.join(FORMATS)}, got something else. {advice}."
+    )
 
 
 def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileSource:
@@ -182,7 +187,9 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
     unknown = [name for name in options if name not in reader_type.OPTIONS]
     if unknown:
         known = nearest(unknown[0], reader_type.OPTIONS) if reader_type.OPTIONS else "no option"
-        raise UsageError("open", repr(str(path)), f"{known} (of {chosen})", repr(unknown[0]))
+        raise UsageError(
+            f"cannot open {str(path)!r}: expected {known} (of {chosen}), got {unknown[0]!r}."
+        )
 
     reader = reader_type(path, options)
     for check in (report_copied_actions, report_reset_rows):

@@ -224,8 +224,9 @@ def _frames_at(
                 frame = next(frames, None)
             if frame is None or frame.time > time_s + tolerance_s:
                 got = "the end of the video" if frame is None else f"the next at {frame.time:.4f} s"
-                expected = f"a frame at {time_s:.4f} s"
-                raise _MissingFrameError("read", repr(str(path)), expected, got)
+                raise _MissingFrameError(
+                    f"cannot read {str(path)!r}: expected a frame at {time_s:.4f} s, got {got}."
+                )
             _check_size(path, frame, shape)
             yield frame
 
@@ -283,4 +284,4 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
 
 
 def _damaged(path: Path, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError("read", repr(str(path)), expected, got)
+    return CorruptFileError(f"cannot read {str(path)!r}: expected {expected}, got {got}.")

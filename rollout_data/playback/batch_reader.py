@@ -17,7 +17,7 @@ import torch
 
 from storage.core.fields import map_leaves, unflatten
 from storage.core.memory import BufferPool, sent, sent_together
-from storage.errors import SchemaError, UsageError
+from storage.errors import SchemaError, UsageError, in_parts
 
 from ..blocks.annotation_table import TASK
 from ..blocks.annotations import Notes
@@ -315,7 +315,9 @@ def write_into(
 ) -> None:
     """Copy every tensor of `batch` into `buffer`: into the rows `rows` of its first axis; None: all."""
     if not isinstance(buffer, Transition):
-        raise UsageError(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
+        raise UsageError(
+            in_parts(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
+        )
     for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
         if isinstance(source, (torch.Tensor, Mapping)):
             _write(action, name, target, source, rows)
@@ -326,7 +328,8 @@ def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor 
         for key, value in source.items():
             if target is not None and key not in target:
                 raise SchemaError(
-                    action, "", f"buffer with the field '{name}/{key}'", "none of that name"
+                    f"cannot {action}: expected buffer with the field '{name}/{key}', got none "
+                    "of that name."
                 )
             _write(action, f"{name}/{key}", None if target is None else target[key], value, rows)
         return
@@ -334,8 +337,10 @@ def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor 
         return
     shape = target.shape if rows is None else (len(rows), *target.shape[1:])
     if tuple(shape) != tuple(source.shape):
-        expected = f"buffer with {name!r} of shape {tuple(source.shape)}"
-        raise SchemaError(action, "", expected, str(tuple(shape)))
+        raise SchemaError(
+            f"cannot {action}: expected buffer with {name!r} of shape {tuple(source.shape)}, "
+            f"got {tuple(shape)}."
+        )
     if rows is None:
         target.copy_(source)
     else:

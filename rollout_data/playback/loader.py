@@ -21,7 +21,7 @@ from storage.core.arguments import whole
 from storage.core.object_summary import Shown
 from storage.core.random_indices import generator_on
 from storage.core.threads import Owner, Unique
-from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
+from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError, in_parts
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from ..sources.processes.process_group import Board, Look
@@ -77,13 +77,9 @@ class PrefetchedBatches(Unique):
         dataset.wait_for_left_reader()
         if dataset.lent_to is not None:
             dataset.lent_to.check()
-            advice = "Leave that loop or close() it, or make another dataset"
             raise UsageError(
-                "prefetch",
-                "from a dataset",
-                "no other thread that reads ahead of it",
-                "one",
-                advice,
+                "cannot prefetch from a dataset: expected no other thread that reads ahead of "
+                "it, got one. Leave that loop or close() it, or make another dataset."
             )
         if dataset.is_over():
             dataset.reset()
@@ -173,10 +169,10 @@ class RolloutLoader(Shown):
         if not isinstance(dataset, RolloutStream):
             advice = "WindowLoader reads windows"
             raise UsageError(
-                action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice
+                in_parts(action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice)
             )
         self.dataset = dataset
-        self.num_workers = whole(action, "num_workers", num_workers, 0)
+        self.num_workers = whole("num_workers", num_workers, 0)
         # A DataLoader without a generator draws from torch's own.
         self._options = {"generator": generator_on(None), **options}
         dataset.is_for_workers |= self.num_workers > 0
@@ -238,7 +234,8 @@ class RolloutLoader(Shown):
                 owner.check()
                 if dataset.agree is not agree_and_send:
                     raise UsageError(
-                        "go on with an iteration", "over a loader", "one at a time", "a newer one"
+                        "cannot go on with an iteration over a loader: expected one at a time, "
+                        "got a newer one."
                     )
         finally:
             if dataset.agree is agree_and_send:
@@ -256,10 +253,9 @@ class RolloutLoader(Shown):
             # Of a worker that lives
             if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):
                 raise
-            where = f"of {self.dataset.data_dir!r}"
-            advice = "load_state_dict(state_dict()) goes on with the next batch"
             raise BackgroundError(
-                "read a batch", where, "living workers", str(cause), advice
+                f"cannot read a batch of {self.dataset.data_dir!r}: expected living workers, "
+                f"got {cause}. load_state_dict(state_dict()) goes on with the next batch."
             ) from cause
 
 

@@ -10,7 +10,7 @@ import torch
 from storage.codecs.codec_chains import codec_of
 from storage.core.fields import Field
 from storage.core.records import as_tensor
-from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError
+from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, in_parts
 
 from ..blocks.row_layout import joined
 
@@ -26,13 +26,16 @@ def assembled(action: str, fields: Sequence[Field], traj_data: Mapping[str, Any]
         traj_data: The components by name.
     """
     if not isinstance(traj_data, Mapping):
-        raise UsageError(action, "", "traj_data as a mapping of arrays", type(traj_data).__name__)
+        raise UsageError(
+            in_parts(action, "", "traj_data as a mapping of arrays", type(traj_data).__name__)
+        )
     leaves = _leaves(traj_data, "")
     parts = [_component(action, field, leaves) for field in fields]
     lengths = {field.name: len(part) for field, part in zip(fields, parts, strict=True)}
     if len(set(lengths.values())) > 1:
         raise SchemaError(
-            action, "", "traj_data with as many frames in each component", str(lengths)
+            f"cannot {action}: expected traj_data with as many frames in each component, got "
+            f"{lengths}."
         )
     return joined(parts, 1)
 
@@ -54,8 +57,10 @@ def _component(action: str, field: Field, leaves: Mapping[str, Any]) -> torch.Te
     names = (f"obs_{component}", field.name, component) if component else _WHOLE
     name = next((name for name in names if name in leaves), None)
     if name is None:
-        expected = f"traj_data with {' or '.join(map(repr, names))}"
-        raise MissingFieldError(action, "", expected, ", ".join(map(repr, leaves)) or "nothing")
+        raise MissingFieldError(
+            f"cannot {action}: expected traj_data with {' or '.join(map(repr, names))}, got "
+            f"{', '.join(map(repr, leaves)) or 'nothing'}."
+        )
     where = f"with {name!r}"
     value = leaves[name]
     if isinstance(value, tuple) and len(value) == 1:  # the older writer stores an observation so
@@ -63,11 +68,12 @@ def _component(action: str, field: Field, leaves: Mapping[str, Any]) -> torch.Te
     values = value.detach() if isinstance(value, torch.Tensor) else as_tensor(value, action, where)
     if values.dim() < 1 or values.shape[1:].numel() != field.num_elements:
         raise SchemaError(
-            action, where, f"shape [T, {field.num_elements}]", str(list(values.shape))
+            f"cannot {action} {where}: expected shape [T, {field.num_elements}], got "
+            f"{list(values.shape)}."
         )
     codec = codec_of(field)
     if codec.stored_dtype is not None and str(values.dtype) == f"torch.{codec.stored_dtype}":
         values = codec.decode(values, field.torch_dtype)
     elif not torch.can_cast(values.dtype, field.torch_dtype):
-        raise FieldTypeError(action, where, field.dtype, str(values.dtype))
+        raise FieldTypeError(in_parts(action, where, field.dtype, str(values.dtype)))
     return values.to(field.torch_dtype, copy=True).reshape(len(values), *field.shape)

@@ -113,8 +113,10 @@ def frame_range(value: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         start = stop = 0
     if not 0 <= start < stop <= _MOST_FRAMES:
-        expected = "starting_frame_range (start, stop), whole numbers with 0 <= start < stop"
-        raise UsageError(CREATE, "", expected, repr(value))
+        raise UsageError(
+            f"cannot {CREATE}: expected starting_frame_range (start, stop), whole numbers with "
+            f"0 <= start < stop, got {value!r}."
+        )
     return start, stop
 
 
@@ -256,11 +258,17 @@ def _not_in_time(
     source: LiveSource, wanted: int, num_usable: int, options: PassOptions
 ) -> WaitTimeoutError:
     where = ", ".join(map(str, source.paths))
-    expected = f"{wanted} complete ones within {options.wait_timeout_s:g} s"
-    got = str(num_usable) if source.missing is None else f"no folder {source.missing.where}"
+    got = (
+        str(num_usable)
+        if source.missing is None
+        else f"a missing folder ({source.missing.message})"
+    )
     keeping = " or keep fewer (keep_latest_n_trajs)" if options.keep_latest_n_trajs else ""
-    advice = f"Record more, wait longer (wait_timeout_s){keeping}"
-    error = WaitTimeoutError("read the newest trajectories", f"of {where!r}", expected, got, advice)
+    error = WaitTimeoutError(
+        f"cannot read the newest trajectories of {where!r}: expected {wanted} complete ones "
+        f"within {options.wait_timeout_s:g} s, got {got}. Record more, wait longer "
+        f"(wait_timeout_s){keeping}."
+    )
     error.__cause__ = source.missing
     return error
 
@@ -310,7 +318,8 @@ class Dealer:
         begun = self._begin(deal.number + 1, deal, in_use)
         if not len(begun[0].order):
             raise UsageError(
-                "begin the next pass", f"over {self._where}", "at least one trajectory", "none left"
+                f"cannot begin the next pass over {self._where}: expected at least one "
+                "trajectory, got none left."
             )
         return begun
 
@@ -446,13 +455,15 @@ class Dealer:
             advice = (
                 "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
             )
-            got = f"data of the format {self.source.format!r}"
-            raise UsageError("refresh", f"a pass over {self._where}", "block files", got, advice)
+            raise UsageError(
+                f"cannot refresh a pass over {self._where}: expected block files, got data of "
+                f"the format {self.source.format!r}. {advice}."
+            )
         if self.is_cut_off and index is not None and _content(index) != _content(snapshot.index):
-            expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError(
-                "begin the next pass", f"over {self._where}", expected, "a change", advice
+                f"cannot begin the next pass over {self._where}: expected folders that stay as "
+                f"they are, behind a plain DataLoader in several ranks, got a change. {advice}."
             )
         if before is not None and index is not None and index is not snapshot.index:
             was_lost = before.source.is_lost[in_use]

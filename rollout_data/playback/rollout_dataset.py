@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from storage.core import arguments
 from storage.core.arguments import choice, flag, real, whole
-from storage.errors import UsageError
+from storage.errors import UsageError, in_parts
 
 from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA
@@ -38,10 +37,6 @@ from .transition import Transition
 Cache = Literal["none", "ram", "device"]
 OnError = Literal["raise", "skip"]
 Interpolation = Literal["nearest", "linear"]
-_flag = partial(flag, CREATE)
-_whole = partial(whole, CREATE)
-_real = partial(real, CREATE)
-_choice = partial(choice, CREATE)
 
 
 class RolloutDataset(RolloutStream):
@@ -153,34 +148,34 @@ class RolloutDataset(RolloutStream):
         super().__init__(data_dir, num_envs, device)
         self._origins = present_origins_of(data_dir, CREATE, "data_dir")
         if num_transitions_per_env is not None:
-            num_transitions_per_env = _whole("num_transitions_per_env", num_transitions_per_env, 1)
+            num_transitions_per_env = whole("num_transitions_per_env", num_transitions_per_env, 1)
         self.num_transitions_per_env = num_transitions_per_env
-        self.cache = _choice("cache", cache, get_args(Cache))
-        self.interpolation = _choice("interpolation", interpolation, get_args(Interpolation))
-        self.even = _choice("even", even, get_args(Even))
-        self.on_error = _choice("on_error", on_error, get_args(OnError))
-        self.drop_last = _flag("drop_last", drop_last)
-        self.as_dict = _flag("as_dict", as_dict)
-        self.verify_on_open = _flag("verify_on_open", verify_on_open)
-        self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
+        self.cache = choice("cache", cache, get_args(Cache))
+        self.interpolation = choice("interpolation", interpolation, get_args(Interpolation))
+        self.even = choice("even", even, get_args(Even))
+        self.on_error = choice("on_error", on_error, get_args(OnError))
+        self.drop_last = flag("drop_last", drop_last)
+        self.as_dict = flag("as_dict", as_dict)
+        self.verify_on_open = flag("verify_on_open", verify_on_open)
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._remote = checked_remote(CREATE, remote)
         if refresh_s is not None:
-            refresh_s = _real("refresh_s", refresh_s, ">= 0 seconds", lambda seconds: seconds >= 0)
+            refresh_s = real("refresh_s", refresh_s, ">= 0 seconds", lambda seconds: seconds >= 0)
         self._passes = PassOptions(
-            _whole("dataset_loops", dataset_loops, -(1 << 62)),
-            _flag("random_shuffle_traj_order", random_shuffle_traj_order),
-            _whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
+            whole("dataset_loops", dataset_loops, -(1 << 62)),
+            flag("random_shuffle_traj_order", random_shuffle_traj_order),
+            whole("keep_latest_n_trajs", keep_latest_n_trajs, 0),
             frame_range(starting_frame_range),
-            _whole("seed", seed, 0),
-            _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
+            whole("seed", seed, 0),
+            real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
             refresh_s=refresh_s,
         )
         self._notes = Notes()
         self._look = {
-            "flatten_observations": _flag("flatten_observations", flatten_observations),
-            "mark_first_frame": _flag("mark_first_frame", mark_first_frame),
-            "contiguous": _flag("contiguous", contiguous),
-            "notes": self._notes if _flag("texts", texts) else None,
+            "flatten_observations": flag("flatten_observations", flatten_observations),
+            "mark_first_frame": flag("mark_first_frame", mark_first_frame),
+            "contiguous": flag("contiguous", contiguous),
+            "notes": self._notes if flag("texts", texts) else None,
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
         self._begin_unread(checked_shard(shard, CREATE))
@@ -268,7 +263,7 @@ class RolloutDataset(RolloutStream):
     def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
         """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
         action = arguments.calling(self, "fill_rollout")
-        num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
+        num_steps = arguments.whole("num_transitions_per_env", num_transitions_per_env, 1)
         self._ensure_started()
         plan, position = self.plan_next(num_steps)
         write_into(action, buffer, self.read(plan, position), None)
@@ -282,11 +277,8 @@ class RolloutDataset(RolloutStream):
 
         Its `state_dict()` is the state after the last delivered batch.
         """
-        action = arguments.calling(self, "prefetch")
-        num_batches = arguments.whole(action, "num_batches", num_batches, 1)
-        return PrefetchedBatches(
-            self, num_batches, arguments.optional_device(action, "device", device)
-        )
+        num_batches = arguments.whole("num_batches", num_batches, 1)
+        return PrefetchedBatches(self, num_batches, arguments.optional_device("device", device))
 
     # Names from the published description
 
@@ -341,7 +333,8 @@ class RolloutDataset(RolloutStream):
                     repr(f"{known}:{number}") for known, number in first
                 )
             raise UsageError(
-                f"call {type(self).__name__}.get_frame_range", "", expected, repr(name)
+                f"cannot call {type(self).__name__}.get_frame_range: expected {expected}, got "
+                f"{name!r}."
             )
         return 0, int(index.lengths[places[0]])
 
@@ -377,13 +370,9 @@ class RolloutDataset(RolloutStream):
             recorded = self.metadata.get("frame_rate_hz")
             rate = None if recorded is None else _frame_rate(recorded)
         if rate is None:
-            advice = "Give frame_rate_hz, or record it in the metadata"
             raise UsageError(
-                "look frames up by time",
-                f"in {self.data_dir!r}",
-                "a known frame rate",
-                "none",
-                advice,
+                f"cannot look frames up by time in {self.data_dir!r}: expected a known frame "
+                "rate, got none. Give frame_rate_hz, or record it in the metadata."
             )
         return rate
 
@@ -411,7 +400,9 @@ class RolloutDataset(RolloutStream):
         if not is_right:
             expected = f"position as {len(ids)} numbers of frames, from 0 up to {last.tolist()[:8]}"
             raise UsageError(
-                arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100]
+                in_parts(
+                    arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100]
+                )
             )
         return frames
 
@@ -422,4 +413,4 @@ class RolloutDataset(RolloutStream):
 
 
 def _frame_rate(value: Any) -> float:
-    return _real("frame_rate_hz", value, "> 0 frames per second", lambda rate: 0 < rate < math.inf)
+    return real("frame_rate_hz", value, "> 0 frames per second", lambda rate: 0 < rate < math.inf)

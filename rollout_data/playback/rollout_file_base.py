@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from storage.core import arguments
 from storage.core.arguments import whole
 from storage.core.object_summary import Shown
-from storage.errors import UsageError
+from storage.errors import UsageError, in_parts
 
 from ..remote.locations import DataDirs
 from ..sources.processes.process_group import is_in_worker
@@ -62,10 +62,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     ) -> None:
         super().__init__()
         self.data_dir = data_dir
-        self.num_envs = whole(arguments.creating(self), "num_envs", num_envs, 1, _MAX_ENVS)
+        self.num_envs = whole("num_envs", num_envs, 1, _MAX_ENVS)
         self._wanted_device: torch.device | None = None
         if device is not None:
-            self._wanted_device = arguments.device(arguments.creating(self), "device", device)
+            self._wanted_device = arguments.device("device", device)
         self.all_env_ids = torch.arange(self.num_envs, device="cpu")
         self._is_started = False
 
@@ -96,8 +96,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
         """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
-        action = arguments.calling(self, "fill_rollout")
-        for step in range(whole(action, "num_transitions_per_env", num_transitions_per_env, 1)):
+        for step in range(whole("num_transitions_per_env", num_transitions_per_env, 1)):
             self.fill_transition(_at_step(buffer, step))
         return buffer
 
@@ -179,14 +178,14 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         action = arguments.calling(self, "get_batch_by_time")
         ids = self._checked_ids("get_batch_by_time", env_ids)
         if not len(ids):
-            raise UsageError(action, "", "env_ids of at least one env", "none")
+            raise UsageError(f"cannot {action}: expected env_ids of at least one env, got none.")
         try:
             times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to(
                 (len(ids),)
             )
         except (TypeError, ValueError, RuntimeError) as cause:
             expected = f"time_s in seconds, one number or {len(ids)}, one for each env"
-            raise UsageError(action, "", expected, repr(time_s)[:100]) from cause
+            raise UsageError(in_parts(action, "", expected, repr(time_s)[:100])) from cause
         last = self.reference_num_frames(ids) - 1
         position = times * self.frame_rate_hz
         # Times are often made by dividing frame numbers by the rate: allow for its rounding.
@@ -206,13 +205,16 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def frame_rate_hz(self) -> float:
         """Frames per second of the recording."""
         raise UsageError(
-            "look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none"
+            f"cannot look frames up by time in {self.data_dir!r}: expected a known frame rate, "
+            "got none."
         )
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
-        where = f"with {type(self).__name__}"
-        raise UsageError("look frames up by time", where, "a reader that can", "one that cannot")
+        raise UsageError(
+            f"cannot look frames up by time with {type(self).__name__}: expected a reader that "
+            "can, got one that cannot."
+        )
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
         """Return a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
@@ -226,14 +228,15 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         if env_ids is None or env_ids is self.all_env_ids:
             return self.all_env_ids
         action = arguments.calling(self, method)
-        ids = arguments.env_ids(action, "env_ids", env_ids, self.num_envs)
+        ids = arguments.env_ids("env_ids", env_ids, self.num_envs)
         if len(np.unique(ids)) != len(ids):
-            raise UsageError(action, expected="env_ids with each id once", got=str(ids.tolist()))
+            raise UsageError(
+                f"cannot {action}: expected env_ids with each id once, got {ids.tolist()}."
+            )
         return torch.from_numpy(ids)
 
     def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:
-        action = arguments.calling(self, method)
-        return None if steps is None else whole(action, "num_transitions_per_env", steps, 1)
+        return None if steps is None else whole("num_transitions_per_env", steps, 1)
 
 
 def refuse_collation() -> None:
@@ -247,10 +250,10 @@ def refuse_collation() -> None:
         frame = frame.f_back
     loading = {} if frame is None else frame.f_locals
     if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
-        expected = "batch_size=None, as the dataset gives whole batches"
-        got = "a DataLoader that collates them"
         raise UsageError(
-            "read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)"
+            "cannot read the dataset: expected batch_size=None, as the dataset gives whole "
+            "batches, got a DataLoader that collates them. Write DataLoader(dataset, "
+            "batch_size=None)."
         )
 
 

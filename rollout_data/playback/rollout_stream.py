@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from storage.core.arguments import whole
 from storage.core.threads import Worker
-from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
+from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError, in_parts
 from storage.live.prefetch import PrefetchedItems
 
 from ..blocks.trajectory_index import Int64s
@@ -193,7 +193,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         The number determines the permutations and starting frames of an epoch. Each reset, hence
         each iteration, begins the next epoch. The number also reaches persistent workers.
         """
-        epoch = whole(f"call {type(self).__name__}.set_epoch", "epoch", epoch, 0)
+        epoch = whole("epoch", epoch, 0)
         if self._saved is not None and self._saved["epoch"] == epoch:
             return  # the loaded state belongs to this epoch and is resumed
         if self._saved is not None:
@@ -263,10 +263,11 @@ class RolloutStream(RolloutFileBase[Transition]):
             if self.problems
             else ""
         )
-        expected = f"at least {num_envs} trajectories{among}"
-        got = f"{num}{left_out}"
-        advice = "Use fewer envs, more passes (dataset_loops) or more data"
-        raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
+        raise UsageError(
+            f"cannot start {num_envs} envs on {self.data_dir!r}: expected at least {num_envs} "
+            f"trajectories{among}, got {num}{left_out}. Use fewer envs, more passes "
+            "(dataset_loops) or more data."
+        )
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
         ids = self._checked_ids("refresh_handlers", env_ids)
@@ -280,12 +281,11 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _check_alone(self, action: str) -> None:
         """Raise if other processes plan the same stream, since they cannot be notified."""
         if self._shard.total * current_worker().total > 1:
-            got = f"{self._shard.total} ranks and {current_worker().total} workers, which share one plan"
-            advice = (
-                "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
-            )
             raise UsageError(
-                action, f"of {self.data_dir!r}", "one process that plays it", got, advice
+                f"cannot {action} of {self.data_dir!r}: expected one process that plays it, "
+                f"got {self._shard.total} ranks and {current_worker().total} workers, which "
+                "share one plan. Reset all envs, or open the dataset with shard='none' and a "
+                "seed for each rank."
             )
 
     def plan_next(
@@ -319,10 +319,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._is_over(state):
             got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
-                "read another batch",
-                f"from {self.data_dir!r}",
-                got=got,
-                advice="reset() starts again",
+                f"cannot read another batch from {self.data_dir!r}: got {got}. reset() starts "
+                "again."
             )
         following = self._dealer.following if after is None else self._undecided
         share = self._mine if is_read or self.drop_last else slice(0)
@@ -330,9 +328,9 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self.drop_last and not plan.is_full:
             self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
             got = f"{self.num_dropped_frames} frames are left"
-            advice = "drop_last=False delivers them"
             raise DatasetExhausted(
-                "fill another batch", f"from {self.data_dir!r}", got=got, advice=advice
+                f"cannot fill another batch from {self.data_dir!r}: got {got}. drop_last=False "
+                "delivers them."
             )
         return plan, Position(state, deal, max(0, num_left - 1))
 
@@ -420,11 +418,10 @@ class RolloutStream(RolloutFileBase[Transition]):
             UsageError: Workers of a plain DataLoader have read the batches.
         """
         if not is_in_worker() and self._noted() is not None:
-            raise UsageError(
-                "say where the stream stands", f"of {self.data_dir!r}", "batches that this process has read",
-                "workers of a DataLoader", "Iterate over rollout_data.loader(dataset, num_workers=...) and ask it, or "
-                "use torchdata's StatefulDataLoader",
-            )  # fmt: skip
+            raise UsageError(f"cannot say where the stream stands of {self.data_dir!r}: expected batches "
+                "that this process has read, got workers of a DataLoader. Iterate over "
+                "rollout_data.loader(dataset, num_workers=...) and ask it, or use torchdata's "
+                "StatefulDataLoader.")  # fmt: skip
         if self._saved is not None:
             return dict(self._saved)
         is_between_epochs = not self._is_started or (not self._is_used and self.is_over())
@@ -451,14 +448,16 @@ class RolloutStream(RolloutFileBase[Transition]):
             UsageError: The state belongs to another dataset, number of envs or setting.
         """
         if not isinstance(state, Mapping):
-            raise UsageError(_CONTINUE, "", "state as returned by state_dict()", repr(state)[:100])
+            raise UsageError(
+                in_parts(_CONTINUE, "", "state as returned by state_dict()", repr(state)[:100])
+            )
         self._forget()
         if state.get("is_started", True):
             self._restore(state)
             self._saved = dict(state)
             self._saved_name = secrets.token_hex(8)
         else:
-            self._epoch = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0)
+            self._epoch = whole("epoch", state.get("epoch", 0), 0)
             self._is_used = False
         if is_in_worker():
             # A worker of torchdata's StatefulDataLoader; the next epoch has other workers.
@@ -475,9 +474,9 @@ class RolloutStream(RolloutFileBase[Transition]):
             skip = saved.pop("skip", None)
             if skip is not None and not is_in_worker():
                 raise Misfit("the state of a whole stream", "that of a DataLoader worker")
-            num_envs = whole(_CONTINUE, "num_envs", saved["settings"]["num_envs"], 1)
+            num_envs = whole("num_envs", saved["settings"]["num_envs"], 1)
             check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
-            self._epoch = whole(_CONTINUE, "epoch", saved["epoch"], 0)
+            self._epoch = whole("epoch", saved["epoch"], 0)
             position = position_in(saved, self._new_dealer(num_envs))
         except (
             Misfit,
@@ -491,7 +490,9 @@ class RolloutStream(RolloutFileBase[Transition]):
             what = "state as returned by state_dict()", f"{type(cause).__name__}: {cause}"
             expected, got = cause.args if isinstance(cause, Misfit) else what
             advice = "Load the state into a dataset like the one that gave it"
-            raise UsageError(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice) from cause
+            raise UsageError(
+                in_parts(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice)
+            ) from cause
         self._is_used = True
         self._skip = skip
         self._go_to(position)
@@ -529,14 +530,10 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _begin_in_worker(self) -> Iterator[Transition]:
         """Begin the epoch that the workers of this plain DataLoader agree on by notes."""
         if self._passes.refresh_s is not None and not self._is_told:
-            advice = "Use rollout_data.loader(dataset, num_workers=...)"
-            got = "workers of a plain DataLoader"
             raise UsageError(
-                "scan within a pass",
-                f"of {self.data_dir!r} (refresh_s)",
-                "one process that scans",
-                got,
-                advice,
+                f"cannot scan within a pass of {self.data_dir!r} (refresh_s): expected one "
+                "process that scans, got workers of a plain DataLoader. Use "
+                "rollout_data.loader(dataset, num_workers=...)."
             )
         if self._is_continued:
             self._ensure_started()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import RolloutDataError, UnansweredError
+from storage.errors import RolloutDataError, UnansweredError, in_parts
 
 from .access_errors import AccessError, denial
 
@@ -39,9 +39,11 @@ def access_error(
         error: Error of the file system.
         cause: Error in its chain of causes that means denied access.
     """
-    got = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    advice = "Renew the credentials or ask for the access rights, and continue"
-    denied = AccessError(action, where, "permission", got, advice)
+    denied = AccessError(
+        f"cannot {action} {where}: expected permission, got "
+        f"{f'{type(cause).__name__}: {cause}'.removesuffix(': ')}. Renew the credentials or "
+        "ask for the access rights, and continue."
+    )
     denied.__cause__ = error
     return denied
 
@@ -189,7 +191,7 @@ class Fetcher:
             )
             advice = "Try again, or check the connection and the access rights"
             cause = error
-            error = FetchError(request.action, request.where, "an answer", got, advice)
+            error = FetchError(in_parts(request.action, request.where, "an answer", got, advice))
             error.__cause__ = cause
         request.value = value
         request.error = error

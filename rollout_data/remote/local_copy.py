@@ -162,9 +162,10 @@ def _format_not_copied(listing: Listing) -> str | None:
 
 
 def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
-    expected = "block files, a LeRobot set or HDF5 files at a URL"
-    advice = "Copy the data to this machine first"
-    return ForeignFileError("open", where, expected, f"the format {format_name}", advice)
+    return ForeignFileError(
+        f"cannot open {where}: expected block files, a LeRobot set or HDF5 files at a URL, got "
+        f"the format {format_name}. Copy the data to this machine first."
+    )
 
 
 def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
@@ -201,7 +202,9 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
         name = path.partition("://")[2] or path
         name = name.strip("/").removeprefix(root).strip("/")
         if ".." in name.split("/") or "\0" in name:
-            raise UnsafeFileError("open", repr(url), "files below it", f"the name {name!r}")
+            raise UnsafeFileError(
+                f"cannot open {url!r}: expected files below it, got the name {name!r}."
+            )
         names.append(name)
     return dict(zip(names, files.sizes_and_stamps(list(entries.values())), strict=True)), False
 
@@ -230,11 +233,8 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
     if total > limit:
         advice = "Raise cache_bytes with RemoteOptions(cache_bytes=...), or copy the data to this machine"
         raise UsageError(
-            "open",
-            repr(str(files.path)),
-            f"at most cache_bytes = {limit} bytes",
-            str(total),
-            advice,
+            f"cannot open {str(files.path)!r}: expected at most cache_bytes = {limit} bytes, "
+            f"got {total}. {advice}."
         )
     identity: list[Any] = [str(files.path), sorted(listing.items())]
     if any(stamp == NO_STAMP for _, stamp in listing.values()):
@@ -258,9 +258,11 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
                 (folder / _DONE_NAME).touch()
         os.utime(folder)
     except OSError as cause:
-        expected = f"room for {total} bytes in {str(cache)!r}"
         advice = "XDG_CACHE_HOME may name another folder"
-        raise DataFileError("copy", repr(str(files.path)), expected, str(cause), advice) from cause
+        raise DataFileError(
+            f"cannot copy {str(files.path)!r}: expected room for {total} bytes in "
+            f"{str(cache)!r}, got {cause}. {advice}."
+        ) from cause
     return folder
 
 
@@ -275,8 +277,10 @@ def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None
 
 def _changed(files: RemoteFiles, got: str) -> DataFileError:
     """Return the error for a file that was replaced or removed while it was copied."""
-    expected = "files that do not change while they are copied"
-    return DataFileError("open", repr(str(files.path)), expected, got, "Open it again")
+    return DataFileError(
+        f"cannot open {str(files.path)!r}: expected files that do not change while they are "
+        f"copied, got {got}. Open it again."
+    )
 
 
 def _is_hidden(name: str) -> bool:

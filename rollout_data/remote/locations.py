@@ -22,7 +22,7 @@ import numpy as np
 
 from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
-from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
+from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError, in_parts
 
 from .fetcher import Fetcher, FetchError, Request
 from .piece_checksums import PieceSums
@@ -113,10 +113,13 @@ class RemoteOptions:
             ("num_retries", 0),
             ("cache_bytes", 0),
         ):
-            whole(action, name, getattr(self, name), low)
-        real(action, "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
+            whole(name, getattr(self, name), low)
+        real("timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
         if not isinstance(self.storage_options, Mapping):
-            raise UsageError(action, "", "storage_options as a mapping", repr(self.storage_options))
+            raise UsageError(
+                f"cannot {action}: expected storage_options as a mapping, got "
+                f"{self.storage_options!r}."
+            )
 
     @property
     def kept_bytes(self) -> int:
@@ -127,7 +130,9 @@ class RemoteOptions:
 def checked_remote(action: str, remote: Any) -> RemoteOptions:
     """Return `remote`, or the default options for None; raise `UsageError` for other types."""
     if remote is not None and not isinstance(remote, RemoteOptions):
-        raise UsageError(action, "", "remote as RemoteOptions or None", repr(remote))
+        raise UsageError(
+            f"cannot {action}: expected remote as RemoteOptions or None, got {remote!r}."
+        )
     return remote or RemoteOptions()
 
 
@@ -156,10 +161,10 @@ def origins_of(
         origins = [_origin(place, action, name) for place in places]
     except TypeError as cause:
         raise UsageError(
-            action, "", f"{name} as a path or a list of paths", repr(data_dir)
+            in_parts(action, "", f"{name} as a path or a list of paths", repr(data_dir))
         ) from cause
     if not origins:
-        raise UsageError(action, "", f"{name} with at least one data folder", "none")
+        raise UsageError(in_parts(action, "", f"{name} with at least one data folder", "none"))
     return origins
 
 
@@ -192,7 +197,7 @@ def _origin(place: Any, action: str, name: str) -> Origin:
 
 
 def _absolute(path: str, action: str, name: str) -> Path:
-    return remote_path(path, action) if is_url(path) else path_of(action, name, path).absolute()
+    return remote_path(path, action) if is_url(path) else path_of(name, path).absolute()
 
 
 def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:
@@ -205,7 +210,7 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
     if importlib.util.find_spec("fsspec") is None:
         advice = "Install fsspec with: pip install rollout-data[remote]"
         raise UsageError(
-            action, repr(text), "a path on this machine", "a URL, and no fsspec", advice
+            in_parts(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
         )
     import fsspec
 
@@ -215,7 +220,7 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
         *fsspec.registry,
     }:
         expected = "a path on this machine, or a URL that fsspec knows"
-        raise UsageError(action, repr(text), expected, f"the protocol {protocol!r}")
+        raise UsageError(in_parts(action, repr(text), expected, f"the protocol {protocol!r}"))
     return RemotePath(text)
 
 
@@ -244,9 +249,9 @@ class RemoteFiles:
             try:
                 self._system = os.getpid(), fsspec.filesystem(protocol, **options)
             except ImportError as cause:
-                expected = f"the package of the file system {protocol!r}"
                 raise UsageError(
-                    "open", repr(str(self.path)), expected, str(cause), "Install it with pip"
+                    f"cannot open {str(self.path)!r}: expected the package of the file system "
+                    f"{protocol!r}, got {cause}. Install it with pip."
                 ) from cause
         return self._system[1]
 
@@ -360,13 +365,12 @@ class RemoteFiles:
             entries = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise MissingFolderError(
-                "open the data folder", repr(url), "a folder", "nothing there"
+                f"cannot open the data folder {url!r}: expected a folder, got nothing there."
             ) from cause
         except OSError as cause:
-            expected = "a folder that can be listed"
-            advice = "Check the connection and the access rights"
             raise DataFileError(
-                "open the data folder", repr(url), expected, str(cause), advice
+                f"cannot open the data folder {url!r}: expected a folder that can be listed, "
+                f"got {cause}. Check the connection and the access rights."
             ) from cause
         self._listed_s = time.monotonic()
         names = [entry["name"].rpartition("/")[2] for entry in entries]
@@ -394,10 +398,9 @@ class RemoteFiles:
         for number, entry in enumerate(entries):
             complete = self.fetcher.wait(requests[number]) if number in requests else entry
             if complete.get("size") is None:
-                expected = "a size in the answer of the store"
-                got = "none"
                 raise DataFileError(
-                    "look up the file", repr(entry["name"]), expected, got, "Copy the data first"
+                    f"cannot look up the file {entry['name']!r}: expected a size in the answer "
+                    "of the store, got none. Copy the data first."
                 )
             sizes_and_stamps.append((int(complete["size"]), stamp_of_entry(complete)))
         return sizes_and_stamps
@@ -418,20 +421,18 @@ class RemoteFiles:
 
 def _missing_sums(path: Path) -> FetchError:
     """Return the error for a missing checksum file of an existing block."""
-    advice = "Push the block again, or open the data again to read it without checksums"
     return FetchError(
-        "compare the block",
-        f"with {str(path)!r}",
-        "the checksums that were listed",
-        "no file",
-        advice,
+        f"cannot compare the block with {str(path)!r}: expected the checksums that were "
+        "listed, got no file. Push the block again, or open the data again to read it without "
+        "checksums."
     )
 
 
 def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
     if len(data) != stop - start:
         raise CorruptFileError(
-            _FETCH, f"{start}:{stop} of {str(path)!r}", f"{stop - start} bytes", str(len(data))
+            f"cannot {_FETCH} {start}:{stop} of {str(path)!r}: expected {stop - start} bytes, "
+            f"got {len(data)}."
         )
     return data
 

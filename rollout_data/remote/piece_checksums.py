@@ -196,7 +196,8 @@ def _stop_of_spans(content: bytes, where: str) -> int:
 
 def _damaged(where: str) -> CorruptFileError:
     return CorruptFileError(
-        "read the checksums", where, "an intact checksum file", "a damaged file", _DAMAGED
+        f"cannot read the checksums {where}: expected an intact checksum file, got a damaged "
+        f"file. {_DAMAGED}."
     )
 
 
@@ -276,10 +277,10 @@ class PieceSums:
                 if self._file_bytes != offset + 4 * first_pieces[-1]:
                     raise _damaged(where)
                 if spans[-1].stop != self._num_bytes:
-                    expected = f"checksums of a block of {self._num_bytes} bytes"
-                    got = f"checksums of {spans[-1].stop} bytes"
                     raise CorruptFileError(
-                        "read the checksums", where, expected, got, "Push the block again"
+                        f"cannot read the checksums {where}: expected checksums of a block of "
+                        f"{self._num_bytes} bytes, got checksums of {spans[-1].stop} bytes. "
+                        "Push the block again."
                     )
                 self._header = _Header(spans, first_pieces, offset, content)
             return self._header
@@ -345,8 +346,8 @@ class PieceSums:
                 stored = next(stored_checksums)
                 if checksum != stored:
                     parse(self._load(0, self._file_bytes), repr(str(self.path)))
-                    where = f"in bytes {low}:{high} of {str(self._path)!r}"
-                    advice = "Read it again. If the error stays, push the block again from an intact copy"
                     raise CorruptFileError(
-                        "read the block", where, f"checksum {stored:08x}", f"{checksum:08x}", advice
+                        f"cannot read the block in bytes {low}:{high} of {str(self._path)!r}: "
+                        f"expected checksum {stored:08x}, got {checksum:08x}. Read it again. "
+                        "If the error stays, push the block again from an intact copy."
                     )

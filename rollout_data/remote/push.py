@@ -65,24 +65,29 @@ def push(
         FetchError: All attempts of an upload failed.
     """
     action = "call rollout_data.push"
-    path = arguments.path(action, "data_dir", data_dir)
+    path = arguments.path("data_dir", data_dir)
     remote = checked_remote(action, remote)
-    progress = arguments.flag(action, "progress", progress)
+    progress = arguments.flag("progress", progress)
     if not arguments.is_url(url):
-        raise UsageError(action, "", "url as a URL, such as 's3://bucket/walk'", repr(url))
+        raise UsageError(
+            f"cannot {action}: expected url as a URL, such as 's3://bucket/walk', got {url!r}."
+        )
     folder = BlockFolder.at(path)
     files = RemoteFiles(remote_path(url, action), remote)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem
     if not folder.blocks or folder.schema is None:
-        raise UsageError("push", repr(str(data_dir)), "blocks", "none")
+        raise UsageError(f"cannot push {str(data_dir)!r}: expected blocks, got none.")
     remote_metadata = RemoteFolder(files).metadata_there()
     if remote_metadata is not None:
         difference = remote_metadata.schema.difference(folder.schema)
         if difference:
             expected = "the fields that it already holds"
-            raise SchemaError("push", f"to {url!r}", expected, difference, "Push to another URL")
+            raise SchemaError(
+                f"cannot push to {url!r}: expected {expected}, got {difference}. Push to "
+                "another URL."
+            )
     local_metadata = load_metadata(folder.data_dir)
     context = {} if local_metadata is None else local_metadata.context
     text = _json(Metadata.of_schema(folder.schema, context))
@@ -109,9 +114,11 @@ def push(
             create = partial(files.system.pipe_file, target, text, mode="create")
             fetcher.wait(fetcher.submit(create, "push", f"to {target!r}"))
     except OSError as cause:
-        where = f"{str(data_dir)!r} to {url!r}"
         expected = "blocks that are not deleted, and a writable URL"
-        raise DataFileError("push", where, expected, f"{type(cause).__name__}: {cause}") from cause
+        raise DataFileError(
+            f"cannot push {str(data_dir)!r} to {url!r}: expected {expected}, got "
+            f"{type(cause).__name__}: {cause}."
+        ) from cause
     finally:
         for upload in uploads:
             upload.forget()
@@ -155,7 +162,8 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
     is_same = files.system.size(str(target)) == path.stat().st_size
     if not is_same or not np.array_equal(files.read(target, 0, len(head)), head):
         raise DataFileError(
-            "push", f"to {str(target)!r}", "nothing, or the same block", "another file"
+            f"cannot push to {str(target)!r}: expected nothing, or the same block, got another "
+            "file."
         )
 
 

@@ -217,7 +217,8 @@ class RemoteFolder(BlockFolder):
             raise FileNotFoundError(str(path))
         if num_bytes > MAX_METADATA_BYTES:
             raise CorruptFileError(
-                "read", repr(str(path)), f"at most {MAX_METADATA_BYTES} bytes", str(num_bytes)
+                f"cannot read {str(path)!r}: expected at most {MAX_METADATA_BYTES} bytes, got "
+                f"{num_bytes}."
             )
         document = json.loads(self.files.read(path, 0, num_bytes).tobytes())
         if not isinstance(document, dict):

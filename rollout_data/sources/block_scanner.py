@@ -203,10 +203,12 @@ class BlockScanner(Scanner):
             return
         self._has_warned = True
         where = repr(", ".join(map(str, self._source.paths)))
-        expected = "checksums of their pieces beside them"
-        advice = "'rollout-data push' writes them"
-        action = f"compare what is fetched of {num_blocks} blocks"
-        self._source.advise(DataFileError(action, f"of {where}", expected, "none", advice))
+        self._source.advise(
+            DataFileError(
+                f"cannot compare what is fetched of {num_blocks} blocks of {where}: expected "
+                "checksums of their pieces beside them, got none. 'rollout-data push' writes them."
+            )
+        )
 
     def release(self, in_use: BlocksInUse) -> None:
         start_s = time.monotonic()

@@ -98,9 +98,10 @@ class EpisodeSource(ABC):
 
     def read_final(self, number: int, name: str) -> Any:
         """Read a field of the final observation, see `EpisodeInfo.final`: `[*shape]` or a str."""
-        where = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}"
-        got = "no such observation"
-        raise UsageError("read the final observation", where, f"a format with {name!r}", got)
+        raise UsageError(
+            f"cannot read the final observation of episode {self.episodes[number].name!r} of "
+            f"{str(self.path)!r}: expected a format with {name!r}, got no such observation."
+        )
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Return each episode's position in a list of schemas, int64 `[N]`, and that list."""

@@ -82,7 +82,7 @@ def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.nda
     for name, wanted in columns.items():
         if name not in COLUMNS:
             raise UsageError(
-                "filter episodes", "", f"a column {nearest(name, COLUMNS)}", repr(name)
+                f"cannot filter episodes: expected a column {nearest(name, COLUMNS)}, got {name!r}."
             )
         values = table[name]
         if callable(wanted):

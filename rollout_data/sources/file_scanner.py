@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.fields import Field, Schema
-from storage.errors import DataFileError, UsageError, nearest
+from storage.errors import DataFileError, UsageError, in_parts, nearest
 
 from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..remote.locations import Origin
@@ -139,9 +139,11 @@ class FileScanner(Scanner):
                 if is_free
                 else "a name that no other field and no batch has"
             )
-            where = f"of {str(self._source.paths[0])!r}"
             self._source.report(
-                DataFileError(f"stream the texts {name!r}", where, expected, "another", _ADVICE)
+                DataFileError(
+                    f"cannot stream the texts {name!r} of {str(self._source.paths[0])!r}: expected "
+                    f"{expected}, got another. {_ADVICE}."
+                )
             )
         return Schema(fields)
 
@@ -159,10 +161,14 @@ class FileScanner(Scanner):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             action = f"stream all of episode {', '.join(names[:3])}{more}"
             expected = "the fields of most episodes"
-            self._source.report(DataFileError(action, f"of {where}", expected, got, advice))
+            self._source.report(
+                DataFileError(in_parts(action, f"of {where}", expected, got, advice))
+            )
         for name, condition in fit.dropped.items():
             action = f"stream the field {name!r}"
-            self._source.report(DataFileError(action, f"of {where}", condition, "another", _ADVICE))
+            self._source.report(
+                DataFileError(in_parts(action, f"of {where}", condition, "another", _ADVICE))
+            )
 
 
 def _opened(origin: Origin) -> FileSource:
@@ -184,6 +190,8 @@ def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path)
     number_of = {name: number for number, name in enumerate(names)}
     for name in ids:
         if name not in number_of:
-            expected = f"one of {len(number_of)} names, such as {nearest(name, number_of, 4)}"
-            raise UsageError("find the episode", f"in {str(path)!r}", expected, repr(name))
+            raise UsageError(
+                f"cannot find the episode in {str(path)!r}: expected one of {len(number_of)} "
+                f"names, such as {nearest(name, number_of, 4)}, got {name!r}."
+            )
     return [number_of[name] for name in ids]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from storage.core import arguments
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, in_parts
 
 from .episode_info import EpisodeInfo
 from .episode_source import EpisodeSource
@@ -37,9 +37,7 @@ class FileSource(EpisodeSource):
         self.advice = []
         self.splits: dict[str, Sequence[str]] = {}
         if "on_bad_index" in self.OPTIONS:
-            arguments.choice(
-                "open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild")
-            )
+            arguments.choice("on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
         self.episodes = self.scan()
 
     @abstractmethod
@@ -69,9 +67,10 @@ class FileSource(EpisodeSource):
             DataFileError: There are no episodes. The first problem is raised if there is one.
         """
         if not episodes:
-            raise (self.problems or [CorruptFileError("read", repr(str(self.path)), what, "none")])[
-                0
-            ]
+            raise (
+                self.problems
+                or [CorruptFileError(in_parts("read", repr(str(self.path)), what, "none"))]
+            )[0]
         return episodes
 
     def distrust(self, where: str, expected: str, got: str, advice: str = "") -> None:
@@ -86,7 +85,9 @@ class FileSource(EpisodeSource):
         if is_refused:
             rebuild = 'Open it with on_bad_index="rebuild" to read what is there'
             advice = f"{advice}. {rebuild}" if advice else rebuild
-        error = CorruptFileError("believe", where, expected[:200], got[:200], advice).of("counts")
+        error = CorruptFileError(in_parts("believe", where, expected[:200], got[:200], advice)).of(
+            "counts"
+        )
         if is_refused:
             raise error
         self.problems.append(error)
@@ -95,7 +96,7 @@ class FileSource(EpisodeSource):
         self, action: str, where: str, expected: str, got: str, advice: str = ""
     ) -> DataFileError:
         """Add a problem: data were not read, were repaired or were left out. Return the error."""
-        noted = DataFileError(action, where, expected, got, advice)
+        noted = DataFileError(in_parts(action, where, expected, got, advice))
         self.problems.append(noted)
         return noted
 
@@ -103,6 +104,6 @@ class FileSource(EpisodeSource):
         self, action: str, where: str, expected: str, got: str, advice: str = ""
     ) -> DataFileError:
         """Add a remark to `advice`: data are read as they are stored. Return the remark."""
-        noted = DataFileError(action, where, expected, got, advice)
+        noted = DataFileError(in_parts(action, where, expected, got, advice))
         self.advice.append(noted)
         return noted

@@ -224,10 +224,9 @@ class LiveSource(Origins):
                 self.leave_out(snapshot, np.array([trajectory]), problem, skips)
         where = repr(", ".join(map(str, self.paths)))
         cause = self.problems[-1] if self.problems else None
-        expected = "a trajectory that can be read"
-        got = f"none of {len(trajectories)}"
         raise DataFileError(
-            "read another frame", f"of {where}", expected, got, str(cause or "")
+            f"cannot read another frame of {where}: expected a trajectory that can be read, "
+            f"got none of {len(trajectories)}. {cause or ''}."
         ) from cause
 
     def note_loss(
@@ -263,19 +262,19 @@ def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
     is_remote = [arguments.is_url(origin.path) for origin in origins]
     if any(is_remote) and not all(is_remote):
         raise UsageError(
-            "open the folders together",
-            "",
-            "folders of one kind",
-            "some of this machine and some URLs",
+            "cannot open the folders together: expected folders of one kind, got some of this "
+            "machine and some URLs."
         )
     if all(is_remote):
         return BlockScanner
     scanners = {origin.path: scanner_of(origin) for origin in origins}
     known = {path: scanner for path, scanner in scanners.items() if scanner is not None}
     if len(set(known.values())) > 1:
-        got = "; ".join(f"{scanner.description} in {path}" for path, scanner in known.items())
-        advice = "Convert one of them, or mix windows of both by a WindowMixture"
-        raise UsageError("open the folders together", "", "folders of one kind", got, advice)
+        raise UsageError(
+            "cannot open the folders together: expected folders of one kind, got "
+            f"{'; '.join((f'{scanner.description} in {path}' for path, scanner in known.items()))}. "
+            "Convert one of them, or mix windows of both by a WindowMixture."
+        )
     return next(iter(known.values()), None)
 
 

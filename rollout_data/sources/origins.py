@@ -12,7 +12,7 @@ from typing import Any
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, in_parts
 
 from ..blocks.block import Key
 from ..blocks.edit_blocks import named_edit
@@ -114,7 +114,9 @@ class Origins:
             expected = f"the fields of {str(self.paths[0])!r}"
             advice = "Open them as separate datasets"
             raise DataFileError(
-                "open the folders together", repr(str(where)), expected, difference, advice
+                in_parts(
+                    "open the folders together", repr(str(where)), expected, difference, advice
+                )
             )
 
 
@@ -140,11 +142,17 @@ def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
     if len(modes) > 1:
         advice = "Convert the actions, or train on one of them"
         remarks.append(
-            DataFileError("mix the actions", "", "one control mode", ", ".join(modes), advice)
+            DataFileError(
+                f"cannot mix the actions: expected one control mode, got {', '.join(modes)}. "
+                f"{advice}."
+            )
         )
     if len(orders) > 1 or orders == [MIXED]:
         advice = 'Open the clips with quaternions="wxyz" or "xyzw", or read those of one order'
         remarks.append(
-            DataFileError("mix the quaternions", "", "one order", ", ".join(orders), advice)
+            DataFileError(
+                f"cannot mix the quaternions: expected one order, got {', '.join(orders)}. "
+                f"{advice}."
+            )
         )
     return remarks

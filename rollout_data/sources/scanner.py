@@ -113,7 +113,8 @@ class Choice:
             writer, _, number = name.rpartition(":")
             if not number.isdecimal():
                 raise UsageError(
-                    "choose trajectories", f"of {str(origin.path)!r}", "'writer:number'", repr(name)
+                    f"cannot choose trajectories of {str(origin.path)!r}: expected "
+                    f"'writer:number', got {name!r}."
                 )
             assert self._numbers is not None
             self._numbers.setdefault(label + writer, []).append(int(number))

@@ -23,7 +23,14 @@ from storage.core.memory import MIN_POOLED_BYTES, BufferPool, take_rows
 from storage.core.packed_rows import Cut, Group, Part, Target
 from storage.core.random_indices import uniform
 from storage.core.records import Key, flat_name
-from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
+from storage.errors import (
+    BufferEmptyError,
+    MissingFieldError,
+    SchemaError,
+    UsageError,
+    in_parts,
+    nearest,
+)
 
 from ..blocks.block_header import DATA
 from ..blocks.row_layout import RowLayout
@@ -118,7 +125,8 @@ class Window:
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError(
-                "call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys)
+                "cannot call TrajectoryReplayBuffer.sample: expected keys as a list of keys, "
+                f"got {keys!r}."
             )
         there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
         found: dict[str, None] = {}
@@ -248,7 +256,8 @@ class LiveTrajectories:
                     else f"none of version {min_weights_version} or later"
                 )
                 raise BufferEmptyError(
-                    "call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got
+                    "cannot call TrajectoryReplayBuffer.sample: expected at least one "
+                    f"trajectory, got {got}."
                 )
             self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
         return self._window[1]
@@ -425,7 +434,7 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
         before = known.setdefault(one.name, one)
         if (before.dtype, before.shape) != (one.dtype, one.shape):
             expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
-            raise SchemaError("store the leaf", repr(one.name), expected, got)
+            raise SchemaError(in_parts("store the leaf", repr(one.name), expected, got))
 
 
 @lru_cache(maxsize=256)
@@ -448,6 +457,8 @@ def _cut_of(
 
 
 def _missing(name: str, entry: Entry) -> MissingFieldError:
-    where = f"{name!r} of trajectory {entry.trajectory_id}"
-    expected = f"keys among {nearest(name, entry.layout.schema)}"
-    return MissingFieldError("call TrajectoryReplayBuffer.sample", "", expected, where)
+    return MissingFieldError(
+        "cannot call TrajectoryReplayBuffer.sample: expected keys among "
+        f"{nearest(name, entry.layout.schema)}, got {name!r} of trajectory "
+        f"{entry.trajectory_id}."
+    )

@@ -107,8 +107,10 @@ def check_json(info: Mapping[str, Any]) -> None:
         try:
             json.dumps(leaf)
         except (TypeError, ValueError, RecursionError) as cause:
-            where = f"{name!r} of a trajectory"
-            raise SchemaError("store the leaf", where, "what JSON can hold", str(cause)) from cause
+            raise SchemaError(
+                f"cannot store the leaf {name!r} of a trajectory: expected what JSON can hold, "
+                f"got {cause}."
+            ) from cause
 
 
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
@@ -131,7 +133,9 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
         )
         folders = sorted(ranks, key=lambda path: int(path.name[5:]))
         if not folders:
-            raise MissingTrajectoriesError(_LOAD, repr(str(folder)), INDEX_NAME, "none")
+            raise MissingTrajectoriesError(
+                f"cannot {_LOAD} {str(folder)!r}: expected {INDEX_NAME}, got none."
+            )
     found = [_read_one(one, trusted, verify) for one in folders]
     entries = [entry for listed, _ in found for entry in listed]
     next_id = max(
@@ -193,8 +197,10 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
     ) as cause:
         if isinstance(cause, DataFileError):
             raise
-        got = f"{type(cause).__name__}: {cause}"
-        raise CorruptFileError(_LOAD, repr(str(folder / name)), "an intact index", got) from cause
+        raise CorruptFileError(
+            f"cannot {_LOAD} {str(folder / name)!r}: expected an intact index, got "
+            f"{type(cause).__name__}: {cause}."
+        ) from cause
     if missing:
         listed = ", ".join(map(str, missing[:10]))
         text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
@@ -213,7 +219,7 @@ def _read_entry(
 
     def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
         return CorruptFileError(
-            "read the trajectory", repr(str(path)), expected, f"shape {list(got)}"
+            f"cannot read the trajectory {str(path)!r}: expected {expected}, got shape {list(got)}."
         )
 
     if min(shape) < 1 or num_steps * num_envs != num_samples:

@@ -17,7 +17,7 @@ from storage.core.arguments import is_whole, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
 from storage.core.object_summary import Shown
-from storage.errors import MissingFieldError, UsageError
+from storage.errors import MissingFieldError, UsageError, in_parts
 
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
@@ -118,7 +118,7 @@ class TrajectoryCache(Shown):
     """
 
     def __init__(self, max_size: int) -> None:
-        self.max_size = whole("create a TrajectoryCache", "max_size", max_size, 0)
+        self.max_size = whole("max_size", max_size, 0)
         self.lock = threading.RLock()
         self._blocks: dict[RowLayout, RowBlock] = {}
         self._entries: dict[int, list[Cached]] = {}
@@ -158,23 +158,28 @@ class TrajectoryCache(Shown):
         """
         action = "cache the trajectory"
         if not is_whole(trajectory_id):
-            raise UsageError(action, "", "trajectory_id as an integer", repr(trajectory_id))
+            raise UsageError(
+                f"cannot {action}: expected trajectory_id as an integer, got {trajectory_id!r}."
+            )
         where = str(trajectory_id)
         if not isinstance(trajectory, Mapping):
             got = type(trajectory).__name__
-            raise UsageError(action, where, "a nested mapping of tensors", got)
+            raise UsageError(in_parts(action, where, "a nested mapping of tensors", got))
 
         by_length: dict[int, dict[str, torch.Tensor]] = {}
         for name, leaf in flatten(trajectory).items():
             place = f"{where}, key {name!r}"
             if not isinstance(leaf, (torch.Tensor, np.ndarray)):
-                raise UsageError(action, place, "rows [n, ...]", type(leaf).__name__)
+                raise UsageError(in_parts(action, place, "rows [n, ...]", type(leaf).__name__))
             tensor = as_given(leaf)
             if not tensor.ndim or not len(tensor):
-                raise UsageError(action, place, "rows [n, ...]", f"shape {list(tensor.shape)}")
+                raise UsageError(
+                    f"cannot {action} {place}: expected rows [n, ...], got shape "
+                    f"{list(tensor.shape)}."
+                )
             by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
         if not by_length:
-            raise UsageError(action, where, "at least one tensor", "none")
+            raise UsageError(f"cannot {action} {where}: expected at least one tensor, got none.")
 
         parts = {}
         for tensors in by_length.values():
@@ -229,9 +234,10 @@ class TrajectoryCache(Shown):
         """
         entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
-            expected = f"one of {len(self._entries)} cached ids"
-            got = repr(trajectory_id)
-            raise MissingFieldError("find the trajectory", "in the cache", expected, got)
+            raise MissingFieldError(
+                "cannot find the trajectory in the cache: expected one of "
+                f"{len(self._entries)} cached ids, got {trajectory_id!r}."
+            )
         return entry
 
     def drop(self, trajectory_id: int) -> None:

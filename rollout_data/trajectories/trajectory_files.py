@@ -26,7 +26,7 @@ from storage.checkpoints.checkpoint_files import load_checkpoint, save_to
 from storage.core.durable_files import replace_file
 from storage.core.fields import unflatten
 from storage.core.memory import BufferPool
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 from ..blocks.block import Block
 from ..blocks.block_content import ArrayRows, BlockContent
@@ -58,10 +58,11 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
     except FileNotFoundError as cause:
         if path.exists():  # The error is about a different file.
             raise
-        where = f"{trajectory_id} in {str(path)!r}"
-        expected = "the file that it was saved to or loaded from"
-        advice = "Put it back, or load a checkpoint that has it; files stay where they are while a buffer uses them"
-        raise MissingTrajectoryError(_READ, where, expected, "no file", advice) from cause
+        raise MissingTrajectoryError(
+            f"cannot {_READ} {trajectory_id} in {str(path)!r}: expected the file that it was "
+            "saved to or loaded from, got no file. Put it back, or load a checkpoint that has "
+            "it; files stay where they are while a buffer uses them."
+        ) from cause
 
 
 @dataclass(eq=False)
@@ -145,8 +146,10 @@ class Entry:
         num_words = num_rows * self.layout.columns[name].row_bytes // 4
         words = np.fromfile(self.path, np.int32, num_words, offset=offset)
         if len(words) < num_words:
-            expected = f"{4 * num_words} bytes of column {name!r}"
-            raise CorruptFileError(_READ, repr(str(self.path)), expected, str(words.nbytes))
+            raise CorruptFileError(
+                f"cannot {_READ} {str(self.path)!r}: expected {4 * num_words} bytes of column "
+                f"{name!r}, got {words.nbytes}."
+            )
         return torch.from_numpy(words).view(num_rows, -1)
 
     def write(self, path: Path, rows: Rows) -> None:
@@ -263,9 +266,11 @@ def find_block(
         and not any(header.chunks.values())
     )
     if not is_whole:
-        expected = f"trajectory {trajectory_id} of {num_envs} x {num_steps} frames"
-        got = f"trajectory {header.sequence} of lengths {fragments['length'].tolist()[:8]}"
-        raise CorruptFileError(_READ, repr(str(path)), expected, got)
+        raise CorruptFileError(
+            f"cannot {_READ} {str(path)!r}: expected trajectory {trajectory_id} of {num_envs} "
+            f"x {num_steps} frames, got trajectory {header.sequence} of lengths "
+            f"{fragments['length'].tolist()[:8]}."
+        )
     block = Block(
         path,
         header.writer,
@@ -290,14 +295,18 @@ def read_whole(path: Path, trusted: bool) -> Leaves:
     if path.suffix == ".pt":
         trajectory = load_checkpoint(path)
     elif not trusted:
-        advice = "Pass trusted=True if you trust its author: reading it runs what it says"
-        raise UnsafeFileError(_READ, where, "a file that runs no code", "a pickle", advice)
+        raise UnsafeFileError(
+            f"cannot {_READ} {where}: expected a file that runs no code, got a pickle. Pass "
+            "trusted=True if you trust its author: reading it runs what it says."
+        )
     else:
         try:
             with open(path, "rb") as file:
                 trajectory = pickle.load(file)  # The user opted in by `trusted`.
         except Exception as cause:  # Code in a pickle may raise any exception.
-            raise CorruptFileError(_READ, where, "a pickle", str(cause)) from cause
+            raise CorruptFileError(
+                f"cannot {_READ} {where}: expected a pickle, got {cause}."
+            ) from cause
     if not isinstance(trajectory, Mapping):
-        raise CorruptFileError(_READ, where, "a dict", type(trajectory).__name__)
+        raise CorruptFileError(in_parts(_READ, where, "a dict", type(trajectory).__name__))
     return take_apart(trajectory, LONGER_FLAGS, (), f"of {str(path)!r}")

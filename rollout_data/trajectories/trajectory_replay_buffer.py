@@ -19,7 +19,7 @@ from storage.core.fields import unflatten
 from storage.core.object_summary import Shown
 from storage.core.records import Key
 from storage.core.threads import OwnCondition, Owned, Owner
-from storage.errors import ClosedError, MissingFieldError, UsageError
+from storage.errors import ClosedError, MissingFieldError, UsageError, in_parts
 from storage.live.monitors import PerformanceMonitor
 
 from ..blocks.row_layout import RowLayout
@@ -92,40 +92,40 @@ class TrajectoryReplayBuffer(Shown, Owned):
     ) -> None:
         what = arguments.creating(self)
         if load_path is not None:
-            load_path = arguments.path(what, "load_path", load_path)
+            load_path = arguments.path("load_path", load_path)
         if save_path is not None:
-            save_path = arguments.path(what, "save_path", save_path)
+            save_path = arguments.path("save_path", save_path)
             if auto_save_path and os.fspath(auto_save_path) != os.fspath(save_path):
-                got = f"{str(save_path)!r} and {str(auto_save_path)!r}"
-                raise UsageError(what, "", "save_path or auto_save_path", got)
+                raise UsageError(
+                    f"cannot {what}: expected save_path or auto_save_path, got "
+                    f"{str(save_path)!r} and {str(auto_save_path)!r}."
+                )
             auto_save = True
             auto_save_path = save_path
-        self.trajectory_format = arguments.choice(
-            what, "trajectory_format", trajectory_format, FORMATS
-        )
-        self.trusted = arguments.flag(what, "trusted", trusted)
-        auto_save = arguments.flag(what, "auto_save", auto_save)
-        enable_cache = arguments.flag(what, "enable_cache", enable_cache)
+        self.trajectory_format = arguments.choice("trajectory_format", trajectory_format, FORMATS)
+        self.trusted = arguments.flag("trusted", trusted)
+        auto_save = arguments.flag("auto_save", auto_save)
+        enable_cache = arguments.flag("enable_cache", enable_cache)
         if trajectory_format == "pkl" and not trusted:
-            advice = "Reading pickles runs what they say"
-            raise UsageError(what, "as 'pkl'", "trusted=True", "trusted=False", advice)
+            raise UsageError(
+                f"cannot {what} as 'pkl': expected trusted=True, got trusted=False. Reading "
+                "pickles runs what they say."
+            )
         if auto_save and not auto_save_path:
-            raise UsageError(what, "", "auto_save_path with auto_save", "none")
-        self.seed = arguments.seed(what, "seed", seed)
+            raise UsageError(f"cannot {what}: expected auto_save_path with auto_save, got none.")
+        self.seed = arguments.seed("seed", seed)
         self.auto_save = auto_save
-        self.auto_save_path = arguments.path(
-            what, "auto_save_path", auto_save_path or ""
-        ).absolute()
-        self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
+        self.auto_save_path = arguments.path("auto_save_path", auto_save_path or "").absolute()
+        self.sample_window_size = arguments.whole("sample_window_size", sample_window_size, 0)
         self.max_trajectories = max_trajectories
         if max_trajectories is not None:
-            self.max_trajectories = arguments.whole(what, "max_trajectories", max_trajectories, 1)
-        self.drop_first = arguments.names(what, "drop_first", drop_first)
-        self.drop_last = arguments.names(what, "drop_last", drop_last)
+            self.max_trajectories = arguments.whole("max_trajectories", max_trajectories, 1)
+        self.drop_first = arguments.names("drop_first", drop_first)
+        self.drop_last = arguments.names("drop_last", drop_last)
         self.rng = torch.Generator().manual_seed(self.seed)
-        cache_size = arguments.whole(what, "cache_size", cache_size, 0)
+        cache_size = arguments.whole("cache_size", cache_size, 0)
         self._cache_size = cache_size if enable_cache else None
-        max_pending_saves = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
+        max_pending_saves = arguments.whole("max_pending_saves", max_pending_saves, 1)
         rank, world_size = self._next_id, self._id_step = _rank_of(what, rank, world_size)
         self._monitor = monitor
         self._is_closed = False
@@ -210,16 +210,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
         if isinstance(trajectories, (str, Mapping)) or not isinstance(trajectories, Iterable):
             expected = "trajectories as an iterable of mappings or dataclasses"
             got = type(trajectories).__name__
-            raise UsageError(action, "", expected, got)
+            raise UsageError(in_parts(action, "", expected, got))
         return self._add(action, trajectories, weights_version)
 
     def _add(
         self, action: str, trajectories: Iterable[Any], weights_version: int | None
     ) -> list[int]:
         if weights_version is not None:
-            weights_version = arguments.whole(
-                action, "weights_version", weights_version, _LEAST_VERSION
-            )
+            weights_version = arguments.whole("weights_version", weights_version, _LEAST_VERSION)
         taken = [
             take_apart(one, self.drop_first, self.drop_last, action=action) for one in trajectories
         ]
@@ -269,12 +267,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
         An error leaves the random state unchanged.
         """
-        action = "call TrajectoryReplayBuffer.sample"
-        num_chunks = arguments.whole(action, "num_chunks", num_chunks, 1)
-        contiguous = arguments.flag(action, "contiguous", contiguous)
+        num_chunks = arguments.whole("num_chunks", num_chunks, 1)
+        contiguous = arguments.flag("contiguous", contiguous)
         if min_weights_version is not None:
             min_weights_version = arguments.whole(
-                action, "min_weights_version", min_weights_version, _LEAST_VERSION
+                "min_weights_version", min_weights_version, _LEAST_VERSION
             )
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
@@ -343,9 +340,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             DataFileError: The path is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
-        folder = arguments.path(
-            "call TrajectoryReplayBuffer.save_checkpoint", "directory", directory
-        )
+        folder = arguments.path("directory", directory)
         with self._timed("save_checkpoint"):
             self.flush()
             with self._lock:
@@ -392,14 +387,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
         """
         action = "call TrajectoryReplayBuffer.load_checkpoint"
         rank, step = _rank_of(action, local_rank, world_size, "local_rank")
-        is_distributed = arguments.flag(action, "is_distributed", is_distributed)
-        verify = arguments.flag(action, "verify", verify)
+        is_distributed = arguments.flag("is_distributed", is_distributed)
+        verify = arguments.flag("verify", verify)
         if min_weights_version is not None:
             min_weights_version = arguments.whole(
-                action, "min_weights_version", min_weights_version, _LEAST_VERSION
+                "min_weights_version", min_weights_version, _LEAST_VERSION
             )
         rank, step = (rank, step) if is_distributed else (0, 1)
-        folder = arguments.path(action, "directory", directory).absolute()
+        folder = arguments.path("directory", directory).absolute()
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):
             if self._saver is not None:
@@ -446,10 +441,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
         entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
         if entry is None:
             raise MissingFieldError(
-                f"call TrajectoryReplayBuffer.{method}",
-                "",
-                f"trajectory_id as one of {len(self)} live ids",
-                repr(trajectory_id),
+                f"cannot call TrajectoryReplayBuffer.{method}: expected trajectory_id as one "
+                f"of {len(self)} live ids, got {trajectory_id!r}."
             )
         return entry
 
@@ -471,12 +464,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     def _check_usable(self, action: str) -> None:
         if self._is_closed:
-            raise ClosedError(action, "", "an open buffer", "a closed one")
+            raise ClosedError(f"cannot {action}: expected an open buffer, got a closed one.")
         if self._saver is not None:
             self._saver.check()
 
 
 def _rank_of(action: str, rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
     """Return the checked rank and world size; raise `UsageError` if they are invalid."""
-    world_size = arguments.whole(action, "world_size", world_size, 1)
-    return arguments.whole(action, name, rank, 0, world_size - 1), world_size
+    world_size = arguments.whole("world_size", world_size, 1)
+    return arguments.whole(name, rank, 0, world_size - 1), world_size

@@ -16,7 +16,7 @@ import torch
 
 from storage.core.fields import Field, Schema, dtype_name, flatten
 from storage.core.memory import BufferPool, as_given
-from storage.errors import SchemaError
+from storage.errors import SchemaError, in_parts
 
 from ..blocks.row_layout import PACKED, RowLayout
 
@@ -49,8 +49,10 @@ def layout_for(fields: Iterable[Field]) -> RowLayout:
 @lru_cache(maxsize=256)
 def _layout_for(fields: tuple[Field, ...]) -> RowLayout:
     if any(field.name == PACKED for field in fields):
-        expected = "another name: this is that of the packed rows"
-        raise SchemaError("store the leaf", repr(PACKED), expected, repr(PACKED))
+        raise SchemaError(
+            f"cannot store the leaf {PACKED!r}: expected another name: this is that of the "
+            f"packed rows, got {PACKED!r}."
+        )
     return RowLayout(Schema(fields))
 
 
@@ -122,7 +124,7 @@ def take_apart(
     tree = _as_mapping(trajectory)
     if not isinstance(tree, Mapping):
         expected = "trajectory as a nested mapping or a dataclass"
-        raise SchemaError(action, "", expected, type(trajectory).__name__)
+        raise SchemaError(in_parts(action, "", expected, type(trajectory).__name__))
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
     for name, leaf in flatten(tree).items():
@@ -136,7 +138,9 @@ def take_apart(
             info[name] = leaf
         elif leaf is not None:
             expected = "a tensor, an array, a str, a number or a list"
-            raise SchemaError("store the leaf", f"{name!r} {where}", expected, type(leaf).__name__)
+            raise SchemaError(
+                in_parts("store the leaf", f"{name!r} {where}", expected, type(leaf).__name__)
+            )
     shape = _shape_of(tensors, {*drop_first, *drop_last}, where)
     for name, tensor in tensors.items():
         if tensor.shape[:2] != shape:
@@ -166,11 +170,15 @@ def _shape_of(
     Leaves in `longer` may have additional rows, so the shape of another leaf is preferred.
     """
     if not tensors:
-        raise SchemaError("store the leaves", where, "at least one tensor", "none")
+        raise SchemaError(
+            f"cannot store the leaves {where}: expected at least one tensor, got none."
+        )
     for name, tensor in tensors.items():
         if tensor.ndim < 2 or not tensor.shape[0] or not tensor.shape[1]:
-            got = f"shape {list(tensor.shape)}"
-            raise SchemaError("store the leaf", f"{name!r} {where}", "[T, B, ...]", got)
+            raise SchemaError(
+                f"cannot store the leaf {name!r} {where}: expected [T, B, ...], got shape "
+                f"{list(tensor.shape)}."
+            )
     names = [name for name in (*LENGTH_NAMES, *tensors) if name in tensors]
     exact = [name for name in names if name not in longer]
     num_steps, num_envs = tensors[(exact or names)[0]].shape[:2]
@@ -196,5 +204,5 @@ def _epochs(
         advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
         expected = f"[{num_steps}, {num_envs}, ...] like the others"
         got = f"shape {list(tensor.shape)}"
-        raise SchemaError("store the leaf", f"{name!r} {where}", expected, got, advice)
+        raise SchemaError(in_parts("store the leaf", f"{name!r} {where}", expected, got, advice))
     return tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])

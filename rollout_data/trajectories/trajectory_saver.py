@@ -164,9 +164,9 @@ class TrajectorySaver:
             self._failure = None
         if failure is not None:
             got = str(failure).rstrip(".") or repr(failure)
-            advice = "It stays in memory and is tried again at the next checkpoint or close()"
             raise BackgroundError(
-                "save a trajectory", f"to {str(self.folder)!r}", "", got, advice
+                f"cannot save a trajectory to {str(self.folder)!r}: got {got}. It stays in "
+                "memory and is tried again at the next checkpoint or close()."
             ) from failure
 
     def wait(self) -> None:

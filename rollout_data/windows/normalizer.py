@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from storage.core.arguments import choice, real
-from storage.errors import MissingFieldError, UsageError, nearest
+from storage.errors import MissingFieldError, UsageError, in_parts, nearest
 
 from ..sources.recordings.field_statistics import FieldStatistics
 
@@ -65,19 +65,22 @@ class Normalizer(torch.nn.Module):
         is_right = isinstance(statistics, Mapping)
         if not is_right or not all(isinstance(one, FieldStatistics) for one in statistics.values()):
             expected = "statistics as returned by statistics() of a dataset or a recording"
-            raise UsageError(_CREATE, "", expected, type(statistics).__name__)
+            raise UsageError(in_parts(_CREATE, "", expected, type(statistics).__name__))
         if not isinstance(modes, (str, Mapping)):
             raise UsageError(
-                _CREATE, "", "modes as a mode, or a mapping of fields to modes", repr(modes)
+                f"cannot {_CREATE}: expected modes as a mode, or a mapping of fields to modes, "
+                f"got {modes!r}."
             )
         ranges = _min_ranges(min_range, statistics)
         chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
         for prefix, mode in chosen.items():
-            choice(_CREATE, "modes", mode, get_args(NormalizationMode))
+            choice("modes", mode, get_args(NormalizationMode))
             names = [name for name in statistics if name == prefix or name.startswith(f"{prefix}/")]
             if not names:
                 expected = nearest(prefix, statistics) if statistics else "statistics of it"
-                raise MissingFieldError(_CREATE, "", f"modes of {expected}", repr(prefix))
+                raise MissingFieldError(
+                    f"cannot {_CREATE}: expected modes of {expected}, got {prefix!r}."
+                )
             for name in names:
                 self._keep(name, *_offset_and_scale(name, statistics[name], mode, ranges.get(name)))
 
@@ -87,7 +90,12 @@ class Normalizer(torch.nn.Module):
         made = cls({})
         if not isinstance(state, Mapping):
             raise UsageError(
-                "call Normalizer.from_state_dict", "", "state as a mapping", type(state).__name__
+                in_parts(
+                    "call Normalizer.from_state_dict",
+                    "",
+                    "state as a mapping",
+                    type(state).__name__,
+                )
             )
         for key in state:
             if key.startswith(_OFFSET):
@@ -150,14 +158,12 @@ class Normalizer(torch.nn.Module):
                     else f"{type(values).__name__} and the name {name!r}"
                 )
                 expected = "values as a tensor and the name of its field, or as a batch"
-                raise UsageError(f"call Normalizer.{method}", "", expected, got)
+                raise UsageError(in_parts(f"call Normalizer.{method}", "", expected, got))
             return self._of_batch(values, "", function)
         if name is None or (found := self._numbers(name)) is None:
             raise MissingFieldError(
-                f"call Normalizer.{method}",
-                "",
-                f"name as one of {', '.join(self.fields)}",
-                repr(name),
+                f"cannot call Normalizer.{method}: expected name as one of "
+                f"{', '.join(self.fields)}, got {name!r}."
             )
         return _moved(values, name, *found, function)
 
@@ -202,13 +208,14 @@ def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[s
         return {}
     found: dict[str, float] = {}
     for prefix, size in (given if isinstance(given, Mapping) else {"": given}).items():
-        least = real(_CREATE, "min_range", size, ">= 0", lambda one: 0 <= one < inf)
+        least = real("min_range", size, ">= 0", lambda one: 0 <= one < inf)
         names = [
             name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")
         ]
         if not names:
             raise MissingFieldError(
-                _CREATE, "", f"min_range of {nearest(prefix, statistics)}", repr(prefix)
+                f"cannot {_CREATE}: expected min_range of {nearest(prefix, statistics)}, got "
+                f"{prefix!r}."
             )
         found |= dict.fromkeys(names, least)
     return found
@@ -224,7 +231,8 @@ def _offset_and_scale(
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
             raise UsageError(
-                "normalize the field", repr(name), "at least two quantiles", str(statistics.levels)
+                f"cannot normalize the field {name!r}: expected at least two quantiles, got "
+                f"{statistics.levels}."
             )
         low = statistics.min
         high = statistics.max
@@ -236,9 +244,9 @@ def _offset_and_scale(
         offset = low / 2 + high / 2
         scale = high / 2 - low / 2
     if not (offset.isfinite().all() and scale.isfinite().all()):
-        advice = "Leave the field out, or the frames in which it is NaN or infinite"
         raise UsageError(
-            "normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice
+            f"cannot normalize the field {name!r}: expected finite statistics, got NaN or "
+            "infinite ones. Leave the field out, or the frames in which it is NaN or infinite."
         )
     is_constant |= scale <= _LEAST_PART * offset.abs()
     return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
@@ -251,11 +259,11 @@ def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: A
     if offset.dim() > values.dim() or any(
         mine != size and not (may_repeat and mine == 1) for mine, size in sizes
     ):
-        expected = (
-            f"shape [..., {', '.join(map(str, offset.shape))}]"
-            + ", or more where that is 1" * may_repeat
+        raise UsageError(
+            f"cannot normalize the field {name!r}: expected shape [..., "
+            f"{', '.join(map(str, offset.shape))}]{', or more where that is 1' * may_repeat}, "
+            f"got {tuple(values.shape)}."
         )
-        raise UsageError("normalize the field", repr(name), expected, str(tuple(values.shape)))
     wide = values if values.is_floating_point() else values.to(offset.dtype)
     moved: Tensor = function(wide, offset, scale)
     return moved.to(values.dtype if values.is_floating_point() else torch.float32)

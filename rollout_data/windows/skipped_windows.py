@@ -41,4 +41,4 @@ class WindowLosses:
         names = self._board.names()[self._num_heard :]
         self._num_heard += len(names)
         texts = dict.fromkeys(str(self._board.read(name)) for name in names)
-        return [DataFileError(message=text) for text in texts]
+        return [DataFileError(text) for text in texts]

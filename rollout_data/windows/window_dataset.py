@@ -156,24 +156,24 @@ class WindowDataset(WindowBatches):
         remote: RemoteOptions | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
+        self.on_error = choice("on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # number of the last window that was readable
         self.data_dir = data_dir
         self._origins = present_origins_of(data_dir, CREATE, "data_dir")
-        self.padding = choice(CREATE, "padding", padding, get_args(Padding))
-        self.length = whole(CREATE, "length", length, 1, MAX_FRAMES)
-        self.stride = whole(CREATE, "stride", stride, 1, MAX_FRAMES)
+        self.padding = choice("padding", padding, get_args(Padding))
+        self.length = whole("length", length, 1, MAX_FRAMES)
+        self.stride = whole("stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)
-        self._fields = None if fields is None else arguments.names(CREATE, "fields", fields)
-        self._split = SplitOptions(split, validation_fraction, whole(CREATE, "seed", seed, 0))
-        self._next_observations = flag(CREATE, "next_observations", next_observations)
-        self._contiguous = flag(CREATE, "contiguous", contiguous)
-        self._flatten_observations = flag(CREATE, "flatten_observations", flatten_observations)
-        self._has_texts = flag(CREATE, "texts", texts)
+        self._fields = None if fields is None else arguments.names("fields", fields)
+        self._split = SplitOptions(split, validation_fraction, whole("seed", seed, 0))
+        self._next_observations = flag("next_observations", next_observations)
+        self._contiguous = flag("contiguous", contiguous)
+        self._flatten_observations = flag("flatten_observations", flatten_observations)
+        self._has_texts = flag("texts", texts)
         self._notes = Notes()
-        self._verify_on_open = flag(CREATE, "verify_on_open", verify_on_open)
+        self._verify_on_open = flag("verify_on_open", verify_on_open)
         self._remote = checked_remote(CREATE, remote)
-        self._chunk_cache_bytes = whole(CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
         self._spot: Spot | None = None
         self._may_lack = False
@@ -199,12 +199,15 @@ class WindowDataset(WindowBatches):
         )
         if not len(self._snapshot.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
-            raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
+            raise UsageError(
+                f"cannot {CREATE} of {self.data_dir!r}: expected recorded trajectories, got "
+                f"{found}."
+            )
         if not len(self._snapshot.index) and self.problems and self.opened_as is None:
             expected = "a trajectory that can be read"
             cause = self.problems[0]
             raise DataFileError(
-                "read windows", f"of {self.data_dir!r}", expected, "none", str(cause)
+                f"cannot read windows of {self.data_dir!r}: expected {expected}, got none. {cause}."
             ) from cause
         may_lack = self._may_lack and upto is not None
         self._may_lack = False
@@ -213,7 +216,8 @@ class WindowDataset(WindowBatches):
             what = f"of {self.data_dir!r}"
             expected = "the trajectories that it was opened with"
             raise DataFileError(
-                "open the windows again", what, expected, "others", "Open the dataset anew"
+                f"cannot open the windows again {what}: expected {expected}, got others. Open "
+                "the dataset anew."
             )
         layout = self._snapshot.layouts[DATA]
         next_observations = self._next_observations
@@ -228,7 +232,8 @@ class WindowDataset(WindowBatches):
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
                 raise UsageError(
-                    CREATE, f"with the field {field.name!r}", "another name", "that of the masks"
+                    f"cannot {CREATE} with the field {field.name!r}: expected another name, "
+                    "got that of the masks."
                 )
         pads = self.padding != "none"
         self._windows = WindowIndex(
@@ -242,7 +247,9 @@ class WindowDataset(WindowBatches):
         ]
         if form not in (None, form_now):
             what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
-            raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
+            raise UsageError(
+                f"cannot open the windows again of {self.data_dir!r}: expected {what}, got {form}."
+            )
         if upto is None and self._source.holds_blocks:
             upto = self._snapshot.index.writers_upto()
         num_windows = len(self) if num_windows is None else num_windows
@@ -476,10 +483,10 @@ class WindowDataset(WindowBatches):
             ):
                 self._snapshot.is_lost[self._snapshot.index.trajectories_in([problem.block])] = True
         where = repr(", ".join(map(str, self._source.paths)))
-        got = f"none of {len(self)}"
         cause = self.problems[-1]
         raise DataFileError(
-            "read windows", f"of {where}", "a window that can be read", got, str(cause)
+            f"cannot read windows of {where}: expected a window that can be read, got none of "
+            f"{len(self)}. {cause}."
         ) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:

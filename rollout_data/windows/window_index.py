@@ -40,9 +40,9 @@ class SplitOptions:
 
     def __post_init__(self) -> None:
         if self.split is not None:
-            choice(CREATE, "split", self.split, get_args(Split))
+            choice("split", self.split, get_args(Split))
         part = self.validation_fraction
-        real(CREATE, "validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
+        real("validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
 
 
 def choose_trajectories(
@@ -203,10 +203,8 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
         raise UsageError(
-            action,
-            "",
-            "windows as a list of whole numbers",
-            f"{windows.dtype}, shape {windows.shape}",
+            f"cannot {action}: expected windows as a list of whole numbers, got "
+            f"{windows.dtype}, shape {windows.shape}."
         )
     # As uint64, negative numbers are too large.
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:
@@ -215,7 +213,9 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
     high = int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
-        raise OutOfRangeError(action, "", f"windows in {-num_windows}:{num_windows}", str(wrong))
+        raise OutOfRangeError(
+            f"cannot {action}: expected windows in {-num_windows}:{num_windows}, got {wrong}."
+        )
     windows = windows.astype(np.int64, copy=False)
     return np.where(windows < 0, windows + num_windows, windows)
 

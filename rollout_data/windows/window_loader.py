@@ -23,7 +23,7 @@ from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.object_summary import Shown
 from storage.core.random_indices import RANDOM_BITS, scaled, whole_weights
-from storage.errors import DataFileError, RolloutDataWarning, UsageError
+from storage.errors import DataFileError, RolloutDataWarning, UsageError, in_parts
 from storage.live.prefetch import PipelinedDataCollector
 
 from ..blocks.row_layout import Allocate
@@ -80,7 +80,12 @@ class WindowMixture(WindowBatches):
             and not is_one(datasets)
         ):
             raise UsageError(
-                _MIX, "", "datasets as a dataset, a path or a list of such", type(datasets).__name__
+                in_parts(
+                    _MIX,
+                    "",
+                    "datasets as a dataset, a path or a list of such",
+                    type(datasets).__name__,
+                )
             )
         arguments.options_of(
             "WindowMixture", options, WindowMixture, WindowDataset, but=["data_dir"]
@@ -93,15 +98,18 @@ class WindowMixture(WindowBatches):
             for one in listed
         ]
         if not self.datasets:
-            raise UsageError(_MIX, "", "at least one", "none")
+            raise UsageError(f"cannot {_MIX}: expected at least one, got none.")
         if options and all(isinstance(one, WindowDataset) for one in listed):
             raise UsageError(
-                _MIX, "", "no options, as all members are datasets", ", ".join(options)
+                f"cannot {_MIX}: expected no options, as all members are datasets, got "
+                f"{', '.join(options)}."
             )
         self._given = weights
         if any(dataset.is_remote for dataset in self.datasets):
-            advice = "Copy them first, or load each by a WindowLoader of its own"
-            raise UsageError(_MIX, "", "files of this machine", "URLs", advice)
+            raise UsageError(
+                f"cannot {_MIX}: expected files of this machine, got URLs. Copy them first, or "
+                "load each by a WindowLoader of its own."
+            )
         first = self.datasets[0].form
         for number, dataset in enumerate(self.datasets):
             if dataset.form != first:
@@ -112,7 +120,9 @@ class WindowMixture(WindowBatches):
                 ]
                 got = parts[0] if parts else "others"
                 raise UsageError(
-                    _MIX, f"with number {number}", "the fields and deltas of number 0", got
+                    in_parts(
+                        _MIX, f"with number {number}", "the fields and deltas of number 0", got
+                    )
                 )
         for remark in mixed_conventions(
             set().union(*(dataset.conventions for dataset in self.datasets))
@@ -124,13 +134,15 @@ class WindowMixture(WindowBatches):
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():
             empty = int(np.flatnonzero((self.weights > 0) & (sizes == 0))[0])
-            raise UsageError(_MIX, f"with number {empty}", "windows, or no weight", "no window")
+            raise UsageError(
+                f"cannot {_MIX} with number {empty}: expected windows, or no weight, got no window."
+            )
 
     def _open(self) -> None:
         super()._open()
         sizes = np.array([dataset.opened_as[3] for dataset in self.datasets], np.int64)
         if not sizes.any():
-            raise UsageError(_MIX, "", "windows in at least one", "none")
+            raise UsageError(f"cannot {_MIX}: expected windows in at least one, got none.")
         try:
             given = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
@@ -139,7 +151,8 @@ class WindowMixture(WindowBatches):
             np.isfinite(given).all() and (given >= 0).all() and given.any()
         ):
             raise UsageError(
-                _MIX, "", f"weights as {len(sizes)} numbers >= 0, some above 0", repr(self._given)
+                f"cannot {_MIX}: expected weights as {len(sizes)} numbers >= 0, some above 0, "
+                f"got {self._given!r}."
             )
         whole_parts = whole_weights(given)
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
@@ -312,9 +325,7 @@ class WindowMixture(WindowBatches):
         )
         if told != self.opened_as:
             self.__setstate__(self.at(told).__getstate__())
-        num_samples = (
-            len(self) if num_samples is None else whole(_SAMPLER, "num_samples", num_samples, 0)
-        )
+        num_samples = len(self) if num_samples is None else whole("num_samples", num_samples, 0)
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
@@ -330,14 +341,14 @@ class MixtureSampler(Shown, Sampler[int]):
     ) -> None:
         self.mixture = mixture
         self.num_samples = num_samples
-        self.seed = whole(_SAMPLER, "seed", seed, 0)
-        self.even = choice(_SAMPLER, "even", even, get_args(Even))
+        self.seed = whole("seed", seed, 0)
+        self.even = choice("even", even, get_args(Even))
         self._shard = checked_shard(shard, _SAMPLER)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. Later iterations count on from this epoch."""
-        self.epoch = whole("call MixtureSampler.set_epoch", "epoch", epoch, 0)
+        self.epoch = whole("epoch", epoch, 0)
 
     def _places(self) -> Int64s:
         bounds = rank_batches(0, self.num_samples, 1, current_shard(self._shard), self.even, False)
@@ -423,20 +434,20 @@ class WindowLoader(Shown):
         on_error: OnError | None = None,
     ) -> None:
         self.on_error = (
-            None if on_error is None else choice(_CREATE, "on_error", on_error, get_args(OnError))
+            None if on_error is None else choice("on_error", on_error, get_args(OnError))
         )
         if not isinstance(dataset, WindowBatches):
             expected = "dataset as a WindowDataset or a WindowMixture"
             advice = "A RolloutDataset gives its batches itself"
-            raise UsageError(_CREATE, "", expected, type(dataset).__name__, advice)
-        self.batch_size = whole(_CREATE, "batch_size", batch_size, 1)
-        self.even = choice(_CREATE, "even", even, get_args(Even))
+            raise UsageError(in_parts(_CREATE, "", expected, type(dataset).__name__, advice))
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.even = choice("even", even, get_args(Even))
         self._shard = checked_shard(shard, _CREATE)
-        self.shuffle = arguments.flag(_CREATE, "shuffle", shuffle)
-        self.drop_last = arguments.flag(_CREATE, "drop_last", drop_last)
-        self.seed = whole(_CREATE, "seed", seed, 0)
-        self.device = arguments.device(_CREATE, "device", device)
-        self.num_ahead = whole(_CREATE, "num_ahead", num_ahead, 1)
+        self.shuffle = arguments.flag("shuffle", shuffle)
+        self.drop_last = arguments.flag("drop_last", drop_last)
+        self.seed = whole("seed", seed, 0)
+        self.device = arguments.device("device", device)
+        self.num_ahead = whole("num_ahead", num_ahead, 1)
         self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
@@ -448,7 +459,7 @@ class WindowLoader(Shown):
 
     def set_epoch(self, epoch: int) -> None:
         """Jump to the start of an epoch. Later iterations count on from this epoch."""
-        self._go_to(whole("call WindowLoader.set_epoch", "epoch", epoch, 0))
+        self._go_to(whole("epoch", epoch, 0))
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
@@ -479,9 +490,11 @@ class WindowLoader(Shown):
 
     def __getitem__(self, window: Any) -> Any:
         """Raise `UsageError`: a loader is only iterated. A `DataLoader` takes its `dataset`."""
-        expected = "a loop over it"
-        advice = "A DataLoader takes the WindowDataset, with collate_fn=dataset.collate"
-        raise UsageError("take an item of a WindowLoader", "", expected, f"[{window!r}]", advice)
+        raise UsageError(
+            "cannot take an item of a WindowLoader: expected a loop over it, got "
+            f"[{window!r}]. A DataLoader takes the WindowDataset, with "
+            "collate_fn=dataset.collate."
+        )
 
     @property
     def num_lost_windows(self) -> int:
@@ -490,7 +503,7 @@ class WindowLoader(Shown):
 
     def order(self, epoch: int) -> Int64s:
         """Return the windows of an epoch of all ranks in order, int64."""
-        epoch = whole("call WindowLoader.order", "epoch", epoch, 0)
+        epoch = whole("epoch", epoch, 0)
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
@@ -537,9 +550,10 @@ class WindowLoader(Shown):
             del batch
             if self._turn != turn:
                 ahead.close()
-                got = "another one that was begun since, or a loader that was set to another place"
                 raise UsageError(
-                    "go on with an iteration", "over a WindowLoader", "one at a time", got
+                    "cannot go on with an iteration over a WindowLoader: expected one at a "
+                    "time, got another one that was begun since, or a loader that was set to "
+                    "another place."
                 )
         self._go_to(epoch + 1)
 
@@ -581,9 +595,11 @@ class WindowLoader(Shown):
         action = "call WindowLoader.load_state_dict"
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
-            advice = "set_epoch begins an epoch"
-            raise UsageError(action, "", f"a state of version {_VERSION}", repr(version), advice)
-        position = whole(action, "position", state.get("position"), 0)
+            raise UsageError(
+                f"cannot {action}: expected a state of version {_VERSION}, got {version!r}. "
+                "set_epoch begins an epoch."
+            )
+        position = whole("position", state.get("position"), 0)
         windows = self.dataset
         if position:
             windows = self._as_rank_0_has(windows, state["windows"])
@@ -591,12 +607,16 @@ class WindowLoader(Shown):
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
-                raise UsageError(action, "", f"{name} = {value}", repr(state.get(name)))
+                raise UsageError(
+                    f"cannot {action}: expected {name} = {value}, got {state.get(name)!r}."
+                )
         after: Any = state.get("after")
         if position and not isinstance(after, (list, tuple)):
-            expected_name = "the name of the last window that was delivered"
-            raise UsageError(action, "", expected_name, repr(after), "set_epoch begins an epoch")
-        self.set_epoch(whole(action, "epoch", state["epoch"], 0))
+            raise UsageError(
+                f"cannot {action}: expected the name of the last window that was delivered, "
+                f"got {after!r}. set_epoch begins an epoch."
+            )
+        self.set_epoch(whole("epoch", state["epoch"], 0))
         self._windows = windows
         self._position = position
         self._until = state.get("until")

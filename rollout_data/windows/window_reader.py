@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from storage.core.fields import unflatten
-from storage.errors import CorruptFileError, DataFileError, MissingFieldError, UsageError, nearest
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    MissingFieldError,
+    UsageError,
+    nearest,
+)
 
 from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
@@ -120,7 +126,7 @@ def plan_windows(
     )
     names = [name for name in known if name in chosen]
     if not names:
-        raise UsageError(CREATE, "", f"fields, some of {', '.join(known)}", "none")
+        raise UsageError(f"cannot {CREATE}: expected fields, some of {', '.join(known)}, got none.")
     wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
         nexts = [
@@ -130,10 +136,8 @@ def plan_windows(
         ]
         if not nexts:
             raise UsageError(
-                CREATE,
-                "with next_observations",
-                "an observation among the fields",
-                ", ".join(names),
+                f"cannot {CREATE} with next_observations: expected an observation among the "
+                f"fields, got {', '.join(names)}."
             )
         wanted += nexts
     shapes, columns = _shapes(layout, wanted)
@@ -151,12 +155,10 @@ def plan_windows(
         elif np.array_equal(deltas, first.deltas):
             found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
         else:
-            got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
             raise UsageError(
-                CREATE,
-                f"with flatten_observations and {source!r}",
-                "the same frames of all components",
-                got,
+                f"cannot {CREATE} with flatten_observations and {source!r}: expected the same "
+                f"frames of all components, got {deltas.tolist()}, and {first.deltas.tolist()} "
+                f"of {first.sources[0]!r}."
             )
     return WindowPlan(tuple(found.values()), shapes, columns)
 
@@ -194,8 +196,10 @@ def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
     found = [one for one in known if one == name or one.startswith(f"{name}/")]
     if not found:
         groups = {one.split("/")[0] for one in known}
-        expected = f"{argument} among {nearest(name, {*known, *groups})}"
-        raise MissingFieldError(CREATE, "", expected, repr(name))
+        raise MissingFieldError(
+            f"cannot {CREATE}: expected {argument} among {nearest(name, {*known, *groups})}, "
+            f"got {name!r}."
+        )
     return found
 
 
@@ -219,7 +223,8 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
         return None
     if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
         raise UsageError(
-            CREATE, "", "delta as a dict of fields and their lists of whole numbers", repr(delta)
+            f"cannot {CREATE}: expected delta as a dict of fields and their lists of whole "
+            f"numbers, got {delta!r}."
         )
     checked = {}
     for name, values in delta.items():
@@ -227,11 +232,14 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
             listed = [operator.index(value) for value in values]
         except TypeError:
             raise UsageError(
-                CREATE, "", f"delta of {name!r} as a list of whole numbers", repr(values)
+                f"cannot {CREATE}: expected delta of {name!r} as a list of whole numbers, got "
+                f"{values!r}."
             ) from None
         if not listed or max(map(abs, listed)) > MAX_FRAMES:
-            expected = f"delta of {name!r} with at least one number, up to {MAX_FRAMES}"
-            raise UsageError(CREATE, "", expected, repr(values))
+            raise UsageError(
+                f"cannot {CREATE}: expected delta of {name!r} with at least one number, up to "
+                f"{MAX_FRAMES}, got {values!r}."
+            )
         checked[name] = np.array(listed, np.int64)
     return checked
 
@@ -262,11 +270,13 @@ def _named_damage(
     if not isinstance(cause, DataFileError):  # the file was deleted
         return problem
     action = f"read frame {frame} of episode {snapshot.name_of(trajectory)!r}"
-    expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
     where = f"in {str(snapshot.file_of_row(column, trajectory, frame))!r}"
-    skips = 'on_error="skip" leaves the windows with this frame out'
-    advice = f"{cause.advice}; {skips}" if cause.advice else skips
-    named = CorruptFileError(action, where, expected, got, advice).of(cause.kind, cause.episode)
+    named = CorruptFileError(
+        f'cannot {action} {where}: {cause.message} on_error="skip" leaves the windows with this '
+        "frame out.",
+        kind=cause.kind,
+        episode=cause.episode,
+    )
     named.__cause__ = problem
     return named
 

@@ -30,6 +30,7 @@ from storage.errors import (
     OutOfRangeError,
     UnansweredError,
     UsageError,
+    in_parts,
 )
 
 from ..blocks.row_layout import Allocate
@@ -53,7 +54,8 @@ def collate_windows(batch: Any) -> Any:
         return dict(batch) if type(batch) is WindowBatch else batch  # sending converts others
     if not batch or not all(isinstance(window, Mapping) for window in batch):
         raise UsageError(
-            "collate", "", "a batch or a list of windows", f"a list of {len(batch)} others"
+            "cannot collate: expected a batch or a list of windows, got a list of "
+            f"{len(batch)} others."
         )
     flat = [flatten(window) for window in batch]
     return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
@@ -65,7 +67,9 @@ class WindowBatch(dict[str, Any]):
     def __missing__(self, key: object) -> Any:
         advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
         raise MissingFieldError(
-            "read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice
+            in_parts(
+                "read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice
+            )
         )
 
     __repr__ = described
@@ -105,9 +109,10 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             IndexError: The number is out of range; negative numbers count from the end.
         """
         if not is_whole(window) or not -len(self) <= window < len(self):
-            kind = OutOfRangeError if is_whole(window) else UsageError
-            action = f"read a window of a {type(self).__name__}"
-            raise kind(action, "", f"a whole number in {-len(self)}:{len(self)}", repr(window))
+            error_class = OutOfRangeError if is_whole(window) else UsageError
+            raise error_class(
+                f"window must be an integer in {-len(self)}:{len(self)}, got {window!r}."
+            )
         try:
             batch = self.read([window], self._pool.empty)
         except UnansweredError:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
-from storage.errors import FieldTypeError, SchemaError, UsageError
+from storage.errors import FieldTypeError, SchemaError, UsageError, in_parts
 
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
@@ -85,7 +85,8 @@ def text_ids(
         listed = np.array(value, object)
         if listed.shape not in (lead, (*lead, 1)):
             raise SchemaError(
-                action, f"with the texts {name!r}", f"one text, or shape {lead}", str(listed.shape)
+                f"cannot {action} with the texts {name!r}: expected one text, or shape {lead}, "
+                f"got {listed.shape}."
             )
     ids: dict[str, int] = {}
     for text in listed.reshape(-1).tolist():
@@ -98,7 +99,7 @@ def text_ids(
         if not isinstance(text, str) or data is None or len(data) > MAX_NOTE_BYTES:
             expected = f"texts of Unicode, each of at most {MAX_NOTE_BYTES} bytes"
             got = type(text).__name__ if not isinstance(text, str) else ascii(text[:20])
-            raise UsageError(action, f"with the texts {name!r}", expected, got)
+            raise UsageError(in_parts(action, f"with the texts {name!r}", expected, got))
         ids[text] = text_id(text)
         texts[ids[text]] = data
     numbers = np.array([ids[text] for text in listed.reshape(-1).tolist()], np.int64)
@@ -113,7 +114,8 @@ def check_text_fields(action: str, schema: Schema, texts: Container[str]) -> Non
             expected = "texts" if declared.is_text else "numbers"
             got = "texts" if is_text else "numbers"
             raise FieldTypeError(
-                action, f"with the field {name!r}", f"{expected}, as in the first record", got
+                f"cannot {action} with the field {name!r}: expected {expected}, as in the "
+                f"first record, got {got}."
             )
 
 
@@ -143,9 +145,9 @@ def episode_notes(
             if metadata is None or (isinstance(metadata, Mapping) and not metadata):
                 continue
             if not marks[step, env]:
-                where = f"with episode= of environment {env}"
                 raise UsageError(
-                    action, where, "a frame of it in the same step", "none, by env_mask"
+                    f"cannot {action} with episode= of environment {env}: expected a frame of "
+                    "it in the same step, got none, by env_mask."
                 )
             notes.append((step, env, episode_json(metadata, action, "with episode=")))
     return tuple(notes)
@@ -159,7 +161,7 @@ def _checked_list(action: str, values: Any, count: int, item: str) -> Sequence[A
         got = f"{len(values)} values" if is_list else type(values).__name__
         hint = " (one mapping for a single environment)" if item == "environment" else ""
         expected = f"a list with a mapping or None for each {item}, {count}{hint}"
-        raise UsageError(action, "with episode=", expected, got)
+        raise UsageError(in_parts(action, "with episode=", expected, got))
     checked: Sequence[Any] = values
     return checked
 
@@ -171,7 +173,9 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
         UsageError: `metadata` is no mapping with names of type str, or a value is not JSON.
     """
     if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
-        raise UsageError(action, where, "mappings with names that are texts", repr(metadata)[:80])
+        raise UsageError(
+            in_parts(action, where, "mappings with names that are texts", repr(metadata)[:80])
+        )
     values = {
         name: value.item() if isinstance(value, np.bool_) else value
         for name, value in metadata.items()
@@ -179,12 +183,14 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
     for name, type_of_value in _TYPES.items():
         if not isinstance(values.get(name), (type_of_value, type(None))):
             expected = f"{name!r} as a {type_of_value.__name__} or None"
-            raise UsageError(action, where, expected, repr(values[name])[:80])
+            raise UsageError(in_parts(action, where, expected, repr(values[name])[:80]))
     try:
         data = json.dumps(values, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as cause:
         expected = "texts, numbers, lists and mappings of them"
-        raise UsageError(action, where, expected, f"{type(cause).__name__}: {cause}") from cause
+        raise UsageError(
+            f"cannot {action} {where}: expected {expected}, got {type(cause).__name__}: {cause}."
+        ) from cause
     return data
 
 
@@ -224,10 +230,10 @@ class NoteCount:
             start = step
             counts[env] += len(data)
             if counts[env] > MAX_NOTE_BYTES:
-                expected = f"at most {MAX_NOTE_BYTES} bytes of metadata per episode"
-                got = f"{counts[env]} of env {env}"
                 raise UsageError(
-                    action, "with episode=", expected, got, "Record large values as a field"
+                    f"cannot {action} with episode=: expected at most {MAX_NOTE_BYTES} bytes "
+                    f"of metadata per episode, got {counts[env]} of env {env}. Record large "
+                    "values as a field."
                 )
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts

@@ -123,11 +123,10 @@ class BlockPublisher:
         """
         self.owner.check()
         if self.failure is not None:
-            where = f"in {str(self._folder)!r}"
-            expected = "a writable folder with room"
-            advice = "Blocks that were published before are intact; close this writer and start another one"
             raise BackgroundError(
-                "publish a block", where, expected, str(self.failure), advice
+                f"cannot publish a block in {str(self._folder)!r}: expected a writable folder "
+                f"with room, got {self.failure}. Blocks that were published before are intact; "
+                "close this writer and start another one."
             ) from self.failure
 
     def close(self) -> None:
@@ -198,12 +197,15 @@ def check_storable(schema: Schema) -> None:
         if parts[0] == PACKED or not is_text or not all(part.strip(".") for part in parts):
             expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
             raise SchemaError(
-                "store the field", ascii(name), expected, ascii(name), "Rename the field"
+                f"cannot store the field {name!a}: expected {expected}, got "
+                f"{name!a}. Rename the field."
             )
         for end in range(1, len(parts)):
             parent = "/".join(parts[:end])
             if parent in schema:
-                raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
+                raise SchemaError(
+                    f"cannot store the field {name!r}: expected no field above it, got {parent!r}."
+                )
     longest = {
         field.name: Coding(field.codec, 1 / 3, 8)
         for field in schema.values()
@@ -215,9 +217,9 @@ def check_storable(schema: Schema) -> None:
         sizes += [len(h5py.h5t.py_create(dtype, logical=True).encode()) for dtype in types]
     if max(sizes) > _MAX_ENTRY_BYTES:
         expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
-        got = f"{max(sizes)} bytes"
         raise SchemaError(
-            "store", f"{len(schema)} fields", expected, got, "Join fields to wider ones"
+            f"cannot store {len(schema)} fields: expected {expected}, got {max(sizes)} bytes. "
+            "Join fields to wider ones."
         )
 
 
@@ -233,9 +235,9 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
         try:
             header = read_header(path)
         except (RolloutDataError, OSError) as cause:  # OSError for a link without a target.
-            advice = "Use another writer_name"
             raise UsageError(
-                "continue the writer", repr(writer), "readable blocks", str(path), advice
+                f"cannot continue the writer {writer!r}: expected readable blocks, got {path}. "
+                "Use another writer_name."
             ) from cause
         if not Block(path, writer, header.sequence, header.fragments).is_edit:
             sequence = max(sequence, header.sequence + 1)

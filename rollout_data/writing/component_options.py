@@ -17,7 +17,10 @@ _MAKE = "create a RolloutWriter"
 
 def _checked_components(name: str, components: Any) -> dict[str, Any]:
     if not (components is None or isinstance(components, Mapping)):
-        raise UsageError(_MAKE, f"with {name}", "a mapping of component names", repr(components))
+        raise UsageError(
+            f"cannot {_MAKE} with {name}: expected a mapping of component names, got "
+            f"{components!r}."
+        )
     return dict(components or {})
 
 
@@ -33,11 +36,13 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
             shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
         except (TypeError, ValueError):
             raise UsageError(
-                _MAKE, "with obs_segments", "a shape for each component", repr(segments)
+                f"cannot {_MAKE} with obs_segments: expected a shape for each component, got "
+                f"{segments!r}."
             ) from None
         if not name or min(shapes[name], default=1) < 1:
             raise UsageError(
-                _MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}"
+                f"cannot {_MAKE} with obs_segments: expected named, non-empty shapes, got "
+                f"{name!r}: {shapes[name]}."
             )
     return shapes
 
@@ -54,11 +59,14 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
         try:
             check_writable(str(codec))
         except UsageError as error:
-            where = f"with the codec of {name!r}"
-            raise UsageError(_MAKE, where, error.expected, repr(codec), error.advice) from error
+            raise UsageError(
+                f"obs_disassemble_mapping: codec {codec!r} of {name!r}: {error.message}"
+            ) from error
         if segments and name not in segments:
-            expected = f"names of obs_segments ({nearest(name, segments)})"
-            raise UsageError(_MAKE, "with obs_disassemble_mapping", expected, repr(name))
+            raise UsageError(
+                f"cannot {_MAKE} with obs_disassemble_mapping: expected names of obs_segments "
+                f"({nearest(name, segments)}), got {name!r}."
+            )
     return codecs
 
 
@@ -91,7 +99,8 @@ def split_components(
         if flat.ndim < 2 or flat.shape[-1] != width:
             expected = f"{width} values in the last dimension, the sum of obs_segments"
             raise SchemaError(
-                action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}"
+                f"cannot {action} with the field {head!r}: expected {expected}, got shape "
+                f"{tuple(flat.shape)}."
             )
         parts = {}
         start = 0
@@ -108,7 +117,8 @@ def split_components(
             if not leads:
                 expected = f"shape [..., {shape}] as in obs_segments"
                 raise SchemaError(
-                    action, f"with the field {name!r}", expected, str(tuple(leaf.shape))
+                    f"cannot {action} with the field {name!r}: expected {expected}, got "
+                    f"{tuple(leaf.shape)}."
                 )
             parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
         parts = {name: parts[name] for name in wanted}

@@ -50,9 +50,7 @@ class UnreadableEpisode(DataFileError):
     """
 
     def __init__(self, problem: DataFileError) -> None:
-        super().__init__(
-            problem.action, problem.where, problem.expected, problem.got, problem.advice
-        )
+        super().__init__(problem.message, kind=problem.kind, episode=problem.episode)
         self.problem = problem
 
 
@@ -141,10 +139,10 @@ class SummedEpisode:
         except OSError as cause:
             if isinstance(cause, RolloutDataError):
                 raise
-            got = f"{type(cause).__name__}: {cause}"
-            raise UnreadableEpisode(
-                DataFileError("read", f"episode {self._episode.id!r}", "", got)
-            ) from cause
+            unread = DataFileError(
+                f"Episode {self._episode.id!r} cannot be read: {type(cause).__name__}: {cause}."
+            )
+            raise UnreadableEpisode(unread) from cause
 
 
 def _checksum(rows: Any, start: int = 0) -> int:

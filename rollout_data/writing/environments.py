@@ -15,7 +15,7 @@ import torch
 
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given, on_host
-from storage.errors import FieldTypeError, SchemaError, UsageError, nearest
+from storage.errors import FieldTypeError, SchemaError, UsageError, in_parts, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
 _FINALS = "read final observations"
@@ -52,10 +52,11 @@ class Simulator:
         )
         if not hasattr(env, "step") or not (self._is_single or num_envs is not None):
             expected = "a gymnasium.Env, or a vectorized environment with num_envs and step()"
-            raise UsageError(action, "", f"env as {expected}", type(env).__name__)
+            raise UsageError(in_parts(action, "", f"env as {expected}", type(env).__name__))
         if autoreset not in (None, *_MODES.values()):
             raise UsageError(
-                action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset)
+                f"cannot {action}: expected autoreset "
+                f"{nearest(str(autoreset), _MODES.values())}, got {autoreset!r}."
             )
         self.action = action
         self.env = env
@@ -97,7 +98,8 @@ class Simulator:
             observation = self.see(self.env.get_observations())
         if observation is None:
             raise UsageError(
-                "start", repr(self.name), "an observation of reset() or get_observations()", "none"
+                f"cannot start {self.name!r}: expected an observation of reset() or "
+                "get_observations(), got none."
             )
         return observation
 
@@ -147,14 +149,15 @@ class Simulator:
                 unknown.
         """
         if len(result) not in (4, 5):
-            expected = "gymnasium's five values, obs, rewards, dones, infos, or these with privileged_obs after obs"
             raise UsageError(
-                "step the environments", repr(self.name), expected, f"{len(result)} values"
+                f"cannot step the environments {self.name!r}: expected gymnasium's five "
+                "values, obs, rewards, dones, infos, or these with privileged_obs after obs, "
+                f"got {len(result)} values."
             )
         if self._is_single and self.is_over[0] and not self._is_mode_known:
-            advice = "Give autoreset='next_step' if the environment resets itself"
             raise UsageError(
-                "step", repr(self.name), "reset() after the end of an episode", "none", advice
+                f"cannot step {self.name!r}: expected reset() after the end of an episode, got "
+                "none. Give autoreset='next_step' if the environment resets itself."
             )
         observation, *middle, infos = result
         infos = joined(infos)
@@ -228,10 +231,11 @@ class Simulator:
         has_policy_group = hasattr(observation, "items") and "policy" in dict(observation.items())
         if is_same_step or (has_policy_group and isinstance(_leaf(observation), torch.Tensor)):
             return "same_step"
-        expected = "metadata['autoreset_mode'] or infos['final_obs']"
-        got = "neither"
-        advice = "Give autoreset='next_step', 'same_step' or 'disabled'"
-        raise UsageError("record the end of an episode", f"of {self.name!r}", expected, got, advice)
+        raise UsageError(
+            f"cannot record the end of an episode of {self.name!r}: expected "
+            "metadata['autoreset_mode'] or infos['final_obs'], got neither. Give "
+            "autoreset='next_step', 'same_step' or 'disabled'."
+        )
 
     def _as_env(self, value: Any) -> Any:
         return value if self._device is None else torch.as_tensor(value, device=self._device)
@@ -296,9 +300,10 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
     second_flags, has_second = info_flags(infos, (second,), num_envs)
     differs = has_first & has_second & (first_flags != second_flags)
     if differs.any():
-        where = f"of environment {int(differs.argmax())} in infos"
-        got = "a time-out in one of them only"
-        raise SchemaError("read time-outs", where, f"{first!r} and {second!r} that agree", got)
+        raise SchemaError(
+            f"cannot read time-outs of environment {int(differs.argmax())} in infos: expected "
+            f"{first!r} and {second!r} that agree, got a time-out in one of them only."
+        )
     return first_flags | second_flags, has_first | has_second
 
 
@@ -310,7 +315,7 @@ def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
     flags = on_host(mask).reshape(-1)
     if len(flags) != num_envs or not all(flag is not None and _is_flag(flag) for flag in flags):
         expected = f"{num_envs} flags, one per environment"
-        raise SchemaError("read infos", f"with {'_' + name!r}", expected, repr(mask)[:60])
+        raise SchemaError(in_parts("read infos", f"with {'_' + name!r}", expected, repr(mask)[:60]))
     return flags.astype(bool)
 
 
@@ -320,8 +325,10 @@ def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -
     # An object array, as numpy converts flags to texts if the list has a text.
     flags = np.array([*values, None], object)[:-1] if is_list else on_host(values).reshape(-1)
     if len(flags) != num_envs:
-        expected = f"{num_envs} flags, one per environment"
-        raise SchemaError("read time-outs", where, expected, str(len(flags)))
+        raise SchemaError(
+            f"cannot read time-outs {where}: expected {num_envs} flags, one per environment, "
+            f"got {len(flags)}."
+        )
     is_wrong = (
         np.array([not _is_flag(flag) for flag in flags])
         if flags.dtype == object
@@ -331,7 +338,12 @@ def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -
     if is_wrong.any():
         env = int(is_wrong.argmax())
         raise SchemaError(
-            "read time-outs", f"{where}, environment {env}", "a flag or None", repr(flags[env])[:60]
+            in_parts(
+                "read time-outs",
+                f"{where}, environment {env}",
+                "a flag or None",
+                repr(flags[env])[:60],
+            )
         )
 
 
@@ -438,8 +450,10 @@ def final_rows(
         finals = list(finals)  # A tuple of environments, not of the parts of an observation.
     if _is_listed(finals):
         if len(finals) != len(done):
-            expected = f"{len(done)} final observations or None, one per environment"
-            raise SchemaError(_FINALS, f"with {name!r} of infos", expected, str(len(finals)))
+            raise SchemaError(
+                f"cannot {_FINALS} with {name!r} of infos: expected {len(done)} final "
+                f"observations or None, one per environment, got {len(finals)}."
+            )
         has_final &= [row is not None for row in finals]
     if not has_final.any():
         return None, None, done
@@ -473,13 +487,15 @@ def _stacked(rows: list[Any], like: Any) -> Any:
             if not isinstance(row, dict) or not like.keys() <= row.keys():
                 expected = f"mappings with {', '.join(map(repr, like))}"
                 got = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                raise SchemaError(_FINALS, "of infos", expected, got)
+                raise SchemaError(in_parts(_FINALS, "of infos", expected, got))
         return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
     dtype = as_given(like).dtype
     tensors = [_as_dtype(_numbers(row), dtype) for row in rows]
     if len({tensor.shape for tensor in tensors}) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise SchemaError(_FINALS, "of infos", "one shape", shapes)
+        raise SchemaError(
+            f"cannot {_FINALS} of infos: expected one shape, got "
+            f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}."
+        )
     return torch.stack(tensors)
 
 
@@ -494,14 +510,15 @@ def _numbers(values: Any) -> torch.Tensor:
             if isinstance(values, np.ndarray)
             else type(values).__name__
         )
-        raise FieldTypeError(_FINALS, "of infos", "numbers", got) from cause
+        raise FieldTypeError(in_parts(_FINALS, "of infos", "numbers", got)) from cause
 
 
 def _checked_rows(leaf: Any) -> Any:
     """Return a leaf of final observations; raise `SchemaError` without an axis of envs."""
     if leaf is not None and not _numbers(leaf).ndim:
         raise SchemaError(
-            _FINALS, "of infos", "one row per environment", f"a single {type(leaf).__name__}"
+            f"cannot {_FINALS} of infos: expected one row per environment, got a single "
+            f"{type(leaf).__name__}."
         )
     return leaf
 
@@ -513,12 +530,14 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         FieldTypeError: The values are complex, or an integer dtype cannot hold them.
     """
     if row.is_complex() and not dtype.is_complex:
-        raise FieldTypeError(_FINALS, "of infos", "real numbers", str(row.dtype))
+        raise FieldTypeError(f"cannot {_FINALS} of infos: expected real numbers, got {row.dtype}.")
     converted = row.to(dtype)
     if not dtype.is_floating_point and not torch.equal(converted.to(row.dtype), row):
         name = str(dtype).removeprefix("torch.")
-        expected = f"numbers that the dtype of the observations, {name}, can hold"
-        raise FieldTypeError(_FINALS, "of infos", expected, f"other numbers of {row.dtype}")
+        raise FieldTypeError(
+            f"cannot {_FINALS} of infos: expected numbers that the dtype of the observations, "
+            f"{name}, can hold, got other numbers of {row.dtype}."
+        )
     return converted
 
 

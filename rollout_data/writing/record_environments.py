@@ -24,7 +24,7 @@ from storage.core import arguments
 from storage.core.late_copies import has_device_tensors
 from storage.core.memory import as_given, on_host
 from storage.core.threads import Owned, Owner
-from storage.errors import RolloutDataWarning, UsageError
+from storage.errors import RolloutDataWarning, UsageError, in_parts
 
 from ..blocks.annotation_table import TASK
 from ..blocks.block_folder import BlockFolder
@@ -229,14 +229,16 @@ def record_demonstrations(
     takers = (record_demonstrations, _Recorder, RolloutWriter)
     arguments.options_of("record_demonstrations", options, *takers, but=_NO_OPTIONS)
     if metadata is not None:
-        arguments.instance(_RECORD, "metadata", metadata, "as a mapping", Mapping)
+        arguments.instance("metadata", metadata, "a mapping", Mapping)
     for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
-        arguments.real(_RECORD, name, value, "as a number", lambda _: True)
-    seed = None if seed is None else arguments.seed(_RECORD, "seed", seed)
-    keep_unfinished = arguments.flag(_RECORD, "keep_unfinished", keep_unfinished)
-    data_dir = arguments.path(_RECORD, "data_dir", data_dir)
+        arguments.real(name, value, "a number", lambda _: True)
+    seed = None if seed is None else arguments.seed("seed", seed)
+    keep_unfinished = arguments.flag("keep_unfinished", keep_unfinished)
+    data_dir = arguments.path("data_dir", data_dir)
     if min_timesteps <= 0 and min_trajectories <= 0:
-        raise UsageError(_RECORD, "", "min_timesteps or min_trajectories above 0", "neither")
+        raise UsageError(
+            f"cannot {_RECORD}: expected min_timesteps or min_trajectories above 0, got neither."
+        )
     simulator = Simulator(_RECORD, env, autoreset)
     act, policy_name = _policy(policy)
     start_s = time.monotonic()
@@ -318,13 +320,13 @@ class _Recorder:
         action = simulator.action
         if keep is not None and not callable(keep):
             raise UsageError(
-                action, "", "keep a callable of an EpisodeSummary, or None", repr(keep)
+                in_parts(action, "", "keep a callable of an EpisodeSummary, or None", repr(keep))
             )
         num_envs = simulator.num_envs
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
         arguments.real(
-            action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1
+            "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1
         )
         self._only_warns = is_in_loop and max_dropped is None
         self._has_warned = False
@@ -479,7 +481,8 @@ class _Recorder:
         self._before = {}
         if not before:
             raise UsageError(
-                "record a step", "", "reset() or get_observations() before it", "neither"
+                "cannot record a step: expected reset() or get_observations() before it, got "
+                "neither."
             )
         record, done, infos = self.simulator.read(result)
         present = record.get("env_mask", True)
@@ -581,7 +584,9 @@ class _Recorder:
         else:
             reason = "keep returned False"
         got = f"{self._num_dropped_in_a_row} dropped in a row: {reason}"
-        error = UsageError("continue to record", "", "episodes to keep", got, advice)
+        error = UsageError(
+            f"cannot continue to record: expected episodes to keep, got {got}. {advice}."
+        )
         if not (can_succeed and self._only_warns):
             raise error
         self._has_warned = True
@@ -611,7 +616,7 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     act = next((method for method in methods if callable(method)), policy)
     if not callable(act):
         expected = "a callable, or an object with act_inference or act"
-        raise UsageError(_RECORD, "", f"policy as {expected}", type(policy).__name__)
+        raise UsageError(in_parts(_RECORD, "", f"policy as {expected}", type(policy).__name__))
     owner = getattr(policy, "__self__", policy)
     name = getattr(owner, "__name__", type(owner).__name__)
     if not isinstance(policy, torch.nn.Module):

@@ -18,7 +18,7 @@ import torch
 from storage.core import arguments
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given
-from storage.errors import RolloutDataWarning, SchemaError, UsageError
+from storage.errors import RolloutDataWarning, SchemaError, UsageError, in_parts
 from storage.onpolicy.transition_columns import rollout_columns
 
 from ..playback.transition import Transition
@@ -100,8 +100,10 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
                 )
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
-                got = f"{merged[name][0]!r} and {original!r}"
-                raise UsageError(action, f"with {name!r}", "each value once", got)
+                raise UsageError(
+                    f"cannot {action} with {name!r}: expected each value once, got "
+                    f"{merged[name][0]!r} and {original!r}."
+                )
             else:
                 merged[name] = original, value
     return {name: value for name, (_, value) in merged.items()}
@@ -163,7 +165,7 @@ def _items_of(action: str, transition: Any) -> dict[str, Any]:
     if hasattr(transition, "__dict__"):
         return {name: value for name, value in vars(transition).items() if not name.startswith("_")}
     expected = "transition as a mapping, named tuple or object with fields"
-    raise UsageError(action, "", expected, type(transition).__name__)
+    raise UsageError(in_parts(action, "", expected, type(transition).__name__))
 
 
 def _recorded_done(action: str, batch: Transition) -> Any:
@@ -186,7 +188,8 @@ def _recorded_done(action: str, batch: Transition) -> Any:
             if flag.numel() != done.numel():
                 expected = f"shape {tuple(done.shape)} as of 'done'"
                 raise SchemaError(
-                    action, f"with the flag {name!r}", expected, str(tuple(flag.shape))
+                    f"cannot {action} with the flag {name!r}: expected {expected}, got "
+                    f"{tuple(flag.shape)}."
                 )
             flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
     if "is_last" in flags:
@@ -197,12 +200,12 @@ def _recorded_done(action: str, batch: Transition) -> Any:
     if "valid" in flags:  # Invalid entries are no frames.
         is_unclear &= flags["valid"]
     if is_unclear.any():
-        advice = (
-            "Set it with batch._replace(is_last=...): batch.done, where no first frame is marked"
-        )
-        where = "with is_first and done both true"
         expected = "is_last, which separates first frames from ends"
-        raise UsageError(action, where, expected, "None", advice)
+        raise UsageError(
+            f"cannot {action} with is_first and done both true: expected {expected}, got None. "
+            "Set it with batch._replace(is_last=...): batch.done, where no first frame is "
+            "marked."
+        )
     return done
 
 
@@ -211,14 +214,14 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
 
     Other transitions are returned unchanged.
     """
-    include = arguments.names(action, "include", include)
+    include = arguments.names("include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(
         transition, "add_transitions"
     ):
         if include:
             where = f"with include={list(include)}"
             expected = "transition as a RolloutStorage"
-            raise UsageError(action, where, expected, type(transition).__name__)
+            raise UsageError(in_parts(action, where, expected, type(transition).__name__))
         return transition
     declared = (
         transition.declare_columns()
@@ -229,7 +232,9 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
     columns = {name: getattr(transition, name, None) for name in (*usual, *include)}
     missing = [name for name in include if columns[name] is None]
     if missing:
-        raise UsageError(action, "", "include as fields of the storage", repr(missing[0]))
+        raise UsageError(
+            f"cannot {action}: expected include as fields of the storage, got {missing[0]!r}."
+        )
     step = transition.step
     is_full_queue = getattr(transition, "buffer_full", False)
 

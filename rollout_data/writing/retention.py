@@ -62,8 +62,8 @@ def prune(
     limits = checked_limits(
         action, {"trajectories": trajectories, "frames": frames, "bytes": bytes}
     )
-    dry_run = arguments.flag(action, "dry_run", dry_run)
-    folder = BlockFolder.at(arguments.path(action, "data_dir", data_dir))
+    dry_run = arguments.flag("dry_run", dry_run)
+    folder = BlockFolder.at(arguments.path("data_dir", data_dir))
     if not folder.blocks:
         check_single(action, folder.data_dir)
     is_needed = _needed_trajectories(folder, limits)
@@ -83,13 +83,13 @@ def checked_limits(action: str, limits: Any) -> dict[str, int]:
     """
     expected = f"at least one of {', '.join(LIMITS)}"
     if not isinstance(limits, Mapping) or limits.keys() - {*LIMITS}:
-        raise UsageError(action, "", f"a mapping with {expected}", repr(limits))
+        raise UsageError(f"cannot {action}: expected a mapping with {expected}, got {limits!r}.")
     checked = {}
     for name, limit in limits.items():
         if limit is not None:
-            checked[name] = arguments.whole(action, name, limit, 1)
+            checked[name] = arguments.whole(name, limit, 1)
     if not checked:
-        raise UsageError(action, "", expected, "none of them")
+        raise UsageError(f"cannot {action}: expected {expected}, got none of them.")
     return checked
 
 

@@ -277,7 +277,10 @@ class RolloutReader:
                     if components
                     else "a dict as the observation, or obs_segments"
                 )
-                raise SchemaError(action, "with obs_disassemble_mapping", expected, repr(name))
+                raise SchemaError(
+                    f"cannot {action} with obs_disassemble_mapping: expected {expected}, got "
+                    f"{name!r}."
+                )
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
         dtypes = {
             name: dtype_name(fields[name].dtype, f"with the field {name!r}", action)
@@ -326,15 +329,16 @@ class RolloutReader:
             if field_name not in schema:
                 expected = nearest(field_name, schema)
                 raise MissingFieldError(
-                    action, f"with the field {name!r}", expected, repr(field_name)
+                    f"cannot {action} with the field {name!r}: expected {expected}, got "
+                    f"{field_name!r}."
                 )
             rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
         for name in schema.below(OBSERVATION):
             if name not in rows:
                 expected = "all observation fields"
-                got = ", ".join(leaves)
                 raise MissingFieldError(
-                    action, f"without the final value of {name!r}", expected, got
+                    f"cannot {action} without the final value of {name!r}: expected "
+                    f"{expected}, got {', '.join(leaves)}."
                 )
         return rows
 
@@ -361,7 +365,8 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
     for name, value in values.items():
         if name in result:
             raise SchemaError(
-                action, f"with the field {name!r}", "each place used once", "two values"
+                f"cannot {action} with the field {name!r}: expected each place used once, got "
+                "two values."
             )
         if type(value) is np.ndarray:
             result[name] = value
@@ -381,7 +386,8 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
             repeated = sorted(below.keys() & result.keys())
             if repeated:
                 raise SchemaError(
-                    action, f"with the field {repeated[0]!r}", "each place used once", "two values"
+                    f"cannot {action} with the field {repeated[0]!r}: expected each place used "
+                    "once, got two values."
                 )
             result.update(below)
         elif value is not None:
@@ -402,18 +408,16 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
         except (TypeError, RuntimeError):
             return dense(name, value, action)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        advice = "Fill it, or mark envs without a frame with env_mask"
         raise SchemaError(
-            action,
-            f"with the field {name!r}",
-            "an array without masked values",
-            "masked ones",
-            advice,
+            f"cannot {action} with the field {name!r}: expected an array without masked "
+            "values, got masked ones. Fill it, or mark envs without a frame with env_mask."
         )
     try:
         return np.asarray(value)
     except ValueError as cause:
-        raise SchemaError(action, f"with the field {name!r}", "an array", str(cause)) from cause
+        raise SchemaError(
+            f"cannot {action} with the field {name!r}: expected an array, got {cause}."
+        ) from cause
 
 
 def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
@@ -421,10 +425,11 @@ def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str])
     heads = {name.partition("/")[0] for name in fields}
     for name in needed:
         if name not in heads:
-            where = f"without the field {name!r}"
-            got = f"only {', '.join(fields) or 'nothing'}"
-            advice = "Give it as a keyword or in the record"
-            raise MissingFieldError(action, where, f"a value for {name!r}", got, advice)
+            raise MissingFieldError(
+                f"cannot {action} without the field {name!r}: expected a value for {name!r}, "
+                f"got only {', '.join(fields) or 'nothing'}. Give it as a keyword or in the "
+                "record."
+            )
 
 
 def _check_fields(
@@ -433,9 +438,10 @@ def _check_fields(
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
             axes = "num_envs" if len(lead) == 1 else "time, num_envs"
-            where = f"with the field {name!r}"
-            expected = f"leading size {lead} ({axes})"
-            raise SchemaError(action, where, expected, f"shape {tuple(leaf.shape)}")
+            raise SchemaError(
+                f"cannot {action} with the field {name!r}: expected leading size {lead} "
+                f"({axes}), got shape {tuple(leaf.shape)}."
+            )
     check_same_names(schema, fields, action)
     for name, field in schema.items():
         _check_row(action, name, field, fields[name], len(lead))
@@ -446,19 +452,23 @@ def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) 
     got = dtype_name(leaf.dtype, where, action)
     if leaf.shape[num_lead:] != field.shape:
         raise SchemaError(
-            action, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:]))
+            f"cannot {action} {where}: expected rows of shape {field.shape}, got "
+            f"{tuple(leaf.shape[num_lead:])}."
         )
     if got != field.dtype:
         raise FieldTypeError(
-            action, where, f"dtype {field.dtype}, as declared by the first record", got
+            f"cannot {action} {where}: expected dtype {field.dtype}, as declared by the first "
+            f"record, got {got}."
         )
 
 
 def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
     """Return a flag as a `[T, N]` bool array."""
     if leaf.shape not in (lead, (*lead, 1)):
-        expected = f"shape {lead} or {(*lead, 1)}"
-        raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(leaf.shape)))
+        raise SchemaError(
+            f"cannot {action} with the flag {name!r}: expected shape {lead} or {(*lead, 1)}, "
+            f"got {tuple(leaf.shape)}."
+        )
     return _truth(action, name, leaf).reshape(-1, lead[-1])
 
 
@@ -468,7 +478,9 @@ def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
         return array
     dtype_name(array.dtype, f"with the flag {name!r}", action)
     if array.dtype.kind == "f" and np.isnan(array).any():
-        raise UsageError(action, f"with the flag {name!r}", "true and false values", "NaN")
+        raise UsageError(
+            f"cannot {action} with the flag {name!r}: expected true and false values, got NaN."
+        )
     is_true: np.ndarray = array != 0
     return is_true
 
@@ -481,7 +493,8 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
         truncated = timeout
     elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
         raise UsageError(
-            action, "with both timeout and truncated", "the same values", "different ones"
+            f"cannot {action} with both timeout and truncated: expected the same values, got "
+            "different ones."
         )
     if done is not None and terminated is None:
         # A timeout without done is no end, as simulators do not reset old flags.
@@ -490,8 +503,10 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
     elif done is not None and terminated is not None:
         truncated = done & ~terminated if truncated is None else truncated
         if ((terminated | truncated) & has_frame != done & has_frame).any():
-            where = "with done, terminated and truncated"
-            raise UsageError(action, where, "done = terminated | truncated", "a contradiction")
+            raise UsageError(
+                f"cannot {action} with done, terminated and truncated: expected done = "
+                "terminated | truncated, got a contradiction."
+            )
     marks = np.full(shape, PRESENT, np.uint8)
     for flag, mark in ((terminated, TERMINATED), (truncated, TRUNCATED)):
         if flag is not None:
@@ -511,9 +526,10 @@ def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
         else _truth(action, "success", _leaf(action, "success", success))
     )
     if flags.size != marks.size:
-        expected = f"success of shape {marks.shape[1:]} for a step, true for trajectories to keep"
         raise SchemaError(
-            action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0)
+            f"cannot {action} with success_only: expected success of shape {marks.shape[1:]} "
+            "for a step, true for trajectories to keep, got "
+            f"{f'shape {flags.shape}' * (flags.size > 0)}."
         )
     return flags.reshape(marks.shape)
 
@@ -542,9 +558,11 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
     name = dtype_name(leaf.dtype, "with policy_version", action)
     array = on_host(leaf)
     if array.dtype.kind not in "iu":
-        raise FieldTypeError(action, "with policy_version", "integers", name)
+        raise FieldTypeError(f"cannot {action} with policy_version: expected integers, got {name}.")
     if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
-        raise FieldTypeError(action, "with policy_version", "numbers below 2**63", str(array.max()))
+        raise FieldTypeError(
+            f"cannot {action} with policy_version: expected numbers below 2**63, got {array.max()}."
+        )
     array = array.astype(np.int64)
     if array.ndim == 0:
         return int(array)
@@ -552,7 +570,8 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
         return np.broadcast_to(array.reshape(-1, 1), lead)
     if array.shape not in (lead, (*lead, 1)):
         raise SchemaError(
-            action, "with policy_version", f"one integer or shape {lead}", str(array.shape)
+            f"cannot {action} with policy_version: expected one integer or shape {lead}, got "
+            f"{array.shape}."
         )
     return array.reshape(-1, lead[-1])
 
@@ -576,4 +595,6 @@ def _ended_rows(
     expected = f"shape {(*lead, *field.shape)}"
     if (num_ends,) != lead:
         expected += f", or {(num_ends, *field.shape)} for the ends of this record"
-    raise SchemaError(action, f"with {name!r}", expected, str(tuple(leaf.shape)))
+    raise SchemaError(
+        f"cannot {action} with {name!r}: expected {expected}, got {tuple(leaf.shape)}."
+    )

@@ -114,35 +114,38 @@ class RolloutWriter(Shown, Owned):
     ) -> None:
         self._closed = True
         self._is_ended = False
-        self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()
+        self.data_dir = arguments.path("data_dir", data_dir).absolute()
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
             raise UsageError(
-                _MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name)
+                f"cannot {_MAKE}: expected writer_name of 1 to 100 letters, digits and '-', "
+                f"got {writer_name!r}."
             )
         if "\0" in str(self.data_dir):
-            raise UsageError(_MAKE, "", "data_dir without NUL characters", repr(data_dir))
-        self.num_envs = arguments.whole(_MAKE, "num_envs", num_envs, 1, MAX_NUM_ENVS)
+            raise UsageError(
+                f"cannot {_MAKE}: expected data_dir without NUL characters, got {data_dir!r}."
+            )
+        self.num_envs = arguments.whole("num_envs", num_envs, 1, MAX_NUM_ENVS)
         self.nonfinite_rewards = arguments.choice(
-            _MAKE, "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse")
+            "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse")
         )
-        self.success_only = arguments.flag(_MAKE, "success_only", success_only)
-        durable = arguments.flag(_MAKE, "durable", durable)
-        self._block_bytes = arguments.whole(_MAKE, "block_bytes", block_bytes, 1)
+        self.success_only = arguments.flag("success_only", success_only)
+        durable = arguments.flag("durable", durable)
+        self._block_bytes = arguments.whole("block_bytes", block_bytes, 1)
         self._block_age_s = arguments.real(
-            _MAKE, "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0
+            "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0
         )
-        self._max_pending = arguments.whole(_MAKE, "max_pending_blocks", max_pending_blocks, 1)
+        self._max_pending = arguments.whole("max_pending_blocks", max_pending_blocks, 1)
         chunk = (
             None
             if frames_per_chunk is None
-            else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
+            else arguments.whole("frames_per_chunk", frames_per_chunk, 1)
         )
         limits = None if retention is None else checked_limits(f"{_MAKE} with retention", retention)
         self._context = {"success_traj_only": self.success_only, **_checked_metadata(metadata)}
         is_optional = {
-            "observation": arguments.flag(_MAKE, "without_observation", without_observation),
-            "action": arguments.flag(_MAKE, "without_action", without_action),
+            "observation": arguments.flag("without_observation", without_observation),
+            "action": arguments.flag("without_action", without_action),
         }
         needed = [name for name, can_be_missing in is_optional.items() if not can_be_missing]
         self._reader = RolloutReader(
@@ -296,10 +299,8 @@ class RolloutWriter(Shown, Owned):
         """
         self._check_usable()
         self.settle()
-        leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
-        envs = np.unique(
-            arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs)
-        )
+        leave_open = arguments.flag("leave_open", leave_open)
+        envs = np.unique(arguments.env_ids("env_ids", env_ids, self.num_envs))
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
@@ -380,7 +381,8 @@ class RolloutWriter(Shown, Owned):
             self._journal.open()
         except OSError as cause:
             raise DataFileError(
-                "record into", repr(str(self.data_dir)), "a writable folder", str(cause)
+                f"cannot record into {str(self.data_dir)!r}: expected a writable folder, got "
+                f"{cause}."
             ) from cause
         remove_temporary_files(self.data_dir, self.name)
         for dead in recovered:
@@ -482,9 +484,10 @@ class RolloutWriter(Shown, Owned):
             for name, count in nonfinite_rewards(
                 rollout.schema, rollout.fields, rollout.marks
             ).items():
-                where = f"with the field {name!r}"
-                got = f"{count} NaN or infinite ones"
-                raise UsageError(action, where, "finite values", got)
+                raise UsageError(
+                    f"cannot {action} with the field {name!r}: expected finite values, got "
+                    f"{count} NaN or infinite ones."
+                )
         self._note_count.add(action, rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)
@@ -540,9 +543,9 @@ class RolloutWriter(Shown, Owned):
                 self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False
             )
         except OSError as cause:
-            where = repr(str(self.data_dir))
             raise DataFileError(
-                "write the metadata of", where, "a writable folder", str(cause)
+                f"cannot write the metadata of {str(self.data_dir)!r}: expected a writable "
+                f"folder, got {cause}."
             ) from cause
         step_bytes = self.num_envs * layouts_of(schema)[DATA].frame_bytes
         self._max_steps = max(
@@ -581,7 +584,8 @@ class RolloutWriter(Shown, Owned):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError(
-                "record into", repr(str(self.data_dir)), "an open writer", "a closed one"
+                f"cannot record into {str(self.data_dir)!r}: expected an open writer, got a "
+                "closed one."
             )
         self._publisher.check()
 
@@ -605,6 +609,8 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
         context = {} if metadata is None else dict(metadata)
         json.dumps(context, default=str)
     except (TypeError, ValueError, RecursionError) as cause:
-        expected = "metadata as a mapping that JSON can hold"
-        raise UsageError(_MAKE, "", expected, f"{metadata!r} ({cause})") from cause
+        raise UsageError(
+            f"cannot {_MAKE}: expected metadata as a mapping that JSON can hold, got "
+            f"{metadata!r} ({cause})."
+        ) from cause
     return context

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from storage.core.memory import as_given, on_host
-from storage.errors import RolloutDataWarning, SchemaError, UsageError
+from storage.errors import RolloutDataWarning, SchemaError, UsageError, in_parts
 
 from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined, time_out_flags
 
@@ -101,11 +101,11 @@ class InfoReader:
         is_list = _is_list(infos) and not isinstance(infos, (str, bytes))
         is_of_envs = is_list and len(infos) == self._num_envs
         if not is_of_envs or not all(isinstance(env_infos, Mapping | None) for env_infos in infos):
-            got = f"{type(infos).__name__}" + (f" of {len(infos)}" if is_list else "")
-            expected = (
-                f"infos as a mapping, or a list of {self._num_envs} mappings, one per environment"
+            raise SchemaError(
+                f"cannot {action}: expected infos as a mapping, or a list of {self._num_envs} "
+                "mappings, one per environment, got "
+                f"{type(infos).__name__}{f' of {len(infos)}' if is_list else ''}."
             )
-            raise SchemaError(action, "", expected, got)
         return infos
 
     def _warn_of(self, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -171,10 +171,10 @@ class InfoReader:
         if not rows:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
-            expected = (
-                "infos with final privileged observations in each step with final observations"
+            raise UsageError(
+                f"cannot {action}: expected infos with final privileged observations in each "
+                "step with final observations, got some steps without."
             )
-            raise UsageError(action, "", expected, "some steps without")
         values = {"final_observation": _joined(rows)}
         if privileged_rows:
             values["final_privileged_observation"] = _joined(privileged_rows)
@@ -199,11 +199,16 @@ def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
     """Return the infos of each step of a rollout, whose observation has leaves `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
         raise SchemaError(
-            action, "", "infos of a rollout as a list, one item per step", type(infos).__name__
+            in_parts(
+                action, "", "infos of a rollout as a list, one item per step", type(infos).__name__
+            )
         )
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
-        raise SchemaError(action, "", f"infos of {len(leaf)} steps", f"infos of {len(infos)} steps")
+        raise SchemaError(
+            f"cannot {action}: expected infos of {len(leaf)} steps, got infos of {len(infos)} "
+            "steps."
+        )
     return list(infos)
 
 

@@ -88,9 +88,10 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
 
 def changed_file(target: Path, file: Path, got: str) -> UsageError:
     """Return the error for a file of a target that was changed after it was written."""
-    where = f"{str(target)!r}: its file {str(file)!r} was changed after it was written"
     return UsageError(
-        "convert into", where, "the file as the conversion wrote it", got, "Choose another place"
+        f"cannot convert into {str(target)!r}: its file {str(file)!r} was changed after it was "
+        f"written: expected the file as the conversion wrote it, got {got}. Choose another "
+        "place."
     )
 
 

@@ -70,11 +70,11 @@ class Journal:
         while True:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if not _lock(self._descriptor):
-                where = repr(str(self.path.parent))
-                advice = "Leave writer_name out to get a free one"
-                expected = f"a writer name not in use, other than {self.writer!r}"
-                got = "a living writer of that name"
-                raise UsageError("record into", where, expected, got, advice)
+                raise UsageError(
+                    f"cannot record into {str(self.path.parent)!r}: expected a writer name not "
+                    f"in use, other than {self.writer!r}, got a living writer of that name. "
+                    "Leave writer_name out to get a free one."
+                )
             if _is_linked(self._descriptor, self.path):
                 break
             # Before the lock, another writer removed the file, since a journal without a lock

@@ -93,10 +93,8 @@ class RslRlStorage(RolloutStorage):
         compat: bool = True,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.training_type = arguments.choice(
-            arguments.creating(self), "training_type", training_type, _COLUMNS
-        )
-        self.compat = arguments.flag(arguments.creating(self), "compat", compat)
+        self.training_type = arguments.choice("training_type", training_type, _COLUMNS)
+        self.compat = arguments.flag("compat", compat)
         self._parameters: tuple[Field, ...] = ()
         shape = _shapes(obs)
         super().__init__(
@@ -159,7 +157,8 @@ class RslRlStorage(RolloutStorage):
         """
         if self.training_type != "distillation":
             raise UsageError(
-                "generate steps", "", "training_type 'distillation'", repr(self.training_type)
+                "cannot generate steps: expected training_type 'distillation', got "
+                f"{self.training_type!r}."
             )
         return self._steps(self._num_rows_for("generate steps", False))
 
@@ -182,7 +181,9 @@ class RslRlStorage(RolloutStorage):
         self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
     ) -> tuple[int, Any]:
         if self.training_type != "rl":
-            raise UsageError(GENERATE, "", "training_type 'rl'", repr(self.training_type))
+            raise UsageError(
+                f"cannot {GENERATE}: expected training_type 'rl', got {self.training_type!r}."
+            )
         return super()._plan_batches(num_mini_batches, num_epochs, drop_last or self.compat, item)
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:

@@ -59,10 +59,10 @@ class TransferQueueBuffer:
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw rows uniformly with replacement: a nested dict of `[batch_size, *event]` new tensors."""
         keys = self._keys()
-        size = arguments.whole("sample", "batch_size", batch_size, 1)
+        size = arguments.whole("batch_size", batch_size, 1)
         if not keys:
             raise BufferEmptyError(
-                "sample", f"from the partition {self.partition!r}", "rows", "none"
+                f"cannot sample from the partition {self.partition!r}: expected rows, got none."
             )
         drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)
         found = self._queue.kv_batch_get(

@@ -136,16 +136,17 @@ def load_checkpoint_parallel(
     """
     if num_threads is None:
         num_threads = min(8, num_processors())
-    whole("load a checkpoint", "num_threads", num_threads, 1)
-    arguments.flag(_LOAD, "weights_only", weights_only)
+    whole("num_threads", num_threads, 1)
+    arguments.flag("weights_only", weights_only)
     if device is not None:
         if map_location not in ("cpu", device):
             raise UsageError(
-                _LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}"
+                f"cannot {_LOAD} {str(path)!r}: expected device or map_location, got "
+                f"{device!r} and {map_location!r}."
             )
-        map_location = arguments.device(_LOAD, "device", device)
+        map_location = arguments.device("device", device)
     elif isinstance(map_location, (str, torch.device)):
-        map_location = arguments.device(_LOAD, "map_location", map_location)
+        map_location = arguments.device("map_location", map_location)
     found = _find(path)
     where = repr(str(found))
     expected = "what torch.save makes"
@@ -164,10 +165,14 @@ def load_checkpoint_parallel(
             return loaded
         except pickle.UnpicklingError as cause:
             if not weights_only:
-                raise CorruptFileError(_LOAD, where, "a pickle", str(cause)) from cause
+                raise CorruptFileError(
+                    f"cannot {_LOAD} {where}: expected a pickle, got {cause}."
+                ) from cause
             raise _unsafe(where, cause) from cause
         except (RuntimeError, EOFError) as cause:
-            raise DataFileError(_LOAD, where, expected, str(cause) or "nothing") from cause
+            raise DataFileError(
+                f"cannot {_LOAD} {where}: expected {expected}, got {str(cause) or 'nothing'}."
+            ) from cause
         except _NONSENSE as cause:
             if isinstance(cause, AttributeError) and not weights_only:
                 raise  # A class that cannot be imported is not damage of the file.
@@ -182,10 +187,10 @@ def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
         modules = sorted({name.rpartition(".")[0] for name in cause.names} - sys.modules.keys())
         if modules:
             advice = f"If it is an enum, import {modules[0]!r} before loading. {advice}"
-    expected = (
-        "tensors and plain containers, numpy's values, namespaces and enums that are imported"
+    return UnsafeFileError(
+        f"cannot {_LOAD} {where}: expected tensors and plain containers, numpy's values, "
+        f"namespaces and enums that are imported, got {got}. {advice}."
     )
-    return UnsafeFileError(_LOAD, where, expected, got, advice)
 
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
@@ -206,20 +211,24 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
     try:
         return None if text is None else json.loads(text)
     except ValueError as cause:
-        raise CorruptFileError("read the meta of", repr(str(found)), "JSON", str(cause)) from cause
+        raise CorruptFileError(
+            f"cannot read the meta of {str(found)!r}: expected JSON, got {cause}."
+        ) from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
     """Return the file of a checkpoint: the newer of the plain and the compressed file."""
-    plain = arguments.path(_LOAD, "", path)
+    plain = arguments.path("", path)
     candidates = (
         [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     )
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:
-        names = " or ".join(repr(str(one)) for one in candidates)
         got = "neither" if candidates[1:] else "none"
-        raise MissingCheckpointError(_LOAD, repr(str(path)), names, got)
+        raise MissingCheckpointError(
+            f"cannot {_LOAD} {str(path)!r}: expected "
+            f"{' or '.join(repr(str(one)) for one in candidates)}, got {got}."
+        )
     return max(found)[1]
 
 
@@ -227,9 +236,10 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
     magic = file.read(4)
     file.seek(0)
     if magic not in (MAGIC, _ZIP_MAGIC):
-        expected = "a zip archive of torch.save or an LZ4 frame"
-        got = f"the bytes {magic.hex() or 'of no file'}"
-        raise ForeignFileError(_LOAD, repr(str(path)), expected, got)
+        raise ForeignFileError(
+            f"cannot {_LOAD} {str(path)!r}: expected a zip archive of torch.save or an LZ4 "
+            f"frame, got the bytes {magic.hex() or 'of no file'}."
+        )
     return magic == MAGIC
 
 
@@ -322,4 +332,7 @@ def _check_member(
 
 
 def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(_LOAD, where, expected, got, "The file is damaged or was cut off")
+    return CorruptFileError(
+        f"cannot {_LOAD} {where}: expected {expected}, got {got}. The file is damaged or was "
+        "cut off."
+    )

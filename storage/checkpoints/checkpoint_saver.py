@@ -27,7 +27,7 @@ from ..codecs.lz4_frames import check_level
 from ..core import arguments
 from ..core.memory import BufferPool
 from ..core.threads import Owned, Worker
-from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
+from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError, in_parts
 from ..live.monitors import PerformanceMonitor
 from .allowed_types import refused_part
 from .checkpoint_files import SUFFIX, write_checkpoint
@@ -68,15 +68,13 @@ class AsyncCheckpointSaver(Owned):
         *,
         monitor: PerformanceMonitor | None = None,
     ) -> None:
-        self.max_queue_size = arguments.whole(
-            "save checkpoints", "max_queue_size", max_queue_size, 1
-        )
-        self.on_full = arguments.choice("save checkpoints", "on_full", on_full, ON_FULL)
+        self.max_queue_size = arguments.whole("max_queue_size", max_queue_size, 1)
+        self.on_full = arguments.choice("on_full", on_full, ON_FULL)
         #: Number of checkpoints dropped by "drop_oldest".
         self.num_dropped = 0
         if monitor is not None:
-            expected = "as a PerformanceMonitor or None"
-            arguments.instance("save checkpoints", "monitor", monitor, expected, PerformanceMonitor)
+            expected = "a PerformanceMonitor or None"
+            arguments.instance("monitor", monitor, expected, PerformanceMonitor)
         self._monitor = monitor or PerformanceMonitor()
         # The pool reuses memory of earlier copies. New memory makes copies several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
@@ -143,10 +141,10 @@ class AsyncCheckpointSaver(Owned):
         """
         self._owner.check()
         # The process may change its working directory before the file is written.
-        target = arguments.path("save the checkpoint", "", path).absolute()
+        target = arguments.path("", path).absolute()
         level = check_level("save the checkpoint", level)
-        compress = arguments.flag("save the checkpoint", "compress", compress)
-        weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)
+        compress = arguments.flag("compress", compress)
+        weights_only = arguments.flag("weights_only", weights_only)
         text = None if meta is None else _to_json(meta, target)
         if weights_only:
             _check_loadable(checkpoint, target)
@@ -173,9 +171,7 @@ class AsyncCheckpointSaver(Owned):
             CheckpointError: A save failed.
         """
         if timeout is not None:
-            timeout = arguments.real(
-                "wait for checkpoints", "timeout", timeout, ">= 0 seconds", lambda x: x >= 0
-            )
+            timeout = arguments.real("timeout", timeout, ">= 0 seconds", lambda x: x >= 0)
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -189,7 +185,7 @@ class AsyncCheckpointSaver(Owned):
             CheckpointError: A save failed.
         """
         self._owner.check()
-        wait = arguments.flag("shut the saver down", "wait", wait)
+        wait = arguments.flag("wait", wait)
         self._is_closed = True
         if not wait:
             return self._worker.check()
@@ -210,19 +206,17 @@ class AsyncCheckpointSaver(Owned):
         while True:
             if self._is_closed:
                 raise ClosedError(
-                    "save the checkpoint",
-                    repr(str(path)),
-                    "an open saver",
-                    "one that was shut down",
+                    f"cannot save the checkpoint {str(path)!r}: expected an open saver, got "
+                    "one that was shut down."
                 )
             self._worker.check()
             self._waiting = [(future, held) for future, held in self._waiting if not future.done()]
             if len(self._waiting) <= self.max_queue_size:
                 return
             if self.on_full == "raise":
-                expected = f"at most {self.max_queue_size} waiting"
                 raise QueueFullError(
-                    "save the checkpoint", repr(str(path)), expected, "as many already"
+                    f"cannot save the checkpoint {str(path)!r}: expected at most "
+                    f"{self.max_queue_size} waiting, got as many already."
                 )
             dropped = (held for future, held in self._waiting if future.cancel())
             if self.on_full == "drop_oldest" and (oldest := next(dropped, None)):
@@ -238,8 +232,10 @@ class AsyncCheckpointSaver(Owned):
                 write_checkpoint(held[0], path, level, meta)
         except BaseException as cause:
             traceback.clear_frames(cause.__traceback__)
-            got = (str(cause) or repr(cause)).rstrip(".")
-            error = CheckpointError("save the checkpoint", repr(str(path)), "", got)
+            error = CheckpointError(
+                f"cannot save the checkpoint {str(path)!r}: got "
+                f"{(str(cause) or repr(cause)).rstrip('.')}."
+            )
             error.errno = getattr(cause, "errno", None)
             raise error from cause
         finally:
@@ -273,7 +269,7 @@ def _check_loadable(checkpoint: Any, target: Path) -> None:
     advice = (
         "Save its numbers or its state_dict(), or pass weights_only=False to save and to load it"
     )
-    raise UsageError("save the checkpoint", repr(str(target)), expected, got, advice)
+    raise UsageError(in_parts("save the checkpoint", repr(str(target)), expected, got, advice))
 
 
 def _to_json(meta: Any, target: Path) -> bytes:
@@ -281,7 +277,8 @@ def _to_json(meta: Any, target: Path) -> bytes:
         return json.dumps(meta).encode()
     except (TypeError, ValueError) as cause:
         raise UsageError(
-            "save the checkpoint", repr(str(target)), "a meta that JSON can hold", str(cause)
+            f"cannot save the checkpoint {str(target)!r}: expected a meta that JSON can hold, "
+            f"got {cause}."
         ) from cause
 
 

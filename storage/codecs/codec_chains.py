@@ -44,7 +44,7 @@ import numpy.typing as npt
 import torch
 
 from ..core.fields import Field
-from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
+from ..errors import CorruptFileError, FieldTypeError, UsageError, in_parts, nearest
 from . import lz4_frames as lz4
 from . import video_codec as video
 from .codec_stages import (
@@ -139,10 +139,13 @@ class ChunkCodec:
         """Raise `FieldTypeError` if the chain cannot code values of this dtype."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError(
-                "code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype)
+                f"cannot code values as {self.name!r}: expected float16, float32 or float64, "
+                f"got {dtype}."
             )
         if self.video is not None and dtype != np.uint8:
-            raise FieldTypeError("code values", f"as {self.name!r}", "uint8 pictures", str(dtype))
+            raise FieldTypeError(
+                f"cannot code values as {self.name!r}: expected uint8 pictures, got {dtype}."
+            )
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
         """Code `[F, *shape]` frames as one chunk.
@@ -197,9 +200,10 @@ class ChunkCodec:
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
-            expected = "a chunk with its header"
-            got = f"{chunk[:start].tobytes()!r}"
-            raise CorruptFileError("decode a chunk", "", expected, got)
+            raise CorruptFileError(
+                "cannot decode a chunk: expected a chunk with its header, got "
+                f"{chunk[:start].tobytes()!r}."
+            )
         if self.video is not None and chunk[0] == _PACKED:
             self.video.decode(chunk[1:], out)
             return
@@ -254,7 +258,9 @@ class ChunkCodec:
         if self.packer and is_packed:
             return PACKERS[self.packer].unpack(data, num_bytes)
         if len(data) != num_bytes:
-            raise CorruptFileError("decode a chunk", "", f"{num_bytes} bytes", f"{len(data)}")
+            raise CorruptFileError(
+                f"cannot decode a chunk: expected {num_bytes} bytes, got {len(data)}."
+            )
         return data
 
 
@@ -356,17 +362,23 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
             "",
         )
         if not kind and not (previous and stage in (*VALUE_CODECS, AUTO)):
-            raise UsageError("use the codec", repr(name), nearest(stage, CODEC_WORDS), repr(stage))
+            raise UsageError(
+                f"cannot use the codec {name!r}: expected {nearest(stage, CODEC_WORDS)}, got "
+                f"{stage!r}."
+            )
         if kind not in kinds:
-            order = f"stages in the order {'+'.join(STAGES)}, each at most once"
-            raise UsageError("use the codec", repr(name), order, f"{stage!r} after {previous!r}")
+            raise UsageError(
+                f"cannot use the codec {name!r}: expected stages in the order "
+                f"{'+'.join(STAGES)}, each at most once, got {stage!r} after {previous!r}."
+            )
         kinds = kinds[kinds.index(kind) + 1 :]
         previous = stage
         parts[kind] = _linear(name, match) if match else stage
     codec = ChunkCodec("+".join(stages) or "raw", **parts)
     if codec.packer_shuffles and codec.shuffle == "split":
         raise UsageError(
-            "use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'"
+            f"cannot use the codec {name!r}: expected 'shuffle', 'bitshuffle' or none before "
+            "blosc2, got 'split'."
         )
     return codec
 
@@ -382,8 +394,10 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
     except ValueError:
         is_range = False
     if not is_range:
-        expected = "uint16(low,high), finite numbers with low < high"
-        raise UsageError("use the codec", repr(name), expected, repr(match[0]))
+        raise UsageError(
+            f"cannot use the codec {name!r}: expected uint16(low,high), finite numbers with "
+            f"low < high, got {match[0]!r}."
+        )
     return LinearCounts(low, high)
 
 
@@ -399,7 +413,7 @@ def find_codec(name: str) -> Codec:
     if name == AUTO:
         return replace(raw, name=AUTO, chunks=chunk_codec(raw.name))
     if AUTO in stages:
-        raise UsageError("use the codec", repr(name), f"{AUTO!r} alone", repr(name))
+        raise UsageError(f"cannot use the codec {name!r}: expected {AUTO!r} alone, got {name!r}.")
     values = VALUE_CODECS.get(stages[0], raw)
     if name == values.name:
         return values
@@ -418,9 +432,7 @@ def codec_of(field: Field) -> Codec:
     try:
         return find_codec(field.codec)
     except UsageError as error:
-        raise UsageError(
-            "find the codec of field", repr(field.name), error.expected, error.got
-        ) from None
+        raise UsageError(f"field {field.name!r}: {error.message}") from None
 
 
 def check_writable(name: str) -> None:
@@ -459,7 +471,7 @@ def check_codec(field: Field) -> None:
         expected = "float16, float32 or float64"
     if expected:
         raise FieldTypeError(
-            f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype
+            in_parts(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
         )
 
 

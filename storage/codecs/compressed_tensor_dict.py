@@ -25,7 +25,7 @@ from ..core import arguments
 from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
-from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
+from ..errors import CorruptFileError, MissingFieldError, UsageError, in_parts, nearest
 from .lz4_frames import check_level, compress, decompress
 
 #: Bytes of an LZ4 block, at most. Larger tensors are split.
@@ -90,17 +90,17 @@ class CompressedTensorDict(Mapping[str, Any]):
         device: torch.device | str | None = None,
     ) -> None:
         self.level = check_level("compress tensors", level)
-        self.cache = whole("compress tensors", "a cache", cache, 0)
-        self._device = arguments.optional_device("compress tensors", "device", device)
+        self.cache = whole("a cache", cache, 0)
+        self._device = arguments.optional_device("device", device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
             action = "create CompressedTensorDict"
             raise UsageError(
-                action, "", "tensordict as a nested mapping", type(tensordict).__name__
+                in_parts(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
             )
         leaves = flatten(tensordict)
-        missing_ok = flag("compress tensors", "missing_ok", missing_ok)
+        missing_ok = flag("missing_ok", missing_ok)
         compressed = _leaves_to_compress(leaves, compress_keys, missing_ok)
         #: Flat name -> `_Packed`, or the leaf itself.
         self._leaves: dict[str, Any] = {}
@@ -114,7 +114,9 @@ class CompressedTensorDict(Mapping[str, Any]):
             return self._decode(name)
         below = _names_at(name, self._leaves)
         if not below:
-            raise MissingFieldError("read", repr(name), nearest(name, self._leaves), "another name")
+            raise MissingFieldError(
+                f"cannot read {name!r}: expected {nearest(name, self._leaves)}, got another name."
+            )
         return unflatten({leaf[len(name) + 1 :]: self._decode(leaf) for leaf in below})
 
     def __iter__(self) -> Iterator[str]:
@@ -166,7 +168,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         are moved now. With `non_blocking`, copies from pinned memory complete later on their CUDA
         stream.
         """
-        non_blocking = flag("move tensors", "non_blocking", non_blocking)
+        non_blocking = flag("non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
         other._leaves = {
             name: leaf.to(device, non_blocking=non_blocking)
@@ -236,15 +238,13 @@ class CompressedDataCollector:
         action = "create CompressedDataCollector"
         if not isinstance(base_collector, Iterable):
             raise UsageError(
-                action, "", "base_collector as an iterable", type(base_collector).__name__
+                in_parts(action, "", "base_collector as an iterable", type(base_collector).__name__)
             )
         self.base_collector = base_collector
-        self.compress = flag(action, "compress", compress)
+        self.compress = flag("compress", compress)
         self.level = check_level(action, level)
         if compress_keys is not None:
-            arguments.instance(
-                action, "compress_keys", compress_keys, "as names of leaves", Iterable
-            )
+            arguments.instance("compress_keys", compress_keys, "names of leaves", Iterable)
         is_name = isinstance(compress_keys, str)
         self.compress_keys: Any = (
             compress_keys if compress_keys is None or is_name else tuple(compress_keys)
@@ -281,16 +281,20 @@ def _leaves_to_compress(
     """
     tensors: set[str] = set()
     if not isinstance(keys, Iterable):
-        raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
+        raise UsageError(
+            f"cannot compress tensors: expected compress_keys as names of leaves, got {keys!r}."
+        )
     for key in [keys] if isinstance(keys, str) else keys:
         name = flat_name(key)
         if name in leaves and not isinstance(leaves[name], torch.Tensor):
             raise UsageError(
-                "compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__
+                in_parts("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
             )
         below = [leaf for leaf in _names_at(name, leaves) if isinstance(leaves[leaf], torch.Tensor)]
         if not below and not missing_ok:
-            raise MissingFieldError("compress", repr(name), nearest(name, leaves), "another name")
+            raise MissingFieldError(
+                f"cannot compress {name!r}: expected {nearest(name, leaves)}, got another name."
+            )
         tensors.update(below)
     return tensors
 
@@ -317,9 +321,7 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
         try:
             decoded = decompress(part, min(num_left, _PART_BYTES))
         except CorruptFileError as cause:
-            raise CorruptFileError(
-                "decompress the leaf", repr(name), "intact bytes", cause.got
-            ) from cause
+            raise CorruptFileError(f"Leaf {name!r} cannot be decoded: {cause.message}") from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
         num_left -= len(decoded)
     # One part needs no copy: the result may share its memory, since a bytearray is writable.

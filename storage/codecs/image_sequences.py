@@ -31,7 +31,14 @@ from ..core.arguments import env_ids, instance, whole
 from ..core.durable_files import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
-from ..errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
+from ..errors import (
+    CorruptFileError,
+    FieldTypeError,
+    RolloutDataError,
+    SchemaError,
+    UsageError,
+    in_parts,
+)
 from .codec_chains import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
 from .lz4_frames import MAGIC as LZ4_MAGIC
 from .lz4_frames import check_level, decode_exactly
@@ -71,13 +78,13 @@ def compress_image_seq(
     level = check_level("compress images", level)
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
-    chain = chunk_codec(instance("compress images", "codec", codec, "as a name", str))
+    chain = chunk_codec(instance("codec", codec, "a name", str))
     check_installed(chain.packer)
     chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
     row_bytes = prod(array.shape[1:]) * array.itemsize
     step = chunk_frames(row_bytes, codec)
     if frames_per_chunk is not None:
-        step = whole("compress images", "frames_per_chunk", frames_per_chunk, 1)
+        step = whole("frames_per_chunk", frames_per_chunk, 1)
     return _make_blob(array, dtype, chain, min(step, most_chunk_frames(row_bytes)), level or None)
 
 
@@ -126,7 +133,7 @@ def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
         values = decode_exactly(data.data, num_bytes, "LZ4 frames")
     except CorruptFileError as cause:
         images = f"{request.num_frames} images of {request.name}{list(request.shape)}"
-        raise _corrupt(f"{cause.expected}, for {images}", cause.got) from cause
+        raise _corrupt(images, cause.message) from cause
     out = request.empty((request.count,))
     stored = _as_stored(out)
     frames = values.view(stored.dtype).reshape(request.num_frames, *request.shape)
@@ -158,15 +165,17 @@ def compress_image(image: Any, level: int = 0) -> bytes:
     action = "compress the image"
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in _MODES:
-        advice = "Use image.convert('RGB')"
         raise UsageError(
-            action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice
+            f"cannot {action}: expected a PIL image of mode {', '.join(_MODES)}, got mode "
+            f"{mode!r}. Use image.convert('RGB')."
         )
     pixels, dtype = _as_frames(image)
     if dtype != "uint8":
-        raise FieldTypeError(action, "", "uint8", dtype)
+        raise FieldTypeError(in_parts(action, "", "uint8", dtype))
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and 1 <= pixels.shape[2] <= 4)):
-        raise SchemaError(action, "", "shape [H, W] or [H, W, 1 to 4]", str(list(pixels.shape)))
+        raise SchemaError(
+            f"cannot {action}: expected shape [H, W] or [H, W, 1 to 4], got {list(pixels.shape)}."
+        )
     return compress_image_seq(pixels[None], level)
 
 
@@ -199,8 +208,8 @@ def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
     _check(is_inside, f"a header within {len(data)} bytes", f"a header of {length} bytes")
     try:
         about = json.loads(data[start : start + length].tobytes())
-        shape = tuple(whole("", "", size, 0) for size in about["shape"])
-        return shape, whole("", "", about["num_frames"], 0)
+        shape = tuple(whole("", size, 0) for size in about["shape"])
+        return shape, whole("", about["num_frames"], 0)
     except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
         raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
 
@@ -235,7 +244,7 @@ def decompress_many(
         SchemaError, CorruptFileError: As in `decompress_image_seq`.
         UsageError: As in `decompress_image_seq`, or the number of sizes or lists is not B.
     """
-    instance("decompress images", "blobs", blobs, "as a list of bytes", Sequence)
+    instance("blobs", blobs, "a list of bytes", Sequence)
     size_or_sizes: Any = batch_size
     if np.ndim(size_or_sizes):
         sizes = list(size_or_sizes) or [0]
@@ -243,9 +252,10 @@ def decompress_many(
         sizes = [size_or_sizes] * max(1, len(blobs))
     lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
     if {len(sizes), len(lists)} != {max(1, len(blobs))}:
-        expected = "one batch_size and one list of indices per blob, or for all"
-        got = f"{len(sizes)} and {len(lists)} for {len(blobs)} blobs"
-        raise UsageError("decompress images", "", expected, got)
+        raise UsageError(
+            "cannot decompress images: expected one batch_size and one list of indices per "
+            f"blob, or for all, got {len(sizes)} and {len(lists)} for {len(blobs)} blobs."
+        )
     requests = [
         _Request.checked(image_shape, size, dtype, blob_indices)
         for size, blob_indices in zip(sizes, lists, strict=True)
@@ -296,7 +306,8 @@ def _as_frames(images: Any) -> tuple[Array, str]:
     dtype = dtype_name(array.dtype, "of the images")
     if array.ndim < 1:
         raise SchemaError(
-            "compress images", "", "a stack of frames [num_frames, *image_shape]", "a single number"
+            "cannot compress images: expected a stack of frames [num_frames, *image_shape], "
+            "got a single number."
         )
     return np.ascontiguousarray(_as_stored(array), DTYPES[dtype][1]), dtype
 
@@ -355,13 +366,15 @@ class _Request:
         """Check arguments of `decompress_image_seq`."""
         name = dtype_name(dtype, "of the images")
         sizes = np.atleast_1d(image_shape).tolist()
-        shape = tuple(whole("decompress images", "sizes of image_shape", size, 0) for size in sizes)
-        num_frames = whole("decompress images", "batch_size", batch_size, 0)
+        shape = tuple(whole("sizes of image_shape", size, 0) for size in sizes)
+        num_frames = whole("batch_size", batch_size, 0)
         if indices is not None:
             if np.ndim(indices) != 1:
-                got = f"{np.ndim(indices)} dimensions"
-                raise UsageError("decompress images", "", "indices as a list of frame numbers", got)
-            indices = env_ids("decompress images", "indices as frame numbers", indices, num_frames)
+                raise UsageError(
+                    "cannot decompress images: expected indices as a list of frame numbers, "
+                    f"got {np.ndim(indices)} dimensions."
+                )
+            indices = env_ids("indices as frame numbers", indices, num_frames)
         return cls(dtype, name, shape, num_frames, indices)
 
     @property
@@ -381,9 +394,7 @@ class _Request:
 
     def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
         """Return `out`; raise `SchemaError` unless contiguous `[*lead, *shape]` on the CPU."""
-        instance(
-            "decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor
-        )
+        instance("out", out, "an array or a tensor", np.ndarray, torch.Tensor)
         shape = tuple(out.shape)
         name = dtype_name(out.dtype, "of the output")
         is_tensor = isinstance(out, torch.Tensor)
@@ -391,8 +402,10 @@ class _Request:
             out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
         )
         if shape != (*lead, *self.shape) or name != self.name or not is_plain:
-            expected = f"a contiguous {self.name} output of shape {(*lead, *self.shape)} on the CPU"
-            raise SchemaError("decompress images", "", expected, f"{name} of shape {shape}")
+            raise SchemaError(
+                f"cannot decompress images: expected a contiguous {self.name} output of shape "
+                f"{(*lead, *self.shape)} on the CPU, got {name} of shape {shape}."
+            )
         return out
 
 
@@ -455,9 +468,10 @@ class _Blob:
         _check(is_valid, "a number of frames", f"{num_frames!r} in chunks of {step!r}")
         request = self.request
         if (dtype, shape, num_frames) != (request.name, list(request.shape), request.num_frames):
-            expected = f"{request.num_frames} frames of {request.name}{list(request.shape)}"
             raise SchemaError(
-                "decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob"
+                f"cannot decompress images: expected {request.num_frames} frames of "
+                f"{request.name}{list(request.shape)}, got {num_frames} of {dtype}{shape} in "
+                "the blob."
             )
         most = most_chunk_frames(request.frame_bytes)
         got = f"{num_frames} in chunks of {step}"
@@ -501,7 +515,7 @@ class _Blob:
                 self.chunk(number), (stop - first, *out.shape[1:]), out.dtype
             )
         except CorruptFileError as cause:
-            raise _corrupt(f"{cause.expected} in chunk {number}", cause.got) from cause
+            raise _corrupt(f"an intact chunk {number}", cause.message) from cause
         places = np.flatnonzero((indices >= first) & (indices < stop))
         out[places] = frames[indices[places] - first]
 
@@ -513,7 +527,7 @@ def _as_bytes(data: Any) -> Bytes:
         if isinstance(data, (bytes, bytearray)):  # Empty bytes.
             return np.zeros(0, np.uint8)
         raise UsageError(
-            "decompress images", "", "compressed_data as bytes", type(data).__name__
+            in_parts("decompress images", "", "compressed_data as bytes", type(data).__name__)
         ) from cause
 
 
@@ -523,5 +537,7 @@ def _check(is_valid: Any, expected: str, got: str) -> None:
 
 
 def _corrupt(expected: str, got: str) -> CorruptFileError:
-    advice = "The blob is damaged. Compress the images again"
-    return CorruptFileError("decompress images", "", expected, got, advice)
+    return CorruptFileError(
+        f"cannot decompress images: expected {expected}, got {got}. The blob is damaged. "
+        "Compress the images again."
+    )

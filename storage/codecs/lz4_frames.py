@@ -43,7 +43,7 @@ _MAX_WAITING = 4
 
 def check_level(action: str, level: Any) -> int:
     """Return a checked level. 0 is fast, 1 to 12 compress better and slower, 13 to 16 equal 12."""
-    return whole(action, "level", level, 0, _MAX_LEVEL)
+    return whole("level", level, 0, _MAX_LEVEL)
 
 
 def compress(data: Any, level: int = 0) -> bytes:
@@ -62,14 +62,18 @@ def decompress(block: Any, num_bytes: int) -> bytearray:
         CorruptFileError: The block is damaged or holds another number of bytes.
     """
     if num_bytes > MAX_EXPANSION * len(block):
-        expected = f"at least {-(-num_bytes // MAX_EXPANSION)} bytes of LZ4"
-        raise CorruptFileError("decode a chunk", "", expected, f"{len(block)}")
+        raise CorruptFileError(
+            f"cannot decode a chunk: expected at least {-(-num_bytes // MAX_EXPANSION)} bytes "
+            f"of LZ4, got {len(block)}."
+        )
     decoded: bytearray | None = None
     with suppress(lz4.block.LZ4BlockError, OverflowError):
         decoded = lz4.block.decompress(block, uncompressed_size=num_bytes, return_bytearray=True)
     if decoded is None or len(decoded) != num_bytes:
         got = "a damaged block" if decoded is None else f"{len(decoded)} bytes"
-        raise CorruptFileError("decode a chunk", "", f"an LZ4 block of {num_bytes} bytes", got)
+        raise CorruptFileError(
+            f"cannot decode a chunk: expected an LZ4 block of {num_bytes} bytes, got {got}."
+        )
     return decoded
 
 
@@ -182,7 +186,9 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
                 "the end of the file or another LZ4 frame", f"the bytes {magic.hex()} at {start}"
             )
         else:
-            raise ForeignFileError("read", repr(name), "an LZ4 frame", f"the bytes {magic.hex()}")
+            raise ForeignFileError(
+                f"cannot read {name!r}: expected an LZ4 frame, got the bytes {magic.hex()}."
+            )
     return frames
 
 
@@ -230,17 +236,21 @@ def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
     frames = [frame for frame in scan_frames(data, name) if not frame.is_skippable]
     most = sum(frame.most_bytes for frame in frames)
     if num_bytes > most:
-        raise CorruptFileError("decode", name, f"{num_bytes} bytes", f"at most {most}")
+        raise CorruptFileError(
+            f"cannot decode {name}: expected {num_bytes} bytes, got at most {most}."
+        )
     out = np.empty(num_bytes, np.uint8)
     size = 0
     for frame in frames:
         for part in _decode_stream(data, frame, name):
             if len(part) > num_bytes - size:
-                raise CorruptFileError("decode", name, f"{num_bytes} bytes", "more")
+                raise CorruptFileError(
+                    f"cannot decode {name}: expected {num_bytes} bytes, got more."
+                )
             out[size : size + len(part)] = np.frombuffer(part, np.uint8)
             size += len(part)
     if size != num_bytes:
-        raise CorruptFileError("decode", name, f"{num_bytes} bytes", str(size))
+        raise CorruptFileError(f"cannot decode {name}: expected {num_bytes} bytes, got {size}.")
     return out
 
 
@@ -269,7 +279,8 @@ class _Place:
 
     def corrupt(self, expected: str, got: str) -> CorruptFileError:
         return CorruptFileError(
-            "read", repr(self.name), expected, got, "The file is damaged or truncated"
+            f"cannot read {self.name!r}: expected {expected}, got {got}. The file is damaged "
+            "or truncated."
         )
 
 
@@ -284,7 +295,8 @@ def _scan_frame(place: _Place, start: int) -> Frame:
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
         raise ForeignFileError(
-            "read", repr(place.name), "an LZ4 frame without a dictionary", "a frame with one"
+            f"cannot read {place.name!r}: expected an LZ4 frame without a dictionary, got a "
+            "frame with one."
         )
     place.skip(1)
     has_block_checksums = bool(flags & 16)
@@ -360,5 +372,5 @@ def _decode_blocks(
 def _undecodable(name: str, cause: object, where: str = "") -> CorruptFileError:
     place = f"{name!r}, {where}" if where else repr(name)
     return CorruptFileError(
-        "decode", place, "an intact LZ4 frame", str(cause), "The file is damaged"
+        f"cannot decode {place}: expected an intact LZ4 frame, got {cause}. The file is damaged."
     )

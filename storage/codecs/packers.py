@@ -54,8 +54,10 @@ def check_installed(packer: str) -> None:
     """Raise `UsageError` if the package of a packer is not installed."""
     module = PACKERS[packer].module if packer else None
     if module is not None and importlib.util.find_spec(module) is None:
-        advice = "Install the extra 'codecs', or use 'lz4hc' to write"
-        raise UsageError("use the codec", repr(packer), f"the package {module}", "none", advice)
+        raise UsageError(
+            f"cannot use the codec {packer!r}: expected the package {module}, got none. "
+            "Install the extra 'codecs', or use 'lz4hc' to write."
+        )
 
 
 @lru_cache(maxsize=8)
@@ -87,7 +89,9 @@ def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
     try:
         declared = zstandard.get_frame_parameters(data).content_size
         if declared != num_bytes:
-            raise CorruptFileError("decode a chunk", "", expected, f"{declared} declared")
+            raise CorruptFileError(
+                f"cannot decode a chunk: expected {expected}, got {declared} declared."
+            )
         if not hasattr(_local, "zstd"):
             _local.zstd = zstandard.ZstdDecompressor()
         unpacked = np.empty(num_bytes, np.uint8)
@@ -95,9 +99,11 @@ def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
         with _local.zstd.stream_reader(data) as reader:
             num_read = reader.readinto(unpacked) if num_bytes else 0
     except zstandard.ZstdError as cause:
-        raise CorruptFileError("decode a chunk", "", expected, str(cause)) from cause
+        raise CorruptFileError(
+            f"cannot decode a chunk: expected {expected}, got {cause}."
+        ) from cause
     if num_read != num_bytes:
-        raise CorruptFileError("decode a chunk", "", expected, f"{num_read}")
+        raise CorruptFileError(f"cannot decode a chunk: expected {expected}, got {num_read}.")
     return unpacked
 
 
@@ -124,11 +130,13 @@ def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (num_bytes, len(data)):
             raise CorruptFileError(
-                "decode a chunk", "", expected, f"{declared} in {coded} declared"
+                f"cannot decode a chunk: expected {expected}, got {declared} in {coded} declared."
             )
         blosc2.decompress2(data, dst=unpacked, nthreads=1)
     except (RuntimeError, ValueError, TypeError, BufferError) as cause:
-        raise CorruptFileError("decode a chunk", "", expected, str(cause)) from cause
+        raise CorruptFileError(
+            f"cannot decode a chunk: expected {expected}, got {cause}."
+        ) from cause
     return unpacked
 
 

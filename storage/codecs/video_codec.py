@@ -99,10 +99,12 @@ class Video:
                     count += 1
         except (av.FFmpegError, ValueError) as cause:
             raise CorruptFileError(
-                "decode a chunk", "", f"{self.coder} video", str(cause)
+                f"cannot decode a chunk: expected {self.coder} video, got {cause}."
             ) from cause
         if count != len(out):
-            raise CorruptFileError("decode a chunk", "", f"{len(out)} frames", str(count))
+            raise CorruptFileError(
+                f"cannot decode a chunk: expected {len(out)} frames, got {count}."
+            )
 
 
 def video_named(stage: str) -> Video | None:
@@ -117,7 +119,9 @@ def video_named(stage: str) -> Video | None:
     crf = int(match[2] or _DEFAULT_CRF)
     worst = CODERS[match[1]][3]
     if crf > worst:
-        raise UsageError("use the codec", repr(stage), f"crf from 0 to {worst}", str(crf))
+        raise UsageError(
+            f"cannot use the codec {stage!r}: expected crf from 0 to {worst}, got {crf}."
+        )
     return Video(match[1], crf)
 
 
@@ -127,20 +131,24 @@ def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
         len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3))
     )
     if dtype != "uint8" or not is_picture or 0 in shape:
-        expected = "uint8 pictures [H, W, 3], [3, H, W], [H, W] or [H, W, 1]"
-        raise FieldTypeError("code as video", where, expected, f"{dtype}{list(shape)}")
+        raise FieldTypeError(
+            f"cannot code as video {where}: expected uint8 pictures [H, W, 3], [3, H, W], [H, "
+            f"W] or [H, W, 1], got {dtype}{list(shape)}."
+        )
 
 
 def check_installed(coder: str) -> None:
     """Raise `UsageError` if PyAV is not installed or lacks the encoder."""
     if importlib.util.find_spec("av") is None:
         raise UsageError(
-            "use the codec", repr(coder), "the package av", "none", "Install the extra 'video'"
+            f"cannot use the codec {coder!r}: expected the package av, got none. Install the "
+            "extra 'video'."
         )
     encoder = CODERS[coder][0]
     if encoder not in _av().codecs_available:
         raise UsageError(
-            "use the codec", repr(coder), f"PyAV with {encoder}", "one without", "Use 'h264'"
+            f"cannot use the codec {coder!r}: expected PyAV with {encoder}, got one without. "
+            "Use 'h264'."
         )
 
 
@@ -148,9 +156,9 @@ def _av() -> Any:
     try:
         import av
     except ImportError as cause:
-        expected = "the package av"
-        advice = "Install the extra 'video'"
-        raise UsageError("decode video", "", expected, "none", advice) from cause
+        raise UsageError(
+            "cannot decode video: expected the package av, got none. Install the extra 'video'."
+        ) from cause
     return av
 
 

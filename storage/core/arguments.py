@@ -1,9 +1,8 @@
 """Checks of single arguments: each returns the checked value or raises `UsageError`.
 
-Every check has the form `check(action, name, value, ...)`. The library accepts numbers, flags and
-paths only by these checks. The message is *cannot <action>: expected <name> <condition>, got
-<value>.* Import the module and call `arguments.device(...)`, since some checks have the name of an
-argument.
+Every check has the form `check(name, value, ...)`. The library accepts numbers, flags and paths
+only by these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import the
+module and call `arguments.device(...)`, since some checks have the name of an argument.
 """
 
 from __future__ import annotations
@@ -89,13 +88,13 @@ def is_whole(value: Any) -> bool:
     return not _is_bool(value)
 
 
-def whole(action: str, name: str, value: Any, low: int, high: int | None = None) -> int:
+def whole(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Check an integer of at least `low` and at most `high`; return a Python int."""
     if is_whole(value) and value >= low and (high is None or value <= high):
         return int(value)
     limits = f">= {low}" if high is None else f"in {low}:{high + 1}"
-    kind = "" if is_whole(value) else " and a whole number"
-    raise UsageError(action, "", f"{name} {limits}{kind}", repr(value))
+    kind = "" if is_whole(value) else "an integer "
+    raise UsageError(f"{name} must be {kind}{limits}, got {value!r}.")
 
 
 def is_real(value: Any) -> bool:
@@ -109,43 +108,41 @@ def is_real(value: Any) -> bool:
         return False
 
 
-def real(
-    action: str, name: str, value: Any, expected: str, is_right: Callable[[float], bool]
-) -> float:
+def real(name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
     """Check a number for which `is_right` returns True; return a Python float.
 
     `expected` describes the condition in errors, as in ">= 0 seconds".
     """
     if is_real(value) and is_right(float(value)):
         return float(value)
-    raise UsageError(action, "", f"{name} {expected}", repr(value))
+    raise UsageError(f"{name} must be {expected}, got {value!r}.")
 
 
-def flag(action: str, name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     """Check a flag: a bool of Python or numpy, 0 or 1."""
     if _is_bool(value) or (is_whole(value) and value in (0, 1)):
         return bool(value)
-    raise UsageError(action, "", f"{name} True or False", repr(value))
+    raise UsageError(f"{name} must be True or False, got {value!r}.")
 
 
-def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> Choice:
+def choice(name: str, value: Choice, options: Iterable[Choice]) -> Choice:
     """Check that a value is one of `options`; the error lists the nearest option first."""
     listed = list(options)
     if any(isinstance(value, type(option)) and value == option for option in listed):
         return value
     raise UsageError(
-        action, "", f"{name} one of {nearest(str(value), map(str, listed))}", repr(value)
+        f"{name} must be one of {nearest(str(value), map(str, listed))}, got {value!r}."
     )
 
 
-def instance(action: str, name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
+def instance(name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
     """Check that a value is an instance of one of `kinds`.
 
     `expected` describes the types in errors, as in "as a mapping".
     """
     if isinstance(value, kinds):
         return value
-    raise UsageError(action, "", f"{name} {expected}", type(value).__name__)
+    raise UsageError(f"{name} must be {expected}, got {type(value).__name__}.")
 
 
 def is_url(value: Any) -> bool:
@@ -153,62 +150,65 @@ def is_url(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))
 
 
-def path(action: str, name: str, value: Any) -> Path:
+def path(name: str, value: Any) -> Path:
     """Check a local path, not a URL; `name` may be empty."""
     if not isinstance(value, (str, os.PathLike)):
-        raise UsageError(action, "", f"{name} a path".strip(), repr(value))
+        raise UsageError(f"{name or 'the argument'} must be a path, got {value!r}.")
     text = os.fsdecode(value)
     if is_url(text):
-        advice = "Data are read from URLs, and only push writes to one: mount it, or copy the data"
-        raise UsageError(action, repr(text), "a path on this machine", "a URL", advice)
+        raise UsageError(
+            f"{name or 'the path'} must be on this machine, got the URL {text!r}. Copy the data, or "
+            "mount the store. URLs can only be read, and written by push."
+        )
     return Path(text)
 
 
-def device(action: str, name: str, value: Any) -> torch.device:
+def device(name: str, value: Any) -> torch.device:
     """Check a device of torch, or its name, that this process can use."""
     try:
         found = torch.device(value)
     except (RuntimeError, TypeError, ValueError) as cause:
         raise UsageError(
-            action, "", f"{name} a torch device such as 'cpu' or 'cuda:0'", repr(value)
+            f"{name} must be a torch device such as 'cpu' or 'cuda:0', got {value!r}."
         ) from cause
     if found.type == "cuda":
         num_devices = torch.cuda.device_count()
         if (found.index or 0) >= num_devices:
-            got = f"{str(found)!r}, and torch finds {num_devices} CUDA devices here"
-            raise UsageError(action, "", f"{name} a device that is there", got, "Use 'cpu'")
+            raise UsageError(
+                f"{name} is {str(found)!r}, and torch finds {num_devices} CUDA devices. Use 'cpu'."
+            )
     elif found.type != "cpu":
         try:
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as cause:
             raise UsageError(
-                action, "", f"{name} a device that is there", repr(str(found)), "Use 'cpu'"
+                f"{name} is {str(found)!r}, which torch cannot use here. Use 'cpu'."
             ) from cause
     return found
 
 
-def optional_device(action: str, name: str, value: Any) -> torch.device | None:
+def optional_device(name: str, value: Any) -> torch.device | None:
     """Check a device as `device` does; None stays None."""
-    return None if value is None else device(action, name, value)
+    return None if value is None else device(name, value)
 
 
-def names(action: str, name: str, value: Any) -> tuple[str, ...]:
+def names(name: str, value: Any) -> tuple[str, ...]:
     """Check a collection of flat names; a single str is an error."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         listed = tuple(value)
         if all(isinstance(one, str) for one in listed):
             return listed
-    raise UsageError(action, "", f"{name} as names of leaves", repr(value))
+    raise UsageError(f"{name} must be names of leaves, got {value!r}.")
 
 
-def seed(action: str, name: str, value: Any) -> int:
+def seed(name: str, value: Any) -> int:
     """Check a seed that `torch.Generator` takes: signed or unsigned, of 64 bits."""
     if is_whole(value) and -(1 << 63) <= int(value) < 1 << 64:
         return int(value)
-    raise UsageError(action, "", f"{name} as a whole number of 64 bits", repr(value))
+    raise UsageError(f"{name} must be an integer of 64 bits, got {value!r}.")
 
 
-def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
+def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
     """Check ids of environments or frames; return a flat int64 array in the same order.
 
     The ids are a number, a sequence, an array or a tensor.
@@ -216,14 +216,14 @@ def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np
     try:
         given = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
     except ValueError as cause:
-        raise UsageError(action, "", f"{name} as integer ids", str(cause)) from cause
+        raise UsageError(f"{name} must be integer ids: {cause}.") from cause
     if given.size and given.dtype.kind not in "iu":
-        advice = "Of a mask give mask.nonzero()[0]" if given.dtype.kind == "b" else ""
-        raise UsageError(action, "", f"{name} as integer ids", str(given.dtype), advice)
+        advice = " For a mask, pass mask.nonzero()[0]." if given.dtype.kind == "b" else ""
+        raise UsageError(f"{name} must be integer ids, got {given.dtype}.{advice}")
     found = given.astype(np.int64)
     wrong = found[(found < 0) | (found >= num_envs)]
     if len(wrong):
-        raise UsageError(action, "", f"{name} in 0:{num_envs}", str(wrong[:8].tolist()))
+        raise UsageError(f"{name} must be in 0:{num_envs}, got {wrong[:8].tolist()}.")
     return found
 
 

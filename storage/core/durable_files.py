@@ -19,7 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFileError, DataFileError, RolloutDataError, SchemaError, WriteError
+from ..errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    SchemaError,
+    WriteError,
+    in_parts,
+)
 from . import arguments
 
 try:
@@ -78,10 +85,10 @@ def replace_file(
             disk.
         OSError: `temporary` is a path, and the operating system reports an error.
     """
-    target = arguments.path("save a file", "", path).resolve()
+    target = arguments.path("", path).resolve()
     if target.exists() and not target.is_file():
         got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
-        raise DataFileError("save to", repr(str(path)), "a file or nothing", got)
+        raise DataFileError(f"cannot save to {str(path)!r}: expected a file or nothing, got {got}.")
     with _file_in_new_folder(target) if temporary is None else _removed_at_end(temporary) as new:
         yield new
         if durable:
@@ -123,7 +130,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
         DataFileError: `folder` is a file, or has file names that are not in `own_names`.
         WriteError: The operating system reports an error, such as a full disk.
     """
-    target = arguments.path("save to the folder", "", folder).resolve()
+    target = arguments.path("", folder).resolve()
     _check_replaceable(target, folder, own_names)
     with _new_folder_beside(target) as new:
         yield new
@@ -142,7 +149,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Return the path of the current content of `folder`, even after an interrupted replacement."""
-    target = arguments.path("load the folder", "", folder).resolve()
+    target = arguments.path("", folder).resolve()
     previous = _previous(target)
     return previous if not target.exists() and previous.exists() else target
 
@@ -159,7 +166,9 @@ def _check_replaceable(
         got = "a file"
     if got:
         expected = "a new folder or an earlier save"
-        raise DataFileError("save to", repr(str(folder)), expected, got, "Choose another place")
+        raise DataFileError(
+            in_parts("save to", repr(str(folder)), expected, got, "Choose another place")
+        )
 
 
 @contextmanager
@@ -213,7 +222,7 @@ def _write_error(target: Path, error: OSError) -> WriteError:
     """Return an error that names `target` and the reason of the operating system."""
     got = error.strerror or str(error)
     return WriteError(
-        "write", repr(str(target)), "", got, error_number=error.errno, filename=str(target)
+        f"cannot write {str(target)!r}: got {got}.", error_number=error.errno, filename=str(target)
     )
 
 
@@ -265,7 +274,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise CorruptFileError("open", repr(str(path)), "a file", "a folder, a pipe or a device")
+    raise CorruptFileError(
+        f"cannot open {str(path)!r}: expected a file, got a folder, a pipe or a device."
+    )
 
 
 def read_text(
@@ -280,13 +291,13 @@ def read_text(
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
             raise CorruptFileError(
-                action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes)
+                in_parts(action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes))
             )
         data = file.read(max_bytes)
     try:
         return data.decode()
     except UnicodeDecodeError as cause:
-        raise CorruptFileError(action, repr(str(path)), "UTF-8", str(cause)) from cause
+        raise CorruptFileError(in_parts(action, repr(str(path)), "UTF-8", str(cause))) from cause
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -294,7 +305,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
         raise SchemaError(
-            "write", repr(path.name), f"at most {MAX_JSON_BYTES} bytes", str(len(text))
+            f"cannot write {path.name!r}: expected at most {MAX_JSON_BYTES} bytes, got {len(text)}."
         )
     path.write_text(text, encoding="utf-8")
 
@@ -310,15 +321,17 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
         content = json.loads(read_text(path, max_bytes=max_bytes))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
+        raise CorruptFileError(f"cannot read {str(path)!r}: expected JSON, got {cause}.") from cause
     if not isinstance(content, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(content).__name__)
+        raise CorruptFileError(
+            in_parts("read", repr(str(path)), "a JSON object", type(content).__name__)
+        )
     stored_checksum = content.pop(CHECKSUM, None)
     checksum = json_checksum(content)
     if stored_checksum is not None and stored_checksum != checksum:
-        advice = f"It was damaged or changed; remove {CHECKSUM!r} from it to load it as it is"
         raise CorruptFileError(
-            "read", repr(str(path)), f"checksum {stored_checksum}", checksum, advice
+            f"cannot read {str(path)!r}: expected checksum {stored_checksum}, got {checksum}. "
+            f"It was damaged or changed; remove {CHECKSUM!r} from it to load it as it is."
         )
     return content
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
 
 #: Every dtype that a field may have: name -> (torch dtype, numpy dtype of the same bytes).
 #: bfloat16 has no numpy type, so that its bytes travel as little-endian uint16.
@@ -62,7 +62,7 @@ def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> 
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
         raise FieldTypeError(
-            action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first"
+            in_parts(action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
         )
     return name
 
@@ -96,23 +96,31 @@ class Field:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not all(self.name.split("/")):
             raise SchemaError(
-                "declare a field", "", "a name of non-empty parts joined by '/'", repr(self.name)
+                "cannot declare a field: expected a name of non-empty parts joined by '/', got "
+                f"{self.name!r}."
             )
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             expected = f"dtype {nearest(str(self.dtype), DTYPES)}"
-            raise FieldTypeError("declare the field", repr(self.name), expected, repr(self.dtype))
+            raise FieldTypeError(
+                f"cannot declare the field {self.name!r}: expected {expected}, got {self.dtype!r}."
+            )
         try:
             object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         except (TypeError, ValueError) as cause:
-            got = repr(self.shape)
             raise SchemaError(
-                "declare the field", repr(self.name), "shape as integers", got
+                f"cannot declare the field {self.name!r}: expected shape as integers, got "
+                f"{self.shape!r}."
             ) from cause
         if len(self.shape) > MAX_DIMENSIONS:
             expected = f"at most {MAX_DIMENSIONS} dimensions"
-            raise SchemaError("declare the field", repr(self.name), expected, str(len(self.shape)))
+            raise SchemaError(
+                f"cannot declare the field {self.name!r}: expected {expected}, got "
+                f"{len(self.shape)}."
+            )
         if any(size < 0 for size in self.shape):
-            raise SchemaError("declare the field", repr(self.name), "sizes >= 0", str(self.shape))
+            raise SchemaError(
+                f"cannot declare the field {self.name!r}: expected sizes >= 0, got {self.shape}."
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -154,7 +162,7 @@ class Field:
             )
         except (KeyError, TypeError) as cause:
             raise SchemaError(
-                "read a field", "", "name, shape and dtype", repr(dict(item))
+                f"cannot read a field: expected name, shape and dtype, got {dict(item)!r}."
             ) from cause
 
 
@@ -164,21 +172,28 @@ class Schema(Mapping[str, Field]):
     def __init__(self, fields: Iterable[Field]) -> None:
         if not isinstance(fields, Iterable):
             raise SchemaError(
-                "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+                in_parts(
+                    "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+                )
             )
         listed = list(islice(fields, MAX_FIELDS + 1))
         if not all(isinstance(field, Field) for field in listed):
             raise SchemaError(
-                "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+                in_parts(
+                    "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
+                )
             )
         if len(listed) > MAX_FIELDS:
-            raise SchemaError("declare a schema", "", f"at most {MAX_FIELDS} fields", "more")
+            raise SchemaError(
+                f"cannot declare a schema: expected at most {MAX_FIELDS} fields, got more."
+            )
         self._fields = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
             counts = Counter(field.name for field in listed)
             twice = sorted(name for name, count in counts.items() if count > 1)
             raise SchemaError(
-                "declare a schema", "", "each name once", f"{', '.join(twice)} more than once"
+                f"cannot declare a schema: expected each name once, got {', '.join(twice)} "
+                "more than once."
             )
 
     def __getitem__(self, name: str) -> Field:
@@ -186,7 +201,7 @@ class Schema(Mapping[str, Field]):
             return self._fields[name]
         except KeyError:
             raise MissingFieldError(
-                "find the field", repr(name), nearest(name, self._fields)
+                f"cannot find the field {name!r}: expected {nearest(name, self._fields)}."
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -255,16 +270,16 @@ def flatten(
     one is a leaf. With `takes_flat` a key may be a flat name itself, `{"a/b": x}`.
     """
     if not hasattr(tree, "items"):
-        raise SchemaError("read a record", "", "a nested mapping of tensors", type(tree).__name__)
+        raise SchemaError(
+            in_parts("read a record", "", "a nested mapping of tensors", type(tree).__name__)
+        )
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_flat = takes_flat and isinstance(key, str) and all(key.split("/"))
         if not is_flat and (not isinstance(key, str) or not key or "/" in key):
             raise SchemaError(
-                "name a leaf",
-                f"under {prefix or 'the top'!r}",
-                "a non-empty str without '/'",
-                repr(key),
+                f"cannot name a leaf under {prefix or 'the top'!r}: expected a non-empty str "
+                f"without '/', got {key!r}."
             )
         is_tree = (
             not isinstance(value, torch.Tensor)
@@ -277,7 +292,8 @@ def flatten(
             below = {prefix + key: value}
         if twice := below.keys() & flat.keys():
             raise SchemaError(
-                "name a leaf", repr(sorted(twice)[0]), "each place used once", "two values"
+                f"cannot name a leaf {sorted(twice)[0]!r}: expected each place used once, got "
+                "two values."
             )
         flat.update(below)
     return flat
@@ -296,10 +312,13 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise SchemaError(
-                    "nest the leaf", repr(name), "a mapping above it", f"a leaf at {parent!r}"
+                    f"cannot nest the leaf {name!r}: expected a mapping above it, got a leaf "
+                    f"at {parent!r}."
                 )
         if last in node:
-            raise SchemaError("nest the leaf", repr(name), "each place used once", "two values")
+            raise SchemaError(
+                f"cannot nest the leaf {name!r}: expected each place used once, got two values."
+            )
         node[last] = value
     return tree
 
@@ -316,10 +335,12 @@ def check_same_names(expected: Mapping[str, Any], got: Mapping[str, Any], action
     for name in expected:
         if name not in got:
             raise MissingFieldError(
-                action, f"without the field {name!r}", ", ".join(expected), ", ".join(got)
+                f"cannot {action} without the field {name!r}: expected {', '.join(expected)}, "
+                f"got {', '.join(got)}."
             )
     for name in got:
         if name not in expected:
             raise MissingFieldError(
-                action, f"with the field {name!r}", ", ".join(expected), ", ".join(got)
+                f"cannot {action} with the field {name!r}: expected {', '.join(expected)}, got "
+                f"{', '.join(got)}."
             )

@@ -76,10 +76,9 @@ def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            expected = "no other writer"
-            got = "another process or thread that is writing it"
             raise UsageError(
-                action, repr(str(target)), expected, got, "Wait until it has ended"
+                f"cannot {action} {str(target)!r}: expected no other writer, got another "
+                "process or thread that is writing it. Wait until it has ended."
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:

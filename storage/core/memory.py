@@ -89,7 +89,7 @@ class BufferPool:
     """
 
     def __init__(self, max_buffers: int = 8) -> None:
-        self.max_buffers = arguments.whole(arguments.creating(self), "max_buffers", max_buffers, 0)
+        self.max_buffers = arguments.whole("max_buffers", max_buffers, 0)
         self.num_reused = 0
         self.num_allocated = 0
         self._buffers: list[npt.NDArray[Any]] = []
@@ -98,7 +98,7 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return `[num_bytes]` uint8 on the CPU with arbitrary content."""
-        num_bytes = arguments.whole("call BufferPool.take", "num_bytes", num_bytes, 0)
+        num_bytes = arguments.whole("num_bytes", num_bytes, 0)
         return self.empty((num_bytes,), torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -106,9 +106,9 @@ class BufferPool:
         try:
             num_bytes = int(prod(shape) * dtype.itemsize)
         except (TypeError, AttributeError, ValueError) as cause:
-            expected = "shape as integers and dtype as a torch.dtype"
             raise UsageError(
-                "call BufferPool.empty", "", expected, f"{shape!r} and {dtype!r}"
+                "cannot call BufferPool.empty: expected shape as integers and dtype as a "
+                f"torch.dtype, got {shape!r} and {dtype!r}."
             ) from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, in_parts
 from . import arguments
 
 #: Number of rows up to which 32 random bits are enough. For more rows, draws are widened by
@@ -86,12 +86,12 @@ def generator_on(
     if isinstance(generator, torch.Generator):
         if device is not None and generator.device.type != device.type:
             expected = f"a generator on {device.type}, where the rows are"
-            raise UsageError(action, "", expected, f"one on {generator.device}")
+            raise UsageError(in_parts(action, "", expected, f"one on {generator.device}"))
         return generator
     if generator is None:
         seed = _seeds.next_seed()
     else:
-        seed = arguments.seed(action, "generator as a torch.Generator, None or a seed", generator)
+        seed = arguments.seed("generator as a torch.Generator, None or a seed", generator)
     return torch.Generator(device or "cpu").manual_seed(seed)
 
 
@@ -208,10 +208,10 @@ class Weighted:
         values = weights.to(torch.float64).numpy()
         if not len(values) or not np.isfinite(values).all() or (values < 0).any():
             raise UsageError(
-                "draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60]
+                in_parts("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
             )
         if not values.any():
-            raise UsageError("draw by weight", "", "a weight above 0", "none")
+            raise UsageError("cannot draw by weight: expected a weight above 0, got none.")
         ends = np.cumsum(whole_weights(values))
         self._total = int(ends[-1])
         self._ends = torch.from_numpy(ends).to(weights.device)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
 from .deferred import DeferredErrors
 from .fields import DTYPES, Field, Schema, check_same_names, dtype_name, flatten, signed
 from .memory import as_given
@@ -48,7 +48,9 @@ def flat_name(key: Key, argument: str = "a key") -> str:
         or not parts
         or not all(isinstance(part, str) and part for part in parts)
     ):
-        raise SchemaError("name a leaf", "", f"{argument} as a str or a tuple of them", repr(key))
+        raise SchemaError(
+            f"cannot name a leaf: expected {argument} as a str or a tuple of them, got {key!r}."
+        )
     return "/".join(parts)
 
 
@@ -81,7 +83,8 @@ def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str)
     found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
     if not found:
         raise MissingFieldError(
-            action, "", f"{argument} one of {nearest(wanted, schema)}", repr(wanted)
+            f"cannot {action}: expected {argument} one of {nearest(wanted, schema)}, got "
+            f"{wanted!r}."
         )
     return found
 
@@ -119,7 +122,7 @@ def numbers(action: str, name: str, value: Any) -> torch.Tensor:
         return as_given(value).detach()
     except (TypeError, ValueError, RuntimeError) as cause:
         raise FieldTypeError(
-            action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60]
+            in_parts(action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60])
         ) from cause
 
 
@@ -134,9 +137,9 @@ def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
     try:
         return as_given(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as cause:
-        got = f"{type(value).__name__}: {cause}"
         raise FieldTypeError(
-            action, where, "a tensor or an array of numbers", got, "Give one"
+            f"cannot {action} {where}: expected a tensor or an array of numbers, got "
+            f"{type(value).__name__}: {cause}. Give one."
         ) from cause
 
 
@@ -154,7 +157,9 @@ def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
     ):
         got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
         got = "a nested tensor" if value.is_nested else got
-        raise FieldTypeError(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
+        raise FieldTypeError(
+            in_parts(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
+        )
     # `x.conj()` and its imaginary part are lazy: memory has the original number, and a flag the
     # conjugation or the sign.
     found: torch.Tensor = value.detach().resolve_conj().resolve_neg()
@@ -194,7 +199,10 @@ def fit(
     kind = "flags" if cast == "flag" else field.dtype
     expected = f"{kind}{' rows' if num_lead else ''} of shape {' or '.join(str(list(shape)) for shape in shapes)}"
     if tuple(value.shape[num_lead:]) not in shapes:
-        raise SchemaError(action, where, expected, f"shape {list(value.shape[num_lead:])}")
+        raise SchemaError(
+            f"cannot {action} {where}: expected {expected}, got shape "
+            f"{list(value.shape[num_lead:])}."
+        )
     found = dense(field.name, value, action)
     is_taken = found.dtype is field.torch_dtype
     if cast == "flag":
@@ -204,7 +212,9 @@ def fit(
     elif cast != "exact":
         is_taken = torch.can_cast(found.dtype, field.torch_dtype)
     if not is_taken:
-        raise FieldTypeError(action, where, expected, str(found.dtype), "Convert it first")
+        raise FieldTypeError(
+            f"cannot {action} {where}: expected {expected}, got {found.dtype}. Convert it first."
+        )
     if cast in ("in range", "floating") and found.dtype not in always_fit(field.torch_dtype):
         return _in_range(action, where, found, field, deferred if found.is_cuda else None)
     return found
@@ -254,14 +264,18 @@ def _in_range(
         deferred.note(
             is_lost.sum(),
             lambda count: FieldTypeError(
-                action, where, expected, f"{count} other numbers in an earlier call, kept as 0"
+                in_parts(
+                    action, where, expected, f"{count} other numbers in an earlier call, kept as 0"
+                )
             ),
         )
         return kept.masked_fill_(is_lost, 0)
     if bool(is_lost.any()):
         number = wide[is_lost][0].item()
-        got = str(number % 2**64 if value.dtype is torch.uint64 else number)
-        raise FieldTypeError(action, where, expected, got)
+        raise FieldTypeError(
+            f"cannot {action} {where}: expected {expected}, got "
+            f"{number % 2**64 if value.dtype is torch.uint64 else number}."
+        )
     return kept
 
 
@@ -472,7 +486,7 @@ class RecordReader:
         """
         if not hasattr(record, "items"):
             raise SchemaError(
-                _ACTION, "", "data as a nested mapping of tensors", type(record).__name__
+                in_parts(_ACTION, "", "data as a nested mapping of tensors", type(record).__name__)
             )
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:
@@ -504,18 +518,19 @@ class RecordReader:
         if value.dim() == self.num_lead and self.auto_unsqueeze:
             value = value.unsqueeze(-1)
         if value.dim() <= self.num_lead:
-            advice = "Add a trailing axis, x.unsqueeze(-1), or create the buffer with auto_unsqueeze=True"
             axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
-            expected = f"{axes} with at least one event axis"
             raise SchemaError(
-                _ACTION, f"with {name!r}", expected, f"shape {list(value.shape)}", advice
+                f"cannot {_ACTION} with {name!r}: expected {axes} with at least one event "
+                f"axis, got shape {list(value.shape)}. Add a trailing axis, x.unsqueeze(-1), "
+                "or create the buffer with auto_unsqueeze=True."
             )
         if self.has_lane_axis:
             return value
         lanes = self.num_lanes or 1
         if len(value) % lanes:
             raise SchemaError(
-                _ACTION, f"with {name!r}", f"a multiple of {lanes} envs", f"{len(value)} rows"
+                f"cannot {_ACTION} with {name!r}: expected a multiple of {lanes} envs, got "
+                f"{len(value)} rows."
             )
         return (
             value.unsqueeze(1)
@@ -528,10 +543,15 @@ class RecordReader:
         for name, value in others:
             if value.shape[:2] != like.shape[:2]:
                 expected = f"leading sizes {list(like.shape[:2])} like {first!r}"
-                raise SchemaError(_ACTION, f"with {name!r}", expected, str(list(value.shape[:2])))
+                raise SchemaError(
+                    f"cannot {_ACTION} with {name!r}: expected {expected}, got "
+                    f"{list(value.shape[:2])}."
+                )
         if like.shape[1] < 1 or self.num_lanes not in (None, like.shape[1]):
             expected = f"{self.num_lanes or 'one or more'} lanes"
-            raise SchemaError(_ACTION, f"with {first!r}", expected, str(like.shape[1]))
+            raise SchemaError(
+                f"cannot {_ACTION} with {first!r}: expected {expected}, got {like.shape[1]}."
+            )
 
     def _note_form(self, record: Any, schema: Schema) -> None:
         """Remember the form of a record whose names match a schema."""

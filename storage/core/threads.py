@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import ClosedError, UsageError, WaitTimeoutError
+from ..errors import ClosedError, UsageError, WaitTimeoutError, in_parts
 from .arguments import whole
 
 _Self = TypeVar("_Self", bound="Owned")
@@ -54,10 +54,9 @@ class Owner:
     def check(self) -> None:
         """Raise `UsageError` in a forked child."""
         if not self.is_own:
-            expected = f"a call in the process {self._process} that made it"
-            got = f"its child {os.getpid()}"
             raise UsageError(
-                f"use {self._what}", "", expected, got, "Make another one in this process"
+                f"cannot use {self._what}: expected a call in the process {self._process} that "
+                f"made it, got its child {os.getpid()}. Make another one in this process."
             )
 
 
@@ -80,8 +79,13 @@ class Unique:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            f"pickle or copy a {type(self).__name__}, which owns files or threads",
-            advice=self._instead,
+            in_parts(
+                f"pickle or copy a {type(self).__name__}, which owns files or threads",
+                "",
+                "",
+                "",
+                self._instead,
+            )
         )
 
 
@@ -151,7 +155,9 @@ class Worker:
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
-            raise ClosedError("queue a job", f"for {self.name}", "an open worker", "a closed one")
+            raise ClosedError(
+                f"cannot queue a job for {self.name}: expected an open worker, got a closed one."
+            )
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
@@ -190,9 +196,9 @@ class Worker:
             WaitTimeoutError: The jobs took longer than `timeout` seconds. They continue to run.
         """
         if left := wait(self._pending(), timeout).not_done:
-            got = f"{len(left)} not done yet"
             raise WaitTimeoutError(
-                f"wait for {self.name}", "", f"all of them within {timeout} s", got
+                f"cannot wait for {self.name}: expected all of them within {timeout} s, got "
+                f"{len(left)} not done yet."
             )
         self.check()
 
@@ -274,11 +280,7 @@ def each_part(
     Raises:
         The error of `function`, once no part is running. Parts that have not started are skipped.
     """
-    limit = (
-        torch.get_num_threads()
-        if num_threads is None
-        else whole("split work", "num_threads", num_threads, 1)
-    )
+    limit = torch.get_num_threads() if num_threads is None else whole("num_threads", num_threads, 1)
     num_threads = min(limit, num_processors(), num_pieces, num_bytes // MIN_BYTES)
     if num_threads < 2 or num_bytes < _MIN_PIECE_BYTES * num_pieces:
         function(0, num_pieces)

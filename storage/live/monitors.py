@@ -23,7 +23,7 @@ import torch
 
 from ..core import arguments
 from ..core.arguments import real, whole
-from ..errors import UsageError, nearest
+from ..errors import UsageError, in_parts, nearest
 
 #: Statistics of durations in `PerformanceMonitor.summary`, besides `count`.
 _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
@@ -80,13 +80,12 @@ class NaturalMonitor(Monitor):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.window_s = real(
-            "make a monitor", "window_s", window_s, "> 0", lambda x: 0 < x < math.inf
-        )
-        self.num_slices = whole("make a monitor", "num_slices", num_slices, 1)
+        self.window_s = real("window_s", window_s, "> 0", lambda x: 0 < x < math.inf)
+        self.num_slices = whole("num_slices", num_slices, 1)
         if not callable(clock):
             raise UsageError(
-                "make a monitor", "", "clock as a function that returns seconds", repr(clock)
+                "cannot make a monitor: expected clock as a function that returns seconds, got "
+                f"{clock!r}."
             )
         self._clock = clock
         self._lock = threading.Lock()
@@ -94,7 +93,7 @@ class NaturalMonitor(Monitor):
 
     def record(self, num_events: int = 1) -> None:
         """Record `num_events` (>= 0) events at the current time."""
-        num_events = whole("record events", "num_events", num_events, 0)
+        num_events = whole("num_events", num_events, 0)
         with self._lock:
             self._slices[self._move() % self.num_slices] += num_events
             self._total += num_events
@@ -148,7 +147,7 @@ class TickMonitor(Monitor):
     FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
 
     def __init__(self, window: int = 100) -> None:
-        self.window = whole("make a monitor", "window", window, 1)
+        self.window = whole("window", window, 1)
         self._lock = threading.Lock()
         self.reset()
 
@@ -260,7 +259,7 @@ class PerformanceMonitor(Monitor):
     """
 
     def __init__(self, window: int = 1000) -> None:
-        self.window = whole("make a monitor", "window", window, 1)
+        self.window = whole("window", window, 1)
         self._lock = threading.Lock()
         self._durations: dict[str, deque[float]] = {}
 
@@ -268,11 +267,11 @@ class PerformanceMonitor(Monitor):
         """Record a duration in seconds (finite, >= 0) under `key`, which may be a new name."""
         if not isinstance(key, str) or not key:
             raise UsageError(
-                "call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key)
+                "cannot call PerformanceMonitor.record: expected key as a non-empty str, got "
+                f"{key!r}."
             )
-        action = "call PerformanceMonitor.record"
         expected = ">= 0, in finite seconds"
-        value = real(action, "duration", duration, expected, lambda x: 0 <= x < math.inf)
+        value = real("duration", duration, expected, lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
 
@@ -360,22 +359,20 @@ def plot_snapshots(
         UsageError: There is nothing to draw, or no snapshot has the name.
         ImportError: matplotlib (the extra `plot`) is not installed.
     """
-    path = arguments.path("plot snapshots", "path", path)
+    path = arguments.path("path", path)
     expected = "as a list of mappings"
-    for snapshot in arguments.instance(
-        "plot snapshots", "snapshots", snapshots, expected, Iterable
-    ):
-        arguments.instance("plot snapshots", "snapshots", snapshot, expected, Mapping)
+    for snapshot in arguments.instance("snapshots", snapshots, expected, Iterable):
+        arguments.instance("snapshots", snapshot, expected, Mapping)
     known = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot))
     if names is None:
         names = [name for name in known if name != x]
-    names = arguments.names("plot snapshots", "names", names)
+    names = arguments.names("names", names)
     for name in names:
-        arguments.choice("plot snapshots", "names", name, known)
+        arguments.choice("names", name, known)
     if x is not None:
-        arguments.choice("plot snapshots", "x", x, known)
+        arguments.choice("x", x, known)
     if not names:
-        raise UsageError("plot snapshots", expected="at least one name to draw", got="none")
+        raise UsageError("cannot plot snapshots: expected at least one name to draw, got none.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -400,24 +397,26 @@ def plot_snapshots(
 def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
     """Return the number, sum, maximum and minimum of recorded values: `[4]` float64."""
     if name not in names:
-        raise UsageError("record a tick", expected=nearest(name, names), got=repr(name))
+        raise UsageError(f"cannot record a tick: expected {nearest(name, names)}, got {name!r}.")
     try:
         if isinstance(value, torch.Tensor):
             value = value.detach().to("cpu", torch.float64)
         values = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as cause:
         raise UsageError(
-            "record a tick", f"of {name!r}", "numbers", type(value).__name__
+            in_parts("record a tick", f"of {name!r}", "numbers", type(value).__name__)
         ) from cause
     if not values.size:
         return _NOTHING
     found = np.array([values.size, values.sum(), values.max(), values.min()])
     if not np.isfinite(found).all():
         raise UsageError(
-            "record a tick",
-            f"of {name!r}",
-            "finite numbers",
-            repr(values.reshape(-1).tolist())[:60],
+            in_parts(
+                "record a tick",
+                f"of {name!r}",
+                "finite numbers",
+                repr(values.reshape(-1).tolist())[:60],
+            )
         )
     return found
 

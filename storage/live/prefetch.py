@@ -18,7 +18,7 @@ import torch
 
 from ..core import arguments
 from ..core.threads import Owned, Unique, Worker
-from ..errors import UsageError
+from ..errors import UsageError, in_parts
 
 T = TypeVar("T")
 
@@ -106,16 +106,16 @@ class PipelinedDataCollector(Unique, Generic[T]):
         action = "create PipelinedDataCollector"
         if not isinstance(base_collector, Iterable) and not hasattr(base_collector, "__getitem__"):
             raise UsageError(
-                action, "", "base_collector as an iterable", type(base_collector).__name__
+                in_parts(action, "", "base_collector as an iterable", type(base_collector).__name__)
             )
         self.base_collector = base_collector
-        self.device = arguments.device(action, "device", device)
-        self.prefetch_count = arguments.whole(action, "prefetch_count", prefetch_count, 1)
-        self.pin = arguments.flag(action, "pin", pin)
+        self.device = arguments.device("device", device)
+        self.prefetch_count = arguments.whole("prefetch_count", prefetch_count, 1)
+        self.pin = arguments.flag("pin", pin)
         for name, function in (("transform", transform), ("stamp", stamp)):
             if function is not None and not callable(function):
                 raise UsageError(
-                    action, "", f"{name} as a function or None", type(function).__name__
+                    in_parts(action, "", f"{name} as a function or None", type(function).__name__)
                 )
         self.transform = transform
         self.stamp = stamp

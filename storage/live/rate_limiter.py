@@ -51,15 +51,14 @@ class RateLimiter:
         blocking: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        action = "limit a rate"
         self.samples_per_insert = real(
-            action, "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf
+            "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf
         )
-        self.tolerance = real(action, "tolerance", tolerance, "> 0", lambda x: 0 < x < inf)
-        self.min_inserts = whole(action, "min_inserts", min_inserts, 0)
-        self.blocking = flag(action, "blocking", blocking)
+        self.tolerance = real("tolerance", tolerance, "> 0", lambda x: 0 < x < inf)
+        self.min_inserts = whole("min_inserts", min_inserts, 0)
+        self.blocking = flag("blocking", blocking)
         if timeout_s is not None:
-            timeout_s = real(action, "timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
+            timeout_s = real("timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
         #: Items of the largest draw and of the largest insertion so far. They determine the least
@@ -141,7 +140,7 @@ class RateLimiter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counts to the result of `state_dict`."""
-        self._set(*(whole("load a limiter's state", name, state.get(name), 0) for name in _COUNTS))
+        self._set(*(whole(name, state.get(name), 0) for name in _COUNTS))
 
     def to_json(self) -> dict[str, Any]:
         """Return the constructor arguments of an equal limiter."""
@@ -156,7 +155,7 @@ class RateLimiter:
     def _pass(self, num_items: int, is_push: bool, waits: bool) -> bool:
         num_items = _checked(num_items)
         start_s = time.monotonic()
-        waits = flag("pass the limit", "waits", waits)
+        waits = flag("waits", waits)
         with self._changed:
             self._largest = self._largest_with(num_items, is_push)
             if not self._may(num_items, is_push) and not (
@@ -191,10 +190,11 @@ class RateLimiter:
         if self.tolerance < needed:
             what = f"insertions of {largest[True]} and draws of {largest[False]} items"
             raise UsageError(
-                f"limit {what}", "", f"a tolerance of at least {needed:g}", f"{self.tolerance:g}"
+                f"cannot limit {what}: expected a tolerance of at least {needed:g}, got "
+                f"{self.tolerance:g}."
             )
         return largest
 
 
 def _checked(num_items: Any) -> int:
-    return whole("count items", "num_items", num_items, 0)
+    return whole("num_items", num_items, 0)

@@ -18,7 +18,7 @@ from ..core import arguments
 from ..core.fields import flatten
 from ..core.memory import float32_of, own, sent
 from ..core.records import numbers
-from ..errors import BufferEmptyError, SchemaError, UsageError
+from ..errors import BufferEmptyError, SchemaError, UsageError, in_parts
 from ..prioritized.prioritized_ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.priority_rules import Limits, PriorityRule
 from ..saving.saved_store import State
@@ -84,15 +84,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
     ) -> None:
         arguments.options(self, options)
         super().__init__(replay_buffer_size, **options)
-        action = arguments.creating(self)
-        self.replay_start_size = arguments.whole(action, "replay_start_size", replay_start_size, 0)
+        self.replay_start_size = arguments.whole("replay_start_size", replay_start_size, 0)
         self.min_sample_ratio = arguments.real(
-            action, "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
+            "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
         )
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self._limits = Limits(max_use, max_staleness)
         self._ring = self._make_ring()
-        is_tracked = arguments.flag(action, "enable_track_used_data", enable_track_used_data)
+        is_tracked = arguments.flag("enable_track_used_data", enable_track_used_data)
         self._used = UsedData() if is_tracked else None
 
     @property
@@ -133,7 +132,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         if not isinstance(batch, Mapping):
             raise SchemaError(
-                "add a batch", expected="batch as a mapping", got=type(batch).__name__
+                in_parts("add a batch", "", "batch as a mapping", type(batch).__name__)
             )
         start_s = time.monotonic()
         leaf: Any = next(iter(flatten(batch).values()), 0)
@@ -154,7 +153,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         for item in items:
             if not isinstance(item, Mapping):
                 expected = "data as a mapping or a list of them"
-                raise SchemaError("add an item", expected=expected, got=type(item).__name__)
+                raise SchemaError(in_parts("add an item", "", expected, type(item).__name__))
             leaves = dict(item)
             priorities.append(leaves.pop("priority", None))
             if "collect_iter" in leaves:  # A Python number is stored as an object, not a column.
@@ -208,12 +207,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
         iterations = sent(numbers("add a batch", "collect_iter", collect_iter), self.device)
         if iterations.is_floating_point() or iterations.dtype is torch.bool:
             raise UsageError(
-                "add a batch", expected="collect_iter of integers", got=str(iterations.dtype)
+                f"cannot add a batch: expected collect_iter of integers, got {iterations.dtype}."
             )
         if iterations.dim() > 1 or (iterations.dim() and len(iterations) != num_rows):
-            expected = f"a collect_iter, or {num_rows} of them"
             raise UsageError(
-                "add a batch", expected=expected, got=f"shape {list(iterations.shape)}"
+                f"cannot add a batch: expected a collect_iter, or {num_rows} of them, got "
+                f"shape {list(iterations.shape)}."
             )
         return iterations.long().expand(num_rows)
 
@@ -276,15 +275,17 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 `ValueError`).
         """
         action = arguments.calling(self, "sample_tensors")
-        batch_size = arguments.whole(action, "batch_size", batch_size, 1)
+        batch_size = arguments.whole("batch_size", batch_size, 1)
         request = Request.checked(action, batch_size, cur_learner_iter)._replace(are_tensors=True)
         batch: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
         if batch is None:
             expected = f"items for a batch of {batch_size}"
             if self.rate_limiter is not None:
                 expected += " that the rate limiter lets pass"
-            got = f"{self.count()} of {self.push_count} that were added"
-            raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
+            raise BufferEmptyError(
+                f"cannot sample from {self.name!r}: expected {expected}, got {self.count()} of "
+                f"{self.push_count} that were added. Add items first."
+            )
         return batch
 
     def prepare_sample(self, request: Request) -> Act | None:
@@ -374,7 +375,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
         if not isinstance(info, Mapping):
             action = arguments.calling(self, "update")
-            raise UsageError(action, f"of {self.name!r}", "info as a mapping", type(info).__name__)
+            raise UsageError(
+                in_parts(action, f"of {self.name!r}", "info as a mapping", type(info).__name__)
+            )
         rows = self._rows_of(info.get(UNIQUE_ID))
         priorities = info.get("priority")
         if priorities is None:
@@ -402,7 +405,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         if self._used is None:
             raise UsageError(
-                "track used data", f"of {self.name!r}", "enable_track_used_data=True", "False"
+                f"cannot track used data of {self.name!r}: expected "
+                "enable_track_used_data=True, got False."
             )
         return self._used.queue
 
@@ -457,7 +461,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         text = numbers["used_data"]
         if (text is None) != (self._used is None):
             raise SchemaError(
-                "load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}"
+                f"cannot load a state: expected tracked data: {self._used is not None}, got "
+                f"{text is not None}."
             )
         ring = self._make_ring()
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
@@ -471,6 +476,6 @@ def _earliest(collect_iter: Any) -> int:
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
         raise UsageError(
-            "add an item", expected="a collect_iter of integers", got=repr(collect_iter)[:60]
+            in_parts("add an item", "", "a collect_iter of integers", repr(collect_iter)[:60])
         )
     return min(iterations, default=UNKNOWN)

@@ -17,7 +17,7 @@ import torch
 
 from ..core import arguments
 from ..core.random_indices import generator_on
-from ..errors import ClosedError, SchemaError, UsageError, nearest
+from ..errors import ClosedError, SchemaError, UsageError, in_parts, nearest
 from ..saving.saved_store import State, Store
 from .advanced_buffer import AdvancedReplayBuffer
 from .episode_replay_buffer import EpisodeReplayBuffer
@@ -76,7 +76,7 @@ class BufferManager(Store):
         device: torch.device | str = "cpu",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.device = arguments.device(arguments.creating(self), "device", device)
+        self.device = arguments.device("device", device)
         self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
         self._lock = threading.RLock()
         #: Lock held while a call chooses buffers and calls their limiters, but not while a thread
@@ -124,9 +124,7 @@ class BufferManager(Store):
         """
         self._check_open("call BufferManager.push_data")
         if buffer_name is not None:
-            arguments.instance(
-                "push items", "buffer_name", buffer_name, "as a name or a list of names", Iterable
-            )
+            arguments.instance("buffer_name", buffer_name, "a name or a list of names", Iterable)
         start_s = time.monotonic()
         items = self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
@@ -146,9 +144,7 @@ class BufferManager(Store):
 
     def extend(self, data: Iterable[Any], buffer_name: Names = None) -> None:
         """Add several items."""
-        items = arguments.instance(
-            arguments.calling(self, "extend"), "data", data, "as an iterable of items", Iterable
-        )
+        items = arguments.instance("data", data, "an iterable of items", Iterable)
         self.push_data(list(items), buffer_name)
 
     # Drawing.
@@ -244,8 +240,10 @@ class BufferManager(Store):
             Number of applied priorities.
         """
         if set(ids) != set(priorities):
-            action = "call BufferManager.update_priorities"
-            raise UsageError(action, "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
+            raise UsageError(
+                "cannot call BufferManager.update_priorities: expected priorities of "
+                f"{sorted(ids)}, got {sorted(priorities)}."
+            )
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
             acts = [
@@ -316,7 +314,8 @@ class BufferManager(Store):
         saved_cfg = state["arguments"].get("cfg")
         if saved_cfg is None:
             raise SchemaError(
-                "load a state", "", "one of a BufferManager", f"one of {state['class']!r}"
+                "cannot load a state: expected one of a BufferManager, got one of "
+                f"{state['class']!r}."
             )
         with locked(self._buffers.values()):
             places = {
@@ -377,19 +376,21 @@ class BufferManager(Store):
     def _prioritized(self, name: str, action: str = "use tensors of") -> AdvancedReplayBuffer:
         buffer = self[name]
         if not isinstance(buffer, AdvancedReplayBuffer):
-            raise UsageError(action, repr(name), "a buffer of type 'advanced'", "another")
+            raise UsageError(in_parts(action, repr(name), "a buffer of type 'advanced'", "another"))
         return buffer
 
     def _only(self, action: str) -> str:
         if len(self._buffers) > 1:
-            expected = "the name of one of " + ", ".join(map(repr, self._buffers))
-            raise UsageError(action, expected=expected, got="none", advice="Give buffer_name")
+            raise UsageError(
+                f"cannot {action}: expected the name of one of "
+                f"{', '.join(map(repr, self._buffers))}, got none. Give buffer_name."
+            )
         return next(iter(self._buffers))
 
     def _check_open(self, action: str) -> None:
         if self._is_closed:
             raise ClosedError(
-                action, expected="an open manager", got="a closed one", advice="Make a new one"
+                f"cannot {action}: expected an open manager, got a closed one. Make a new one."
             )
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
@@ -420,13 +421,15 @@ class BufferManager(Store):
         if isinstance(batch_size, Mapping):
             sizes = {}
             for name, number in batch_size.items():
-                sizes[name] = arguments.whole(action, f"batch_size of {name!r}", number, 0)
+                sizes[name] = arguments.whole(f"batch_size of {name!r}", number, 0)
             return None, sizes
-        size = arguments.whole(action, "batch_size", batch_size, 0)
+        size = arguments.whole("batch_size", batch_size, 0)
         shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers, action)
         if shares is None:
-            advice = "Give it here or in the configuration"
-            raise UsageError(action, expected="a sample_ratio", got="none", advice=advice)
+            raise UsageError(
+                f"cannot {action}: expected a sample_ratio, got none. Give it here or in the "
+                "configuration."
+            )
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
@@ -476,33 +479,37 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
         raise UsageError(
-            action, expected="cfg as a mapping with 'buffer_name', a list of names", got=repr(names)
+            f"cannot {action}: expected cfg as a mapping with 'buffer_name', a list of names, "
+            f"got {names!r}."
         )
     buffers: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:
-            expected = (
-                f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
+            raise UsageError(
+                f"cannot {action}: expected names that are different non-empty str and not one "
+                f"of {', '.join(_RESERVED)}, got {name!r}."
             )
-            raise UsageError(action, expected=expected, got=repr(name))
         options = cfg.get(name)
         if not isinstance(options, Mapping):
             raise UsageError(
-                action, expected=f"the arguments of {name!r} under its name", got=repr(options)
+                f"cannot {action}: expected the arguments of {name!r} under its name, got "
+                f"{options!r}."
             )
         options = {"device": device, **options}
         kind = options.pop("type", "advanced")
-        arguments.choice(action, f"type of {name!r}", kind, _KINDS)
+        arguments.choice(f"type of {name!r}", kind, _KINDS)
         try:
             buffers[name] = _KINDS[kind](**options, name=name)
         except TypeError as cause:
             raise UsageError(
-                action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)
+                f"cannot {action} with {name!r}: expected arguments of "
+                f"{_KINDS[kind].__name__}, got {cause}."
             ) from cause
     unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:
         raise UsageError(
-            action, expected=nearest(unknown[0], [*buffers, *_RESERVED]), got=repr(unknown[0])
+            f"cannot {action}: expected {nearest(unknown[0], [*buffers, *_RESERVED])}, got "
+            f"{unknown[0]!r}."
         )
     return buffers
 
@@ -511,7 +518,7 @@ def _names(buffer_name: Any) -> list[str]:
     """Convert one name or several names to a list without repetitions."""
     if isinstance(buffer_name, str):
         return [buffer_name]
-    expected = "as a name or a list of names"
-    names = list(arguments.instance("find buffers", "buffer_name", buffer_name, expected, Iterable))
+    expected = "a name or a list of names"
+    names = list(arguments.instance("buffer_name", buffer_name, expected, Iterable))
     # Entries that are not str may not be hashable; `__getitem__` rejects them later.
     return list(dict.fromkeys(names)) if all(isinstance(name, str) for name in names) else names

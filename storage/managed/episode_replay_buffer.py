@@ -17,7 +17,7 @@ import torch
 from ..core import arguments
 from ..core.fields import unflatten
 from ..core.random_indices import uniform
-from ..errors import SchemaError, UsageError
+from ..errors import SchemaError, UsageError, in_parts
 from ..saving.saved_store import State
 from .item_store import SAMPLE_LEAVES, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 from .managed_buffer import Act, ManagedBuffer, Request
@@ -98,16 +98,16 @@ class EpisodeReplayBuffer(ManagedBuffer):
             ValueError: Every episode is shorter than `length`.
         """
         action = arguments.calling(self, "sample_windows")
-        num_windows = arguments.whole(action, "num_windows", num_windows, 1)
-        length = arguments.whole(action, "length", length, 1)
+        num_windows = arguments.whole("num_windows", num_windows, 1)
+        length = arguments.whole("length", length, 1)
         with self._lock:
             self._check_open(is_push=False)
             lengths = np.array(self.episode_len, np.int64)
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
-                longest = f"a longest episode of {lengths.max(initial=0)}"
                 raise UsageError(
-                    action, f"from {self.name!r}", f"an episode of {length} steps", longest
+                    f"cannot {action} from {self.name!r}: expected an episode of {length} "
+                    f"steps, got a longest episode of {lengths.max(initial=0)}."
                 )
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
@@ -138,10 +138,13 @@ class EpisodeReplayBuffer(ManagedBuffer):
                 rows = read_items(list(episode), form)
             else:
                 expected = "data as episodes, each a list of steps, or a stack"
-                raise SchemaError(action, f"of {self.name!r}", expected, type(episode).__name__)
+                raise SchemaError(
+                    in_parts(action, f"of {self.name!r}", expected, type(episode).__name__)
+                )
             if not rows.num_rows:
                 raise UsageError(
-                    action, f"of {self.name!r}", "an episode of at least one step", "none"
+                    f"cannot {action} of {self.name!r}: expected an episode of at least one "
+                    "step, got none."
                 )
             read.append((rows, is_stack))
 
@@ -215,7 +218,12 @@ class EpisodeReplayBuffer(ManagedBuffer):
         is_whole = (stops or [0])[-1] == total and all(length > 0 for length, _ in listed)
         if not is_whole or len(listed) != min(self._total, self.replay_buffer_size):
             raise SchemaError(
-                "load a state", "with 'episodes'", f"episodes of {total} steps", str(listed)[:60]
+                in_parts(
+                    "load a state",
+                    "with 'episodes'",
+                    f"episodes of {total} steps",
+                    str(listed)[:60],
+                )
             )
         places = zip(stops, listed, strict=True)
         self._episodes = deque(

@@ -26,6 +26,7 @@ from ..errors import (
     MissingFieldError,
     SchemaError,
     UsageError,
+    in_parts,
     nearest,
 )
 from ..ring.ring_store import RingStore
@@ -73,7 +74,7 @@ def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
     """Raise `UnknownNameError`: no buffer has this name."""
     options = nearest(str(name), known)
     raise UnknownNameError(
-        "find a buffer", expected=f"buffer_name one of {options}", got=repr(name)
+        f"cannot find a buffer: expected buffer_name one of {options}, got {name!r}."
     )
 
 
@@ -82,7 +83,7 @@ def split_unique_id(unique_id: Any) -> tuple[str, int]:
     name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
     is_row = row.isascii() and row.isdigit()
     if not name or not is_row:
-        raise UsageError("read an id", expected="'<name>_<row>'", got=repr(unique_id))
+        raise UsageError(f"cannot read an id: expected '<name>_<row>', got {unique_id!r}.")
     return name, int(row)
 
 
@@ -94,7 +95,7 @@ def as_items(data: Any) -> list[Any]:
 def several(data: Any) -> list[Any]:
     """Convert several items to a list. Raises `SchemaError` for a single item, str or number."""
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
-        raise SchemaError("push", expected="data as a list of items", got=type(data).__name__)
+        raise SchemaError(in_parts("push", "", "data as a list of items", type(data).__name__))
     return list(data)
 
 
@@ -146,13 +147,15 @@ def read_batch(batch: Mapping[str, Any], form: Form | None) -> Items:
     if objects or not leaves:
         got = f"{next(iter(objects))!r}" if objects else "no leaf"
         raise FieldTypeError(
-            "add a batch", "", "leaves that are tensors or arrays", got, "Use push() for items"
+            f"cannot add a batch: expected leaves that are tensors or arrays, got {got}. Use "
+            "push() for items."
         )
     lead = next(iter(leaves.values())).shape[:1]
     for name, leaf in leaves.items():
         if not lead or leaf.shape[:1] != lead:
             raise SchemaError(
-                "add a batch", f"with {name!r}", "leaves of equal length", f"{list(leaf.shape)}"
+                f"cannot add a batch with {name!r}: expected leaves of equal length, got "
+                f"{list(leaf.shape)}."
             )
     form = form or _form_of(leaves, 1)
     return Items(lead[0], _fitted(leaves, form, 1), None, form)
@@ -331,7 +334,8 @@ class ItemStore:
             is_list = isinstance(objects, list) and len(objects) == num_live
             if not is_list or not all(type(of_item) is dict for of_item in objects):
                 raise CorruptFileError(
-                    "read objects", where, f"a list of {num_live} dicts", "something else"
+                    f"cannot read objects {where}: expected a list of {num_live} dicts, got "
+                    "something else."
                 )
             self._objects = {slot: of_item for slot, of_item in enumerate(objects) if of_item}
         return self
@@ -361,7 +365,7 @@ def from_json(data: bytes, where: str) -> Any:
         return _decoded(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
         raise CorruptFileError(
-            "read objects", where, "JSON as it was written", str(cause)
+            f"cannot read objects {where}: expected JSON as it was written, got {cause}."
         ) from cause
 
 
@@ -430,9 +434,11 @@ def _encoded(value: Any, where: str) -> Any:
     if type(value) is dict and all(type(key) is str for key in value):
         fields = {key: _encoded(entry, where) for key, entry in value.items()}
         return {_TAG: "dict", "of": fields} if _TAG in value else fields
-    expected = "objects of None, bool, int, float, str, list, tuple and dict of str"
-    advice = "Keep numbers in tensors or arrays, and other objects elsewhere"
-    raise FieldTypeError("save objects", where, expected, f"a {type(value).__name__}", advice)
+    raise FieldTypeError(
+        f"cannot save objects {where}: expected objects of None, bool, int, float, str, list, "
+        f"tuple and dict of str, got a {type(value).__name__}. Keep numbers in tensors or "
+        "arrays, and other objects elsewhere."
+    )
 
 
 def _decoded(value: Any) -> Any:

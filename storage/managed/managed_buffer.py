@@ -54,14 +54,16 @@ class Request(NamedTuple):
 
         Errors name the `action`, the call of the user.
         """
-        size = arguments.whole(action, "size", size, 0)
+        size = arguments.whole("size", size, 0)
         if not arguments.is_whole(iteration):
-            raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
+            raise UsageError(
+                f"cannot {action}: expected cur_learner_iter as an int, got {iteration!r}."
+            )
         if sample_range is not None and not isinstance(sample_range, slice):
             raise UsageError(
-                action, expected="sample_range as a slice or None", got=repr(sample_range)
+                f"cannot {action}: expected sample_range as a slice or None, got {sample_range!r}."
             )
-        return cls(size, int(iteration), sample_range, arguments.flag(action, "replace", replace))
+        return cls(size, int(iteration), sample_range, arguments.flag("replace", replace))
 
     def among(self, num_rows: int) -> range:
         """Return the ages in the requested range of `num_rows` items, 0 for the oldest."""
@@ -96,28 +98,26 @@ class ManagedBuffer(Store):
         rate_limiter: RateLimiter | Mapping[str, Any] | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.replay_buffer_size = arguments.whole(
-            action, "replay_buffer_size", replay_buffer_size, 1
-        )
+        self.replay_buffer_size = arguments.whole("replay_buffer_size", replay_buffer_size, 1)
         if not isinstance(name, str) or not name:
-            raise UsageError(action, expected="a name that is a non-empty str", got=repr(name))
+            raise UsageError(
+                f"cannot {action}: expected a name that is a non-empty str, got {name!r}."
+            )
         self.name = name
-        self.device = arguments.device(action, "device", device)
+        self.device = arguments.device("device", device)
         self.output_device = None
         if output_device is not None:
-            self.output_device = arguments.device(action, "output_device", output_device)
+            self.output_device = arguments.device("output_device", output_device)
         self.rng = generator_on(generator, self.device, action)
         self.monitor = monitor
         if monitor is not None:
-            arguments.instance(
-                action, "monitor", monitor, "as a BufferMonitor or None", BufferMonitor
-            )
+            arguments.instance("monitor", monitor, "a BufferMonitor or None", BufferMonitor)
         self.rate_limiter = (
             RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
         )
         if rate_limiter is not None:
-            expected = "as a RateLimiter, its arguments or None"
-            arguments.instance(action, "rate_limiter", self.rate_limiter, expected, RateLimiter)
+            expected = "a RateLimiter, its arguments or None"
+            arguments.instance("rate_limiter", self.rate_limiter, expected, RateLimiter)
         self._lock = threading.RLock()
         self._is_closed = False
         self._store = ItemStore(self.replay_buffer_size, self.device)
@@ -391,7 +391,7 @@ class ManagedBuffer(Store):
             name, row = split_unique_id(unique_id)
             if name != self.name:
                 raise UnknownNameError(
-                    "update", "a buffer", f"ids of {self.name!r}", repr(unique_id)
+                    f"cannot update a buffer: expected ids of {self.name!r}, got {unique_id!r}."
                 )
             rows.append(row)
         return rows
@@ -400,7 +400,8 @@ class ManagedBuffer(Store):
         if self._is_closed:
             action = "push into" if is_push else "sample from"
             raise ClosedError(
-                action, repr(self.name), "an open buffer", "a closed one", "Make a new one"
+                f"cannot {action} {self.name!r}: expected an open buffer, got a closed one. "
+                "Make a new one."
             )
 
 
@@ -511,9 +512,8 @@ def together(
         if refusing.passes(numbers[refusing], is_push, start_s):
             continue
         if is_push:
-            got = f"{numbers[refusing]} more items"
-            advice = "Sample first, or raise the tolerance"
             raise RateLimitedError(
-                "push into", repr(refusing.name), "draws to keep up", got, advice
+                f"cannot push into {refusing.name!r}: expected draws to keep up, got "
+                f"{numbers[refusing]} more items. Sample first, or raise the tolerance."
             )
         return None

@@ -11,7 +11,7 @@ import torch
 
 from ..core import arguments
 from ..core.random_indices import RANDOM_BITS, random_bits, scaled, whole_weights
-from ..errors import UsageError
+from ..errors import UsageError, in_parts
 from .item_store import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
 #: Tolerance of the sum of shares.
@@ -29,19 +29,18 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
     """
     if not isinstance(ratio, Mapping):
         raise UsageError(
-            action, expected="sample_ratio as shares by name", got=type(ratio).__name__
+            in_parts(action, "", "sample_ratio as shares by name", type(ratio).__name__)
         )
     shares = dict.fromkeys(names, 0.0)
     for name, share in ratio.items():
         if name not in shares:
             raise_unknown(name, names)
-        shares[name] = arguments.real(action, f"share of {name!r}", share, "in [0, 1]", _is_share)
+        shares[name] = arguments.real(f"share of {name!r}", share, "in [0, 1]", _is_share)
     total = math.fsum(shares.values())
     if abs(total - 1) > _SLACK:
         raise UsageError(
-            action,
-            expected="sample_ratio with shares that sum to 1",
-            got=f"{total} of {dict(ratio)}",
+            f"cannot {action}: expected sample_ratio with shares that sum to 1, got {total} of "
+            f"{dict(ratio)}."
         )
     return shares
 
@@ -91,14 +90,14 @@ def share_out_update(
     """
     if not isinstance(info, Mapping):
         raise UsageError(
-            "call BufferManager.update", expected="info as a mapping", got=type(info).__name__
+            in_parts("call BufferManager.update", "", "info as a mapping", type(info).__name__)
         )
     ids = listed(info.get(UNIQUE_ID))
     priorities = info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
         raise UsageError(
-            "call BufferManager.update", expected=f"{len(ids)} priorities", got=str(len(values))
+            f"cannot call BufferManager.update: expected {len(ids)} priorities, got {len(values)}."
         )
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):

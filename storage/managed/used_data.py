@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, in_parts
 from .item_store import plain_number
 
 
@@ -116,6 +116,6 @@ def checked_data_id(value: Any) -> Any:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
     except TypeError:
         raise UsageError(
-            "track data", expected="a data_id that is hashable", got=repr(value)[:60]
+            in_parts("track data", "", "a data_id that is hashable", repr(value)[:60])
         ) from None
     return data_id

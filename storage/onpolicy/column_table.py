@@ -23,7 +23,7 @@ from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field, Schema, check_same_names, flatten, unflatten
 from ..core.memory import PackedCopy, filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
 from ..saving.saved_store import checked_tensor
 from .transition_columns import Column, HiddenStates
 
@@ -79,8 +79,10 @@ class ColumnTable:
         for name in self.schema:
             parents = [other for other in self.schema if name.startswith(other + "/")]
             if parents:
-                expected = f"{parents[0]!r} a leaf or a mapping"
-                raise SchemaError("declare the fields of a storage", "", expected, repr(name))
+                raise SchemaError(
+                    f"cannot declare the fields of a storage: expected {parents[0]!r} a leaf "
+                    f"or a mapping, got {name!r}."
+                )
         for column in columns:
             for field in column.fields:
                 if column.is_lazy or column.view_of:
@@ -138,17 +140,20 @@ class ColumnTable:
         """
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
-                taken = ", ".join(sorted(self._sources))
                 raise MissingFieldError(
-                    _ACTION, f"with {name!r}", taken, "a field that this storage does not keep"
+                    f"cannot {_ACTION} with {name!r}: expected "
+                    f"{', '.join(sorted(self._sources))}, got a field that this storage does "
+                    "not keep."
                 )
         leaves: dict[str, torch.Tensor] = {}
         for column, inputs in self._inputs:
             value = getattr(transition, column.source, None)
             if value is None:
                 if column.is_required:
-                    expected = ", ".join(field.expected for field in inputs.values())
-                    raise MissingFieldError(_ACTION, f"without {column.source!r}", expected, "None")
+                    raise MissingFieldError(
+                        f"cannot {_ACTION} without {column.source!r}: expected "
+                        f"{', '.join(field.expected for field in inputs.values())}, got None."
+                    )
                 continue
             for field, leaf in _leaves_of(value, column, inputs):
                 if not isinstance(leaf, torch.Tensor):
@@ -263,12 +268,14 @@ class ColumnTable:
                 or x.is_meta
                 or x.is_quantized
             ):
-                raise FieldTypeError(action, "", "a dense tensor", type(x).__name__)
+                raise FieldTypeError(in_parts(action, "", "a dense tensor", type(x).__name__))
             if target is None or x.shape != target.shape:
                 expected = (
                     "nothing, it is not stored yet" if target is None else str(list(target.shape))
                 )
-                raise SchemaError(action, "", f"shape {expected}", str(list(x.shape)))
+                raise SchemaError(
+                    f"cannot {action}: expected shape {expected}, got {list(x.shape)}."
+                )
             # A copy of any dtype into bool is `!= 0`: flags stay 0 or 1, as all readers of flags
             # expect.
             targets.append(target.view(torch.bool) if column.is_flag else target)
@@ -306,7 +313,9 @@ class ColumnTable:
         }
         for name in tensors:
             if name not in expected and name not in others:
-                raise MissingFieldError(_LOAD, f"with the tensor {name!r}", nearest(name, expected))
+                raise MissingFieldError(
+                    f"cannot {_LOAD} with the tensor {name!r}: expected {nearest(name, expected)}."
+                )
         for name, (shape, field) in expected.items():
             checked_tensor(tensors, name, field.torch_dtype, shape)
         self.tensors = dict(tensors)
@@ -406,7 +415,7 @@ def _leaves_of(
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"
         got = "a mapping" if is_mapping else type(value).__name__
-        raise SchemaError(_ACTION, f"with {column.source!r}", expected, got)
+        raise SchemaError(in_parts(_ACTION, f"with {column.source!r}", expected, got))
     if not is_mapping:
         return ((inputs[column.name], value),)
     leaves = flatten({column.name: value})
@@ -443,10 +452,8 @@ class SavedStates:
         leaves = _leaves(states)
         if stored and layout != self.layout:
             raise SchemaError(
-                _ACTION,
-                "with 'hidden_states'",
-                f"the structure {_words(self.layout)}",
-                _words(layout),
+                f"cannot {_ACTION} with 'hidden_states': expected the structure "
+                f"{_words(self.layout)}, got {_words(layout)}."
             )
         for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
@@ -456,8 +463,11 @@ class SavedStates:
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
                 dtype = str(like.dtype) if like.dtype in REAL_DTYPES else "real numbers"
                 shape = str(list(like.shape)) if stored else f"[layers, {self._table.num_envs}, H]"
-                got = f"{leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on {leaf.device}"
-                raise SchemaError(_ACTION, "with 'hidden_states'", f"{dtype} of shape {shape}", got)
+                raise SchemaError(
+                    f"cannot {_ACTION} with 'hidden_states': expected {dtype} of shape "
+                    f"{shape}, got {leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on "
+                    f"{leaf.device}."
+                )
         if leaves:
             self.layout = layout
         return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
@@ -481,11 +491,13 @@ class SavedStates:
             fits = False
         if not fits:
             expected = f"None, 'tensor', or lists of these, for {len(leaves)} tensors"
-            raise SchemaError(_LOAD, "with 'states'", expected, repr(layout))
+            raise SchemaError(f"cannot {_LOAD} with 'states': expected {expected}, got {layout!r}.")
         for x in leaves.values():
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
                 expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
-                raise SchemaError(_LOAD, f"with {_COLUMN!r}", expected, str(list(x.shape)))
+                raise SchemaError(
+                    f"cannot {_LOAD} with {_COLUMN!r}: expected {expected}, got {list(x.shape)}."
+                )
         return set(leaves)
 
 
@@ -499,7 +511,12 @@ def _layout(states: Any) -> Any:
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *map(_layout, states)]
     raise SchemaError(
-        _ACTION, "with 'hidden_states'", "None, a tensor, or tuples of these", type(states).__name__
+        in_parts(
+            _ACTION,
+            "with 'hidden_states'",
+            "None, a tensor, or tuples of these",
+            type(states).__name__,
+        )
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from ..core import arguments
 from ..core.fields import map_leaves, signed
 from ..core.memory import BufferPool, lasting
-from ..errors import SchemaError, UsageError
+from ..errors import SchemaError, UsageError, in_parts
 
 #: Text in errors that names the failed action.
 GENERATE = "generate mini-batches"
@@ -114,13 +114,9 @@ class RowGather:
             UsageError: Wide columns were changed since the construction.
         """
         if self._is_live and self._count_changes() != self._num_changes:
-            expected = "the rollout as it was when the first mini-batch was drawn"
             raise UsageError(
-                GENERATE,
-                "",
-                expected,
-                "one that was changed",
-                "Draw all of them before you add steps",
+                f"cannot {GENERATE}: expected the rollout as it was when the first mini-batch "
+                "was drawn, got one that was changed. Draw all of them before you add steps."
             )
         gathered = {name: self._select(x, index) for name, x in self._wide.items()}
         if self._layout:
@@ -164,12 +160,12 @@ def batch_bounds(
     With `drop_last` all mini-batches have the same size, and the remainder is left out. Otherwise
     the first mini-batches have one more item. Raises `UsageError` for invalid numbers.
     """
-    arguments.whole(GENERATE, "num_mini_batches", num_mini_batches, 1)
-    arguments.whole(GENERATE, "num_epochs", num_epochs, 1)
+    arguments.whole("num_mini_batches", num_mini_batches, 1)
+    arguments.whole("num_epochs", num_epochs, 1)
     if num_mini_batches > num_items:
-        expected = f"num_mini_batches <= {num_items}, one {item} each"
         raise UsageError(
-            GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches"
+            f"cannot {GENERATE}: expected num_mini_batches <= {num_items}, one {item} each, "
+            f"got {num_mini_batches}. Ask for fewer mini-batches."
         )
     size, remainder = divmod(num_items, num_mini_batches)
     num_longer = 0 if drop_last else remainder
@@ -232,12 +228,14 @@ def find_segments(dones: torch.Tensor) -> Segments:
 
     `dones` is `[T, B]` or `[T, B, 1]` of any dtype, not 0 on the last step of a trajectory.
     """
-    arguments.instance("split trajectories", "dones", dones, "as a tensor", torch.Tensor)
+    arguments.instance("dones", dones, "a tensor", torch.Tensor)
     if dones.dim() == 3 and dones.shape[-1] == 1:
         dones = dones.squeeze(-1)
     if dones.dim() != 2 or not dones.numel():
-        expected = "dones of shape [T, B] or [T, B, 1], at least one step of one env"
-        raise SchemaError("split trajectories", "", expected, str(list(dones.shape)))
+        raise SchemaError(
+            "cannot split trajectories: expected dones of shape [T, B] or [T, B, 1], at least "
+            f"one step of one env, got {list(dones.shape)}."
+        )
     num_steps, num_envs = dones.shape
     is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
     is_first[:, 1:] = (dones[:-1] != 0).T
@@ -308,13 +306,15 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     """
     if not isinstance(masks, torch.Tensor) or masks.dim() != 2:
         got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
-        raise SchemaError("join trajectories", "", "masks of shape [T, n]", got)
+        raise SchemaError(in_parts("join trajectories", "", "masks of shape [T, n]", got))
     num_steps, num_trajectories = masks.shape
     # Positions of data, sorted by trajectory. This is the order of env, then time.
     places = masks.T.flatten().nonzero().squeeze(1)
     if not len(places) or len(places) % num_steps:
-        expected = f"masks with a multiple of {num_steps} True values"
-        raise SchemaError("join trajectories", "", expected, str(len(places)))
+        raise SchemaError(
+            f"cannot join trajectories: expected masks with a multiple of {num_steps} True "
+            f"values, got {len(places)}."
+        )
     trajectory = torch.div(places, num_steps, rounding_mode="floor")
     rows = (places - trajectory * num_steps) * num_trajectories + trajectory
     order = rows.view(-1, num_steps).T.flatten()
@@ -335,14 +335,17 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
 def _check_steps(action: str, x: Any, num_steps: int, num_columns: int) -> None:
     if not isinstance(x, torch.Tensor):
         raise SchemaError(
-            action,
-            "",
-            f"x as a tensor of shape [{num_steps}, {num_columns}, ...]",
-            type(x).__name__,
+            in_parts(
+                action,
+                "",
+                f"x as a tensor of shape [{num_steps}, {num_columns}, ...]",
+                type(x).__name__,
+            )
         )
     if tuple(x.shape[:2]) != (num_steps, num_columns):
         raise SchemaError(
-            action, "", f"a tensor of shape [{num_steps}, {num_columns}, ...]", str(list(x.shape))
+            f"cannot {action}: expected a tensor of shape [{num_steps}, {num_columns}, ...], "
+            f"got {list(x.shape)}."
         )
 
 

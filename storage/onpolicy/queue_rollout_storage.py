@@ -56,9 +56,8 @@ class QueueRolloutStorage(RolloutStorage):
         **options: Any,
     ) -> None:
         arguments.options(self, options)
-        action = arguments.creating(self)
         ratio = arguments.real(
-            action, "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf
+            "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf
         )
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
@@ -136,7 +135,8 @@ class QueueRolloutStorage(RolloutStorage):
         with self._lock:
             if not isinstance(numbers["buffer_full"], bool):
                 raise SchemaError(
-                    "load a state", "with 'buffer_full'", "a bool", repr(numbers["buffer_full"])
+                    "cannot load a state with 'buffer_full': expected a bool, got "
+                    f"{numbers['buffer_full']!r}."
                 )
             super()._set_state(numbers, tensors)
             self.buffer_full = numbers["buffer_full"]

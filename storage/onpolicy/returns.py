@@ -18,7 +18,7 @@ from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field
 from ..core.memory import sent
 from ..core.records import fit
-from ..errors import FieldTypeError, SchemaError, UsageError
+from ..errors import FieldTypeError, SchemaError, UsageError, in_parts
 
 #: A discount or a trace decay: one number, or `[R]`.
 Scalar = float | torch.Tensor
@@ -97,7 +97,8 @@ def rollout_advantage(
     advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError(
-            _ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}"
+            f"cannot {_ACTION}: expected a contiguous out, got one with strides "
+            f"{advantages.stride()}."
         )
     gamma = checked_factor("gamma", gamma, rewards.shape[-1])
     lam = checked_factor("lam", lam, rewards.shape[-1])
@@ -133,7 +134,7 @@ def n_step_returns(
     `generalized_advantage`.
     """
     _check_rollout(rewards, dones=dones, values=values, last_values=last_values)
-    num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
+    num_steps = whole("num_steps", num_steps, 1)
     ended = dones != 0
     discount = _as(checked_factor("gamma", gamma, rewards.shape[-1]), rewards)
     ahead = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
@@ -168,8 +169,8 @@ class Signals(NamedTuple):
 def check_rules(x: Signals, normalize: str | None, truncation: str) -> None:
     """Raise `UsageError` for unknown rules, and on the CPU for missing bootstrap values."""
     if normalize is not None:
-        choice("normalize advantages", "None or", normalize, NORMALIZATIONS)
-    choice(_ACTION, "truncation", truncation, TRUNCATION_RULES)
+        choice("None or", normalize, NORMALIZATIONS)
+    choice("truncation", truncation, TRUNCATION_RULES)
     if truncation != "final" or x.rewards.is_cuda:
         return
     if bool(_without_bootstrap(x, x.cut).any()):
@@ -218,11 +219,11 @@ def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
 
 
 def _missing_bootstrap(got: str) -> UsageError:
-    expected = (
-        "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+    return UsageError(
+        f"cannot {_ACTION} with truncation 'final': expected bootstrap_values, the values of "
+        f"the true final observations, wherever a time-out cut, got {got}. Add them with each "
+        "transition, or use truncation 'value'."
     )
-    advice = "Add them with each transition, or use truncation 'value'"
-    return UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
 
 
 def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
@@ -257,10 +258,11 @@ def checked_factor(
     if deferred is not None and checked.is_cuda:
         got = "other numbers in an earlier call"
         deferred.note(
-            (~is_inside).sum(), lambda count: UsageError(_ACTION, "", f"{name} in [0, 1]", got)
+            (~is_inside).sum(),
+            lambda count: UsageError(in_parts(_ACTION, "", f"{name} in [0, 1]", got)),
         )
     elif not bool(is_inside.all()):
-        raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(factor))
+        raise UsageError(f"cannot {_ACTION}: expected {name} in [0, 1], got {factor}.")
     return checked
 
 
@@ -491,7 +493,8 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
     is_dense = isinstance(rewards, torch.Tensor) and rewards.layout is torch.strided
     if not is_dense or not rewards.is_floating_point() or rewards.dim() not in (2, 3):
         raise SchemaError(
-            _ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards)
+            f"cannot {_ACTION}: expected rewards, floating numbers of shape [T, N, R], got "
+            f"{_words(rewards)}."
         )
     whole_shape = tuple(rewards.shape)
     flags = (*whole_shape[:-1], 1) if len(whole_shape) == 3 else whole_shape
@@ -504,10 +507,15 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
             or x.dtype not in REAL_DTYPES
             or x.layout is not torch.strided
         ):
-            raise FieldTypeError(_ACTION, "", f"{name}, a dense tensor of real numbers", _words(x))
+            raise FieldTypeError(
+                f"cannot {_ACTION}: expected {name}, a dense tensor of real numbers, got "
+                f"{_words(x)}."
+            )
         shape = shapes.get(name, whole_shape)
         if x.shape != shape:
-            raise SchemaError(_ACTION, "", f"{name} of shape {list(shape)}", str(list(x.shape)))
+            raise SchemaError(
+                f"cannot {_ACTION}: expected {name} of shape {list(shape)}, got {list(x.shape)}."
+            )
 
 
 def _like(rewards: torch.Tensor) -> torch.Tensor:

@@ -109,9 +109,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         output_device: torch.device | str | None = None,
         policy_outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        action = arguments.creating(self)
-        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
-        num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
+        self.num_envs = arguments.whole("num_envs", num_envs, 1)
+        num_steps = arguments.whole("num_transitions_per_env", num_transitions_per_env, 1)
         for name, shape in (("obs_shape", obs_shape), ("actions_shape", actions_shape)):
             declare_fields(name, shape)  # Raises an error with the name of the argument.
         if not is_absent(critic_obs_shape):
@@ -119,11 +118,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
-        self.num_rewards = arguments.whole(action, "num_rewards", num_rewards, 1)
+        self.num_rewards = arguments.whole("num_rewards", num_rewards, 1)
         self.policy_output_shapes = policy_outputs
-        self.device = arguments.device(action, "device", device)
+        self.device = arguments.device("device", device)
         if output_device is not None:
-            output_device = arguments.device(action, "output_device", output_device)
+            output_device = arguments.device("output_device", output_device)
         self.rng = self._make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
@@ -217,9 +216,10 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             self._raise_deferred()
             if self.step >= self._table.num_rows:
-                expected = f"at most {self._table.num_rows} steps"
-                advice = "Call clear() after each update"
-                raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
+                raise RolloutOverflowError(
+                    f"cannot add a transition: expected at most {self._table.num_rows} steps, "
+                    "got one more. Call clear() after each update."
+                )
             if self._taken is None:
                 with self.unchanged_on_failure():
                     self._take_dtypes(transition)
@@ -293,7 +293,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 values were missing. Steps without bootstrap values bootstrap nothing.
         """
         with self._lock:
-            allow_partial = arguments.flag("compute returns", "allow_partial", allow_partial)
+            allow_partial = arguments.flag("allow_partial", allow_partial)
             rows = self._num_rows_for("compute returns", allow_partial)
             self._order.wait(is_write=True)
             self._raise_deferred()
@@ -361,8 +361,8 @@ class RolloutStorage(Store, is_saved_whole=True):
                 computed or written since the last step. At a later `next`: steps were added or a
                 state was loaded, and fields are read from the storage.
         """
-        arguments.choice(GENERATE, "reshuffle", reshuffle, ("epoch", "once"))
-        drop_last = arguments.flag(GENERATE, "drop_last", drop_last)
+        arguments.choice("reshuffle", reshuffle, ("epoch", "once"))
+        drop_last = arguments.flag("drop_last", drop_last)
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 
@@ -404,9 +404,10 @@ class RolloutStorage(Store, is_saved_whole=True):
             num_items = self.num_envs * (rows if item == "row" else 1)
             bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
             if self.needs_returns and not self._table.has_results:
-                expected = "compute_returns() since the last step"
-                advice = "Call it, or write returns and advantages"
-                raise UsageError(GENERATE, "", expected, "none", advice)
+                raise UsageError(
+                    f"cannot {GENERATE}: expected compute_returns() since the last step, got "
+                    "none. Call it, or write returns and advantages."
+                )
         return rows, bounds
 
     def _mini_batches(
@@ -590,15 +591,17 @@ class RolloutStorage(Store, is_saved_whole=True):
                 `compute_returns` allows it.
         """
         if self.step == 0:
-            raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
+            raise BufferEmptyError(
+                f"cannot {action}: expected a rollout, got no step since the last clear()."
+            )
         if (
             self.step < self._table.num_rows
             and not allow_partial
             and self._num_partial_rows != self.step
         ):
             num_steps = self._table.num_rows
-            advice = "Add the rest, or call compute_returns(..., allow_partial=True)"
             raise UsageError(
-                action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice
+                f"cannot {action} of a partial rollout: expected {num_steps} steps, got "
+                f"{self.step}. Add the rest, or call compute_returns(..., allow_partial=True)."
             )
         return self.step

@@ -196,10 +196,9 @@ class SarsaRolloutStorage(RolloutStorage):
         arguments.options(self, options)
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
-        action = arguments.creating(self)
-        self.strict_next = arguments.flag(action, "strict_next", strict_next)
-        self.emit_next_valid = arguments.flag(action, "emit_next_valid", emit_next_valid)
-        self.validate = arguments.flag(action, "validate", validate)
+        self.strict_next = arguments.flag("strict_next", strict_next)
+        self.emit_next_valid = arguments.flag("emit_next_valid", emit_next_valid)
+        self.validate = arguments.flag("validate", validate)
         #: Step -> true final observations of the trajectories that ended there.
         self._finals: dict[int, Finals] = {}
         #: Indices of the steps that were added with next observations.
@@ -254,7 +253,7 @@ class SarsaRolloutStorage(RolloutStorage):
                 if is_last
                 else "it comes together with the others"
             )
-            raise MissingFieldError(_ACTION, f"without {absent[0]!r}", "", "", f"Add it: {reason}")
+            raise MissingFieldError(f"cannot {_ACTION} without {absent[0]!r}. Add it: {reason}.")
         if self.validate and self.step - 1 in self._has_next:
             self._check_continuity(self._table.read(transition))
         return not absent
@@ -274,16 +273,18 @@ class SarsaRolloutStorage(RolloutStorage):
             if bool(differs.any()):
                 column = name.split("/")[0]
                 env = int(differs.nonzero()[0])
-                expected = f"next_{column} of step {self.step - 1}"
                 raise SchemaError(
-                    _ACTION, f"at step {self.step}, env {env}", expected, f"other {column}"
+                    f"cannot {_ACTION} at step {self.step}, env {env}: expected next_{column} "
+                    f"of step {self.step - 1}, got other {column}."
                 )
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         rows = super()._num_rows_for(action, allow_partial)
         if action == GENERATE and rows - 1 not in self._has_next:
-            expected = f"the next observations of step {rows - 1}, the last one"
-            raise UsageError(action, "", expected, "none", "Add them with the last step")
+            raise UsageError(
+                f"cannot {action}: expected the next observations of step {rows - 1}, the last "
+                "one, got none. Add them with the last step."
+            )
         return rows
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
@@ -359,13 +360,15 @@ class SarsaRolloutStorage(RolloutStorage):
             or {*map(type, has_next)} - {bool}
         ):
             raise SchemaError(
-                _LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next)
+                f"cannot {_LOAD} with 'has_next': expected a list of at most {num_steps} "
+                f"bools, got {has_next!r}."
             )
         if not isinstance(finals, list) or not all(
             type(x) is int and 0 <= x < num_steps for x in finals
         ):
             raise SchemaError(
-                _LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals)
+                f"cannot {_LOAD} with 'finals': expected a list of ints from 0 to "
+                f"{num_steps - 1}, got {finals!r}."
             )
         expected = dict[str, tuple[tuple[int, ...], Field]]()
         indices = {}
@@ -376,10 +379,8 @@ class SarsaRolloutStorage(RolloutStorage):
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
                 raise SchemaError(
-                    _LOAD,
-                    f"with '{_FINALS}{step}/envs'",
-                    f"int64 [n] below {self.num_envs}",
-                    str(envs),
+                    f"cannot {_LOAD} with '{_FINALS}{step}/envs': expected int64 [n] below "
+                    f"{self.num_envs}, got {envs}."
                 )
             fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}

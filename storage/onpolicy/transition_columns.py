@@ -93,8 +93,10 @@ def rollout_columns(
     `SavedStates` stores them.
     """
     if not isinstance(policy_outputs, Mapping | None):
-        expected = "policy_outputs as a mapping of names to shapes"
-        raise SchemaError("create a RolloutStorage", "", expected, repr(policy_outputs))
+        raise SchemaError(
+            "cannot create a RolloutStorage: expected policy_outputs as a mapping of names to "
+            f"shapes, got {policy_outputs!r}."
+        )
     heads = (num_rewards,)
     scalar = (1,)
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
@@ -197,9 +199,11 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     if isinstance(shape, Mapping):
         for key in shape or [None]:
             if not isinstance(key, str) or not key or "/" in key:
-                expected = "names that are non-empty str without '/'"
                 got = "nothing" if key is None else repr(key)
-                raise SchemaError("declare the shape of", repr(name), expected, got)
+                raise SchemaError(
+                    f"cannot declare the shape of {name!r}: expected names that are non-empty "
+                    f"str without '/', got {got}."
+                )
         declared: list[Field] = []
         for key, below in shape.items():
             declared += declare_fields(f"{name}/{key}", below)
@@ -212,7 +216,8 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
         raise SchemaError(
-            "declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape)
+            f"cannot declare the shape of {name!r}: expected a sequence of ints or a dict of "
+            f"such, got {shape!r}."
         )
     if not isinstance(dtype, str):
         dtype = dtype_name(dtype, repr(name))
@@ -306,7 +311,8 @@ def checked_dtypes(written: Any) -> dict[str, str] | None:
         return None
     if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
         raise SchemaError(
-            "load a state", "with 'taken_dtypes'", "None or dtypes by field", repr(written)
+            "cannot load a state with 'taken_dtypes': expected None or dtypes by field, got "
+            f"{written!r}."
         )
     return dict(written)
 

@@ -30,7 +30,7 @@ from ..core.memory import (
     writes_in_order,
 )
 from ..core.records import numbers
-from ..errors import SchemaError, UsageError
+from ..errors import SchemaError, UsageError, in_parts
 from ..ring.ring_store import cells, keys_in
 from ..saving.saved_store import checked_count, checked_tensor
 from .priority_rules import Limits, PriorityRule
@@ -450,10 +450,12 @@ class PrioritizedRing:
                 given = torch.as_tensor(given, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
             raise UsageError(
-                action, "", "priorities as numbers", type(priorities).__name__
+                in_parts(action, "", "priorities as numbers", type(priorities).__name__)
             ) from cause
         if given.is_complex() or given.layout is not torch.strided:
-            raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
+            raise UsageError(
+                f"cannot {action}: expected real numbers, got {given.layout} {given.dtype}."
+            )
         if not given.is_cpu and given.device != self.device:
             given = given.to(self.device)
         found = (
@@ -461,7 +463,9 @@ class PrioritizedRing:
         )
         if found.ndim and found.shape != (num_rows,):
             if prod(found.shape) != num_rows:
-                raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
+                raise UsageError(
+                    f"cannot {action}: expected {num_rows} of them, got shape {list(found.shape)}."
+                )
             found = found.reshape(num_rows)
         if not num_rows:
             return own(torch.zeros(0, dtype=torch.float64, device=self.device)), 0.0
@@ -471,9 +475,11 @@ class PrioritizedRing:
         largest = float(found.max())
         if not 0 <= least <= largest < inf:  # With a NaN, `least` and `largest` are NaN.
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
-            raise UsageError(action, "", "finite numbers >= 0", str(wrong))
+            raise UsageError(f"cannot {action}: expected finite numbers >= 0, got {wrong}.")
         if largest + self.rule.eps > self._largest_priority:
-            raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
+            raise UsageError(
+                f"cannot {action}: expected numbers whose weights can be summed, got {largest}."
+            )
         if not self._is_on_cpu:
             return sent(found, self.device).expand(num_rows), largest
         return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
@@ -493,7 +499,8 @@ class PrioritizedRing:
             len(found) and (found.is_floating_point() or found.dtype is torch.bool)
         ):
             raise UsageError(
-                "update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}"
+                f"cannot update priorities: expected ids [n] of integers, got {found.dtype} "
+                f"{list(found.shape)}."
             )
         found = found if found.dtype is torch.int64 else found.long()
         if found.device != self.device:
@@ -562,13 +569,16 @@ class PrioritizedRing:
             self._num_wrong_raised = received[0]
             got = f"{num_wrong} others at earlier calls, which were left out"
             raise UsageError(
-                "take priorities", "", "finite numbers >= 0 whose weights can be summed", got
+                "cannot take priorities: expected finite numbers >= 0 whose weights can be "
+                f"summed, got {got}."
             )
         received = self._late_mass.receive()
         if received is not None and not received[0]:
             self._has_mass = False
             got = "none at an earlier call, whose batch must not be used"
-            raise UsageError("draw by priority", "", "a row with a weight above 0", got)
+            raise UsageError(
+                f"cannot draw by priority: expected a row with a weight above 0, got {got}."
+            )
 
     def _set(
         self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None
@@ -641,7 +651,8 @@ class PrioritizedRing:
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError(
-                    "load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name])
+                    f"cannot load a state with {name!r}: expected a finite number >= 0, got "
+                    f"{numbers[name]!r}."
                 )
         self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
         weights = tensors["weights"]
@@ -649,11 +660,13 @@ class PrioritizedRing:
         counts = row_ids != _NO_ROW
         if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
             raise SchemaError(
-                "load a state", "with 'weights'", "finite weights >= 0 of rows", "others"
+                "cannot load a state with 'weights': expected finite weights >= 0 of rows, got "
+                "others."
             )
         if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
             raise SchemaError(
-                "load a state", "with 'row_ids'", "the ids of the rows in their places", "others"
+                "cannot load a state with 'row_ids': expected the ids of the rows in their "
+                "places, got others."
             )
         self._weights.rebuild(weights)
         self._least.note_first(num_places)

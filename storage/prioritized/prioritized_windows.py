@@ -63,16 +63,17 @@ class PrioritizedWindows(RowFront, Store):
         generator: torch.Generator | int | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.capacity = arguments.whole(action, "capacity", capacity, 1)
-        self.seq_length = arguments.whole(action, "seq_length", seq_length, 1)
-        self.stride = arguments.whole(action, "stride", stride, 1)
+        self.capacity = arguments.whole("capacity", capacity, 1)
+        self.seq_length = arguments.whole("seq_length", seq_length, 1)
+        self.stride = arguments.whole("stride", stride, 1)
         if seq_length > capacity:
             raise UsageError(
-                action, "", f"a capacity of at least {seq_length}, one window", str(capacity)
+                f"cannot {action}: expected a capacity of at least {seq_length}, one window, "
+                f"got {capacity}."
             )
         self.end_key = normal(end_key, "end_key")
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
-        self.device = arguments.device(action, "device", device)
+        self.device = arguments.device("device", device)
         options = RowOptions(
             self.capacity, partial(end_places, end_key=self.end_key), self.seq_length
         )
@@ -133,13 +134,14 @@ class PrioritizedWindows(RowFront, Store):
         Raises:
             BufferEmptyError: The buffer has no complete window.
         """
-        arguments.whole("sample windows", "num_windows", num_windows, 1)
+        arguments.whole("num_windows", num_windows, 1)
         with self._lock, self._order.writes:  # A draw writes memory that the next draw uses again.
             ring = self._rows.ring
             drawn = self._windows.draw(num_windows, self._rows.generator)
             if ring is None or drawn is None:
                 raise BufferEmptyError(
-                    "sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer"
+                    f"cannot sample windows: expected {self.seq_length} steps of a trajectory, "
+                    "got fewer."
                 )
             lane, last = ring.named(drawn.ids)
             places = ring.place(lane, last - (self.seq_length - 1))
@@ -265,13 +267,15 @@ def sequence_priorities(
         eta * max |e| + (1 - eta) * mean |e|: `[S]` of the dtype of `errors`, a new tensor.
     """
     action = "turn errors into priorities"
-    arguments.instance(action, "errors", errors, "as a tensor [S, L]", torch.Tensor)
-    arguments.real(action, "eta", eta, "in [0, 1]", lambda share: 0 <= share <= 1)
+    arguments.instance("errors", errors, "a tensor [S, L]", torch.Tensor)
+    arguments.real("eta", eta, "in [0, 1]", lambda share: 0 <= share <= 1)
     if mask is not None:
-        arguments.instance(action, "mask", mask, "as a tensor [S, L]", torch.Tensor)
+        arguments.instance("mask", mask, "a tensor [S, L]", torch.Tensor)
     if errors.dim() != 2 or (mask is not None and mask.shape != errors.shape):
-        got = str([list(x.shape) for x in (errors, mask) if x is not None])
-        raise UsageError(action, "", "errors [S, L], a mask like them", got)
+        raise UsageError(
+            f"cannot {action}: expected errors [S, L], a mask like them, got "
+            f"{[list(x.shape) for x in (errors, mask) if x is not None]}."
+        )
     sizes = errors.detach().abs()
     counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)
     sizes = sizes * counts

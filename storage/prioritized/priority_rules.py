@@ -34,13 +34,9 @@ class PriorityRule:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name == "beta":
-                arguments.real(
-                    "prioritize rows", name, value, "in [0, 1]", lambda beta: 0 <= beta <= 1
-                )
+                arguments.real(name, value, "in [0, 1]", lambda beta: 0 <= beta <= 1)
             else:
-                arguments.real(
-                    "prioritize rows", name, value, ">= 0", lambda number: 0 <= number < inf
-                )
+                arguments.real(name, value, ">= 0", lambda number: 0 <= number < inf)
 
     def weights(self, priorities: Any) -> Any:
         """Return priorities ** alpha of a tensor or an array; for arrays see `rounded_power`."""
@@ -71,8 +67,6 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_use is not None:
-            arguments.real("limit rows", "max_use", self.max_use, ">= 1, or inf", lambda x: x >= 1)
+            arguments.real("max_use", self.max_use, ">= 1, or inf", lambda x: x >= 1)
         if self.max_staleness is not None:
-            arguments.real(
-                "limit rows", "max_staleness", self.max_staleness, ">= 0, or inf", lambda x: x >= 0
-            )
+            arguments.real("max_staleness", self.max_staleness, ">= 0, or inf", lambda x: x >= 0)

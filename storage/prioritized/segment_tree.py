@@ -12,7 +12,7 @@ import torch
 
 from ..core import arguments
 from ..core.records import numbers
-from ..errors import OutOfRangeError, UsageError
+from ..errors import OutOfRangeError, UsageError, in_parts
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
 #: Relative tolerance of a mass above the sum.
@@ -38,9 +38,7 @@ class SegmentTree:
             if isinstance(operation, str)
             else getattr(operation, "__name__", repr(operation))
         )
-        self._tree = _KINDS[arguments.choice("create a segment tree", "operation", name, _KINDS)](
-            capacity, device
-        )
+        self._tree = _KINDS[arguments.choice("operation", name, _KINDS)](capacity, device)
         #: Whether a number below 0 was ever set; then `find_prefixsum_idx` checks all numbers.
         self._may_be_negative = False
 
@@ -82,13 +80,17 @@ class SegmentTree:
         values = numbers("write to a segment tree", "value", value).to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
             expected = f"one value, or values of shape {list(wanted.shape)}"
-            raise UsageError("write to a segment tree", "", expected, f"shape {list(values.shape)}")
+            raise UsageError(
+                f"cannot write to a segment tree: expected {expected}, got shape "
+                f"{list(values.shape)}."
+            )
         is_sum = isinstance(self._tree, SumTree)
         wrong = ~torch.isfinite(values) if is_sum else torch.isnan(values)
         if bool(wrong.any()):
             expected = "finite numbers" if is_sum else "numbers"
             raise UsageError(
-                "write to a segment tree", "", expected, str(float(values[wrong].flatten()[0]))
+                f"cannot write to a segment tree: expected {expected}, got "
+                f"{float(values[wrong].flatten()[0])}."
             )
         self._may_be_negative |= bool((values < 0).any())
         self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
@@ -106,8 +108,10 @@ class SegmentTree:
             not all(arguments.is_whole(x) for x in (start, stop))
             or not 0 <= start <= stop <= self.capacity
         ):
-            expected = f"0 <= start <= end <= {self.capacity}"
-            raise OutOfRangeError("reduce a segment tree", "", expected, f"[{start}, {stop})")
+            raise OutOfRangeError(
+                f"cannot reduce a segment tree: expected 0 <= start <= end <= {self.capacity}, "
+                f"got [{start}, {stop})."
+            )
         return self._tree.reduce(int(start), int(stop))
 
     def find_prefixsum_idx(self, mass: Any) -> Any:
@@ -128,15 +132,20 @@ class SegmentTree:
         action = "find a mass"
         tree = self._tree
         if not isinstance(tree, SumTree):
-            raise UsageError(action, "in a segment tree", "operation 'sum'", type(self).__name__)
+            raise UsageError(
+                in_parts(action, "in a segment tree", "operation 'sum'", type(self).__name__)
+            )
         masses = numbers(action, "mass", mass).to(self.device, torch.float64)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
-            raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
+            raise UsageError(
+                f"cannot {action} in a segment tree: expected numbers >= 0, got {least}."
+            )
         total = tree.reduce()
         if total <= 0:
             raise UsageError(
-                action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first"
+                f"cannot {action} in a segment tree: expected a number above 0, got only "
+                "zeros. Set a weight first."
             )
         # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces
         # it.
@@ -144,8 +153,10 @@ class SegmentTree:
         slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
         outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
         if bool(outside.any()):
-            got = str(float(masses[outside].flatten()[0]))
-            raise UsageError(action, "in a segment tree", f"masses in [0, {total}]", got)
+            raise UsageError(
+                f"cannot {action} in a segment tree: expected masses in [0, {total}], got "
+                f"{float(masses[outside].flatten()[0])}."
+            )
         found = tree.find(masses.flatten())
         assert found is not None
         return found.view(masses.shape) if _is_many(mass) else int(found)
@@ -158,13 +169,15 @@ class SegmentTree:
         """Check indices; return int64 indices >= 0. Negative indices count from the end."""
         wanted = numbers(f"{action} a segment tree", "index", index).to(self.device)
         if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
-            raise UsageError(f"{action} a segment tree", "", "integer indices", f"{wanted.dtype}")
+            raise UsageError(
+                f"cannot {action} a segment tree: expected integer indices, got {wanted.dtype}."
+            )
         wanted = wanted.long()
         outside = (wanted < -self.capacity) | (wanted >= self.capacity)
         if bool(outside.any()):
-            got = str(int(wanted[outside].flatten()[0]))
             raise OutOfRangeError(
-                f"{action} a segment tree", "", f"indices below {self.capacity}", got
+                f"cannot {action} a segment tree: expected indices below {self.capacity}, got "
+                f"{int(wanted[outside].flatten()[0])}."
             )
         return torch.where(wanted < 0, wanted + self.capacity, wanted)
 

@@ -111,8 +111,8 @@ class WideTree:
 
     @lasting
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
-        self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
-        self.device = arguments.device("create a tree", "device", device)
+        self.capacity = arguments.whole("capacity", capacity, 1)
+        self.device = arguments.device("device", device)
         # On other devices one leaf more is the target of writes that must change no place.
         sizes = [capacity if self.device.type == "cpu" else capacity + 1]
         max_top = MAX_TOP if self.device.type == "cpu" else _MAX_TOP_ON_DEVICE

@@ -29,7 +29,7 @@ from ..core.durable_files import read_json, replace_file, write_json
 from ..core.fields import flatten
 from ..core.memory import BufferPool
 from ..core.random_indices import seeds_from
-from ..errors import BufferEmptyError, UsageError
+from ..errors import BufferEmptyError, UsageError, in_parts
 from ..live.rate_limiter import RateLimitedError, RateLimiter
 from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
@@ -79,12 +79,11 @@ class RemoteOptions:
     actor_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        action = "make a RemoteBuffer"
         least = {"prefetch": 0, "batches_per_reply": 1, "max_pending": 1}
         for name, low in {**least, "max_unsaved_bytes": 1, "seed": 0}.items():
-            whole(action, name, getattr(self, name), low)
-        whole(action, "max_staleness", 0 if self.max_staleness is None else self.max_staleness, 0)
-        real(action, "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: 0 < seconds < inf)
+            whole(name, getattr(self, name), low)
+        whole("max_staleness", 0 if self.max_staleness is None else self.max_staleness, 0)
+        real("timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: 0 < seconds < inf)
 
 
 class Ack(NamedTuple):
@@ -207,7 +206,7 @@ class Shard:
             ),
         ):
             if is_wrong:
-                raise UsageError("keep a buffer in an actor", "", expected, got, advice)
+                raise UsageError(in_parts("keep a buffer in an actor", "", expected, got, advice))
         if num_shards > 1 and hasattr(made, "name"):
             self._names = [f"{made.name}_{number}" for number in range(num_shards)]
             made.name = self._names[at]
@@ -237,7 +236,7 @@ class Shard:
             one = None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(
-                    f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot())
+                    f"cannot draw {num_rows} rows: expected more pushes, got {limiter.snapshot()}."
                 )
             try:
                 one = self._fresh(partial(method, size, *args, **options), unit, version)
@@ -263,10 +262,8 @@ class Shard:
             fields = flatten(batch) if isinstance(batch, dict) else {}
             if key not in fields:
                 raise UsageError(
-                    "bound staleness",
-                    "",
-                    f"samples with the field {key!r}",
-                    ", ".join(fields) or "others",
+                    f"cannot bound staleness: expected samples with the field {key!r}, got "
+                    f"{', '.join(fields) or 'others'}."
                 )
             size = len(fields[key])
             fresh = (
@@ -279,9 +276,9 @@ class Shard:
             num_kept += int(fresh.sum())
             if num_kept >= size:
                 return _rows_of(join(parts), slice(size))
-        expected = f"{size} rows of policy version {version - limit} or later"
         raise BufferEmptyError(
-            "draw", "", expected, f"{num_kept} in {_MAX_DRAWS} draws", "Push newer rows"
+            f"cannot draw: expected {size} rows of policy version {version - limit} or later, "
+            f"got {num_kept} in {_MAX_DRAWS} draws. Push newer rows."
         )
 
     # Pushing.
@@ -301,7 +298,7 @@ class Shard:
         limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
             raise RateLimitedError(
-                f"insert {num_rows} rows", "", "more draws", str(limiter.snapshot())
+                f"cannot insert {num_rows} rows: expected more draws, got {limiter.snapshot()}."
             )
         with self._applying:
             try:
@@ -333,9 +330,9 @@ class Shard:
         """
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
         if is_between and self._traits.has_steps and not self._options.whole_trajectories:
-            advice = "Make more shards, or push whole trajectories and give whole_trajectories=True"
             raise UsageError(
-                "push steps", "", "one collector for each shard", "two in turns", advice
+                "cannot push steps: expected one collector for each shard, got two in turns. "
+                "Make more shards, or push whole trajectories and give whole_trajectories=True."
             )
         self._last = collector
 
@@ -415,7 +412,8 @@ class Shard:
         """
         if self._folder is None:
             raise UsageError(
-                "save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without"
+                "cannot save a checkpoint: expected a RemoteBuffer with checkpoint_dir, got "
+                "one without."
             )
         place = Path(self._folder)
         rows = secrets.randbelow(1 << 48)
@@ -431,8 +429,10 @@ class Shard:
         place, rows, due = map(read_json(Path(folder) / _STATE).get, ("place", "rows", "due"))
         is_state = isinstance(due, dict) and all(map(is_whole, [rows, *due.values()]))
         if due is None or place != list(self._place) or not is_state:
-            expected = "a checkpoint of shard {} of {}".format(*self._place)
-            raise UsageError("load a shard", f"from {folder!r}", expected, str(place))
+            raise UsageError(
+                f"cannot load a shard from {folder!r}: expected "
+                f"{'a checkpoint of shard {} of {}'.format(*self._place)}, got {place}."
+            )
         self._made = type(self._made).load(Path(folder) / f"{_ROWS}{rows}", self._made.device)
         self._saved = dict(due)
         self._due = due

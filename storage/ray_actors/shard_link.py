@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BackgroundError, WaitTimeoutError
+from ..errors import BackgroundError, WaitTimeoutError, in_parts
 from ..live.rate_limiter import RateLimitedError
 from .buffer_shard import UPDATES, Ack, RemoteOptions
 from .packed_results import pack
@@ -58,21 +58,21 @@ class Link:
         try:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as cause:
-            within = f"an answer within {timeout_s} s"
             raise WaitTimeoutError(
-                "ask", self.where, within, "none", "See what its actor does"
+                f"cannot ask {self.where}: expected an answer within {timeout_s} s, got none. "
+                "See what its actor does."
             ) from cause
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.ActorUnavailableError as cause:
             self._sent = -1
             raise LostActorError(
-                "ask", self.where, "a living actor", "one that is restarted"
+                f"cannot ask {self.where}: expected a living actor, got one that is restarted."
             ) from cause
         except ray.exceptions.RayActorError as cause:
             advice = "" if self._is_kept else "Give checkpoint_dir, so that it is restarted"
             raise BackgroundError(
-                "ask", self.where, "a living actor", str(cause).strip(), advice
+                in_parts("ask", self.where, "a living actor", str(cause).strip(), advice)
             ) from cause
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -179,9 +179,9 @@ class Link:
             self._sent = ack.due
             self._pending.clear()
             if ack.due < self._next and ack.due not in self._kept:
-                got = f"push {ack.due} is due, which is not kept any more"
                 raise BackgroundError(
-                    "send again", f"to {self.where}", "a checkpoint that holds what it did", got
+                    f"cannot send again to {self.where}: expected a checkpoint that holds what "
+                    f"it did, got push {ack.due} is due, which is not kept any more."
                 )
         while self._kept and (oldest := next(iter(self._kept))) < (
             ack.unsaved if self._is_kept else ack.due

@@ -74,17 +74,18 @@ class DictBuffer(RowBuffer):
         generator: torch.Generator | int | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
+        self.num_envs = arguments.whole("num_envs", num_envs, 1)
         self.end_key = normal(end_key, "end_key")
-        self.auto_unsqueeze = arguments.flag(action, "auto_unsqueeze", auto_unsqueeze)
-        self.narrow = arguments.flag(action, "narrow", narrow)
-        self.contiguous = arguments.flag(action, "contiguous", contiguous)
-        self.output_device = arguments.optional_device(action, "output_device", output_device)
-        arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
-        self.capacity = arguments.whole(action, "capacity", capacity, 1)
+        self.auto_unsqueeze = arguments.flag("auto_unsqueeze", auto_unsqueeze)
+        self.narrow = arguments.flag("narrow", narrow)
+        self.contiguous = arguments.flag("contiguous", contiguous)
+        self.output_device = arguments.optional_device("output_device", output_device)
+        arguments.instance("nested_key_separator", nested_key_separator, "a str", str)
+        self.capacity = arguments.whole("capacity", capacity, 1)
         if self.capacity % self.num_envs:
             raise UsageError(
-                action, "", f"a capacity that num_envs={num_envs} divides", str(capacity)
+                f"cannot {action}: expected a capacity that num_envs={num_envs} divides, got "
+                f"{capacity}."
             )
         super().__init__(self._row_options(), self._reader(), device, generator)
         self.nested_key_separator = nested_key_separator
@@ -126,9 +127,7 @@ class DictBuffer(RowBuffer):
             UsageError: `batch_size` is below 1.
             BufferEmptyError: The buffer has no rows.
         """
-        batch_size = arguments.whole(
-            f"sample from a {type(self).__name__}", "batch_size", batch_size, 1
-        )
+        batch_size = arguments.whole("batch_size", batch_size, 1)
         with self._lock:
             ring = self._filled("sample")
             with self._order.reads:
@@ -155,18 +154,15 @@ class DictBuffer(RowBuffer):
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
-        batch_size = arguments.whole(
-            arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1
-        )
+        batch_size = arguments.whole("batch_size", batch_size, 1)
         if request is None:
             request = TransitionRequest.of(options) if options else _PLAIN
         elif options:
             raise UsageError(
-                "sample transitions", "", "a request or options", f"both, {', '.join(options)}"
+                "cannot sample transitions: expected a request or options, got both, "
+                f"{', '.join(options)}."
             )
-        arguments.instance(
-            "sample transitions", "request", request, "as a TransitionRequest", TransitionRequest
-        )
+        arguments.instance("request", request, "a TransitionRequest", TransitionRequest)
         with self._lock:
             self._filled("sample transitions")
             sampler = self._last_sampler
@@ -184,16 +180,18 @@ class DictBuffer(RowBuffer):
             copy: Whether to copy the rows. Otherwise the tensors share memory with the buffer. With
                 order "time", a copy is required once rows have been overwritten.
         """
-        arguments.choice("get the full buffer", "order", order, ("ring", "time"))
-        arguments.flag("get the full buffer", "copy", copy)
+        arguments.choice("order", order, ("ring", "time"))
+        arguments.flag("copy", copy)
         with self._lock:
             ring = self._rows.ring
             if ring is None:
                 return {}
             has_turned = order == "time" and ring.oldest % ring.num_slots != 0
             if has_turned and not copy:
-                action = "show the full buffer in order of time"
-                raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
+                raise UsageError(
+                    "cannot show the full buffer in order of time: expected copy=True, got "
+                    "copy=False and a closed ring."
+                )
             columns = {}
             with self._order.reads:
                 for name in ring.schema:
@@ -215,9 +213,9 @@ class DictBuffer(RowBuffer):
     def _new_sampler(self, request: TransitionRequest) -> TransitionSampler:
         boundaries = self._rows.boundaries
         if boundaries is None:
-            advice = "Create the buffer with end_key"
             raise UsageError(
-                "sample transitions", "", "fields that end trajectories", "no end_key", advice
+                "cannot sample transitions: expected fields that end trajectories, got no "
+                "end_key. Create the buffer with end_key."
             )
         # The sampler writes its reward weights to the device. Other streams wait for that write.
         with self._order.writes:
@@ -259,9 +257,9 @@ class ZBuffer(RowBuffer):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.dim = arguments.whole("create a ZBuffer", "dim", dim, 1)
+        self.dim = arguments.whole("dim", dim, 1)
         self.dtype = dtype
-        self.capacity = arguments.whole("create a ZBuffer", "capacity", capacity, 1)
+        self.capacity = arguments.whole("capacity", capacity, 1)
         super().__init__(
             RowOptions(self.capacity), RecordReader(1, False, False, False), device, generator
         )
@@ -274,9 +272,9 @@ class ZBuffer(RowBuffer):
             z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")
         ).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
-            expected = f"z of shape [n, {self.dim}]"
             raise SchemaError(
-                "call ZBuffer.add", "", expected, f"{values.dtype} {list(values.shape)}"
+                f"cannot call ZBuffer.add: expected z of shape [n, {self.dim}], got "
+                f"{values.dtype} {list(values.shape)}."
             )
         with self._lock, self._order.writes:
             self._vectors.write([values.unsqueeze(1)])
@@ -287,8 +285,8 @@ class ZBuffer(RowBuffer):
 
         `device` is the buffer's device by default.
         """
-        num = arguments.whole("call ZBuffer.sample", "num", num, 1)
-        device = arguments.optional_device("call ZBuffer.sample", "device", device)
+        num = arguments.whole("num", num, 1)
+        device = arguments.optional_device("device", device)
         with self._lock:
             ring: RingStore = self._filled("call ZBuffer.sample")
             with self._order.reads:
@@ -311,7 +309,7 @@ class ZBuffer(RowBuffer):
         ring = self._rows.ring
         if ring is None or ring.schema != schema:
             got = "none" if ring is None else repr(ring.schema)
-            raise SchemaError("load vectors", expected=repr(schema), got=got)
+            raise SchemaError(f"cannot load vectors: expected {schema!r}, got {got}.")
         self._vectors = ring
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:

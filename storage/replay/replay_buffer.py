@@ -42,10 +42,10 @@ class ReplayBuffer(RowFront, Store):
         generator: torch.Generator | int | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.buffer_size = arguments.whole(action, "buffer_size", buffer_size, 1)
+        self.buffer_size = arguments.whole("buffer_size", buffer_size, 1)
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
-        self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
-        self.device = arguments.device(action, "device", device)
+        self.obs_dim = tuple(arguments.whole("obs_dim", size, 0) for size in sizes)
+        self.device = arguments.device("device", device)
         # A generator of the caller may be on the CPU although the pairs are not.
         is_given = isinstance(generator, torch.Generator)
         generator = generator_on(generator, None if is_given else self.device, action)
@@ -84,7 +84,9 @@ class ReplayBuffer(RowFront, Store):
         first = fit(action, schema["states"], states, num_lead=1)
         following = fit(action, schema["next_states"], next_states, num_lead=1)
         if len(first) != len(following):
-            raise SchemaError(action, "", f"{len(first)} next_states", str(len(following)))
+            raise SchemaError(
+                f"cannot {action}: expected {len(first)} next_states, got {len(following)}."
+            )
         with self._lock, self._order.writes:
             self._ring.write([first.unsqueeze(1), following.unsqueeze(1)])
 
@@ -101,8 +103,8 @@ class ReplayBuffer(RowFront, Store):
             BufferEmptyError: There are no pairs. Raised by this call, not by the first `next`.
         """
         action = "call ReplayBuffer.feed_forward_generator"
-        num_mini_batch = arguments.whole(action, "num_mini_batch", num_mini_batch, 0)
-        mini_batch_size = arguments.whole(action, "mini_batch_size", mini_batch_size, 1)
+        num_mini_batch = arguments.whole("num_mini_batch", num_mini_batch, 0)
+        mini_batch_size = arguments.whole("mini_batch_size", mini_batch_size, 1)
         self._check_filled(action)
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
@@ -113,7 +115,7 @@ class ReplayBuffer(RowFront, Store):
         Raises:
             BufferEmptyError: There are no pairs.
         """
-        size = arguments.whole("call ReplayBuffer.sample", "size", size, 1)
+        size = arguments.whole("size", size, 1)
         with self._lock:
             self._check_filled("call ReplayBuffer.sample")
             with self._order.reads:
@@ -122,7 +124,9 @@ class ReplayBuffer(RowFront, Store):
 
     def _check_filled(self, action: str) -> None:
         if not self._ring.total:
-            raise BufferEmptyError(action, "", "states", "an empty buffer", "Call insert() first")
+            raise BufferEmptyError(
+                f"cannot {action}: expected states, got an empty buffer. Call insert() first."
+            )
 
     def _get_state(self) -> State:
         rows = self._rows.state()

@@ -45,7 +45,7 @@ class RowBuffer(RowFront, BufferStore):
         generator: torch.Generator | int | None = None,
     ) -> None:
         action = arguments.creating(self)
-        self.device = arguments.device(action, "device", device)
+        self.device = arguments.device("device", device)
         self._use(
             RowStore(options, reader, self.device, generator_on(generator, self.device, action))
         )
@@ -104,8 +104,10 @@ class RowBuffer(RowFront, BufferStore):
         """Return the ring. Raises `BufferEmptyError` if the ring has no rows."""
         ring = self._rows.ring
         if ring is None or not ring.total:
-            advice = f"Call {self._WRITER}() first"
-            raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", advice)
+            raise BufferEmptyError(
+                f"cannot {action} from a {type(self).__name__}: expected rows, got none. Call "
+                f"{self._WRITER}() first."
+            )
         return ring
 
     def _arguments(self) -> dict[str, Any]:
@@ -141,10 +143,8 @@ class RowBuffer(RowFront, BufferStore):
             numbers["has_finals"] = True
             if ROW_KEY in rows.final_columns:
                 raise SchemaError(
-                    "save final rows",
-                    "",
-                    f"fields of other names than {ROW_KEY!r}",
-                    "one of that name",
+                    f"cannot save final rows: expected fields of other names than {ROW_KEY!r}, "
+                    "got one of that name."
                 )
             tensors[f"{FINALS}/{ROW_KEY}"] = rows.final_keys.unsqueeze(1)
             tensors |= {f"{FINALS}/{name}": column for name, column in rows.final_columns.items()}
@@ -164,9 +164,9 @@ class RowBuffer(RowFront, BufferStore):
         num_lead = 2 if self._has_lanes_in_file else 1
         num_lanes = next(iter(table.shapes.values()))[1] if num_lead == 2 else 1
         if table.num_rows > num_slots:
-            got = f"{table.num_rows} rows"
             raise SchemaError(
-                "load rows", expected=f"at most {num_slots} rows, the capacity", got=got
+                f"cannot load rows: expected at most {num_slots} rows, the capacity, got "
+                f"{table.num_rows} rows."
             )
         total = rows_written(numbers, table.num_rows, num_slots, self.num_envs)
         rows.load(table.schema(num_lead), num_lanes, total, lane_parts(table, num_lead), numbers)

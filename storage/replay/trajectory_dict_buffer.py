@@ -22,7 +22,7 @@ from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import LateNumber, last_copies, lasting, sent
 from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
-from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
+from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError, in_parts
 from ..ring.row_store import RowFront, RowOptions, RowStore
 from ..saving.buffer_store import BufferStore
 from ..saving.hdf5_columns import Table
@@ -112,15 +112,15 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         end_name = flat_name(end_key, "end_key")
         motion_name = flat_name(motion_id_key, "motion_id_key")
         action = arguments.creating(self)
-        arguments.instance(action, "episodes", episodes, "as a list of mappings", Iterable)
+        arguments.instance("episodes", episodes, "a list of mappings", Iterable)
         if file_names is not None:
-            arguments.instance(action, "file_names", file_names, "as a list of names", Iterable)
-        arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
-        arguments.flag(action, "split_on_end", split_on_end)
-        arguments.flag(action, "contiguous", contiguous)
+            arguments.instance("file_names", file_names, "a list of names", Iterable)
+        arguments.instance("nested_key_separator", nested_key_separator, "a str", str)
+        arguments.flag("split_on_end", split_on_end)
+        arguments.flag("contiguous", contiguous)
         schema, pieces = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
-        device = arguments.device(action, "device", device)
-        output_device = arguments.optional_device(action, "output_device", output_device)
+        device = arguments.device("device", device)
+        output_device = arguments.optional_device("output_device", output_device)
         self._set_devices(device, output_device, generator_on(generator, device, action))
         lengths = [len(leaves[0]) for leaves, _, _ in pieces]
         options = (
@@ -210,11 +210,13 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             places = torch.arange(self.num_episodes, device=self.device)
         if len(values) != len(places):
             raise UsageError(
-                action, "", f"{len(places)} priorities, one per index", str(len(values))
+                f"cannot {action}: expected {len(places)} priorities, one per index, got "
+                f"{len(values)}."
             )
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
             raise UsageError(
-                action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()"
+                f"cannot {action}: expected integers as indices, idxs, got {places.dtype}. A "
+                "mask has nonzero()."
             )
         with self._lock, self._order.writes:
             if is_on_cpu:
@@ -232,11 +234,13 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         action = "update priorities"
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
             raise UsageError(
-                action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()"
+                f"cannot {action}: expected integers as indices, idxs, got {places.dtype}. A "
+                "mask has nonzero()."
             )
         if len(values) != len(places):
             raise UsageError(
-                action, "", f"{len(places)} priorities, one per index", str(len(values))
+                f"cannot {action}: expected {len(places)} priorities, one per index, got "
+                f"{len(values)}."
             )
         for wrong, expected, shown in (
             (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
@@ -248,7 +252,9 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         ):
             if bool(wrong.any()):
                 place = int(wrong.nonzero()[0])
-                raise UsageError(action, f"at index {place}", expected, str(shown[place].item()))
+                raise UsageError(
+                    in_parts(action, f"at index {place}", expected, str(shown[place].item()))
+                )
         return values, places
 
     def _set_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
@@ -284,9 +290,11 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         if received is not None and received[0] > self._num_wrong_raised:
             num_wrong = received[0] - self._num_wrong_raised
             self._num_wrong_raised = received[0]
-            expected = f"finite priorities >= 0 of episodes below {self.num_episodes}"
-            got = f"{num_wrong} others at an earlier call, which were left out"
-            raise UsageError("update priorities", "", expected, got)
+            raise UsageError(
+                "cannot update priorities: expected finite priorities >= 0 of episodes below "
+                f"{self.num_episodes}, got {num_wrong} others at an earlier call, which were "
+                "left out."
+            )
         received = self._late_empty.receive()
         if received is not None and received[0]:
             self._warn_of_no_priority(received[1])
@@ -333,7 +341,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         lengths = numbers["lengths"]
         if table.num_rows != sum(lengths):
             raise SchemaError(
-                "load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows)
+                f"cannot load episodes: expected {sum(lengths)} frames, got {table.num_rows}."
             )
         self._set_up(lengths, numbers)
         self._load_rows(table.schema(1), lane_parts(table, 1))
@@ -346,7 +354,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             (priorities >= 0).all() & priorities.isfinite().all()
         ):
             expected = f"{self.num_episodes} finite priorities >= 0"
-            raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
+            raise SchemaError(in_parts("load a state", "", expected, str(priorities.tolist())[:60]))
         self.priorities = priorities
 
     def _set_devices(
@@ -400,8 +408,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         if needed not in self._drawn_by:
             longest = int(self._frame_counts.max())
             if longest < needed:
-                expected = f"an episode of at least {needed} frames"
-                raise UsageError(_ACTION, "", expected, f"a longest one of {longest}")
+                raise UsageError(
+                    f"cannot {_ACTION}: expected an episode of at least {needed} frames, got a "
+                    f"longest one of {longest}."
+                )
             is_long = self.lengths >= needed
             weights = torch.where(is_long, self.priorities, 0.0)
             is_empty = weights.sum() <= 0
@@ -433,7 +443,9 @@ def _read(
         expected = (
             f"{len(episodes)} file names, one per episode" if episodes else "at least one episode"
         )
-        raise UsageError(_MAKE, "", expected, str(len(names)) if episodes else "none")
+        raise UsageError(
+            f"cannot {_MAKE}: expected {expected}, got {str(len(names)) if episodes else 'none'}."
+        )
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
     # If an episode has no leaf of motion ids, they are stored in `motion_ids` and not as a column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
@@ -443,17 +455,19 @@ def _read(
         if not keeps_ids:
             columns.pop(motion_name, None)
         if not columns:
-            raise UsageError(_MAKE, f"of episode {number}", "columns", "none")
+            raise UsageError(f"cannot {_MAKE} of episode {number}: expected columns, got none.")
         if end_name not in columns:
             length = len(next(iter(columns.values())))
             columns[end_name] = torch.zeros((length, 1), dtype=torch.bool, device="cpu")
         try:
             rows = reader.read(unflatten(columns))
         except SchemaError as error:
-            error.where = f"{error.where} in episode {number}"
+            error.message = f"episode {number}: {error.message}"
             raise
         if rows is None or not rows.num_rows:
-            raise UsageError(_MAKE, f"of episode {number}", "at least one frame", "none")
+            raise UsageError(
+                f"cannot {_MAKE} of episode {number}: expected at least one frame, got none."
+            )
         if reader.schema is None:
             reader.freeze(rows.schema, 1)
         place = list(rows.schema).index(end_name)
@@ -482,9 +496,10 @@ def _split(
     """Split an episode after each set end flag and reset the end flags of the pieces."""
     inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
     if inside and not split_on_end:
-        advice = "Cut it there, or give split_on_end=True"
-        got = f"one on frame {inside[0]}"
-        raise UsageError(_MAKE, where, "an end flag on the last frame only", got, advice)
+        raise UsageError(
+            f"cannot {_MAKE} {where}: expected an end flag on the last frame only, got one on "
+            f"frame {inside[0]}. Cut it there, or give split_on_end=True."
+        )
     for start, stop in pairwise([0, *(step + 1 for step in inside), len(rows[0])]):
         piece = [leaf[start:stop] for leaf in rows]
         piece[place] = torch.zeros_like(piece[place])
@@ -508,10 +523,10 @@ class PrefixSum:
             expected = cast(int, lengths)
             lengths = ()
         if expected is not None:
-            whole("create PrefixSum", "max_len", expected, 0)
+            whole("max_len", expected, 0)
         if not isinstance(lengths, Iterable):
             raise UsageError(
-                "create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60]
+                in_parts("create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60])
             )
         #: End of each episode, as a running number of frames. `_ends[_first]` is the start of the
         #: oldest episode.
@@ -558,19 +573,21 @@ class PrefixSum:
         Raises:
             UsageError: `val` is not an integer >= 0.
         """
-        length = whole("call PrefixSum.add", "val", val, 0)
+        length = whole("val", val, 0)
         self._make_room(1)
         self._ends[self._last + 1] = self._ends[self._last] + length
         self._last += 1
 
     def extend(self, lengths: Iterable[int]) -> None:
         """Append many episodes at once. If a length is invalid, no episode is appended."""
-        given = arguments.instance("add episodes", "lengths", lengths, "as integers", Iterable)
+        given = arguments.instance("lengths", lengths, "integers", Iterable)
         values = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         if not values.size:
             return
         if values.ndim != 1 or values.dtype.kind not in "iu" or (values < 0).any():
-            raise UsageError("add episodes", "", "lengths >= 0", repr(values.tolist())[:60])
+            raise UsageError(
+                in_parts("add episodes", "", "lengths >= 0", repr(values.tolist())[:60])
+            )
         self._make_room(len(values))
         stop = self._last + len(values)
         self._ends[self._last + 1 : stop + 1] = self._ends[self._last] + np.cumsum(
@@ -586,7 +603,8 @@ class PrefixSum:
         """
         if not is_whole(num_episodes) or not 0 <= num_episodes <= len(self):
             raise OutOfRangeError(
-                "drop episodes", "", f"num_episodes in 0 to {len(self)}", repr(num_episodes)
+                f"cannot drop episodes: expected num_episodes in 0 to {len(self)}, got "
+                f"{num_episodes!r}."
             )
         before = self.total
         self._first += int(num_episodes)
@@ -604,12 +622,16 @@ class PrefixSum:
         """
         wanted = np.asarray(index)
         if wanted.size and wanted.dtype.kind not in "iu":
-            raise OutOfRangeError("locate frames", "", "an index of integers", str(wanted.dtype))
+            raise OutOfRangeError(
+                f"cannot locate frames: expected an index of integers, got {wanted.dtype}."
+            )
         wanted = wanted.astype(np.int64)
         outside = (wanted < 0) | (wanted >= self.total)
         if outside.any():
-            got = str(wanted[outside].flat[0])
-            raise OutOfRangeError("locate a frame", "", f"an index in [0, {self.total})", got)
+            raise OutOfRangeError(
+                f"cannot locate a frame: expected an index in [0, {self.total}), got "
+                f"{wanted[outside].flat[0]}."
+            )
         ends = self._ends[self._first : self._last + 1]
         episode = np.searchsorted(ends, wanted + ends[0], side="right") - 1
         offset = wanted + ends[0] - ends[episode]

@@ -82,17 +82,19 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         num_envs: int = 1,
     ) -> None:
         action = arguments.creating(self)
-        arguments.choice(action, "n_dim", n_dim, (1, 2))
-        arguments.choice(action, "start_mode", start_mode, ("uniform", "trajectory"))
-        arguments.choice(action, "at_end", at_end, ("exclude", "mark"))
-        if arguments.whole(action, "num_envs", num_envs, 1) != 1:
+        arguments.choice("n_dim", n_dim, (1, 2))
+        arguments.choice("start_mode", start_mode, ("uniform", "trajectory"))
+        arguments.choice("at_end", at_end, ("exclude", "mark"))
+        if arguments.whole("num_envs", num_envs, 1) != 1:
             raise UsageError(
-                action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}"
+                f"cannot {action}: expected n_dim=2 for several environments, got "
+                f"num_envs={num_envs!r}."
             )
         check_length(seq_length, action)
-        if seq_length > arguments.whole(action, "capacity", capacity, 1):
+        if seq_length > arguments.whole("capacity", capacity, 1):
             raise UsageError(
-                action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length)
+                f"cannot {action}: expected a seq_length of at most capacity, {capacity}, got "
+                f"{seq_length}."
             )
         self.n_dim = n_dim
         self.seq_length = int(seq_length)
@@ -155,10 +157,12 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         Raises:
             UsageError: `order` is not "ring" or "time", or `copy` is False.
         """
-        copy = arguments.flag("get the full buffer", "copy", copy)
+        copy = arguments.flag("copy", copy)
         if order not in ("ring", "time") or not copy:
-            expected = "order 'ring' or 'time', and copy=True"
-            raise UsageError("get the full buffer", "", expected, f"{order!r} and copy={copy}")
+            raise UsageError(
+                "cannot get the full buffer: expected order 'ring' or 'time', and copy=True, "
+                f"got {order!r} and copy={copy}."
+            )
         with self._lock:
             boundaries = self._rows.boundaries
             if boundaries is None:
@@ -204,9 +208,9 @@ def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
         return end_places(schema, end_key)
     names = [name for name in DEFAULT_END_KEYS if name in schema]
     if not names:
-        expected = "one of " + ", ".join(DEFAULT_END_KEYS)
         raise SchemaError(
-            "find what ends a trajectory", "", expected, ", ".join(schema), "Give end_key"
+            "cannot find what ends a trajectory: expected one of "
+            f"{', '.join(DEFAULT_END_KEYS)}, got {', '.join(schema)}. Give end_key."
         )
     return end_places(schema, names)
 
@@ -214,13 +218,13 @@ def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
 def as_list(keys: Sequence[Key], argument: str) -> list[str]:
     """Return keys as a list of flat names. A str becomes a list with one name."""
     listed = [keys] if isinstance(keys, str) else keys
-    arguments.instance(_ACTION, argument, listed, "as a list of names", Iterable)
+    arguments.instance(argument, listed, "a list of names", Iterable)
     return [flat_name(key, argument) for key in listed]
 
 
 def check_length(length: Any, action: str = _ACTION) -> int:
     """Return a window length as an int. Raises `UsageError` if it is not an integer >= 1."""
-    return arguments.whole(action, "seq_length", length, 1)
+    return arguments.whole("seq_length", length, 1)
 
 
 def count_windows(batch_size: int, length: int) -> int:
@@ -228,7 +232,8 @@ def count_windows(batch_size: int, length: int) -> int:
     length = check_length(length)
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(
-            _ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size)
+            f"cannot {_ACTION}: expected a batch_size that is a multiple of seq_length "
+            f"{length}, got {batch_size!r}."
         )
     return int(batch_size) // length
 
@@ -268,20 +273,25 @@ def motion_priorities(
         floating dtype (float32 for integers and lists).
     """
     action = "turn scores into priorities"
-    arguments.choice(action, "mode", mode, _MODES)
+    arguments.choice("mode", mode, _MODES)
     for name, number in (("min_value", min_value), ("max_value", max_value), ("scale", scale)):
-        arguments.real(action, name, number, "as a number", lambda x: True)
+        arguments.real(name, number, "a number", lambda x: True)
     if not min_value <= max_value:
-        raise UsageError(action, "", "min_value <= max_value", f"{min_value} and {max_value}")
+        raise UsageError(
+            f"cannot {action}: expected min_value <= max_value, got {min_value} and {max_value}."
+        )
     values = numbers(action, "scores", scores)
     if values.dim() != 1:
         raise UsageError(
-            action, "", "scores of shape [E], one per trajectory", str(list(values.shape))
+            f"cannot {action}: expected scores of shape [E], one per trajectory, got "
+            f"{list(values.shape)}."
         )
     if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
         values = values.to(torch.float32)
     wrong = (~torch.isfinite(values)).nonzero()
     if len(wrong):
         place = int(wrong[0])
-        raise UsageError(action, f"at index {place}", "finite scores", str(float(values[place])))
+        raise UsageError(
+            f"cannot {action} at index {place}: expected finite scores, got {float(values[place])}."
+        )
     return _MODES[mode](values.clamp(min_value, max_value) * scale)

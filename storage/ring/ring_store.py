@@ -52,16 +52,14 @@ class RingStore:
         device: torch.device | str = "cpu",
         num_guards: int = 1,
     ) -> None:
-        self.num_slots = arguments.whole("create a ring", "num_slots", num_slots, 1)
-        self.num_lanes = arguments.whole("create a ring", "num_lanes", num_lanes, 1)
-        arguments.instance("create a ring", "schema", schema, "as a Schema", Schema)
+        self.num_slots = arguments.whole("num_slots", num_slots, 1)
+        self.num_lanes = arguments.whole("num_lanes", num_lanes, 1)
+        arguments.instance("schema", schema, "a Schema", Schema)
         self.schema = schema
         self.names = tuple(schema)
-        self.device = arguments.device("create a ring", "device", device)
+        self.device = arguments.device("device", device)
         self.is_on_cpu = self.device.type == "cpu"
-        self.num_guards = min(
-            arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots
-        )
+        self.num_guards = min(arguments.whole("num_guards", num_guards, 0), self.num_slots)
         #: Number of rows per lane that were written since the creation or the last `clear`.
         self.total = 0
         self.groups: list[Group] = lay_out(schema)
@@ -207,7 +205,8 @@ class RingStore:
             ]
             if next_keys and not apart and not self.num_guards:
                 raise UsageError(
-                    "cut rows", "and those that follow", "a ring with guards", "one without"
+                    "cannot cut rows and those that follow: expected a ring with guards, got "
+                    "one without."
                 )
             if len(self._cuts) >= _MAX_CUTS:
                 self._cuts.clear()

@@ -18,7 +18,7 @@ from ..core.fields import Schema, flatten
 from ..core.memory import StreamOrder, lasting, sent, sent_together
 from ..core.random_indices import uniform
 from ..core.records import RecordReader, Rows
-from ..errors import SchemaError, UsageError
+from ..errors import SchemaError, UsageError, in_parts
 from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
@@ -283,13 +283,13 @@ class RowStore:
         boundaries = self.boundaries
         if ring is None or boundaries is None:
             raise SchemaError(
-                "load final rows", "", "a buffer with end_key, and rows", "one without"
+                "cannot load final rows: expected a buffer with end_key, and rows, got one without."
             )
         lane, row_id = ring.named(keys.long().to(ring.device))
         is_live = (row_id >= ring.oldest) & (row_id < ring.total)
         if not bool((is_live & boundaries.ended(lane, row_id)).all()):
             raise SchemaError(
-                "load final rows", "", "keys of rows that ended a trajectory", "others"
+                "cannot load final rows: expected keys of rows that ended a trajectory, got others."
             )
         with self.order.writes:
             boundaries.restore_finals(Schema(ring.schema[name] for name in columns), keys, columns)
@@ -301,7 +301,9 @@ class RowStore:
     def _read_final(self, final: Any, rows: Rows, places: Places) -> Rows:
         """Check final observations and return them as rows."""
         if not places:
-            raise UsageError("add final rows", "", "a buffer with end_key", "one without")
+            raise UsageError(
+                "cannot add final rows: expected a buffer with end_key, got one without."
+            )
         finals = None if self.boundaries is None else self.boundaries.finals
         num_lanes = rows.tensors[0].shape[1]
         reader = self._final_reader
@@ -316,7 +318,8 @@ class RowStore:
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
             raise SchemaError(
-                "add final rows", "", f"{rows.num_rows} rows, as many as data has", got
+                f"cannot add final rows: expected {rows.num_rows} rows, as many as data has, "
+                f"got {got}."
             )
         return read
 
@@ -383,7 +386,9 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
     """Return the saved share of accepted candidates, at least `_LEAST_SHARE`; by default 1."""
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
-        raise SchemaError("load a state", "", "an accepted_share above 0, at most 1", str(share))
+        raise SchemaError(
+            f"cannot load a state: expected an accepted_share above 0, at most 1, got {share}."
+        )
     return max(share, _LEAST_SHARE)
 
 
@@ -397,5 +402,5 @@ def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch
         or not bool(((ages >= 0) & (ages <= most)).all())
     ):
         expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
-        raise SchemaError("load a state", "", expected, repr(listed)[:100])
+        raise SchemaError(in_parts("load a state", "", expected, repr(listed)[:100]))
     return ages

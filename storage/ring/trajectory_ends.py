@@ -348,18 +348,19 @@ class EndedRows:
         action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(
-                action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}"
+                f"cannot {action}: expected their keys as [num] int64, got {keys.dtype} "
+                f"{list(keys.shape)}."
             )
         for name, leaf in leaves.items():
             field = self.schema[name]
             shape = [len(keys), *self.schema[name].shape]
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
-                expected = f"{field.torch_dtype} {shape}"
                 raise SchemaError(
-                    action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}"
+                    f"cannot {action} with {name!r}: expected {field.torch_dtype} {shape}, got "
+                    f"{leaf.dtype} {list(leaf.shape)}."
                 )
         if not bool((keys[1:] > keys[:-1]).all()):
-            raise SchemaError(action, "", "ascending keys", "others")
+            raise SchemaError(f"cannot {action}: expected ascending keys, got others.")
         device = self._ring.device
         self.num_places = max(self.num_places, len(keys))
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=device)

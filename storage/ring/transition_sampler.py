@@ -17,7 +17,7 @@ from ..core import arguments
 from ..core.fields import signed, unflatten
 from ..core.memory import LateNumber, lasting, sent
 from ..core.records import Key, names_below
-from ..errors import FieldTypeError, SchemaError, UsageError, nearest
+from ..errors import FieldTypeError, SchemaError, UsageError, in_parts, nearest
 from .trajectory_ends import EndKinds
 from .window_bounds import Boundaries, Drawn, Extent
 
@@ -59,17 +59,17 @@ class TransitionRequest:
 
     def __post_init__(self) -> None:
         keys = (self.next_keys,) if isinstance(self.next_keys, str) else self.next_keys
-        arguments.instance(_ACTION, "next_keys", keys, "as a list of names", Iterable)
+        arguments.instance("next_keys", keys, "a list of names", Iterable)
         object.__setattr__(self, "next_keys", tuple(keys))
         if self.gamma is not None:
             gamma: Any = self.gamma
             if isinstance(gamma, torch.Tensor) and gamma.numel() == 1:
                 gamma = gamma.item()
-            gamma = arguments.real(_ACTION, "gamma", gamma, "in [0, 1]", lambda x: 0 <= x <= 1)
+            gamma = arguments.real("gamma", gamma, "in [0, 1]", lambda x: 0 <= x <= 1)
             object.__setattr__(self, "gamma", gamma)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
-            object.__setattr__(self, name, arguments.whole(_ACTION, name, value, 1))
-        arguments.choice(_ACTION, "at_end", self.at_end, ("exclude", "mark"))
+            object.__setattr__(self, name, arguments.whole(name, value, 1))
+        arguments.choice("at_end", self.at_end, ("exclude", "mark"))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TransitionRequest:
@@ -81,7 +81,8 @@ class TransitionRequest:
         for name in options:
             if name not in cls.__dataclass_fields__:
                 raise UsageError(
-                    _ACTION, "", f"options {nearest(name, cls.__dataclass_fields__)}", repr(name)
+                    f"cannot {_ACTION}: expected options "
+                    f"{nearest(name, cls.__dataclass_fields__)}, got {name!r}."
                 )
         if isinstance(options.get("gamma"), torch.Tensor):  # A tensor may change in place.
             return cls(**options)
@@ -127,7 +128,13 @@ class TransitionSampler:
                 expected = "a name that no transition adds"
                 got = "that of something that is computed"
                 raise SchemaError(
-                    _ACTION, f"with the field {name!r}", expected, got, "Add it under another name"
+                    in_parts(
+                        _ACTION,
+                        f"with the field {name!r}",
+                        expected,
+                        got,
+                        "Add it under another name",
+                    )
                 )
         self._finals_given = boundaries.finals
         self._extent = Extent(
@@ -148,7 +155,7 @@ class TransitionSampler:
             if not schema[self._reward_name].torch_dtype.is_floating_point:
                 got = schema[self._reward_name].dtype
                 raise FieldTypeError(
-                    "sum rewards", f"of {self._reward_name!r}", "a floating dtype", got
+                    in_parts("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
                 )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
@@ -279,10 +286,10 @@ class TransitionSampler:
         received = self._num_wrong_ends.receive()
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
-            expected = f"an end_key that names {named} too"
-            got = "rows where it is set and no trajectory ends"
             raise UsageError(
-                _ACTION, "", expected, got, "What follows such a row is of another trajectory"
+                f"cannot {_ACTION}: expected an end_key that names {named} too, got rows where "
+                "it is set and no trajectory ends. What follows such a row is of another "
+                "trajectory."
             )
 
     def _stack(
@@ -330,5 +337,7 @@ def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def _no_transition() -> UsageError:
-    advice = "Add more rows, give final observations to extend(), or ask for at_end='mark'"
-    return UsageError(_ACTION, "", "a row whose next observation is known", "none", advice)
+    return UsageError(
+        f"cannot {_ACTION}: expected a row whose next observation is known, got none. Add more "
+        "rows, give final observations to extend(), or ask for at_end='mark'."
+    )

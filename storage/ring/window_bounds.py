@@ -674,9 +674,10 @@ class Boundaries:
             self.num_short_draws += 1
             kind.num_judged = 0
         if not num_accepted:
-            expected = "a valid row or window"
-            got = "none at an earlier call, whose batch must not be used"
-            raise UsageError("sample from a ring", "", expected, got, "Add more rows")
+            raise UsageError(
+                "cannot sample from a ring: expected a valid row or window, got none at an "
+                "earlier call, whose batch must not be used. Add more rows."
+            )
 
     def _reject_without_waiting(
         self,

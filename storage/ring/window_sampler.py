@@ -75,8 +75,10 @@ def draw_windows(
             cut = ring.cut_of(request.keys, request.next_keys, request.contiguous, apart=True)
             return Windows(ring.windows(places, length, cut), tensor_of(places))
     if drawn is None:
-        expected = f"a stretch of {length + num_later} rows in one trajectory"
-        raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+        raise UsageError(
+            f"cannot {_ACTION} of {length}: expected a stretch of {length + num_later} rows in "
+            "one trajectory, got shorter ones only. Add more rows."
+        )
     lane, last = drawn
     last = last - last_shift
     places = ring.place(lane, last - (length - 1))

@@ -80,8 +80,10 @@ class BufferStore(Store):
             self.nested_key_separator if nested_key_separator is None else nested_key_separator
         )
         if not isinstance(separator, str) or not separator or "/" in separator:
-            expected = "nested_key_separator as a str that is not empty and has no '/'"
-            raise SchemaError("save columns", "", expected, repr(separator))
+            raise SchemaError(
+                "cannot save columns: expected nested_key_separator as a str that is not empty "
+                f"and has no '/', got {separator!r}."
+            )
         with self._lock:
             state = self._get_state()
             tables = {}
@@ -196,9 +198,9 @@ def rows_written(
         text = f"the config does not say where the next row goes; slot {slot} follows from its number of rows"
         warnings.warn(text, RolloutDataWarning, stacklevel=5)
     if total < 0 or min(total, num_slots) != num_live or cursor not in (None, total % num_slots):
-        expected = f"counts that fit {num_live} rows in {num_slots} slots"
         raise SchemaError(
-            "load rows", expected=expected, got=f"total {total} and _idx {numbers.get('_idx')}"
+            f"cannot load rows: expected counts that fit {num_live} rows in {num_slots} slots, "
+            f"got total {total} and _idx {numbers.get('_idx')}."
         )
     return total
 
@@ -229,19 +231,21 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
         if table == FINALS and name == ROW_KEY:
             key = name
         elif any(separator in part for part in name.split("/")):
-            expected = f"keys without the separator {separator!r}"
             raise SchemaError(
-                "save the field", repr(name), expected, repr(name), "Give another separator"
+                f"cannot save the field {name!r}: expected keys without the separator "
+                f"{separator!r}, got {name!r}. Give another separator."
             )
         # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode
         # lone surrogates.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise SchemaError(
-                "save the field", repr(name), "a key that is text, not '.', without null", repr(key)
+                f"cannot save the field {name!r}: expected a key that is text, not '.', "
+                f"without null, got {key!r}."
             )
         if key in keys:
             raise SchemaError(
-                "save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name"
+                f"cannot save final rows: expected fields of other names than {ROW_KEY!r}, got "
+                "one of that name."
             )
         keys.append(key)
     return keys

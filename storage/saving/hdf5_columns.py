@@ -71,14 +71,15 @@ class Table:
         """Number of rows of every column. Different numbers of rows raise an error."""
         lengths = {name: shape[0] for name, shape in self.shapes.items()}
         if len(set(lengths.values())) > 1:
-            raise SchemaError("load rows", expected="columns of equal length", got=str(lengths))
+            raise SchemaError(f"cannot load rows: expected columns of equal length, got {lengths}.")
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
         """Return the fields of the columns, which have `num_lead` axes before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError(
-                "load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes)
+                f"cannot load rows: expected columns of at least {num_lead} axes, got "
+                f"{self.shapes}."
             )
         return Schema(
             make_field(name, shape[num_lead:], self.dtypes[name])
@@ -177,9 +178,9 @@ def open_columns(
         with open_hdf5(path) as (file, handle):
             id_of_file = attribute(file, SAVE_ID)
             if save_id is not None and id_of_file is not None and str(id_of_file) != save_id:
-                got = f"one of {str(id_of_file)!r}"
                 raise CorruptFileError(
-                    "load", repr(str(path)), f"a file of the save {save_id!r}", got
+                    f"cannot load {str(path)!r}: expected a file of the save {save_id!r}, got "
+                    f"one of {str(id_of_file)!r}."
                 )
             if callable(names):
                 keys = {names(key): key for key in file}
@@ -189,7 +190,7 @@ def open_columns(
             yield StoredTable(path, handle.fileno(), datasets)
     except FileNotFoundError as cause:
         raise CorruptFileError(
-            "load", repr(str(path.parent)), f"the file {path.name}", "none"
+            f"cannot load {str(path.parent)!r}: expected the file {path.name}, got none."
         ) from cause
 
 
@@ -221,10 +222,14 @@ class StoredTable(Table):
         for name, dataset in datasets.items():
             where = f"{name!r} of {str(path)!r}"
             if not isinstance(dataset, h5py.Dataset):
-                raise CorruptFileError("read", where, "rows of numbers", "a group")
+                raise CorruptFileError(
+                    f"cannot read {where}: expected rows of numbers, got a group."
+                )
             if not dataset.shape or dataset.dtype.kind not in "biufc":
-                got = f"{dataset.dtype} of shape {dataset.shape}"
-                raise CorruptFileError("read", where, "rows of numbers", got)
+                raise CorruptFileError(
+                    f"cannot read {where}: expected rows of numbers, got {dataset.dtype} of "
+                    f"shape {dataset.shape}."
+                )
             allowance.take(dataset, where)
             self.shapes[name] = tuple(dataset.shape)
             self.dtypes[name] = _dtype_of(dataset, where)
@@ -287,8 +292,10 @@ class StoredTable(Table):
         self._sums_so_far[name] = crc
         is_end = first + len(out) == len(dataset)
         if is_end and crc != int(expected):
-            where = f"{name!r} of {str(self._path)!r}"
-            raise CorruptFileError("load", where, f"checksum {int(expected):08x}", f"{crc:08x}")
+            raise CorruptFileError(
+                f"cannot load {name!r} of {str(self._path)!r}: expected checksum "
+                f"{int(expected):08x}, got {crc:08x}."
+            )
         return out
 
     def _read_at(self, place: int, data: memoryview, name: str) -> None:
@@ -296,7 +303,7 @@ class StoredTable(Table):
             count = os.preadv(self._handle, [data], place)
             if not count:
                 raise CorruptFileError(
-                    "read", repr(str(self._path)), f"all rows of {name!r}", "fewer"
+                    f"cannot read {str(self._path)!r}: expected all rows of {name!r}, got fewer."
                 )
             data = data[count:]
             place += count

@@ -30,7 +30,7 @@ import h5py
 import numpy as np
 
 from ..core.durable_files import open_regular
-from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
+from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError, in_parts
 
 _MAGIC = b"GCOL"
 #: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4),
@@ -186,7 +186,9 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
             8,
             8,
         ):
-            raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
+            raise CorruptFileError(
+                f"cannot read {str(path)!r}: expected sizes and places of 8 bytes, got others."
+            )
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
 
@@ -203,7 +205,7 @@ def reported(where: str) -> Iterator[None]:
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise
         got = f"{type(cause).__name__}: {cause}".split("\n")[0]
-        raise CorruptFileError("read", where, "an intact HDF5 file", got) from cause
+        raise CorruptFileError(in_parts("read", where, "an intact HDF5 file", got)) from cause
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:
@@ -221,14 +223,18 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             raise CorruptFileError(
-                "read", where, f"{part!r} in {node.name!r}", "nothing of that name"
+                f"cannot read {where}: expected {part!r} in {node.name!r}, got nothing of that "
+                "name."
             )
         if not isinstance(link, h5py.HardLink):
-            raise UnsafeFileError("read", where, "data in the file itself", type(link).__name__)
+            raise UnsafeFileError(
+                in_parts("read", where, "data in the file itself", type(link).__name__)
+            )
         node = node[part]
     if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
         raise UnsafeFileError(
-            "read", where, "data in the file itself", "a reference to other files"
+            f"cannot read {where}: expected data in the file itself, got a reference to other "
+            "files."
         )
     return node
 
@@ -270,12 +276,15 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
             length = max((_number(data[place : place + 4]) for place in places), default=0)
             is_found = True
             if length > MAX_HEAP_BYTES:
-                expected = f"a heap of at most {MAX_HEAP_BYTES} bytes"
-                got = f"a text of {length}"
-                raise CorruptFileError("read", f"the attribute {name.decode()!r}", expected, got)
+                raise CorruptFileError(
+                    f"cannot read the attribute {name.decode()!r}: expected a heap of at most "
+                    f"{MAX_HEAP_BYTES} bytes, got a text of {length}."
+                )
     if not is_found:
-        where = f"the attribute {name.decode()!r}"
-        raise CorruptFileError("read", where, "a text among the attributes", "another place")
+        raise CorruptFileError(
+            f"cannot read the attribute {name.decode()!r}: expected a text among the "
+            "attributes, got another place."
+        )
 
 
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
@@ -375,8 +384,10 @@ class Allowance:
             self._taken_bytes = self._most_bytes
         self._taken_bytes += max(dataset.nbytes, chunk_bytes)
         if self._taken_bytes > self._most_bytes:
-            got = f"{dataset.nbytes} bytes in a file of {self._file_bytes}"
-            raise CorruptFileError("read", where, "a file that holds its data", got)
+            raise CorruptFileError(
+                f"cannot read {where}: expected a file that holds its data, got "
+                f"{dataset.nbytes} bytes in a file of {self._file_bytes}."
+            )
 
 
 class SparseFile(io.RawIOBase):

@@ -87,7 +87,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         except FileNotFoundError as error:  # Retry, as another process may be replacing the folder.
             cause = error
     raise MissingFolderError(
-        "load", repr(str(folder)), f"a folder with {CONFIG_NAME}", "none"
+        f"cannot load {str(folder)!r}: expected a folder with {CONFIG_NAME}, got none."
     ) from cause
 
 
@@ -96,9 +96,9 @@ def check_version(
 ) -> None:
     """Raise `ForeignFileError` if a config has another format than `name`, or another version."""
     if config.get("format") != name or config.get("version") != version:
-        got = f"{config.get('format')} {config.get('version')}"
         raise ForeignFileError(
-            "load", repr(str(folder)), f"{name} {version}", got, "Update this package"
+            f"cannot load {str(folder)!r}: expected {name} {version}, got "
+            f"{config.get('format')} {config.get('version')}. Update this package."
         )
 
 
@@ -132,8 +132,8 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except RolloutDataError as error:
-        if str(path) not in error.where:
-            error.where = f"{error.where} from {str(path)!r}".strip()
+        if str(path) not in error.message:
+            error.message = f"{str(path)!r} cannot be loaded: {error.message}"
         raise
     except (*NONSENSE, OSError) as cause:
         # ENOMEM comes from a wrong size, for which the operating system cannot map the memory.
@@ -141,8 +141,10 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
         is_damage = is_no_memory or isinstance(cause, NONSENSE)
         if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
             raise
-        got = f"{type(cause).__name__}: {cause}"
-        raise CorruptFileError("load", repr(str(path)), "what save() wrote", got) from cause
+        raise CorruptFileError(
+            f"cannot load {str(path)!r}: expected what save() wrote, got "
+            f"{type(cause).__name__}: {cause}."
+        ) from cause
 
 
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
@@ -151,7 +153,7 @@ def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
     If the saved device does not exist, the result is the CPU, and a warning is issued.
     """
     if wanted is not None:
-        return arguments.device("load", "device", wanted)
+        return arguments.device("device", wanted)
     device = torch.device(saved if isinstance(saved, str) else "cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         warnings.warn(

@@ -32,6 +32,7 @@ from ..errors import (
     RolloutDataError,
     RolloutDataWarning,
     SchemaError,
+    in_parts,
     nearest,
 )
 from .hdf5_columns import SAVE_ID, name_of, open_columns
@@ -156,14 +157,20 @@ class Store(Shown, ABC):
     def check_form(self, state: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state does not have the form of this version."""
         if not isinstance(state, Mapping):
-            raise SchemaError(_LOAD, "", "state as a mapping", type(state).__name__)
+            raise SchemaError(in_parts(_LOAD, "", "state as a mapping", type(state).__name__))
         if state.get("version", VERSION) != VERSION:
-            raise SchemaError(_LOAD, "", f"version {VERSION}", repr(state["version"]))
+            raise SchemaError(
+                f"cannot {_LOAD}: expected version {VERSION}, got {state['version']!r}."
+            )
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
-                raise MissingFieldError(_LOAD, "", f"the key {key!r}", ", ".join(map(repr, state)))
+                raise MissingFieldError(
+                    f"cannot {_LOAD}: expected the key {key!r}, got {', '.join(map(repr, state))}."
+                )
             if key != "class" and not isinstance(state[key], Mapping):
-                raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
+                raise SchemaError(
+                    in_parts(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
+                )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state to a folder atomically, and replace an earlier save.
@@ -219,13 +226,15 @@ class Store(Shown, ABC):
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state belongs to another class, or to other arguments."""
         if name != type(self).__name__:
-            raise SchemaError(_LOAD, "", f"one of {type(self).__name__}", f"one of {name}")
+            raise SchemaError(
+                f"cannot {_LOAD}: expected one of {type(self).__name__}, got one of {name}."
+            )
         own = self._get_state().arguments
         for key in (*own, *arguments):
             if own.get(key) != arguments.get(key):
-                got = repr(arguments.get(key))
                 raise SchemaError(
-                    _LOAD, "", f"one with {key}={own.get(key)!r}", got, "Make an equal store"
+                    f"cannot {_LOAD}: expected one with {key}={own.get(key)!r}, got "
+                    f"{arguments.get(key)!r}. Make an equal store."
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -250,15 +259,22 @@ class Store(Shown, ABC):
             if not isinstance(config.get(key), expected):
                 got = type(config[key]).__name__ if key in config else "none"
                 raise CorruptFileError(
-                    "read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {expected.__name__}", got
+                    in_parts(
+                        "read",
+                        f"{CONFIG_NAME} in {where}",
+                        f"{key!r} as a {expected.__name__}",
+                        got,
+                    )
                 )
         saved_class = STORES.get(config["class"])
         if saved_class is None or not issubclass(saved_class, cls):
             loadable = [
                 name for name, store_class in STORES.items() if issubclass(store_class, cls)
             ]
-            options = nearest(config["class"], loadable)
-            raise ForeignFileError("load a store from", where, options, repr(config["class"]))
+            raise ForeignFileError(
+                f"cannot load a store from {where}: expected "
+                f"{nearest(config['class'], loadable)}, got {config['class']!r}."
+            )
         try:
             tensors = _read_tensors(folder, config)
             if saved_class._is_saved_whole:
@@ -269,7 +285,7 @@ class Store(Shown, ABC):
             store.take_state(config["numbers"], tensors)
         except SchemaError as cause:
             raise CorruptFileError(
-                "load a store from", where, "a whole state", str(cause)
+                f"cannot load a store from {where}: expected a whole state, got {cause}."
             ) from cause
         return store  # type: ignore[no-any-return]
 
@@ -285,8 +301,10 @@ class Store(Shown, ABC):
         empty_bytes = sum(x.nbytes for x in empty.values())
         saved_bytes = sum(x.nbytes for x in tensors.values())
         if empty_bytes > saved_bytes:
-            expected = f"arguments of a store of at most {saved_bytes} bytes"
-            raise SchemaError(_LOAD, "", expected, str(empty_bytes))
+            raise SchemaError(
+                f"cannot {_LOAD}: expected arguments of a store of at most {saved_bytes} "
+                f"bytes, got {empty_bytes}."
+            )
 
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -296,7 +314,7 @@ class Store(Shown, ABC):
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(
-                            _LOAD, f"with {name!r}", "a tensor", type(tensor).__name__
+                            in_parts(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
                         )
                 rng = self._random_state(tensors["rng"].cpu())
                 torch.Generator(self.rng.device).set_state(rng)
@@ -307,11 +325,11 @@ class Store(Shown, ABC):
             except RolloutDataError:
                 raise
             except KeyError as cause:
-                raise MissingFieldError(_LOAD, f"without {cause}") from cause
+                raise MissingFieldError(f"cannot {_LOAD} without {cause}.") from cause
             except NONSENSE as cause:
-                got = f"{type(cause).__name__}: {cause}"
                 raise SchemaError(
-                    _LOAD, "", "what state_dict() of an equal store gave", got
+                    f"cannot {_LOAD}: expected what state_dict() of an equal store gave, got "
+                    f"{type(cause).__name__}: {cause}."
                 ) from cause
 
     @contextmanager
@@ -362,7 +380,10 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
             else "no '__target__' and no 'class' in its config.json"
         )
         loadable = [name for name, store_class in STORES.items() if not isabstract(store_class)]
-        raise UnknownBufferError("load a store from", repr(str(path)), nearest(name, loadable), got)
+        raise UnknownBufferError(
+            f"cannot load a store from {str(path)!r}: expected {nearest(name, loadable)}, got "
+            f"{got}."
+        )
     return STORES[name].load(path, device)
 
 
@@ -397,7 +418,9 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
     """Return a count of a loaded state. Raises `SchemaError` if it is not in [`low`, `high`]."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
-        raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
+        raise SchemaError(
+            f"cannot {_LOAD} with {name!r}: expected an int from {low} to {high}, got {count!r}."
+        )
     return int(count)
 
 
@@ -410,7 +433,8 @@ def checked_tensor(
         expected = f"{dtype} {list(shape)}"
         got = f"{tensor.dtype} {list(tensor.shape)}"
         raise SchemaError(
-            _LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch.")
+            f"cannot {_LOAD} with {name!r}: expected {expected.removeprefix('torch.')}, got "
+            f"{got.removeprefix('torch.')}."
         )
     return tensor
 
@@ -443,10 +467,9 @@ def _read_tensors(
             is_untagged = column["dtype"] == "bfloat16" and dtype == "uint16"
             has_dtype = is_untagged or dtype == column["dtype"]
             if not has_dtype or list(file.shapes[name]) != column["shape"]:
-                where = f"{name!r} of {str(path)!r}"
-                got = f"{dtype} of shape {list(file.shapes[name])}"
                 raise CorruptFileError(
-                    "read", where, f"{column['dtype']} of shape {column['shape']}", got
+                    f"cannot read {name!r} of {str(path)!r}: expected {column['dtype']} of "
+                    f"shape {column['shape']}, got {dtype} of shape {list(file.shapes[name])}."
                 )
             # Earlier saves have their checksums in the config.
             file.sums[name] = column.get("crc32", file.sums[name])

@@ -17,7 +17,7 @@ import numpy as np
 from storage.core import arguments
 from storage.core.durable_files import read_text
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, UsageError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -98,7 +98,9 @@ class Reader(FileSource):
             self.advise("mix the quaternions", where, "one order in all clips", got, advice)
         if not episodes:
             got = str(self.problems or "none")
-            raise CorruptFileError("open", repr(str(self.path)), "clips of motion", got)
+            raise CorruptFileError(
+                f"cannot open {str(self.path)!r}: expected clips of motion, got {got}."
+            )
         return episodes
 
     def _check_options(self) -> None:
@@ -107,18 +109,20 @@ class Reader(FileSource):
         is_list = isinstance(order, (list, tuple))
         is_names = is_list and all(isinstance(name, str) for name in order)
         if not is_choice and not is_names:
-            expected = "body_order='breadth', 'depth' or the names of the bodies"
-            raise UsageError("open", repr(str(self.path)), expected, repr(order))
+            raise UsageError(
+                f"cannot open {str(self.path)!r}: expected body_order='breadth', 'depth' or "
+                f"the names of the bodies, got {order!r}."
+            )
         quaternions = self.options["quaternions"]
         if quaternions is not None:
-            arguments.choice("open", "quaternions", quaternions, _QUATERNIONS)
+            arguments.choice("quaternions", quaternions, _QUATERNIONS)
 
     def _read_npz(self, path: Path) -> EpisodeInfo:
         arrays = read_npz(path)
         layout = clip_layout(arrays)
         if layout is None:
             expected = f"arrays {', '.join(MOTION_TRACKING)}"
-            raise CorruptFileError("read", repr(str(path)), expected, "others")
+            raise CorruptFileError(f"cannot read {str(path)!r}: expected {expected}, got others.")
         sizes = _sizes(layout, arrays)
         stated_order = self._stated_order(path, arrays)
         fields: dict[str, NpzArray] = {}
@@ -166,8 +170,10 @@ class Reader(FileSource):
         if order is None or order in _ORDERS:
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
         if len(order) != num_bodies:
-            expected = f"{num_bodies} names as body_order"
-            raise UsageError("open", repr(str(path)), expected, str(len(order)))
+            raise UsageError(
+                f"cannot open {str(path)!r}: expected {num_bodies} names as body_order, got "
+                f"{len(order)}."
+            )
         metadata[_BODY_NAMES] = list(order)
         return "names"
 
@@ -188,8 +194,10 @@ class Reader(FileSource):
         if array.dtype.kind == "U" and prod(array.shape) == 1 and num_bytes <= _MAX_NAMES_BYTES:
             order = str(array.read().reshape(-1)[0])
         if order not in _QUATERNIONS:
-            expected = " or ".join(_QUATERNIONS)
-            raise CorruptFileError("read", array.where, expected, repr(order[:40]))
+            raise CorruptFileError(
+                f"cannot read {array.where}: expected {' or '.join(_QUATERNIONS)}, got "
+                f"{order[:40]!r}."
+            )
         return order
 
     def _check_order(
@@ -317,8 +325,10 @@ def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
             is_right = all(sizes.get(axis, n) == n for axis, n in zip(axes, shape, strict=True))
         if not is_right:
             wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
-            got = f"{array.dtype}{list(shape)}"
-            raise CorruptFileError("read", array.where, f"floating numbers [{wanted}]", got)
+            raise CorruptFileError(
+                f"cannot read {array.where}: expected floating numbers [{wanted}], got "
+                f"{array.dtype}{list(shape)}."
+            )
         sizes.update(zip(axes, shape, strict=True))
     return sizes
 
@@ -328,8 +338,10 @@ def _fps(stored: NpzArray) -> int | float:
     is_number = prod(stored.shape) == 1 and stored.dtype.kind in "iuf"
     rate = float(stored.read().reshape(-1)[0]) if is_number else 0.0
     if not 0 < rate < float("inf"):
-        expected = "one number of frames per second"
-        raise CorruptFileError("read", stored.where, expected, f"{list(stored.shape)}")
+        raise CorruptFileError(
+            f"cannot read {stored.where}: expected one number of frames per second, got "
+            f"{list(stored.shape)}."
+        )
     return int(rate) if rate.is_integer() else rate
 
 
@@ -340,8 +352,10 @@ def _names(stored: NpzArray, num_names: int | None) -> list[str]:
     is_complete = not num_names or num_names == len(stored)
     if not is_list or is_long or not is_complete:
         expected = f"{num_names} names" if num_names else "names"
-        got = f"{stored.dtype}{list(stored.shape)}"
-        raise CorruptFileError("read", stored.where, expected, got)
+        raise CorruptFileError(
+            f"cannot read {stored.where}: expected {expected}, got "
+            f"{stored.dtype}{list(stored.shape)}."
+        )
     names = []
     for name in stored.read().tolist():
         names.append(name.decode(errors="replace") if isinstance(name, bytes) else str(name))
@@ -378,6 +392,8 @@ def _json_clip(path: Path) -> _Json:
         LookupError,
         RecursionError,
     ) as cause:
-        raise CorruptFileError("read", repr(str(path)), expected, str(cause)[:200]) from cause
+        raise CorruptFileError(
+            in_parts("read", repr(str(path)), expected, str(cause)[:200])
+        ) from cause
     fields = {"observation": observation, "duration_s": durations_s}
     return fields, {"fps": 1 / float(durations_s[0]), **clip}

@@ -18,7 +18,7 @@ import numpy as np
 
 from storage.core.durable_files import crc32, open_regular
 from storage.core.fields import MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 from ..input_checks import KnownFiles, first_bytes
 
@@ -135,13 +135,15 @@ class Unpacking:
                     if not part and (state.eof or not data):
                         raise zlib.error(f"only {start + len(unpacked)} bytes")
         except zlib.error as cause:
-            where = repr(str(path))
-            raise CorruptFileError("unpack", where, f"{num_bytes} bytes", str(cause)) from cause
+            raise CorruptFileError(
+                f"cannot unpack {str(path)!r}: expected {num_bytes} bytes, got {cause}."
+            ) from cause
 
         crc = crc32(unpacked, crc)
         if start + piece_bytes == num_bytes and crc != checksum:
-            expected = f"checksum {checksum:08x}"
-            raise CorruptFileError("unpack", repr(str(path)), expected, f"{crc:08x}")
+            raise CorruptFileError(
+                f"cannot unpack {str(path)!r}: expected checksum {checksum:08x}, got {crc:08x}."
+            )
         self._states[number + 1] = (state, position, crc)
         return bytes(unpacked)
 
@@ -200,7 +202,9 @@ class NpzArray:
         elif self.packed:
             if num_bytes > self.packed.most_bytes:
                 expected = f"at most {self.packed.most_bytes} bytes at once"
-                raise CorruptFileError("unpack", self.where, expected, str(num_bytes))
+                raise CorruptFileError(
+                    f"cannot unpack {self.where}: expected {expected}, got {num_bytes}."
+                )
             data = self.packed.read(begin, begin + num_bytes)
             values = np.frombuffer(data, self.dtype).reshape(shape)
         else:
@@ -209,7 +213,9 @@ class NpzArray:
                     values = np.memmap(file, self.dtype, "r", begin, shape).view(np.ndarray)
             except ValueError as cause:
                 expected = f"{num_bytes} bytes at {begin}"
-                raise CorruptFileError("read", self.where, expected, "fewer") from cause
+                raise CorruptFileError(
+                    f"cannot read {self.where}: expected {expected}, got fewer."
+                ) from cause
         little_endian = self.dtype.newbyteorder("<")
         if values.flags.aligned and little_endian == self.dtype:
             return values
@@ -251,18 +257,22 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
             members = archive.infolist()
             check_count(file, len(members))
             if len(members) > _MAX_MEMBERS:
-                expected = f"at most {_MAX_MEMBERS} arrays"
-                raise CorruptFileError("read", repr(str(path)), expected, str(len(members)))
+                raise CorruptFileError(
+                    f"cannot read {str(path)!r}: expected at most {_MAX_MEMBERS} arrays, got "
+                    f"{len(members)}."
+                )
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 if name in arrays:
                     got = f"{name!r} twice"
-                    raise CorruptFileError("read", repr(str(path)), "each array once", got)
+                    raise CorruptFileError(
+                        in_parts("read", repr(str(path)), "each array once", got)
+                    )
                 if member.filename != name:
                     arrays[name] = _describe(path, known, name, file, archive, member)
     except _DAMAGE as cause:
         got = f"{type(cause).__name__}: {cause}"[:200]
-        raise CorruptFileError("read", repr(str(path)), "an npz file", got) from cause
+        raise CorruptFileError(in_parts("read", repr(str(path)), "an npz file", got)) from cause
     return arrays
 
 
@@ -293,7 +303,9 @@ def _describe(
     is_encrypted = bool(member.flag_bits & 1)
     if is_encrypted or not (is_packed or member.compress_type == zipfile.ZIP_STORED):
         expected = "an array that is stored or deflated"
-        raise DataFileError("read", where, expected, "another compression or encryption")
+        raise DataFileError(
+            f"cannot read {where}: expected {expected}, got another compression or encryption."
+        )
 
     expected = "an array as large as its bytes"
     most_bytes = member.compress_size * (_MAX_EXPANSION if is_packed else 1)
@@ -301,12 +313,12 @@ def _describe(
     file_bytes = os.fstat(file.fileno()).st_size
     if member.file_size > most_bytes or begin + member.compress_size > file_bytes:
         got = f"{member.file_size} bytes of {member.compress_size} in the file"
-        raise CorruptFileError("read", where, expected, got)
+        raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.")
     with archive.open(member) as stream:
         dtype, shape, is_fortran, head_bytes = _read_head(stream, where)
     if head_bytes + prod(shape) * dtype.itemsize != member.file_size:
         got = f"{dtype}{list(shape)[:8]} in {member.file_size} bytes"
-        raise CorruptFileError("read", where, expected, got)
+        raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.")
 
     packed = None
     offset = begin + head_bytes
@@ -345,14 +357,18 @@ def _read_head(
     """Return dtype, shape, whether the array is stored by columns, and the length of the head."""
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
-        raise DataFileError("read", where, "npy 1.0 or 2.0", ".".join(map(str, version)))
+        raise DataFileError(
+            f"cannot read {where}: expected npy 1.0 or 2.0, got {'.'.join(map(str, version))}."
+        )
     read = np.lib.format.read_array_header_2_0
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
     shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEAD_BYTES)
     if dtype.hasobject:
-        advice = "Nothing in the file was run"
-        raise UnsafeFileError("read", where, "numbers or texts", "pickled objects", advice)
+        raise UnsafeFileError(
+            f"cannot read {where}: expected numbers or texts, got pickled objects. Nothing in "
+            "the file was run."
+        )
     if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
         raise ValueError(f"the shape {list(shape)[:8]}")
     return dtype, shape, is_fortran, stream.tell()

@@ -35,8 +35,9 @@ class Reader(FileSource):
         arrays = read_npz(self.path)
         missing = OGBENCH_ARRAYS - arrays.keys()
         if missing:
-            expected = f"the array {min(missing)!r}"
-            raise CorruptFileError("open", repr(str(self.path)), expected, "none")
+            raise CorruptFileError(
+                f"cannot open {str(self.path)!r}: expected the array {min(missing)!r}, got none."
+            )
         num_rows = self._check_rows(arrays)
         #: Field -> array with the rows of all trajectories.
         self._fields: dict[str, NpzArray] = {}
@@ -82,7 +83,7 @@ class Reader(FileSource):
         num_rows = shape[0] if shape else 0
         if not 0 < num_rows <= _MAX_ROWS:
             raise CorruptFileError(
-                "open", repr(str(self.path)), f"1 to {_MAX_ROWS} rows", str(num_rows)
+                f"cannot open {str(self.path)!r}: expected 1 to {_MAX_ROWS} rows, got {num_rows}."
             )
         for name, array in list(arrays.items()):
             has_rows = array.shape[:1] == (num_rows,) and array.dtype.kind in "biuf"
@@ -90,7 +91,9 @@ class Reader(FileSource):
                 expected = f"{num_rows} rows of numbers in {name!r}"
                 got = f"{array.dtype}{list(array.shape)}"
                 if name in OGBENCH_ARRAYS:
-                    raise CorruptFileError("open", repr(str(self.path)), expected, got)
+                    raise CorruptFileError(
+                        f"cannot open {str(self.path)!r}: expected {expected}, got {got}."
+                    )
                 self.problem(
                     "read the array", repr(str(self.path)), expected, got, "It is left out"
                 )
@@ -105,11 +108,15 @@ class Reader(FileSource):
             is_complete = len(flags) == min(_ROWS_AT_ONCE, num_rows - start)
             if not is_complete or not np.isin(flags, (0, 1)).all():
                 expected = "0 or 1 as 'terminals'"
-                raise CorruptFileError("open", repr(str(self.path)), expected, "something else")
+                raise CorruptFileError(
+                    f"cannot open {str(self.path)!r}: expected {expected}, got something else."
+                )
             ends.extend((np.flatnonzero(flags) + start).tolist())
             if len(ends) > _MAX_EPISODES:
                 expected = f"at most {_MAX_EPISODES} trajectories"
-                raise CorruptFileError("open", repr(str(self.path)), expected, "more")
+                raise CorruptFileError(
+                    f"cannot open {str(self.path)!r}: expected {expected}, got more."
+                )
         if not ends or ends[-1] != num_rows - 1:
             where = self._where(len(ends))
             expected = "1 as the last of 'terminals'"

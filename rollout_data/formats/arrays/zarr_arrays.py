@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 from ..input_checks import KnownFiles, damage_named, file_inside, optional, parse_json
 from ..records.tfrecord import crc32c
@@ -112,8 +112,10 @@ class Store:
                 return data[start:][:num_bytes]
             is_encrypted = bool(member.flag_bits & 1)
             if member.compress_type != zipfile.ZIP_STORED or is_encrypted:
-                expected = "a member that is stored or deflated"
-                raise DataFileError("read", repr(name), expected, "another")
+                raise DataFileError(
+                    f"cannot read {name!r}: expected a member that is stored or deflated, got "
+                    "another."
+                )
             first = max(0, size + start) if start < 0 else min(start, size)
             file.seek(begin + first)
             data = file.read(min(num_bytes, size - first))
@@ -341,11 +343,13 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
         is_node = is_format_2 or node_type in ("array", "group")
         if not isinstance(description, dict) or not is_node:
             expected = "the description of an array or a group"
-            raise CorruptFileError("read", repr(name), expected, repr(description)[:100])
+            raise CorruptFileError(in_parts("read", repr(name), expected, repr(description)[:100]))
         if not is_format_2 and node_type == "group":
             continue
         if len(arrays) == _MAX_ARRAYS:
-            raise CorruptFileError("read", repr(name), f"at most {_MAX_ARRAYS} arrays", "more")
+            raise CorruptFileError(
+                f"cannot read {name!r}: expected at most {_MAX_ARRAYS} arrays, got more."
+            )
         if description.get("shape") == [] or _holds_texts(description):
             leave_out(folder)
             continue
@@ -376,7 +380,7 @@ def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
     if filters or about["dtype"] == "|O":
         got = str(filters)[:100]
         advice = "Nothing was run"
-        raise UnsafeFileError("read", repr(name), "numbers without filters", got, advice)
+        raise UnsafeFileError(in_parts("read", repr(name), "numbers without filters", got, advice))
     codecs = [(compressor["id"], compressor)] if compressor else []
     chunks = tuple(map(int, about["chunks"]))
     key = (f"{name}/", about.get("dimension_separator", "."))
@@ -390,7 +394,7 @@ def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
 def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     if about["data_type"] not in DTYPES:
         got = str(about["data_type"])[:100]
-        raise UnsafeFileError("read", repr(name), "numbers", got, "Nothing was run")
+        raise UnsafeFileError(in_parts("read", repr(name), "numbers", got, "Nothing was run"))
     keys = about["chunk_key_encoding"]
     pieces = tuple(map(int, about["chunk_grid"]["configuration"]["chunk_shape"]))
     is_default = keys["name"] == "default"

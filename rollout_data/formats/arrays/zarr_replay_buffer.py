@@ -51,7 +51,9 @@ class Reader(FileSource):
                 data[name.removeprefix("data/")] = array
         if ZARR_ENDS not in arrays or not data:
             got = ", ".join(arrays) or "none"
-            raise CorruptFileError("open", where, f"arrays in 'data' and {ZARR_ENDS!r}", got)
+            raise CorruptFileError(
+                f"cannot open {where}: expected arrays in 'data' and {ZARR_ENDS!r}, got {got}."
+            )
 
         ends = self._ends(arrays[ZARR_ENDS])
         self._check_rows(data, int(ends[-1]) if len(ends) else 0)
@@ -77,8 +79,10 @@ class Reader(FileSource):
         where = repr(str(self.path))
         for name, array in data.items():
             if array.shape[0] < num_rows:
-                expected = f"{num_rows} rows in {name!r}"
-                raise CorruptFileError("open", where, expected, str(array.shape[0]))
+                raise CorruptFileError(
+                    f"cannot open {where}: expected {num_rows} rows in {name!r}, got "
+                    f"{array.shape[0]}."
+                )
         num_unfinished = max(array.shape[0] for array in data.values()) - num_rows
         if num_unfinished:
             advice = "Those of an unfinished episode are left out"
@@ -97,13 +101,14 @@ class Reader(FileSource):
         """Read the row after each episode: int64 `[num_episodes]`, ascending."""
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
-            expected = f"at most {_MAX_EPISODES} whole numbers as {ZARR_ENDS!r}"
-            got = f"{stored.dtype}{list(stored.shape)}"
-            raise CorruptFileError("open", repr(str(self.path)), expected, got)
+            raise CorruptFileError(
+                f"cannot open {str(self.path)!r}: expected at most {_MAX_EPISODES} whole "
+                f"numbers as {ZARR_ENDS!r}, got {stored.dtype}{list(stored.shape)}."
+            )
         ends = stored.read(self._store, 0, stored.shape[0]).astype(np.int64)
         if (np.diff(ends, prepend=0) < 0).any():
             raise CorruptFileError(
-                "open", repr(str(self.path)), f"{ZARR_ENDS!r} that grow", "others"
+                f"cannot open {str(self.path)!r}: expected {ZARR_ENDS!r} that grow, got others."
             )
         return ends
 

@@ -39,7 +39,9 @@ class Reader(FlatReader):
             datasets = file.datasets("")
             names = _names(self.usable(datasets), separator)
             if not names:
-                raise CorruptFileError("read", file.where, "datasets of steps", "none")
+                raise CorruptFileError(
+                    f"cannot read {file.where}: expected datasets of steps, got none."
+                )
             capacity = max(datasets[path].shape[0] for path in names)
             for part in _written_parts(config, capacity, file.where):
                 self.add_group(datasets, names, "", part)
@@ -69,8 +71,10 @@ def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list
     stated = config.get("capacity", capacity)
     is_position = type(position) is int and 0 <= position <= capacity
     if not is_position or type(is_full) is not bool or stated != capacity:
-        got = f"_idx {position!r}, _is_full {is_full!r}, capacity {stated!r}"
-        raise CorruptFileError("read", where, f"a place to write in {capacity} rows", got)
+        raise CorruptFileError(
+            f"cannot read {where}: expected a place to write in {capacity} rows, got _idx "
+            f"{position!r}, _is_full {is_full!r}, capacity {stated!r}."
+        )
     parts = []
     if is_full and position < capacity:
         parts.append(Part("", position, capacity - position))

@@ -77,8 +77,10 @@ class Reader(FlatReader):
             if not path.startswith(_METADATA):
                 names[path] = our_name(path)
         if "observations" not in names or "terminals" not in names:
-            expected = "observations and terminals of numbers"
-            raise CorruptFileError("read", file.where, expected, f"{sorted(names)}")
+            raise CorruptFileError(
+                f"cannot read {file.where}: expected observations and terminals of numbers, "
+                f"got {sorted(names)}."
+            )
         if not self.options["terminals_end"]:
             names["terminals"] = "terminals"
         num_rows = datasets["terminals"].shape[0]
@@ -104,9 +106,11 @@ class Reader(FlatReader):
         length = self.options["max_episode_steps"]
         action = "cut into episodes"
         if length is None:
-            advice = "Open it with max_episode_steps=..., the length at which they were cut"
-            raise UsageError(action, repr(str(self.path)), "'timeouts'", "none", advice)
-        return arguments.whole(action, "max_episode_steps", length, 1)
+            raise UsageError(
+                f"cannot {action} {str(self.path)!r}: expected 'timeouts', got none. Open it "
+                "with max_episode_steps=..., the length at which they were cut."
+            )
+        return arguments.whole("max_episode_steps", length, 1)
 
 
 def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:

@@ -143,8 +143,10 @@ class Writer(Hdf5Writer):
         advice = "Select episodes of one kind"
         if head == "reward":
             advice += ", or say missing_reward="
-        where = f"{str(self.path)!r} as D4RL"
-        return UsageError("write", where, f"{dataset} in all episodes", got, advice)
+        return UsageError(
+            f"cannot write {str(self.path)!r} as D4RL: expected {dataset} in all episodes, got "
+            f"{got}. {advice}."
+        )
 
     def add(self, episode: EpisodeToWrite) -> None:
         schema = self._fields.schema

@@ -106,11 +106,13 @@ class FlatReader(FileSource):
             info = datasets[path]
             if info.shape[0] != num_rows:
                 expected = f"{num_rows} rows of {path!r}"
-                raise CorruptFileError("read", where, expected, str(info.shape[0])).of("counts")
+                raise CorruptFileError(
+                    f"cannot read {where}: expected {expected}, got {info.shape[0]}."
+                ).of("counts")
             columns[name] = Column(path, row_shape(name, info), info.kind)
         if self.parts and self.columns != columns:
             expected = "the datasets of the groups before it"
-            raise CorruptFileError("read", where, expected, "others")
+            raise CorruptFileError(f"cannot read {where}: expected {expected}, got others.")
         self.columns = columns
         self.following = _following(columns)
         self.parts.append(part or Part(group, 0, num_rows))
@@ -153,8 +155,10 @@ class FlatReader(FileSource):
             stop = min(start + _FLAGS_AT_ONCE, num_rows)
             values = self.read_rows(name, start, stop).reshape(stop - start, -1)
             if values.shape[1] != 1:
-                where = f"{name!r} of {str(self.file_path)!r}"
-                raise CorruptFileError("read", where, "one value a step", f"{values.shape[1]}")
+                raise CorruptFileError(
+                    f"cannot read {name!r} of {str(self.file_path)!r}: expected one value a "
+                    f"step, got {values.shape[1]}."
+                )
             flags[start:stop] = values != 0
         return flags[:, 0]
 
@@ -173,10 +177,11 @@ class FlatReader(FileSource):
         """
         where = repr(str(self.path))
         if not len(stops):
-            raise CorruptFileError("read", where, "a step", "none")
+            raise CorruptFileError(f"cannot read {where}: expected a step, got none.")
         if len(stops) > _MAX_EPISODES:
-            expected = f"at most {_MAX_EPISODES} episodes"
-            raise CorruptFileError("read", where, expected, f"{len(stops)}")
+            raise CorruptFileError(
+                f"cannot read {where}: expected at most {_MAX_EPISODES} episodes, got {len(stops)}."
+            )
         columns = self.columns.items()
         fields = {name: Field(name, column.shape, column.kind) for name, column in columns}
         final = []
@@ -242,8 +247,10 @@ def _rows_of_part(file: OpenFile, part: Part, column: Column, low: int, high: in
     """Read rows of a part, counted from its first row."""
     info = file.datasets(part.group)[column.path]
     if info.kind != column.kind or info.shape[0] < part.first + part.num_rows:
-        where = f"{column.path!r} of {file.where}"
-        raise CorruptFileError("read", where, "the dataset as it was", "another")
+        raise CorruptFileError(
+            f"cannot read {column.path!r} of {file.where}: expected the dataset as it was, got "
+            "another."
+        )
     path = f"{part.group}/{column.path}"
     rows: Array = file.rows(path, info, part.first + low, part.first + high)
     return rows.reshape(high - low, *column.shape)

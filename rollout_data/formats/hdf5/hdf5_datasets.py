@@ -145,8 +145,9 @@ class OpenFile:
         group.links.iterate(append, info=True)
         self.num_links_left -= len(links)
         if self.num_links_left < 0:
-            where = self.place(group)
-            raise CorruptFileError("read", where, "groups in a tree", "links in circles")
+            raise CorruptFileError(
+                f"cannot read {self.place(group)}: expected groups in a tree, got links in circles."
+            )
         return {name.decode(): is_hard for name, is_hard in links}
 
     def numbered(self, group: str, prefix: str) -> list[str]:
@@ -164,9 +165,10 @@ class OpenFile:
         links = self.links(group)
         for name, is_hard in links.items():
             if not is_hard:
-                where = f"{name!r} of {self.place(group)}"
-                expected = "data in the file itself"
-                raise UnsafeFileError("read", where, expected, "a link to elsewhere")
+                raise UnsafeFileError(
+                    f"cannot read {name!r} of {self.place(group)}: expected data in the file "
+                    "itself, got a link to elsewhere."
+                )
         return list(links)
 
     def open(self, path: str, above: Any = None) -> Any:
@@ -182,8 +184,10 @@ class OpenFile:
             if not isinstance(node, h5g.GroupID) or not node.links.exists(name):
                 return None
             if node.links.get_info(name).type != h5l.TYPE_HARD:
-                where = f"{path!r} of {self.where}"
-                raise UnsafeFileError("read", where, "data in the file itself", "a link")
+                raise UnsafeFileError(
+                    f"cannot read {path!r} of {self.where}: expected data in the file itself, "
+                    "got a link."
+                )
             node = h5o.open(node, name)
         return node
 
@@ -191,8 +195,9 @@ class OpenFile:
         """Open a group; raise `CorruptFileError` if it does not exist."""
         node = self.open(path, above)
         if not isinstance(node, h5g.GroupID):
-            where = f"{path!r} of {self.where}"
-            raise CorruptFileError("read", where, "a group", "nothing or a dataset")
+            raise CorruptFileError(
+                f"cannot read {path!r} of {self.where}: expected a group, got nothing or a dataset."
+            )
         return node
 
     def datasets(self, path: str) -> dict[str, DatasetInfo]:
@@ -215,8 +220,10 @@ class OpenFile:
                 yield prefix + name, self.describe(node)
             elif isinstance(node, h5g.GroupID):
                 if depth == _MAX_DEPTH:
-                    expected = f"{_MAX_DEPTH} levels of groups"
-                    raise CorruptFileError("read", self.place(group), expected, "links in circles")
+                    raise CorruptFileError(
+                        f"cannot read {self.place(group)}: expected {_MAX_DEPTH} levels of "
+                        "groups, got links in circles."
+                    )
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
     def describe(self, node: h5d.DatasetID) -> DatasetInfo:
@@ -251,9 +258,10 @@ class OpenFile:
         settings = node.get_create_plist()
         layout = settings.get_layout()
         if layout == h5d.VIRTUAL or settings.get_external_count():
-            expected = "data in the file itself"
-            got = "a reference to other files"
-            raise UnsafeFileError("read", self.place(node), expected, got)
+            raise UnsafeFileError(
+                f"cannot read {self.place(node)}: expected data in the file itself, got a "
+                "reference to other files."
+            )
         stored_bytes = node.get_storage_size()
         if layout == h5d.CHUNKED:
             expansion = self._expansion(node, settings)
@@ -278,17 +286,20 @@ class OpenFile:
 
     def _check_size(self, node: h5d.DatasetID, num_bytes: int, most_bytes: int) -> None:
         if num_bytes > most_bytes:
-            expected = "a file that holds its data"
-            got = f"{num_bytes} bytes in a file of {self.num_bytes}"
-            raise CorruptFileError("read", self.place(node), expected, got)
+            raise CorruptFileError(
+                f"cannot read {self.place(node)}: expected a file that holds its data, got "
+                f"{num_bytes} bytes in a file of {self.num_bytes}."
+            )
 
     def _expansion(self, node: h5d.DatasetID, settings: Any) -> int:
         """Return the maximum expansion factor of a dataset's filters; 1 without compression."""
         filters = _filters(settings)
         unpackers = [code for code in filters if code not in _HARMLESS]
         if len(unpackers) > 1 or any(code not in _EXPANSION for code in unpackers):
-            expected = "one of gzip and LZF, or none"
-            raise CorruptFileError("read", self.place(node), expected, f"filters {filters}")
+            raise CorruptFileError(
+                f"cannot read {self.place(node)}: expected one of gzip and LZF, or none, got "
+                f"filters {filters}."
+            )
         return _EXPANSION[unpackers[0]] if unpackers else 1
 
     def rows(self, path: str, info: DatasetInfo, start: int, stop: int, node: Any = None) -> Any:
@@ -397,8 +408,10 @@ class OpenFile:
                 unpacked = zlib.decompressobj().decompress(data, num_bytes + 1)
                 is_too_large = len(unpacked) > num_bytes
             if is_too_large:
-                where = f"a chunk of {self.place(node)}"
-                raise CorruptFileError("read", where, f"{num_bytes} bytes", "more")
+                raise CorruptFileError(
+                    f"cannot read a chunk of {self.place(node)}: expected {num_bytes} bytes, "
+                    "got more."
+                )
             self._heavy_chunks[name].discard(offset)
 
     def _check_lengths(self, node: h5d.DatasetID, info: DatasetInfo, start: int, stop: int) -> None:
@@ -410,9 +423,10 @@ class OpenFile:
             lengths = np.frombuffer(references, "<u4")[:: _TEXT_BYTES // 4]
             longest = lengths.max(initial=0)
             if longest > MAX_HEAP_BYTES:
-                where = f"a row of {self.where}"
-                expected = f"at most {MAX_HEAP_BYTES} bytes"
-                raise CorruptFileError("read", where, expected, f"{longest} bytes")
+                raise CorruptFileError(
+                    f"cannot read a row of {self.where}: expected at most {MAX_HEAP_BYTES} "
+                    f"bytes, got {longest} bytes."
+                )
 
     def _references(
         self,
@@ -613,8 +627,10 @@ def _unpacked(data: bytes, filters: Sequence[int], num_bytes: int) -> bytes:
         elif code == h5z.FILTER_SHUFFLE:
             data = np.frombuffer(data, np.uint8).reshape(_TEXT_BYTES, -1).T.tobytes()
         else:
-            where = "rows of different lengths"
-            raise CorruptFileError("read", where, "gzip or no compression", f"filter {code}")
+            raise CorruptFileError(
+                "cannot read rows of different lengths: expected gzip or no compression, got "
+                f"filter {code}."
+            )
     return data
 
 

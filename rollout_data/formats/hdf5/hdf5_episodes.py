@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, in_parts
 from storage.saving.hdf5_files import reported
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
@@ -171,13 +171,16 @@ class Hdf5Reader(FileSource):
             counted = file.open(members[0], counted) if members else None
         where = file.place(node)
         if not getattr(counted, "shape", ()):
-            raise CorruptFileError("read", where, f"the dataset {self.COUNTED!r}", "none")
+            raise CorruptFileError(
+                f"cannot read {where}: expected the dataset {self.COUNTED!r}, got none."
+            )
         num_rows = int(counted.shape[0])
         stated = file.attribute(node, self.STATED) if self.STATED else None
         if stated is not None and stated != num_rows:
-            expected = f"{num_rows} steps, as it has {self.COUNTED}"
-            got = f"{self.STATED} {stated}"
-            raise CorruptFileError("read", where, expected, got).of("counts")
+            raise CorruptFileError(
+                f"cannot read {where}: expected {num_rows} steps, as it has {self.COUNTED}, "
+                f"got {self.STATED} {stated}."
+            ).of("counts")
         return num_rows
 
     def length(self, file: OpenFile, node: Any) -> int:
@@ -247,7 +250,9 @@ class Hdf5Reader(FileSource):
         if info.kind not in DTYPES or info.shape not in ((length,), (length, 1)):
             expected = f"{length} truth values"
             got = f"{info.kind} {info.shape}"
-            raise CorruptFileError("read", where, expected, got).of("counts")
+            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.").of(
+                "counts"
+            )
         start = 0 if length <= _MAX_FLAGS else length - 1
         values = file.rows("", info, start, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
@@ -337,7 +342,9 @@ class Hdf5Reader(FileSource):
             length = self.length(file, node)
             layout = layouts[names]
         if length < 1:
-            raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
+            raise CorruptFileError(
+                f"cannot read {file.place(node)}: expected at least 1 step, got {length}."
+            )
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
@@ -383,11 +390,15 @@ class Hdf5Reader(FileSource):
         length, actual = self.layout(file, group, datasets)
         if length != info.length:
             expected = f"{info.length} steps"
-            raise CorruptFileError("read", where, expected, str(length)).of("counts")
+            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {length}.").of(
+                "counts"
+            )
         if actual != layout:
             expected = "fields as in the episodes before it"
             got = layout.schema.difference(actual.schema) or "other final observations"
-            raise CorruptFileError("read", where, expected, got).of("fields")
+            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.").of(
+                "fields"
+            )
         file.checked.add(group)
         return datasets
 
@@ -473,7 +484,9 @@ class LayoutMaker:
         num_rows = self.length + num_extra
         if not shape or shape[0] != num_rows:
             expected = f"{num_rows} rows of {path!r}"
-            raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
+            raise CorruptFileError(in_parts("read", self._where, expected, f"shape {shape}")).of(
+                "counts"
+            )
 
     def add(self, name: str, path: str, has_final: bool = False) -> None:
         """Add a dataset as a field, if its type is readable.
@@ -542,7 +555,9 @@ class LayoutMaker:
             self._report_unread(path)
             return False
         if len(columns) >= MAX_FIELDS:
-            raise CorruptFileError("read", self._where, f"at most {MAX_FIELDS} fields", "more")
+            raise CorruptFileError(
+                in_parts("read", self._where, f"at most {MAX_FIELDS} fields", "more")
+            )
         columns[name] = Column(path, row_shape(name, info), info.kind, first)
         return True
 
@@ -602,6 +617,7 @@ def _without_padding(row: Any, where: str) -> bytes:
         return data
     end = data.rfind(_JPEG_END)
     if end < 0:
-        got = "a truncated JPEG"
-        raise CorruptFileError("decode the picture", where, "an intact picture", got)
+        raise CorruptFileError(
+            f"cannot decode the picture {where}: expected an intact picture, got a truncated JPEG."
+        )
     return data[: end + len(_JPEG_END)]

@@ -285,10 +285,10 @@ def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
             continue
         num_bytes = len(value.encode("utf-8", "surrogatepass"))
         if num_bytes > MAX_HEAP_BYTES:
-            where = f"{name!r} of {str(path)!r}"
-            expected = f"a text of at most {MAX_HEAP_BYTES} bytes"
-            advice = "Remove what is large from it"
-            raise UsageError("write", where, expected, f"{num_bytes} bytes", advice)
+            raise UsageError(
+                f"cannot write {name!r} of {str(path)!r}: expected a text of at most "
+                f"{MAX_HEAP_BYTES} bytes, got {num_bytes} bytes. Remove what is large from it."
+            )
 
 
 def _make_group(file: h5py.File, name: str) -> None:
@@ -353,7 +353,7 @@ class Hdf5Writer(ForeignWriter):
             try:
                 note = note_in_file(place, cls.NOTE) if place.is_file() else None
             except CorruptFileError as error:
-                raise occupied(place, f"a damaged file, {error.got}") from error
+                raise occupied(place, f"a damaged file ({error.message})") from error
             if note is None:
                 got = f"something without the dataset {cls.NOTE!r} of a conversion"
                 raise occupied(place, got)

@@ -84,8 +84,10 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
     with Files().use(path) as file:
         num_episodes = file.attribute(file.open(""), _NUM_EPISODES)
         if not isinstance(num_episodes, (int, float)) or not float(num_episodes).is_integer():
-            expected = f"the attribute {_NUM_EPISODES!r}, a whole number"
-            raise CorruptFileError("read", file.where, expected, repr(num_episodes))
+            raise CorruptFileError(
+                f"cannot read {file.where}: expected the attribute {_NUM_EPISODES!r}, a whole "
+                f"number, got {num_episodes!r}."
+            )
 
         allowance = Allowance(file.num_bytes)
         episodes = []
@@ -107,9 +109,11 @@ def _read_whole(
     is_text = info.kind == "text"
     has_values = dataset.size is not None
     if not has_values or (is_text and dataset.size == 0):
-        raise CorruptFileError("read the dataset", where, "values", "none")
+        raise CorruptFileError(f"cannot read the dataset {where}: expected values, got none.")
     if not is_text and info.kind not in DTYPES:
-        raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
+        raise FieldTypeError(
+            f"cannot read the dataset {where}: expected numbers, got {dataset.dtype}."
+        )
 
     allowance.take(dataset, where)
     if is_text:

@@ -63,8 +63,10 @@ class Reader(RobomimicReader):
         if not self._num_shifted:
             return length, stored
         if length < 2:
-            where = f"of {group!r} of {file.where}"
-            raise CorruptFileError("shift the observations", where, "2 steps", str(length))
+            raise CorruptFileError(
+                f"cannot shift the observations of {group!r} of {file.where}: expected 2 "
+                f"steps, got {length}."
+            )
         shifted = Layout(metadata=stored.metadata)
         for name, column in stored.columns.items():
             if name.split("/")[0] == "observation":

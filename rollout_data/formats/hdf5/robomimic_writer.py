@@ -139,16 +139,20 @@ class Writer(Hdf5Writer):
                     got = f"{name!r}: {why}"
                     break
             where = f"episodes of {str(self.path)!r} as {self.format}"
-            expected = "actions in all episodes"
-            raise UsageError("write", where, expected, got, "Select episodes of one kind")
+            raise UsageError(
+                f"cannot write {where}: expected actions in all episodes, got {got}. Select "
+                "episodes of one kind."
+            )
         owners: dict[str, str] = {}
         for name in schema:
             dataset = self._dataset_of(name)
             if dataset in owners:
                 where = f"{owners[dataset]!r} and {name!r} as {self.format}"
                 got = f"two for {dataset!r}"
-                advice = "Rename one of them"
-                raise UsageError("write", where, "one field for a dataset", got, advice)
+                raise UsageError(
+                    f"cannot write {where}: expected one field for a dataset, got {got}. "
+                    "Rename one of them."
+                )
             if dataset:
                 owners[dataset] = name
 

@@ -165,11 +165,8 @@ def check_encodable(field: Field) -> None:
     height, width, num_channels = field.shape
     if height % 2 or width % 2 or num_channels != 3:
         raise UsageError(
-            "write video",
-            f"of {field.name!r}",
-            "pictures of even height and width, and three channels",
-            str(field.shape),
-            "Write with video=''",
+            f"cannot write video of {field.name!r}: expected pictures of even height and "
+            f"width, and three channels, got {field.shape}. Write with video=''."
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from storage.core.arguments import is_real, is_whole
 from storage.core.durable_files import read_text
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, in_parts
 
 from ...sources.recordings.natural_order import natural
 from ..input_checks import file_inside, parse_json
@@ -153,8 +153,10 @@ class Index:
         episode: str = "",
     ) -> CorruptFileError:
         """Return the error for an index that contradicts the data."""
-        where = f"{subject} of {str(self._info.path)!r}"
-        return CorruptFileError("open", where, expected, got, _REBUILD_ADVICE).of(kind, episode)
+        return CorruptFileError(
+            f"cannot open {subject} of {str(self._info.path)!r}: expected {expected}, got "
+            f"{got}. {_REBUILD_ADVICE}."
+        ).of(kind, episode)
 
     def episode_error(
         self,
@@ -170,9 +172,10 @@ class Index:
         info = self._info
         name = _TASK_FILES[info.major]
         if not (info.path / name).exists():
-            where = f"the tasks of {str(info.path)!r}"
-            advice = "The tasks come from the index of the episodes"
-            error = CorruptFileError("open", where, f"a file {name!r}", "none", advice)
+            error = CorruptFileError(
+                f"cannot open the tasks of {str(info.path)!r}: expected a file {name!r}, got "
+                "none. The tasks come from the index of the episodes."
+            )
             self.problems.append(error.of("metadata"))
         elif info.major == 3:
             self.tasks = _read_tasks_3(info)
@@ -263,12 +266,12 @@ class Index:
         Raises:
             CorruptFileError: The file of a set of version 3 contradicts the index.
         """
-        got = cause.got
+        got = cause.message.rstrip(".")
         if len(episodes) > 1:
             got += f" (episodes {_shortened(episodes)} are left out)"
         kind = cause.kind or "unreadable"
         episode = str(episodes[0]) if len(episodes) == 1 else ""
-        problem = self.error(f"the data {name!r}", cause.expected, got, kind, episode)
+        problem = self.error(f"the data {name!r}", "intact data", got, kind, episode)
         problem.__cause__ = cause
         is_contradiction = cause.kind == "counts"
         if is_contradiction and self._info.major == 3 and not self._rebuilds:
@@ -363,7 +366,9 @@ class Index:
                 advice = "It is left out"
                 if is_complete:
                     advice = "Rows that the index does not name are left out"
-                problem = CorruptFileError("open", where, expected, got, advice)
+                problem = CorruptFileError(
+                    f"cannot open {where}: expected {expected}, got {got}. {advice}."
+                )
                 self.problems.append(problem.of("counts", str(episode)))
 
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
@@ -458,8 +463,10 @@ def _read_tasks_3(info: Info) -> dict[int, str]:
     texts = [name for name, arrow_type in file.types.items() if "string" in str(arrow_type)]
     texts = [name for name in texts if name in _TASK_TEXTS] or texts
     if len(texts) != 1:
-        expected = "the column task_index and a column of texts"
-        raise CorruptFileError("read", repr(str(file.path)), expected, str(texts))
+        raise CorruptFileError(
+            f"cannot read {str(file.path)!r}: expected the column task_index and a column of "
+            f"texts, got {texts}."
+        )
     return numbered_texts(file, TASK, texts[0])
 
 
@@ -475,9 +482,10 @@ def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str
     lines = [parse_json(line, path) for line in text.splitlines() if line.strip()]
     for row, line in enumerate(lines):
         if not isinstance(line, dict) or not all(is_whole(line.get(key)) for key in integers):
-            where = f"line {row} of {str(path)!r}"
-            expected = f"an object with {', '.join(integers)}"
-            raise CorruptFileError("read", where, expected, "none")
+            raise CorruptFileError(
+                f"cannot read line {row} of {str(path)!r}: expected an object with "
+                f"{', '.join(integers)}, got none."
+            )
     return lines
 
 
@@ -562,7 +570,7 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
         if not is_whole(value):
             expected = f"a whole number {name!r} in the index"
             got = repr(value)[:40]
-            raise CorruptFileError("open", where, expected, got, _REBUILD_ADVICE)
+            raise CorruptFileError(in_parts("open", where, expected, got, _REBUILD_ADVICE))
         return int(value)
 
     def take_file_numbers(group: str) -> dict[str, int | str]:
@@ -575,7 +583,9 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
         expected = f"a range of {length} frames from {start} on"
         total: Any = info.content.get("total_frames")
         is_outside = is_whole(total) and stop > total
-        error = CorruptFileError("open", where, expected, "another", _REBUILD_ADVICE)
+        error = CorruptFileError(
+            f"cannot open {where}: expected {expected}, got another. {_REBUILD_ADVICE}."
+        )
         raise error.of("outside" if is_outside else "counts", str(row.get(_EPISODE)))
 
     file = file_name(info.data_path, take_file_numbers("data"), info.path)
@@ -585,7 +595,9 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
         start_s = row.pop(f"videos/{camera}/from_timestamp", None)
         if not is_real(start_s) or not 0 <= start_s < 1e9:
             expected = f"the time of its first frame of {camera!r}"
-            raise CorruptFileError("open", where, expected, repr(start_s), _REBUILD_ADVICE)
+            raise CorruptFileError(
+                f"cannot open {where}: expected {expected}, got {start_s!r}. {_REBUILD_ADVICE}."
+            )
         videos[camera] = (file_name(info.video_path, values, info.path), start_s)
     tasks = _texts(row.pop("tasks", None))
     other = {name: value for name, value in row.items() if "/" not in name and name != _EPISODE}

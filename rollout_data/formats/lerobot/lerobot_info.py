@@ -14,7 +14,7 @@ from typing import Any
 
 from storage.core.arguments import is_real, is_whole
 from storage.core.fields import DTYPES, Field
-from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError
+from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError, in_parts
 
 from ..encoded_images import picture_format
 from ..format_detection import LEROBOT_INFO
@@ -109,7 +109,7 @@ def read_info(path: Path) -> Info:
     def check(name: str, value: Any, is_valid: bool) -> None:
         if not is_valid:
             expected = f"a {name!r} as LeRobot writes it"
-            raise CorruptFileError("open", repr(str(file)), expected, repr(value)[:80])
+            raise CorruptFileError(in_parts("open", repr(str(file)), expected, repr(value)[:80]))
 
     check("features", features, _are_objects(features))
     check("fps", fps, is_real(fps) and 0 < float(fps) < float("inf"))
@@ -138,11 +138,15 @@ def _checked_version(path: Path, content: Mapping[str, Any]) -> int:
     if content.get("storage_format") == "lance":
         advice = "Convert it with lerobot to storage_format 'parquet'"
         advice += "; the extra for Lance is not part of this release"
-        got = "storage_format 'lance'"
-        raise ForeignFileError("open", repr(str(path)), "Parquet files", got, advice)
+        raise ForeignFileError(
+            f"cannot open {str(path)!r}: expected Parquet files, got storage_format 'lance'. "
+            f"{advice}."
+        )
     if not re.fullmatch(r"v?(2\.[01]|3\.\d+)", version):
-        expected = "codebase_version v3.0, v2.1 or v2.0"
-        raise ForeignFileError("open", repr(str(path)), expected, repr(version[:40]))
+        raise ForeignFileError(
+            f"cannot open {str(path)!r}: expected codebase_version v3.0, v2.1 or v2.0, got "
+            f"{version[:40]!r}."
+        )
     return int(version.lstrip("v")[0])
 
 
@@ -165,12 +169,16 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
         if name not in values or (is_text and number_format):
             is_valid = False
     if not is_valid:
-        file = repr(str(where / LEROBOT_INFO))
         expected = f"a template of {', '.join(values)}"
-        raise CorruptFileError("open", file, expected, repr(template[:80]))
+        raise CorruptFileError(
+            f"cannot open {str(where / LEROBOT_INFO)!r}: expected {expected}, got "
+            f"{template[:80]!r}."
+        )
     if template.startswith("/") or ".." in template.split("/"):
         expected = f"files below {str(where)!r}"
-        raise UnsafeFileError("open", repr(template[:80]), expected, "names that lead out of it")
+        raise UnsafeFileError(
+            f"cannot open {template[:80]!r}: expected {expected}, got names that lead out of it."
+        )
     return _FIELD.sub(lambda match: format(values[match[1]], match[2] or ""), template)
 
 

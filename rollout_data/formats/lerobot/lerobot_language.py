@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from storage.errors import UsageError
+from storage.errors import UsageError, in_parts
 
 from ..parquet import arrow, plain_type
 
@@ -98,7 +98,7 @@ def arrow_type(description: Any) -> Any:
             return pyarrow.large_list(arrow_type(inner))
     expected = "a list, a struct or a primitive, as written by this library"
     where = f"in the metadata {ARROW_TYPES!r}"
-    raise UsageError("read the Arrow type", where, expected, repr(description)[:80])
+    raise UsageError(in_parts("read the Arrow type", where, expected, repr(description)[:80]))
 
 
 def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
@@ -118,7 +118,7 @@ def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
         return rows.cast(column_type)
     except (ValueError, TypeError, pyarrow.ArrowException) as cause:
         expected = f"JSON of the type {column_type}"
-        raise UsageError("write the texts", where, expected, str(cause)[:200]) from cause
+        raise UsageError(in_parts("write the texts", where, expected, str(cause)[:200])) from cause
 
 
 def _key_without_field(value: Any, value_type: Any) -> str:

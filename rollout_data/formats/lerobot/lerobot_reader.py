@@ -83,7 +83,7 @@ class Reader(FileSource):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         has_components: Any = self.options["components"]
-        arguments.flag("open the dataset", "components", has_components)
+        arguments.flag("components", has_components)
         info = read_info(self.path)
         self._rebuilds = self.options["on_bad_index"] == "rebuild"
         if info.content.get(UNFINISHED) is True:
@@ -354,9 +354,7 @@ class Reader(FileSource):
         try:
             end_s = end_of(file)
         except (CorruptFileError, OSError) as damage:
-            got = str(damage)
-            if isinstance(damage, CorruptFileError):
-                got = f"{damage.got} of {damage.where}"
+            got = str(damage).rstrip(".")
             where = f"{camera!r} of episode {episode}"
             advice = "The camera is left out of this episode"
             problem = self.problem("read", where, expected, got, advice)
@@ -372,7 +370,9 @@ class Reader(FileSource):
         """Return the end time of a video in seconds; infinity if PyAV is not installed."""
         path = self._video_file(file)
         if not path.stat().st_size:
-            raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
+            raise CorruptFileError(
+                f"cannot read {str(path)!r}: expected a video, got an empty file."
+            )
         if not find_spec("av"):
             return float("inf")
         end_s, self._video_details[file] = summarize_video(path)
@@ -513,9 +513,10 @@ class Reader(FileSource):
         """Raise `CorruptFileError` if the frame numbers of rows do not count up from `first`."""
         frames = as_rows([array], (), repr(_FRAME))
         if (frames != np.arange(first, first + len(frames))).any():
-            where = f"episode {episode} of {str(self.path)!r}"
-            expected = f"rows of the frames from {first} on"
-            raise CorruptFileError("read", where, expected, "other frames", "Open it again")
+            raise CorruptFileError(
+                f"cannot read episode {episode} of {str(self.path)!r}: expected rows of the "
+                f"frames from {first} on, got other frames. Open it again."
+            )
 
     def _batches(
         self,
@@ -560,7 +561,9 @@ class Reader(FileSource):
             return _decoded(feature, array, where)
         rows = as_rows([array], feature.shape, where)
         if rows.dtype != feature.dtype:
-            raise CorruptFileError("read", where, f"numbers of {feature.dtype}", str(rows.dtype))
+            raise CorruptFileError(
+                f"cannot read {where}: expected numbers of {feature.dtype}, got {rows.dtype}."
+            )
         if feature.kind == "annotation":
             text_of = self._subtasks if feature.source == NUMBER else self._tasks
             return [text_of.get(number, "") for number in rows.tolist()]
@@ -620,7 +623,9 @@ def _decoded(feature: Feature, array: Any, where: str) -> np.ndarray[Any, Any]:
         data = _picture_bytes(row) or b""
         pictures.append(decode_picture(data, where, feature.shape))
     if any(picture.dtype != feature.dtype for picture in pictures):
-        raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "another dtype")
+        raise CorruptFileError(
+            f"cannot read {where}: expected pictures of {feature.dtype}, got another dtype."
+        )
     return np.stack(pictures)
 
 

@@ -36,11 +36,15 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
     file = ParquetFile(file_inside(folder, TABLE_NAME))
     others = [name for name in file.types if name != NUMBER]
     if len(others) != 1 or "string" not in str(file.types[others[0]]):
-        expected = f"the columns {NUMBER!r} and {TEXT!r}"
-        raise CorruptFileError("read", repr(str(file.path)), expected, str(list(file.types)))
+        raise CorruptFileError(
+            f"cannot read {str(file.path)!r}: expected the columns {NUMBER!r} and {TEXT!r}, "
+            f"got {list(file.types)}."
+        )
     subtasks = numbered_texts(file, NUMBER, others[0])
     if len(subtasks) != file.num_rows:
-        raise CorruptFileError("read", repr(str(file.path)), f"each {NUMBER} once", "one twice")
+        raise CorruptFileError(
+            f"cannot read {str(file.path)!r}: expected each {NUMBER} once, got one twice."
+        )
     types = {name: describe(kind) or "string" for name, kind in file.declared_types.items()}
     return subtasks, {"struct": types}
 

@@ -136,7 +136,7 @@ class Writer(ForeignWriter):
         try:
             return file.exists() and not read_object(file).get(UNFINISHED)
         except DataFileError as error:
-            raise changed_file(path, file, error.got) from error
+            raise changed_file(path, file, error.message.rstrip(".")) from error
 
     @classmethod
     def effective(
@@ -198,14 +198,14 @@ class Writer(ForeignWriter):
         """Check the options and the frame rate."""
         options = self.options
         versions = ("v3.0", "v2.1")
-        self._version = arguments.choice(_ACTION, "version", options["version"], versions)
+        self._version = arguments.choice("version", options["version"], versions)
         self._codec: str | None = options["video"]
         if self._codec is not None:
-            self._codec = arguments.choice(_ACTION, "video", self._codec, ("", *ENCODERS))
-        self._is_for_groot = arguments.flag(_ACTION, "groot", options["groot"])
+            self._codec = arguments.choice("video", self._codec, ("", *ENCODERS))
+        self._is_for_groot = arguments.flag("groot", options["groot"])
         if self._is_for_groot and self._version != "v2.1":
             expected = "version 'v2.1', which GR00T reads"
-            raise UsageError(_ACTION, "", expected, repr(self._version))
+            raise UsageError(f"cannot {_ACTION}: expected {expected}, got {self._version!r}.")
 
         fps = _checked_fps(options["fps"])
         self._fps, rounded = frame_rate(self.episodes, self.metadata, fps)
@@ -217,7 +217,9 @@ class Writer(ForeignWriter):
             most_hz = 0.5 / TOLERANCE_S
             expected = f"a rate below {most_hz:g} Hz"
             expected += f", as lerobot finds frames within {TOLERANCE_S} s"
-            raise UsageError(_ACTION, repr(str(self.path)), expected, f"{self._fps:g} Hz")
+            raise UsageError(
+                f"cannot {_ACTION} {str(self.path)!r}: expected {expected}, got {self._fps:g} Hz."
+            )
 
     def _resume(self) -> set[str]:
         """Count the episodes of an earlier conversion and return their ids."""
@@ -265,8 +267,10 @@ class Writer(ForeignWriter):
             if field.num_elements and len(field.shape) <= _MAX_LIST_DIMENSIONS:
                 columns.append(self._column(field, units))
         if not any(column.name.startswith("action") for column in columns):
-            expected = "actions of one shape and dtype in all episodes"
-            raise UsageError(_ACTION, repr(str(self.path)), expected, "none, or several")
+            raise UsageError(
+                f"cannot {_ACTION} {str(self.path)!r}: expected actions of one shape and dtype "
+                "in all episodes, got none, or several."
+            )
         return columns
 
     def _column(self, field: Field, units: Mapping[str, str]) -> Column:
@@ -282,9 +286,10 @@ class Writer(ForeignWriter):
             self._is_for_groot,
         )
         if self._is_for_groot and not codec:
-            where = f"the camera {field.name!r} for GR00T"
-            expected = f"video= one of {', '.join(ENCODERS)}"
-            raise UsageError("write", where, expected, repr(codec))
+            raise UsageError(
+                f"cannot write the camera {field.name!r} for GR00T: expected video= one of "
+                f"{', '.join(ENCODERS)}, got {codec!r}."
+            )
         return column_of(field, units, codec, is_v3, copied_description)
 
     def _chosen_texts(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -379,10 +384,10 @@ class Writer(ForeignWriter):
         for field, feature in features:
             if feature in owners or feature in SCALARS:
                 other = owners.get(feature, feature)
-                where = f"the fields {other!r} and {field!r} as LeRobot"
-                expected = "a feature for each"
-                got = f"two called {feature!r}"
-                raise UsageError("write", where, expected, got, "Rename one of them")
+                raise UsageError(
+                    f"cannot write the fields {other!r} and {field!r} as LeRobot: expected a "
+                    f"feature for each, got two called {feature!r}. Rename one of them."
+                )
             owners[feature] = field
 
     def _file(self, number: int, camera: str = "") -> str:
@@ -957,9 +962,10 @@ class Writer(ForeignWriter):
                 name = column.name.removeprefix("observation.images.").replace(".", "_")
                 if name in cameras:
                     other = cameras[name]["original_key"]
-                    where = f"the cameras {other!r} and {column.name!r} for GR00T"
-                    got = f"{name!r} for both"
-                    raise UsageError("write", where, "a name for each", got, "Rename one")
+                    raise UsageError(
+                        f"cannot write the cameras {other!r} and {column.name!r} for GR00T: "
+                        f"expected a name for each, got {name!r} for both. Rename one."
+                    )
                 cameras[name] = {"original_key": column.name}
             elif len(column.field.shape) == 1 and head in ("observation", "action"):
                 vectors = actions if head == "action" else states
@@ -984,7 +990,7 @@ def _checked_fps(fps: Any) -> float | None:
     """Return the option `fps`; raise `UsageError` if the value is not a valid rate."""
     if fps is None:
         return None
-    return arguments.real(_ACTION, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
+    return arguments.real("fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
 
 
 def _video_of(episode: EpisodeToWrite, name: str) -> VideoRange | None:

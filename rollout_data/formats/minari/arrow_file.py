@@ -90,7 +90,9 @@ class ArrowFile:
             message = next(messages, None)
             if message is None or message.type != _RECORD_BATCH:
                 got = "fewer" if message is None else f"a {message.type}"
-                raise CorruptFileError("read", where, f"{num_batches} batches of rows", got)
+                raise CorruptFileError(
+                    f"cannot read {where}: expected {num_batches} batches of rows, got {got}."
+                )
             stated_bytes = _unpacked_bytes(message)
             if stated_bytes:
                 most_bytes = max(_MAX_BATCH_BYTES, message.body.size)
@@ -104,8 +106,10 @@ class ArrowFile:
 
     def _check_size(self, num_bytes: int, most_bytes: int) -> None:
         if num_bytes > most_bytes:
-            expected = f"a batch of at most {most_bytes} bytes"
-            raise CorruptFileError("read", repr(str(self.path)), expected, str(num_bytes))
+            raise CorruptFileError(
+                f"cannot read {str(self.path)!r}: expected a batch of at most {most_bytes} "
+                f"bytes, got {num_bytes}."
+            )
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

@@ -69,8 +69,10 @@ class TableReader(FileSource):
         for name in numbered(list(is_folder), ""):
             try:
                 if not is_folder[name]:
-                    where = repr(str(folder / name))
-                    raise UnsafeFileError("read", where, "a folder", "a link or a file")
+                    raise UnsafeFileError(
+                        f"cannot read {str(folder / name)!r}: expected a folder, got a link or "
+                        "a file."
+                    )
                 episodes.append(self._episode(folder / name))
             except DataFileError as cause:
                 self.problems.append(cause.of("", name))
@@ -87,11 +89,15 @@ class TableReader(FileSource):
         length = num_rows - 1
         where = repr(str(folder))
         if length < 1 or metadata.get("total_steps", length) != length:
-            expected = f"{metadata.get('total_steps', 1)} steps, of a row each, and one more"
-            raise CorruptFileError("read", where, expected, f"{num_rows} rows").of("counts")
+            raise CorruptFileError(
+                f"cannot read {where}: expected {metadata.get('total_steps', 1)} steps, of a "
+                f"row each, and one more, got {num_rows} rows."
+            ).of("counts")
         leaves = self._leaves_of(files[0])
         if any(file.types != files[0].types for file in files):
-            raise CorruptFileError("read", where, "parts with the same columns", "others")
+            raise CorruptFileError(
+                f"cannot read {where}: expected parts with the same columns, got others."
+            )
 
         schema, texts = _fields_of(leaves)
         final = list(schema.below("observation").values())
@@ -238,8 +244,10 @@ def _part_paths(folder: Path) -> list[Path]:
     suffix = Path(names[0]).suffix if names else ".parquet"
     parts = numbered([name.removesuffix(suffix) for name in names], "part-")
     if not parts or len(parts) != len(names):
-        expected = "files part-<n>.arrow or .parquet"
-        raise CorruptFileError("read", repr(str(folder)), expected, f"{sorted(names)}")
+        raise CorruptFileError(
+            f"cannot read {str(folder)!r}: expected files part-<n>.arrow or .parquet, got "
+            f"{sorted(names)}."
+        )
     return [folder / f"{part}{suffix}" for part in parts]
 
 

@@ -121,9 +121,10 @@ class Writer(Hdf5Writer):
         """Raise `UsageError` if an episode has no rewards, and `missing_reward` is None."""
         if has_number(episode, "reward") or self.options["missing_reward"] is not None:
             return
-        where = f"episode {episode.id!r} as Minari"
-        advice = "Say missing_reward=, or select episodes with one reward a step"
-        raise UsageError("write", where, "one reward a step", "none or several", advice)
+        raise UsageError(
+            f"cannot write episode {episode.id!r} as Minari: expected one reward a step, got "
+            "none or several. Say missing_reward=, or select episodes with one reward a step."
+        )
 
     def _forms(self, length: int) -> dict[str, Form]:
         """Return name of a dataset of an episode -> dtype and shape."""
@@ -158,10 +159,10 @@ class Writer(Hdf5Writer):
         if set(episode.final) >= names:
             return episode.length
         if episode.length == 1:
-            where = f"episode {episode.id!r} as Minari"
-            expected = "the observation after its only step"
-            advice = "Select episodes of two steps or more"
-            raise UsageError("write", where, expected, "none", advice)
+            raise UsageError(
+                f"cannot write episode {episode.id!r} as Minari: expected the observation "
+                "after its only step, got none. Select episodes of two steps or more."
+            )
         return episode.length - 1
 
     def add(self, episode: EpisodeToWrite) -> None:

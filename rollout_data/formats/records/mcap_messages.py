@@ -213,9 +213,10 @@ class Log:
             unpacked = _unpack(data[chunk.start : chunk.stop], chunk)
             is_valid = not chunk.checksum or crc32(unpacked) == chunk.checksum
             if len(unpacked) != chunk.num_bytes or not is_valid:
-                where = f"chunk {number} of {str(self.path)!r}"
-                expected = f"{chunk.num_bytes} bytes of their checksum"
-                raise CorruptFileError("read", where, expected, "others")
+                raise CorruptFileError(
+                    f"cannot read chunk {number} of {str(self.path)!r}: expected "
+                    f"{chunk.num_bytes} bytes of their checksum, got others."
+                )
             self._latest = (number, bytes(unpacked))
         return memoryview(self._latest[1])
 

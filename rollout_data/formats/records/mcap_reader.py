@@ -115,8 +115,10 @@ class Reader(FileSource):
             actions = list(action)
         clock: Any = self.options["clock"] or next(iter(actions), None)
         if not all(isinstance(name, (str, type(None))) for name in (*actions, clock)):
-            got = f"action={action!r}, clock={self.options['clock']!r}"
-            raise UsageError("open", repr(str(self.path)), "names of topics", got)
+            raise UsageError(
+                f"cannot open {str(self.path)!r}: expected names of topics, got "
+                f"action={action!r}, clock={self.options['clock']!r}."
+            )
         return actions, clock
 
     def _report_truncated(self, log: Log) -> None:
@@ -162,8 +164,10 @@ class Reader(FileSource):
         where = repr(str(log.path))
         first = max(int(np.searchsorted(clock, log.topics[name].times[0])) for name in topics)
         if first == len(clock):
-            expected = f"a message of every topic before the last of {self._clock!r}"
-            raise CorruptFileError("read", where, expected, "none")
+            raise CorruptFileError(
+                f"cannot read {where}: expected a message of every topic before the last of "
+                f"{self._clock!r}, got none."
+            )
         if first:
             place = f"{self._clock!r} of {where}"
             got = f"{first} before the first message of another topic"
@@ -200,10 +204,10 @@ class Reader(FileSource):
         for name in (*self._actions, self._clock):
             if name not in log.topics or not len(log.topics[name].times):
                 listed = "; ".join(map(_described, log.topics.values())) or "none"
-                expected = "a topic as action= or clock="
-                advice = f"The topics are: {listed}"
-                where = repr(str(log.path))
-                raise UsageError("choose the steps of", where, expected, repr(name), advice)
+                raise UsageError(
+                    f"cannot choose the steps of {str(log.path)!r}: expected a topic as "
+                    f"action= or clock=, got {name!r}. The topics are: {listed}."
+                )
             if log.topics[name].encoding != "json":
                 raise _other_encoding(log, log.topics[name])
 
@@ -453,7 +457,8 @@ def _described(topic: Topic) -> str:
 
 
 def _other_encoding(log: Log, topic: Topic) -> DataFileError:
-    where = f"{topic.name!r} of {str(log.path)!r}"
     package = _PACKAGES.get(topic.encoding, "another package")
-    advice = f"They need {package}; convert them"
-    return DataFileError("read", where, "messages of JSON", repr(topic.encoding), advice)
+    return DataFileError(
+        f"cannot read {topic.name!r} of {str(log.path)!r}: expected messages of JSON, got "
+        f"{topic.encoding!r}. They need {package}; convert them."
+    )

@@ -17,7 +17,13 @@ from typing import Any, ClassVar
 
 from storage.core import arguments
 from storage.core.fields import Field, Schema
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    ForeignFileError,
+    RolloutDataError,
+    in_parts,
+)
 
 from ...sources.episode_info import NO_FIELDS, EpisodeInfo
 from ...sources.file_source import FileSource
@@ -68,12 +74,14 @@ class Reader(FileSource):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         for name, choices in _CHOICES.items():
-            arguments.choice("open the set", name, self.options[name], choices)
+            arguments.choice(name, self.options[name], choices)
         folders = rlds_folders(self.path)
         if len(folders) != 1:
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError(
-                "open", repr(str(self.path)), "one version", got, "Open the folder of a version"
+                in_parts(
+                    "open", repr(str(self.path)), "one version", got, "Open the folder of a version"
+                )
             )
         self._known = KnownFiles()
         self._folder = folders[0]
@@ -87,7 +95,7 @@ class Reader(FileSource):
         except (LookupError, TypeError, ValueError, AttributeError) as cause:
             got = f"{type(cause).__name__}: {cause}"[:200]
             where = repr(str(self._folder))
-            raise CorruptFileError("open", where, "splits and features", got) from cause
+            raise CorruptFileError(in_parts("open", where, "splits and features", got)) from cause
         self.metadata = {}
         for name in ("name", "version", "description"):
             if name in info:
@@ -109,8 +117,9 @@ class Reader(FileSource):
         """Yield (split, file name, number of episodes) of each shard."""
         file_format = info.get("fileFormat") or "tfrecord"
         if file_format != "tfrecord":
-            where = repr(str(self._folder))
-            raise ForeignFileError("open", where, "TFRecord files", repr(file_format))
+            raise ForeignFileError(
+                f"cannot open {str(self._folder)!r}: expected TFRecord files, got {file_format!r}."
+            )
         for split in info["splits"]:
             lengths = [int(length) for length in split.get("shardLengths", ())]
             if len(lengths) > _MAX_SHARDS:
@@ -173,8 +182,10 @@ class Reader(FileSource):
             for start, stop in read_records(data, path):
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
                     num_records += 1
-                    expected = f"at most {_MAX_EPISODES} episodes"
-                    raise CorruptFileError("read", repr(str(path)), expected, "more")
+                    raise CorruptFileError(
+                        f"cannot read {str(path)!r}: expected at most {_MAX_EPISODES} "
+                        "episodes, got more."
+                    )
                 episode = f"{split}_{self._numbers[split]}"
                 self._numbers[split] += 1
                 try:
@@ -190,13 +201,13 @@ class Reader(FileSource):
                 num_records += 1
             if num_records != length:
                 raise CorruptFileError(
-                    "read", repr(str(path)), f"{length} episodes", str(num_records)
+                    f"cannot read {str(path)!r}: expected {length} episodes, got {num_records}."
                 )
         except DataFileError as error:
             if num_records == 0 and length == 0:
                 return  # An empty shard may have no file.
             if self.options["on_bad_index"] == "refuse":
-                error.advice = "Pass on_bad_index='rebuild' to read the episodes that are there"
+                error.message += " Pass on_bad_index='rebuild' to read the intact episodes."
                 raise
             self.problems.append(error)
         self.splits[split] = names
@@ -348,7 +359,9 @@ class Reader(FileSource):
         except (ValueError, LookupError, MemoryError, zlib.error) as cause:
             if isinstance(cause, RolloutDataError):
                 raise
-            raise CorruptFileError("read", where, "steps as declared", str(cause)[:200]) from cause
+            raise CorruptFileError(
+                in_parts("read", where, "steps as declared", str(cause)[:200])
+            ) from cause
 
     def read_final(self, number: int, name: str) -> Array:
         length = self.episodes[number].length

@@ -67,11 +67,15 @@ def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
         head = data[position : position + 12]
         num_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 12 or int.from_bytes(head[8:], "little") != masked_crc32c(head[:8]):
-            raise CorruptFileError("read", where, "the length of a record", "damage, or the end")
+            raise CorruptFileError(
+                f"cannot read {where}: expected the length of a record, got damage, or the end."
+            )
         start = position + 12
         if num_bytes > len(data) - start - 4:
-            got = f"{len(data) - start}, the file was cut"
-            raise CorruptFileError("read", where, f"a record of {num_bytes} bytes", got)
+            raise CorruptFileError(
+                f"cannot read {where}: expected a record of {num_bytes} bytes, got "
+                f"{len(data) - start}, the file was cut."
+            )
         yield start, start + num_bytes
         position = start + num_bytes + 4
 
@@ -85,9 +89,10 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
     stated = int.from_bytes(data[stop : stop + 4], "little")
     checksum = masked_crc32c(data[start:stop])
     if stated != checksum:
-        where = f"the record at byte {start} of {str(path)!r}"
-        expected = f"checksum {stated:08x}"
-        raise CorruptFileError("read", where, expected, f"{checksum:08x}").of("checksum")
+        raise CorruptFileError(
+            f"cannot read the record at byte {start} of {str(path)!r}: expected checksum "
+            f"{stated:08x}, got {checksum:08x}."
+        ).of("checksum")
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:

@@ -23,7 +23,7 @@ import torch
 from storage.core import arguments
 from storage.core.durable_files import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
@@ -69,7 +69,7 @@ class Reader(FileSource):
     def scan(self) -> Sequence[EpisodeInfo]:
         option = self.options["on_bad_index"]
         choices = ("refuse", "rebuild")
-        choice = arguments.choice("open the checkpoint", "on_bad_index", option, choices)
+        choice = arguments.choice("on_bad_index", option, choices)
         is_rebuilt = choice == "rebuild"
         #: Path and content of the most recently loaded file.
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
@@ -82,7 +82,7 @@ class Reader(FileSource):
                     shape = _shape(block, path)
                     block_episodes = self._episodes(block, path, shape, number, entry)
                 except DataFileError as error:
-                    error.advice = error.advice or "The trajectory is left out"
+                    error.message += " The trajectory is left out."
                     self.problems.append(error)
                     continue
                 self._check_num_samples(entry, path, shape, is_rebuilt)
@@ -111,7 +111,9 @@ class Reader(FileSource):
         got = f"{shape[0]} x {shape[1]}"
         if not is_rebuilt:
             advice = "Pass on_bad_index='rebuild' to believe the files"
-            raise CorruptFileError("open", where, expected, got, advice)
+            raise CorruptFileError(
+                f"cannot open {where}: expected {expected}, got {got}. {advice}."
+            )
         advice = "The file is believed"
         self.problem("agree with the index on", where, expected, got, advice).of("counts")
 
@@ -136,7 +138,9 @@ class Reader(FileSource):
         file_format = self.metadata.get("trajectory_format", "pt")
         if file_format != "pt":
             got = repr(file_format)[:40]
-            raise UnsafeFileError("open", where, "trajectories as 'pt'", got, _PICKLE_ADVICE)
+            raise UnsafeFileError(
+                in_parts("open", where, "trajectories as 'pt'", got, _PICKLE_ADVICE)
+            )
 
         entries = _entries(index, where)
         files: dict[int, list[str]] = {}
@@ -156,8 +160,10 @@ class Reader(FileSource):
             if name not in files[number]:
                 name = files[number][-1]
             if not name.endswith(".pt"):
-                place = f"{name!r} of {where}"
-                raise UnsafeFileError("read", place, "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
+                raise UnsafeFileError(
+                    f"cannot read {name!r} of {where}: expected a file of 'pt', got a pickle. "
+                    f"{_PICKLE_ADVICE}."
+                )
             absent_fields = _absent_fields(absent, number)
             if absent_fields:
                 entry = {**entry, ABSENT: absent_fields}
@@ -343,7 +349,7 @@ def _load(path: Path) -> dict[str, Any]:
             expected = "tensors and plain containers only"
             got = str(cause).split("\n")[0][:200]
             advice = "Nothing in the file was run"
-            raise UnsafeFileError("read", where, expected, got, advice) from cause
+            raise UnsafeFileError(in_parts("read", where, expected, got, advice)) from cause
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of a dict")
 
@@ -411,8 +417,10 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
         value = block[name]
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 0:
             return int(value.shape[0]), int(value.shape[1])
-    expected = "'prev_logprobs' or 'rewards' of [T, B, ...]"
-    raise CorruptFileError("read", repr(str(path)), expected, "none")
+    raise CorruptFileError(
+        f"cannot read {str(path)!r}: expected 'prev_logprobs' or 'rewards' of [T, B, ...], got "
+        "none."
+    )
 
 
 def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
@@ -431,7 +439,7 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
     if num_epochs < 0 or (num_epochs > 0 and num_steps % num_epochs):
         expected = f"flags {list(shape)}, or a row more for each epoch"
         got = str(list(value.shape)) if is_tensor else type(value).__name__
-        raise CorruptFileError("read", where, expected, got)
+        raise CorruptFileError(in_parts("read", where, expected, got))
     flags: Array = value.reshape(len(value), num_columns, -1).bool().any(-1).numpy()
     if num_epochs == 0:
         return flags

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from storage.core.fields import MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 MAX_ARRAY_BYTES = 1 << 32
 _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
@@ -86,9 +86,8 @@ class TruncatedPickleError(CorruptFileError):
 
 def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
     """Return the error of a damaged or truncated pickle."""
-    return (TruncatedPickleError if is_cut else CorruptFileError)(
-        "read the pickle", repr(str(path)), expected, got
-    )
+    error_class = TruncatedPickleError if is_cut else CorruptFileError
+    return error_class(f"cannot read the pickle {str(path)!r}: expected {expected}, got {got}.")
 
 
 def unsafe_pickle(
@@ -96,7 +95,7 @@ def unsafe_pickle(
 ) -> UnsafeFileError:
     """Return the error of a pickle that contains more than data."""
     advice = "Nothing in the file was run; find out where it comes from"
-    return UnsafeFileError("read the pickle", repr(str(path)), expected, got, advice)
+    return UnsafeFileError(in_parts("read the pickle", repr(str(path)), expected, got, advice))
 
 
 def kind(value: Any) -> str:
@@ -186,8 +185,10 @@ def _new_dtype(path: Path, arguments: tuple[Any, ...]) -> PickledDtype:
     if code.startswith("O"):
         raise unsafe_pickle(path, "an array of objects")
     if code not in _DTYPE_CODES:
-        expected = f"arrays of one of {', '.join(_DTYPE_CODES)}"
-        raise DataFileError("read the pickle", repr(str(path)), expected, f"dtype {code[:40]!r}")
+        raise DataFileError(
+            f"cannot read the pickle {str(path)!r}: expected arrays of one of "
+            f"{', '.join(_DTYPE_CODES)}, got dtype {code[:40]!r}."
+        )
     return PickledDtype(np.dtype(code))
 
 

@@ -62,7 +62,8 @@ def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
         content = _Machine(file, path).run()
         if type(content) is not dict:
             raise ForeignFileError(
-                "read the pickle", repr(str(path)), "a dict of arrays", kind(content)
+                f"cannot read the pickle {str(path)!r}: expected a dict of arrays, got "
+                f"{kind(content)}."
             )
         return {name: _described(value) for name, value in content.items()}
     except _DAMAGE as cause:
@@ -223,7 +224,8 @@ def _stack_global(m: _Machine, _: None) -> Global:
 def _protocol(m: _Machine, version: int) -> None:
     if version > MAX_PROTOCOL:
         raise ForeignFileError(
-            "read the pickle", repr(str(m.path)), f"a protocol up to {MAX_PROTOCOL}", str(version)
+            f"cannot read the pickle {str(m.path)!r}: expected a protocol up to "
+            f"{MAX_PROTOCOL}, got {version}."
         )
 
 

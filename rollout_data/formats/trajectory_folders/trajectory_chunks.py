@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.fields import dtype_name
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, in_parts
 
 from ...blocks.block_header import FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED
 from .pickled_arrays import StoredArray
@@ -134,7 +134,7 @@ def scan_chunk(file: ChunkFile) -> Chunk:
 
 def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
     """Return the error of a chunk that violates this layout."""
-    return DataFileError("read the chunk", repr(str(path)), expected, got, advice)
+    return DataFileError(in_parts("read the chunk", repr(str(path)), expected, got, advice))
 
 
 def _is_component(key: str) -> bool:
@@ -259,7 +259,9 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
         expected = f"a chunk from frame {position} on"
         got = f"only {newest[min(newest)].file.path.name!r}{more}"
         kind = "overlap" if min(newest) < position else "gap"
-        wrong = CorruptFileError("read the trajectory", repr(str(folder)), expected, got, advice)
+        wrong = CorruptFileError(
+            f"cannot read the trajectory {str(folder)!r}: expected {expected}, got {got}. {advice}."
+        )
         problems.append(wrong.of(kind, folder.name))
     return kept, problems
 
@@ -306,8 +308,9 @@ def cut_trajectories(
     if len(firsts) == 1:
         return fragments, chunk, []
     inside = int((stops < total).sum())
-    got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
-    action = "read as one trajectory"
-    advice = f"Split into {len(firsts)} trajectories"
-    wrong = DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)
+    wrong = DataFileError(
+        f"cannot read as one trajectory {str(folder)!r}: expected an end at the last frame, "
+        f"got {inside} inside{f', the first at frame {int(ends[0])}' if inside else ''}. Split "
+        f"into {len(firsts)} trajectories."
+    )
     return fragments, chunk, [wrong.of("inside", folder.name)]

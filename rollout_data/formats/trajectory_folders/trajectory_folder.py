@@ -23,7 +23,7 @@ import numpy as np
 from storage.codecs.codec_chains import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, in_parts, nearest
 
 from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
 from ...sources.episode_info import ABSENT
@@ -231,7 +231,9 @@ def _fields(
         advice = "Read as before; to read it by these, open the dataset again"
         expected = "the same description as when the dataset was opened"
         problems = [
-            DataFileError("use the metadata", repr(str(path)), expected, difference, advice)
+            DataFileError(
+                in_parts("use the metadata", repr(str(path)), expected, difference, advice)
+            )
         ]
     return signature, schema, problems
 
@@ -258,7 +260,9 @@ def _build_schema(
     problems: list[DataFileError] = []
 
     def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
-        wrong = DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice)
+        wrong = DataFileError(
+            in_parts("use the metadata", repr(str(metadata_path)), expected, got, advice)
+        )
         problems.append(wrong.of("description"))
 
     segments: Any = metadata.get(SEGMENTS)
@@ -282,9 +286,10 @@ def _build_schema(
             shape = stored.shape
         codec = mapping.get(name, "raw")
         if not isinstance(codec, str) or codec not in VALUE_CODECS:
-            action = f"decode the component {name!r} of"
-            known = nearest(str(codec), VALUE_CODECS)
-            raise ForeignFileError(action, repr(str(metadata_path)), known, repr(codec))
+            raise ForeignFileError(
+                f"cannot decode the component {name!r} of {str(metadata_path)!r}: expected "
+                f"{nearest(str(codec), VALUE_CODECS)}, got {codec!r}."
+            )
         if codec == "raw" and not segments and stored.dtype == "uint8":
             codec = "normalized_image"
             advice = "Taken as 'normalized_image', the only codec of this layout"
@@ -324,9 +329,9 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
     try:
         return scan_chunk(file)
     except DataFileError as error:
-        advice = f"{error.advice}. {_CUT}" if error.advice else _CUT
-        kind = CorruptFileError if isinstance(error, TruncatedPickleError) else type(error)
-        problem = kind(error.action, error.where, error.expected, error.got, advice)
+        is_truncated = isinstance(error, TruncatedPickleError)
+        error_class = CorruptFileError if is_truncated else type(error)
+        problem = error_class(f"{error.message} {_CUT}.")
         problem.__cause__ = error.__cause__ or error
         problem.of(error.kind)
     except OSError as error:
@@ -345,7 +350,9 @@ def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
     for repair, repaired in paths.items():
         more = f" and {len(repaired) - 1} more" if len(repaired) > 1 else ""
         problems.append(
-            DataFileError("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair)
+            DataFileError(
+                in_parts("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair)
+            )
         )
     return problems
 
@@ -406,10 +413,12 @@ def read_chunk_rows(
         )
         num_rows = int((used["row"] + used["length"]).max(initial=0))
         if opened.num_frames < num_rows or not is_same:
-            expected = f"at least {num_rows} frames of {scan.schema}"
-            got = f"{opened.num_frames} of {', '.join(map(str, opened.signature))}"
-            advice = "It has changed since the dataset was opened; open the dataset again"
-            raise CorruptFileError("read the chunk", repr(str(opened.path)), expected, got, advice)
+            raise CorruptFileError(
+                f"cannot read the chunk {str(opened.path)!r}: expected at least {num_rows} "
+                f"frames of {scan.schema}, got {opened.num_frames} of "
+                f"{', '.join(map(str, opened.signature))}. It has changed since the dataset "
+                "was opened; open the dataset again."
+            )
         rows = {}
         for name in layout.columns if columns is None else columns:
             column = layout.columns[name]

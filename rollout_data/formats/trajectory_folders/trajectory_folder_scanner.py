@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
-from storage.errors import DataFileError
+from storage.errors import DataFileError, in_parts
 
 from ...blocks.block import Block, Key
 from ...blocks.block_folder import block_entries
@@ -61,10 +61,10 @@ class TrajectoryFolderScanner(Scanner):
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where = repr(str(labelled[0]))
-            advice = "They label the states that another policy reached (DAgger)"
             source.advise(
                 DataFileError(
-                    "take the actions", f"of {where}", "those executed", "a teacher's", advice
+                    f"cannot take the actions of {where}: expected those executed, got a "
+                    "teacher's. They label the states that another policy reached (DAgger)."
                 )
             )
         for scan in self._scans:
@@ -142,7 +142,7 @@ class TrajectoryFolderScanner(Scanner):
         with suppress(DataFileError, OSError):  # Reading the episode raises the error again.
             for problem in copied_actions(layout.schema, int(one["length"]), read):
                 where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
-                self._source.advise(DataFileError("take as commands", where, *problem))
+                self._source.advise(DataFileError(in_parts("take as commands", where, *problem)))
 
     def _report_left_out(self) -> None:
         for scan in self._scans:
@@ -152,10 +152,11 @@ class TrajectoryFolderScanner(Scanner):
             found = [] if path in self._mixed else block_entries(path)
             if count := sum(entry.name.startswith("rollout_") for entry in found):
                 self._mixed.add(path)
-                got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"
-                advice = "Only the trajectory folders are read; move one or the other to a folder of their own"
                 problem = DataFileError(
-                    "read all of", repr(str(path)), "data of one kind", got, advice
+                    f"cannot read all of {str(path)!r}: expected data of one kind, got {count} "
+                    f"block file{'s' if count > 1 else ''} beside trajectory folders. Only the "
+                    "trajectory folders are read; move one or the other to a folder of their "
+                    "own."
                 )
                 self._source.report(problem)
 

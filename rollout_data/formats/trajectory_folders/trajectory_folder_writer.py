@@ -83,11 +83,12 @@ class Writer(ForeignWriter):
         self._fields = self._chosen_fields()
         for episode in self.episodes:
             if "action" not in self._fields.schema or not self._fields.schema.below("observation"):
-                expected = "an observation and an action of one dtype and shape in all episodes"
                 reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
                 got = "; ".join(reasons) or repr(episode.schema)
                 raise UsageError(
-                    "write", f"episode {episode.id!r} as a trajectory folder", expected, got
+                    f"cannot write episode {episode.id!r} as a trajectory folder: expected an "
+                    "observation and an action of one dtype and shape in all episodes, got "
+                    f"{got}."
                 )
             parts = Counter(
                 _component(name.partition("/")[2])
@@ -97,14 +98,17 @@ class Writer(ForeignWriter):
                 where = f"episode {episode.id!r} as a trajectory folder"
                 got = f"several called {twice[0]!r}"
                 raise UsageError(
-                    "write", where, "parts of an observation that stay apart without '/'", got
+                    f"cannot write {where}: expected parts of an observation that stay apart "
+                    f"without '/', got {got}."
                 )
             if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
                 where = f"episode {episode.id!r} as a trajectory folder"
-                advice = "Say missing_reward="
                 reason = self._fields.left_out.get("reward")
                 got = f"none that can be written: {reason}" if reason else "none"
-                raise UsageError("write", where, "a reward in all episodes", got, advice)
+                raise UsageError(
+                    f"cannot write {where}: expected a reward in all episodes, got {got}. Say "
+                    "missing_reward=."
+                )
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
             left.unlink()

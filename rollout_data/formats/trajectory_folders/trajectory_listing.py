@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.durable_files import read_json
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    in_parts,
+)
 
 from ...blocks.block_folder import entries_of
 
@@ -123,7 +129,7 @@ def _walk(
         except RolloutDataError as cause:
             if path == data_dir:
                 raise
-            problems.append(_skipped(path, "a readable folder", cause.got))
+            problems.append(_skipped(path, "a readable folder", cause.message))
             problems[-1].__cause__ = cause
             continue
         others = []
@@ -226,17 +232,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         except (OSError, CorruptFileError) as error:
             cause = error
     advice = "Read without it: names, shapes and codecs are taken from the chunks"
-    got = cause.got if isinstance(cause, CorruptFileError) else str(cause)
-    raise CorruptFileError("read", repr(str(path)), "a JSON object", got[:200], advice).of(
-        "metadata"
-    ) from cause
+    got = cause.message if isinstance(cause, CorruptFileError) else str(cause)
+    raise CorruptFileError(
+        in_parts("read", repr(str(path)), "a JSON object", got[:200], advice)
+    ).of("metadata") from cause
 
 
 def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
-    return DataFileError("read", repr(str(path)), expected, got, advice)
+    return DataFileError(in_parts("read", repr(str(path)), expected, got, advice))
 
 
 def _outside(path: str | Path) -> DataFileError:
-    expected = "a file below the data folder"
-    got = "a link that leads out of it"
-    return UnsafeFileError("read", repr(str(path)), expected, got, "Skipped")
+    return UnsafeFileError(
+        f"cannot read {str(path)!r}: expected a file below the data folder, got a link that "
+        "leads out of it. Skipped."
+    )

@@ -74,7 +74,7 @@ def checked_share(value: Any, action: str, expected: str) -> Shard:
     except TypeError:
         share = None
     if share is None or not 0 <= share.number < share.total:
-        raise UsageError(action, "", expected, repr(value))
+        raise UsageError(f"cannot {action}: expected {expected}, got {value!r}.")
     return share
 
 
@@ -104,13 +104,10 @@ def refuse_second_split() -> None:
     loader = state.GradientState().active_dataloader if state is not None else None
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
     if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
-        advice = "Do not prepare this loader, or give the dataset shard='none' and as_dict=True"
         raise UsageError(
-            "share the data out",
-            "",
-            "ranks that read a share each",
-            "accelerate, which splits",
-            advice,
+            "cannot share the data out: expected ranks that read a share each, got accelerate, "
+            "which splits. Do not prepare this loader, or give the dataset shard='none' and "
+            "as_dict=True."
         )
 
 
@@ -140,8 +137,10 @@ def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
     except RolloutDataError as problem:
         return None, problem
     except Exception as cause:  # noqa: BLE001 - other processes wait for any result
-        got = f"{type(cause).__name__}: {cause}"
-        wrapped = BackgroundError("look at the folders", "for all processes", "an answer", got)
+        wrapped = BackgroundError(
+            "cannot look at the folders for all processes: expected an answer, got "
+            f"{type(cause).__name__}: {cause}."
+        )
         wrapped.__cause__ = cause
         return None, wrapped
 

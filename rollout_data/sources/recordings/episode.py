@@ -36,7 +36,8 @@ class Fields(dict[str, Any]):
         }
         if not below:
             raise MissingFieldError(
-                "read the field", repr(name), nearest(name, self), "no such field"
+                f"cannot read the field {name!r}: expected {nearest(name, self)}, got no such "
+                "field."
             )
         return Fields(below)
 
@@ -113,9 +114,10 @@ class Episode:
         action = "call Episode.read"
         self._check_name(action, name)
         if not (is_whole(start) and is_whole(end) and 0 <= start <= end <= self.length):
-            where = f"of episode {self.id!r}"
-            expected = f"0 <= start <= stop <= {self.length}"
-            raise UsageError(action, where, expected, f"{start!r}:{end!r}")
+            raise UsageError(
+                f"cannot {action} of episode {self.id!r}: expected 0 <= start <= stop <= "
+                f"{self.length}, got {start!r}:{end!r}."
+            )
         return self._source.read(self._number, name, start, end)
 
     def video(self, name: str) -> VideoRange | None:
@@ -129,8 +131,10 @@ class Episode:
 
     def _check_name(self, action: str, name: str) -> None:
         if not isinstance(name, str) or (name not in self.schema and name not in self.texts):
-            expected = f"name among {nearest(str(name), [*self.schema, *self.texts])}"
-            raise UsageError(action, f"of episode {self.id!r}", expected, repr(name))
+            raise UsageError(
+                f"cannot {action} of episode {self.id!r}: expected name among "
+                f"{nearest(str(name), [*self.schema, *self.texts])}, got {name!r}."
+            )
 
     def rounded(self) -> dict[str, tuple[int, int]]:
         """Return the fields whose integers were rounded to floats in reads so far.
@@ -170,7 +174,8 @@ class Episode:
         found = self._group(name)
         if found is None:
             raise UsageError(
-                "read the field", f"of episode {self.id!r}", nearest(name, self.keys()), repr(name)
+                f"cannot read the field of episode {self.id!r}: expected "
+                f"{nearest(name, self.keys())}, got {name!r}."
             )
         return found
 

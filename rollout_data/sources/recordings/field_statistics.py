@@ -96,16 +96,18 @@ def compute_statistics(
     except (TypeError, ValueError):
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
-        raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
-    use_cache = flag(action, "use_cache", use_cache)
-    progress = flag(action, "progress", progress)
+        raise UsageError(
+            f"cannot {action}: expected quantiles as a list of levels in [0, 1], got {levels!r}."
+        )
+    use_cache = flag("use_cache", use_cache)
+    progress = flag("progress", progress)
     parts = [
         (snapshot, trajectories)
         for snapshot, trajectories in parts
         if snapshot.index.lengths[trajectories].sum()
     ]
     if not parts:
-        raise UsageError(action, "", "at least one frame", "none")
+        raise UsageError(f"cannot {action}: expected at least one frame, got none.")
     schema = parts[0][0].layouts[DATA].schema
     names = [name for name in names if not schema[name].is_text]
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}

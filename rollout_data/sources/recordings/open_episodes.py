@@ -40,8 +40,10 @@ def open_episodes(origin: Origin) -> EpisodeSource:
     if scanner is None or scanner is FileScanner:
         return open_foreign(origin.path, origin.format, **origin.options)
     if origin.options:
-        expected = f"no option (of {scanner.format})"
-        raise UsageError("open", repr(str(origin.path)), expected, repr(next(iter(origin.options))))
+        raise UsageError(
+            f"cannot open {str(origin.path)!r}: expected no option (of {scanner.format}), got "
+            f"{next(iter(origin.options))!r}."
+        )
     return _open_folder(origin)
 
 
@@ -62,10 +64,9 @@ def _open_folder(origin: Origin) -> RowSource:
             placed = [(folder, source.notes.kept(block)) for folder, block in placed]
             listing = scanner, schema, num_present, placed
         return _described(source, origin, listing, live.metadata, live.problems, live.advice)
-    where = repr(str(origin.path))
-    got = "edits that were replaced at each look"
     raise DataFileError(
-        "open", where, "edits that stay while they are read", got, "Open it again later"
+        f"cannot open {str(origin.path)!r}: expected edits that stay while they are read, got "
+        "edits that were replaced at each look. Open it again later."
     )
 
 

@@ -22,6 +22,7 @@ from storage.errors import (
     RolloutDataError,
     UnansweredError,
     UsageError,
+    in_parts,
     nearest,
 )
 
@@ -161,8 +162,7 @@ class Recording(Sequence[Episode]):
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """Return one column of `table`, with NaN for returns; no rows are read."""
-        action = "call Recording.column"
-        found: np.ndarray[Any, Any] = self._source.column(choice(action, "name", name, COLUMNS))[
+        found: np.ndarray[Any, Any] = self._source.column(choice("name", name, COLUMNS))[
             self._numbers
         ]
         return found
@@ -188,16 +188,15 @@ class Recording(Sequence[Episode]):
         Raises:
             DataFileError: The fields cannot be read.
         """
-        action = "call Recording.read_many"
         return self._source.read_many(
-            self._numbers[env_ids(action, "places", places, len(self))], names, starts, counts
+            self._numbers[env_ids("places", places, len(self))], names, starts, counts
         )
 
     def info(self, place: int) -> EpisodeInfo:
         """Return the description of an episode; no rows are read."""
         if not is_whole(place) or not -len(self) <= place < len(self):
-            kind = OutOfRangeError if is_whole(place) else UsageError
-            raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
+            error_class = OutOfRangeError if is_whole(place) else UsageError
+            raise error_class(f"place must be in {-len(self)}:{len(self)}, got {place!r}.")
         return self._source.episodes[int(self._numbers[place])]
 
     def __len__(self) -> int:
@@ -211,10 +210,11 @@ class Recording(Sequence[Episode]):
         if isinstance(index, slice):
             return self._of(index)
         if not is_whole(index) or not -len(self) <= index < len(self):
-            kind = OutOfRangeError if is_whole(index) else UsageError
-            expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
-            action = f"take an episode of the Recording of {str(self.path)!r}"
-            raise kind(action, "", expected, repr(index), "select() takes names")
+            error_class = OutOfRangeError if is_whole(index) else UsageError
+            raise error_class(
+                f"index must be an integer in {-len(self)}:{len(self)} or a slice, got {index!r}. "
+                "Use select() for names."
+            )
         number = int(self._numbers[index])
         self._source.check_present([number])
         return Episode(self._source, number, self._source.episodes[number])
@@ -275,12 +275,14 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: A name does not exist.
         """
-        instance("call Recording.select", "ids", ids, "as names of episodes", Iterable)
+        instance("ids", ids, "names of episodes", Iterable)
         wanted = {ids} if isinstance(ids, str) else set(map(str, ids))
         there = self.ids
         for one in wanted - set(there):
-            expected = f"ids with {_some(one, there)}"
-            raise UsageError("call Recording.select", f"of {str(self.path)!r}", expected, repr(one))
+            raise UsageError(
+                f"cannot call Recording.select of {str(self.path)!r}: expected ids with "
+                f"{_some(one, there)}, got {one!r}."
+            )
         return self._of(np.array([one in wanted for one in there], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
@@ -298,7 +300,8 @@ class Recording(Sequence[Episode]):
         if keeps is not None:
             if not callable(keeps):
                 raise UsageError(
-                    "call Recording.filter", "", "keeps as a function of an Episode", repr(keeps)
+                    "cannot call Recording.filter: expected keeps as a function of an Episode, "
+                    f"got {keeps!r}."
                 )
             kept &= np.array(
                 [bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool
@@ -327,9 +330,10 @@ class Recording(Sequence[Episode]):
         """Return the parts of `split`; errors name the call `action`."""
         if parts is None:
             if not self._source.splits:
-                expected = "parts that the file names"
-                advice = 'Give shares, {"train": 0.9, ...}'
-                raise UsageError(action, f"of {str(self.path)!r}", expected, "none", advice)
+                raise UsageError(
+                    f"cannot {action} of {str(self.path)!r}: expected parts that the file "
+                    'names, got none. Give shares, {"train": 0.9, ...}.'
+                )
             there = set(self.ids)
             return {
                 name: self.select([one for one in map(str, ids) if one in there])
@@ -337,17 +341,15 @@ class Recording(Sequence[Episode]):
             }
         if not isinstance(parts, Mapping):
             raise UsageError(
-                action, "", "parts as a mapping of names to shares", type(parts).__name__
+                in_parts(action, "", "parts as a mapping of names to shares", type(parts).__name__)
             )
-        seed = checked_seed(action, "seed", seed)
+        seed = checked_seed("seed", seed)
         is_given = all(map(is_real, parts.values()))
         shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
             raise UsageError(
-                action,
-                f"of {str(self.path)!r}",
-                "parts with shares >= 0 that add up to 1",
-                repr(dict(parts)),
+                f"cannot {action} of {str(self.path)!r}: expected parts with shares >= 0 that "
+                f"add up to 1, got {dict(parts)!r}."
             )
         keys = random_keys(
             name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed

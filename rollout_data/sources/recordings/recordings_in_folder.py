@@ -50,5 +50,6 @@ def several_error(
         ", ..." if len(inside) > _NUM_SHOWN else ""
     )
     count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
-    got = f"{str(path)!r}, a folder that holds {count} ({names})"
-    return error_class(action, "", "path as one recording", got, "Name one of them")
+    return error_class(
+        f"cannot {action}: {str(path)!r} is a folder of {count} ({names}). Name one of them."
+    )

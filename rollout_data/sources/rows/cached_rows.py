@@ -173,9 +173,10 @@ def _check_room(needed_bytes: int) -> None:
     """Raise if free memory is less than the bytes of the rows plus a tenth."""
     free = free_memory_bytes()
     if free is not None and needed_bytes > 0.9 * free:
-        expected = f"at most 90 % of the free {free / 2**30:.1f} GiB"
-        got = f"{needed_bytes / 2**30:.1f} GiB"
-        raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
+        raise UsageError(
+            "cannot cache the dataset in memory: expected at most 90 % of the free "
+            f"{free / 2**30:.1f} GiB, got {needed_bytes / 2**30:.1f} GiB. Use cache='none'."
+        )
 
 
 def _content(index: TrajectoryIndex) -> int:

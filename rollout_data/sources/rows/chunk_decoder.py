@@ -199,4 +199,4 @@ class ChunkFiles:
             return table.decode(data, num_rows, out)
         except CorruptFileError as cause:
             where = f"chunk {chunk - int(np.searchsorted(self._spots[0], number))} of {'/'.join(self.place)}"
-            raise corrupt(path, f"{cause.expected} in {where}", cause.got) from cause
+            raise corrupt(path, f"an intact {where}", cause.message) from cause

@@ -183,8 +183,10 @@ def end_flags(info: EpisodeInfo) -> int:
 def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> Any:
     """Return the values of a field; raise if their shape differs from `shape`."""
     if np.shape(values) != shape:
-        where = f"episode {block.fragments['trajectory'][0]} of {str(block.path)!r}"
-        raise CorruptFileError("read", where, f"{name!r} of shape {shape}", str(np.shape(values)))
+        raise CorruptFileError(
+            f"cannot read episode {block.fragments['trajectory'][0]} of {str(block.path)!r}: "
+            f"expected {name!r} of shape {shape}, got {np.shape(values)}."
+        )
     return values
 
 

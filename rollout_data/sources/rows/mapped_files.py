@@ -73,7 +73,9 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
                 expected = f"{num_bytes >> 30} GiB of address space"
                 advice = "Raise the limit (ulimit -v)"
                 advice += " or close other datasets"
-                raise UsageError("map the dataset", "", expected, str(cause), advice) from cause
+                raise UsageError(
+                    f"cannot map the dataset: expected {expected}, got {cause}. {advice}."
+                ) from cause
             num_bytes //= 2
 
 
@@ -126,14 +128,12 @@ class Arena:
             needed = offset + num_rows * self.row_bytes
             if needed > size:  # reading a mapping beyond the end of its file kills the process
                 raise CorruptFileError(
-                    "map the block", repr(str(path)), f"{needed} bytes", f"{size}"
+                    f"cannot map the block {str(path)!r}: expected {needed} bytes, got {size}."
                 )
             if start + length + PAGE_BYTES > self._base + self._bytes:
                 raise UsageError(
-                    "map the block",
-                    repr(str(path)),
-                    f"at most {self._bytes >> 30} GiB in all",
-                    "more",
+                    f"cannot map the block {str(path)!r}: expected at most {self._bytes >> 30} "
+                    "GiB in all, got more."
                 )
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
         self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
@@ -177,8 +177,10 @@ class Arena:
         unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:
-            where = f"of {self.row_bytes} bytes at offset {inner} of a page"
-            raise RolloutDataError("map rows", where, "an offset that rows can share")
+            raise RolloutDataError(
+                f"cannot map rows of {self.row_bytes} bytes at offset {inner} of a page: "
+                "expected an offset that rows can share."
+            )
         num_units = self.row_bytes // unit
         return (
             self._end

@@ -412,4 +412,4 @@ def _decode(
             *rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first]
         )
     except CorruptFileError as cause:
-        raise corrupt(path, f"{cause.expected} of {'/'.join(place)}", cause.got) from cause
+        raise corrupt(path, f"intact rows of {'/'.join(place)}", cause.message) from cause

@@ -214,13 +214,11 @@ class RowSource(EpisodeSource):
         writer, within = self.index.keys(np.array([number]))[0]
         name = f"{writer[writer.find(':') + 1 :]}:{within}"
         is_replaced = block.path.exists()
-        got = f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}"
         change = "replaced" if is_replaced else "removed, as by prune"
-        advice = (
-            f"It was {change}; the other episodes are read, and refresh() lists what is there now"
-        )
         error = LostBlockError(
-            "read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice
+            f"cannot read the episode {name!r} of {str(self.path)!r}: expected its file, got "
+            f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}. It "
+            f"was {change}; the other episodes are read, and refresh() lists what is there now."
         )
         error.key = block.key
         return error.of("", name)
@@ -278,11 +276,9 @@ class RowSource(EpisodeSource):
             self._texts = self.notes.texts(self)
         missing = sorted(set(numbers.tolist()) - self._texts.keys())
         if missing:
-            where = f"of {name!r} in {str(self.path)!r}"
-            expected = "the text of each number"
-            got = f"none of {missing[0]}"
             raise DataFileError(
-                "read the texts", where, expected, got, "It was damaged and set aside"
+                f"cannot read the texts of {name!r} in {str(self.path)!r}: expected the text "
+                f"of each number, got none of {missing[0]}. It was damaged and set aside."
             )
         return [self._texts[number] for number in numbers.tolist()]
 

@@ -177,14 +177,10 @@ class UnmappedRows(RowSource):
             raise self.index.lost_block(block, _in_words(cause)) from cause
         except OSError as cause:
             lost = self.index.lost_block(block, _in_words(cause))
-            advice = "Try again, or reset these envs"
-            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
+            raise DataFileError(f"{lost.message} Try again, or reset these envs.") from cause
 
     def _lost(self, block: int, cause: DataFileError) -> LostBlockError:
-        lost = self.index.lost_block(block, _in_words(cause), is_gone=False)
-        if cause.advice:
-            lost.advice = f"{cause.advice}. {lost.advice}"
-        return lost
+        return self.index.lost_block(block, _in_words(cause), is_gone=False)
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
         """Return the rows of a damaged block with zeros for damaged rows; None if no row is intact.
@@ -251,6 +247,6 @@ class BlockFiles(UnmappedRows):
 
 def _in_words(cause: Exception) -> str:
     """Return a description of a cause for the message of another error."""
-    if isinstance(cause, DataFileError) and cause.expected:
-        return f"{cause.got or 'nothing'} instead of {cause.expected}"
+    if isinstance(cause, DataFileError):
+        return cause.message.rstrip(".")
     return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)

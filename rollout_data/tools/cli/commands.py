@@ -119,9 +119,9 @@ def option_values(action: str, pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         name, sign, text = pair.partition("=")
         if not sign:
-            raise UsageError(action, "", "NAME=VALUE", repr(pair))
+            raise UsageError(f"cannot {action}: expected NAME=VALUE, got {pair!r}.")
         if name in values:
-            raise UsageError(action, "", "NAME=VALUE, each name once", repr(pair))
+            raise UsageError(f"cannot {action}: expected NAME=VALUE, each name once, got {pair!r}.")
         try:
             values[name] = json.loads(text)
         except ValueError:
@@ -209,9 +209,10 @@ def verify(options: argparse.Namespace) -> Answer:
 
 def pack(options: argparse.Namespace) -> Answer:
     if bool(options.out_dir) == options.in_place:
-        expected = "either OUT_DIR or --in-place"
         got = "both" if options.in_place else "neither"
-        raise UsageError("pack", repr(options.data_dir), expected, got)
+        raise UsageError(
+            f"cannot pack {options.data_dir!r}: expected either OUT_DIR or --in-place, got {got}."
+        )
     block_bytes = options.block_mb << 20
     summary = pack_dataset(options.data_dir, options.out_dir, block_bytes, options.progress)
     packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"

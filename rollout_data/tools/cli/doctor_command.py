@@ -31,11 +31,8 @@ def doctor(options: argparse.Namespace) -> Answer:
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
         raise UsageError(
-            "examine",
-            "",
-            "a file or folder",
-            "none",
-            "Give one, or --list-rules, or --explain CODE",
+            "cannot examine: expected a file or folder, got none. Give one, or --list-rules, "
+            "or --explain CODE."
         )
     chosen = {
         "only": only,
@@ -87,8 +84,9 @@ def _setting(pair: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        expected = "CODE.name=number, as in VAL05.ranges=100"
-        raise UsageError("set", repr(name), expected, repr(pair)) from None
+        raise UsageError(
+            f"cannot set {name!r}: expected CODE.name=number, as in VAL05.ranges=100, got {pair!r}."
+        ) from None
 
 
 def _rule_line(rule: Rule) -> str:

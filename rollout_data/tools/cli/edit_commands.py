@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from storage.errors import UsageError
+from storage.errors import UsageError, in_parts
 
 from ...formats.open_recording import open as open_recording
 from ..edit import edits, merge_split, repair_recording
@@ -145,7 +145,7 @@ def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
             return None
         place = f"trajectories of {options.data_dir!r}"
         advice = f"'rollout-data ls {options.data_dir}' lists them"
-        raise UsageError(options.command, place, "ids or --select", "neither", advice)
+        raise UsageError(in_parts(options.command, place, "ids or --select", "neither", advice))
     if options.select:
         recording = open_recording(options.data_dir)
         if ids:

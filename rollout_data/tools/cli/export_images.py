@@ -98,9 +98,11 @@ def _picture_field(episode: Episode, field: str | None) -> str:
     """
     names = [name for name, declared in episode.schema.items() if axes_of(declared.shape)]
     if not names or (field is not None and field not in names):
-        expected = f"a field of pictures, {nearest(field or '', names)}"
         got = repr(field) if field else "none"
-        raise UsageError("show pictures", f"of episode {episode.id!r}", expected, got)
+        raise UsageError(
+            f"cannot show pictures of episode {episode.id!r}: expected a field of pictures, "
+            f"{nearest(field or '', names)}, got {got}."
+        )
     return field or names[0]
 
 

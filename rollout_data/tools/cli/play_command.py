@@ -77,7 +77,7 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
     wanted = episode or "0"
     ids = recording.ids
     if not ids:
-        raise UsageError("play", repr(str(recording.path)), "an episode", "none")
+        raise UsageError(f"cannot play {str(recording.path)!r}: expected an episode, got none.")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
         return recording, int(wanted)
     # Raises `UsageError` if there is no such episode.
@@ -137,8 +137,10 @@ def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
     known = episode.keys()
     for prefix in prefixes:
         if not any(_is_below(name, prefix) for name in known):
-            place = f"of episode {episode.id!r}"
-            raise UsageError("play the field", place, nearest(prefix, known), repr(prefix))
+            raise UsageError(
+                f"cannot play the field of episode {episode.id!r}: expected "
+                f"{nearest(prefix, known)}, got {prefix!r}."
+            )
     return [name for name in episode.schema if any(_is_below(name, prefix) for prefix in prefixes)]
 
 

@@ -80,5 +80,7 @@ def _column_value(name: str, text: str) -> Any:
             "success": "true, false or unknown",
             "time": "a time such as 2026-05-01T12:00",
         }
-        expected = examples.get(name, "a number")
-        raise UsageError("select episodes", f"by {name!r}", expected, repr(text)) from cause
+        raise UsageError(
+            f"cannot select episodes by {name!r}: expected {examples.get(name, 'a number')}, "
+            f"got {text!r}."
+        ) from cause

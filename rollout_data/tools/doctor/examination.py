@@ -70,11 +70,11 @@ def doctor(
         AccessError, FetchError: The store refuses access, or does not answer.
     """
     action = "call rollout_data.doctor"
-    progress = arguments.flag(action, "progress", progress)
+    progress = arguments.flag("progress", progress)
     rules = chosen_rules(action, only, skip)
     changed = _changed_thresholds(action, settings)
     if sample is not None:
-        arguments.whole(action, "sample", sample, 1)
+        arguments.whole("sample", sample, 1)
     recording, failure = opened(action, path)
     scan = Scan(
         path,
@@ -148,7 +148,7 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
                 return None, error
-            return None, DataFileError("open", repr(str(path)), "", str(error))
+            return None, DataFileError(f"cannot open {str(path)!r}: got {error}.")
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
@@ -167,11 +167,13 @@ def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[
     """
     codes = [rule.code for rule in RULES]
     for argument, values in (("only", only), ("skip", skip)):
-        for prefix in arguments.names(action, argument, values):
+        for prefix in arguments.names(argument, values):
             is_known = any(code.startswith(prefix) for code in codes)
             if not prefix or not is_known:
-                expected = f"{argument} with codes of rules, {nearest(prefix, codes)}"
-                raise UsageError(action, "", expected, repr(prefix))
+                raise UsageError(
+                    f"cannot {action}: expected {argument} with codes of rules, "
+                    f"{nearest(prefix, codes)}, got {prefix!r}."
+                )
     rules = list(RULES)
     if only:
         rules = [rule for rule in rules if rule.code.startswith(tuple(only))]
@@ -183,13 +185,17 @@ def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[
 def _changed_thresholds(action: str, settings: Any) -> dict[str, dict[str, float]]:
     """Return {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
     if not isinstance(settings, Mapping | None):
-        raise UsageError(action, "", "settings as a mapping of thresholds", repr(settings))
+        raise UsageError(
+            f"cannot {action}: expected settings as a mapping of thresholds, got {settings!r}."
+        )
     known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
     changed: dict[str, dict[str, float]] = {}
     for key, value in (settings or {}).items():
         if key not in known:
-            raise UsageError(action, "", f"settings among {nearest(str(key), known)}", repr(key))
-        number = arguments.real(action, f"settings[{key!r}]", value, "a number", _is_any_number)
+            raise UsageError(
+                f"cannot {action}: expected settings among {nearest(str(key), known)}, got {key!r}."
+            )
+        number = arguments.real(f"settings[{key!r}]", value, "a number", _is_any_number)
         code, name = known[key]
         changed.setdefault(code, {})[name] = number
     return changed

@@ -96,10 +96,7 @@ class Files:
                 self.bad[name] = problem
             except OSError as error:
                 self.bad[name] = CorruptFileError(
-                    "read the block",
-                    repr(name),
-                    "a readable file",
-                    str(error),
+                    f"cannot read the block {name!r}: expected a readable file, got {error}."
                 )
 
     def _is_block_folder(self) -> bool:

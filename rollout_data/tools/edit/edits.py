@@ -163,7 +163,10 @@ def tagged(
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
         expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
-        raise UsageError(_call("tag"), "", expected, repr(reserved) if notes else "none")
+        raise UsageError(
+            f"cannot {_call('tag')}: expected {expected}, got "
+            f"{repr(reserved) if notes else 'none'}."
+        )
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         chosen = _chosen("tag", index, edits, ids)
@@ -171,10 +174,11 @@ def tagged(
             edits.notes[key] = {**edits.notes.get(key, {}), **data}
             num_bytes = len(json.dumps(edits.notes[key]))
             if num_bytes > MAX_NOTE_BYTES:
-                where = f"for trajectory {_name(key)!r}"
-                expected = f"at most {MAX_NOTE_BYTES} bytes of notes"
-                advice = "Record large data as a field"
-                raise UsageError(_call("tag"), where, expected, f"{num_bytes}", advice)
+                raise UsageError(
+                    f"cannot {_call('tag')} for trajectory {_name(key)!r}: expected at most "
+                    f"{MAX_NOTE_BYTES} bytes of notes, got {num_bytes}. Record large data as a "
+                    "field."
+                )
         return len(chosen)
 
     return _edited(path, "tag", change, dry_run)
@@ -332,7 +336,7 @@ def _edited(
 
     Nothing is written if nothing changes, or with `dry_run`.
     """
-    dry_run = arguments.flag(_call(action), "dry_run", dry_run)
+    dry_run = arguments.flag("dry_run", dry_run)
     folder = _folder(path, action)
     if dry_run:
         return change(read_edits(folder), folder.index)
@@ -359,25 +363,26 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     if hasattr(path, "origin"):  # A `Recording` may have other places and ids than its folder.
         expected = "path as a folder of block files"
         advice = "Give its path, and names of trajectories, such as its ids"
-        raise UsageError(_call(action), "", expected, f"{path!r}", advice)
+        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {path!r}. {advice}.")
     origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
         expected = "path as one folder of this machine"
         advice = "Edit it, then push it"
         got = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
-        raise UsageError(_call(action), "", expected, got, advice)
+        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {got}. {advice}.")
     check_single(_call(action), origin.path)
     if scanner_of(origin) is not BlockScanner:
         expected = "path as a folder of block files"
         advice = "Convert it first: rollout_data.convert(path, new_path)"
         got = f"{str(path)!r}, which is of another format"
-        raise UsageError(_call(action), "", expected, got, advice)
+        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {got}. {advice}.")
     folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
-            where = repr(str(path))
             advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
-            error = DataFileError(action, where, "intact edits", repr(name), advice)
+            error = DataFileError(
+                f"cannot {action} {str(path)!r}: expected intact edits, got {name!r}. {advice}."
+            )
             raise error from problem
     return folder
 
@@ -390,7 +395,9 @@ def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> li
     """
     action = _call(function)
     if not isinstance(ids, Iterable) and not is_whole(ids):
-        raise UsageError(action, "", "ids as names or places of trajectories", repr(ids))
+        raise UsageError(
+            f"cannot {action}: expected ids as names or places of trajectories, got {ids!r}."
+        )
     is_single = isinstance(ids, str) or not isinstance(ids, Iterable)
     items: list[Any] = [ids] if is_single else list(ids)  # type: ignore[arg-type]
     known = dict.fromkeys(index.keys())
@@ -399,7 +406,7 @@ def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> li
         if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
             if not -len(index) <= item < len(index):
                 expected = f"ids with places in {-len(index)}:{len(index)}"
-                raise UsageError(action, "", expected, str(item))
+                raise UsageError(f"cannot {action}: expected {expected}, got {item}.")
             (key,) = index.keys(np.array([item]))
             chosen[key] = None
             continue
@@ -409,7 +416,9 @@ def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> li
             expected = f"ids with names such as {nearest(str(item), map(_name, known), _NUM_SHOWN)}"
             if not known:
                 expected = "path with trajectories, of which there are none"
-            raise UsageError(action, "", expected, repr(item), "'rollout-data ls' lists them")
+            raise UsageError(
+                f"cannot {action}: expected {expected}, got {item!r}. 'rollout-data ls' lists them."
+            )
         chosen[key] = None
     return list(chosen)
 

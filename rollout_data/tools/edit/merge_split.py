@@ -23,7 +23,14 @@ from storage.core.arguments import is_real
 from storage.core.durable_files import replace_folder
 from storage.core.fields import Schema
 from storage.core.locks import only_writer_of
-from storage.errors import DataFileError, RolloutDataError, SchemaError, TargetError, UsageError
+from storage.errors import (
+    DataFileError,
+    RolloutDataError,
+    SchemaError,
+    TargetError,
+    UsageError,
+    in_parts,
+)
 
 from ...blocks.annotation_table import EPISODES, TEXTS
 from ...blocks.block import Block
@@ -106,18 +113,20 @@ def new_folder(
         DataFileError: A file of a source cannot be read.
         TargetError: The target cannot be written.
     """
-    place = arguments.path(action, name, target).resolve()
+    place = arguments.path(name, target).resolve()
     verb = action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
             expected = f"{name} as a place outside of {str(source)!r}"
-            raise UsageError(action, "", expected, repr(str(target)))
+            raise UsageError(f"cannot {action}: expected {expected}, got {str(target)!r}.")
     made = None
     try:
         with only_writer_of(place, f"{verb} into"):
             if place.is_dir() and any(place.iterdir()):
                 expected = f"{name} as a new or empty folder"
-                raise UsageError(action, "", expected, f"files in {str(target)!r}")
+                raise UsageError(
+                    f"cannot {action}: expected {expected}, got files in {str(target)!r}."
+                )
             with replace_folder(place, ()) as made:
                 yield made
     except (DataFileError, OSError) as cause:
@@ -129,7 +138,9 @@ def new_folder(
             advice = "If it was removed meanwhile, as by prune, call it again"
             where = repr(cause.filename)
             expected = "a file that can be read"
-            raise DataFileError(verb, where, expected, str(cause.strerror), advice) from cause
+            raise DataFileError(
+                in_parts(verb, where, expected, str(cause.strerror), advice)
+            ) from cause
         raise _target_error(verb, target, cause) from cause
 
 
@@ -137,8 +148,8 @@ def _target_error(verb: str, target: str | os.PathLike[str], cause: Exception) -
     """Return the error of a target that cannot be written."""
     got = f"{type(cause).__name__}: {cause}"
     if isinstance(cause, TargetError):
-        got = cause.got
-    error = TargetError(verb, f"into {str(target)!r}", "a place that can be written", got)
+        got = cause.message.rstrip(".")
+    error = TargetError(in_parts(verb, f"into {str(target)!r}", "a place that can be written", got))
     error.errno = getattr(cause, "errno", None)
     return error
 
@@ -182,12 +193,12 @@ def merge(
         DataFileError: A source cannot be opened, or none of its episodes can be read.
     """
     action = "call rollout_data.merge"
-    progress = arguments.flag(action, "progress", progress)
+    progress = arguments.flag("progress", progress)
     origins = origins_of(sources, action, "sources")
     recordings = [open_source(action, "sources", origin) for origin in origins]
     for recording in recordings:
         _check_source(recording)
-    result = NewFolder(arguments.path(action, "out", out))
+    result = NewFolder(arguments.path("out", out))
     paths = [recording.path for recording in recordings]
     with new_folder(action, "out", out, *paths) as made:
         _merge_into(recordings, made, result, progress)
@@ -222,14 +233,16 @@ def split(
         DataFileError: The source cannot be opened, or none of its episodes can be read.
     """
     action = "call rollout_data.split"
-    progress = arguments.flag(action, "progress", progress)
+    progress = arguments.flag("progress", progress)
     recording = open_source(action, "path", path)
     _check_source(recording)
-    target = arguments.path(action, "out", out)
+    target = arguments.path("out", out)
     selections = recording.parts(action, parts, seed)
     for name in selections:
         if not name.strip(".") or {"/", "\0"} & set(name):
-            raise UsageError(action, "", "parts with names that folders can have", repr(name))
+            raise UsageError(
+                f"cannot {action}: expected parts with names that folders can have, got {name!r}."
+            )
     results: dict[str, NewFolder] = {}
     with new_folder(action, "out", target, recording.path) as made:
         for name, selection in selections.items():
@@ -482,9 +495,10 @@ def _check_fields(
     """Raise `SchemaError` if a source has other fields than the first source."""
     difference = first_schema.difference(schema)
     if difference:
-        expected = f"the fields of {str(first_path)!r}"
-        advice = "Merge recordings with equal fields"
-        raise SchemaError("merge", f"{str(path)!r}", expected, difference, advice)
+        raise SchemaError(
+            f"cannot merge {str(path)!r}: expected the fields of {str(first_path)!r}, got "
+            f"{difference}. Merge recordings with equal fields."
+        )
 
 
 def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:

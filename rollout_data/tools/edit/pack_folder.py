@@ -109,8 +109,10 @@ def open_folder(
     if folder.schema is None and not has_block_files:
         action = "open the data folder"
         check_single(action, folder.data_dir)
-        expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
-        raise DataFileError(action, repr(str(folder.data_dir)), expected, "neither")
+        raise DataFileError(
+            f"cannot {action} {str(folder.data_dir)!r}: expected blocks (rollout_*.h5), or a "
+            f"{METADATA_NAME} that names fields, got neither."
+        )
     return folder
 
 
@@ -214,7 +216,7 @@ def pack_dataset(
             `data_dir`.
         DataFileError: A block is damaged, or the folder has no blocks. Nothing was changed.
     """
-    arguments.whole("pack", "block_bytes", block_bytes, 1)
+    arguments.whole("block_bytes", block_bytes, 1)
     folder = _open_finished(data_dir, progress)
     writer = f"packed-{secrets.token_hex(4)}"
     if out_dir is None:
@@ -272,9 +274,13 @@ def _open_finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFol
     where = repr(str(folder.data_dir))
     journals = sorted(folder.data_dir.glob(".rollout_*.journal"))
     if journals:
-        expected = "a folder that no writer records into"
-        raise UsageError("pack", where, expected, f"a writer with {journals[0].name!r}")
+        raise UsageError(
+            f"cannot pack {where}: expected a folder that no writer records into, got a writer "
+            f"with {journals[0].name!r}."
+        )
     for name, problem in folder.problems.items():
-        advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
-        raise DataFileError("pack", where, "intact blocks", repr(name), advice) from problem
+        raise DataFileError(
+            f"cannot pack {where}: expected intact blocks, got {name!r}. Run 'rollout-data "
+            f"verify --repair {folder.data_dir}' first."
+        ) from problem
     return folder

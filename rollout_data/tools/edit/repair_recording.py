@@ -160,10 +160,10 @@ def repair(
         DataFileError: Nothing can be read, or every trajectory would be left out.
     """
     action = "call rollout_data.repair"
-    dry_run = arguments.flag(action, "dry_run", dry_run)
-    progress = arguments.flag(action, "progress", progress)
+    dry_run = arguments.flag("dry_run", dry_run)
+    progress = arguments.flag("progress", progress)
     chosen_rules(action, only, ())
-    target = arguments.path(action, "to", to)
+    target = arguments.path("to", to)
     recording, failure = opened(action, path)
     if recording is None:
         assert failure is not None
@@ -177,7 +177,9 @@ def repair(
         return Repaired(target, tuple(plan.actions), problems=problems or None)
     if len(plan.dropped) == len(recording):
         got = "findings in all of them" if len(recording) else "none"
-        raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
+        raise DataFileError(
+            f"cannot repair {str(path)!r}: expected a trajectory to keep, got {got}."
+        )
     repairs_blocks = not only or any(code.startswith(tuple(only)) for code in _BLOCK_RULES)
     with new_folder(action, "to", target, recording.path) as made:
         _write(plan, made, repairs_blocks, progress)
@@ -370,10 +372,11 @@ def _link_and_write(
     damaged = _damaged_files(folder, plan.recording)
     if damaged and repaired and not repairs_blocks:
         # Repaired episodes would be written with valid checksums for damaged rows.
-        advice = "Repair FIL and STR too"
         name = damaged[0]
-        where = repr(str(folder.data_dir))
-        error = DataFileError("repair", where, "intact blocks", repr(name), advice)
+        error = DataFileError(
+            f"cannot repair {str(folder.data_dir)!r}: expected intact blocks, got {name!r}. "
+            "Repair FIL and STR too."
+        )
         raise error from folder.problems[name]
     if repaired:
         written = _write_episodes(plan, repaired, made, progress)

@@ -99,13 +99,13 @@ def report(
             recording. A package of the extra `report` is missing.
         DataFileError: A recording cannot be opened.
     """
-    absolute_paths = arguments.flag(_ACTION, "absolute_paths", absolute_paths)
-    progress = arguments.flag(_ACTION, "progress", progress)
+    absolute_paths = arguments.flag("absolute_paths", absolute_paths)
+    progress = arguments.flag("progress", progress)
     plotly = _plotly()
     recordings = [_opened("path", path)]
     if compare is not None:
         recordings.append(_opened("compare", compare))
-    target = arguments.path(_ACTION, "out", _page_name(recordings[0]) if out is None else out)
+    target = arguments.path("out", _page_name(recordings[0]) if out is None else out)
     for recording in recordings:
         _check_recording(recording, target)
 
@@ -132,12 +132,14 @@ def _page_name(recording: Recording) -> str:
 def _check_recording(recording: Recording, target: Path) -> None:
     """Raise `UsageError` if a recording has no episode or contains the page."""
     if not len(recording):
-        place = f"of {str(recording.path)!r}"
-        raise UsageError(_ACTION, place, "an episode at least", "none")
+        raise UsageError(
+            f"cannot {_ACTION} of {str(recording.path)!r}: expected an episode at least, got none."
+        )
     if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
-        advice = "Write it beside the recording"
-        expected = "out at a place outside of the recording"
-        raise UsageError(_ACTION, "", expected, repr(str(target)), advice)
+        raise UsageError(
+            f"cannot {_ACTION}: expected out at a place outside of the recording, got "
+            f"{str(target)!r}. Write it beside the recording."
+        )
 
 
 class Page:
@@ -437,10 +439,10 @@ def _check_readable(scan: Scan) -> None:
     if len(scan.unreadable) < scan.num_episodes:
         return
     cause = scan.unreadable[0][1]
-    place = f"of {str(scan.path)!r}"
-    expected = "an episode that can be read"
-    got = f"none of {scan.num_episodes:,}"
-    raise DataFileError("report", place, expected, got, str(cause)) from cause
+    raise DataFileError(
+        f"cannot report of {str(scan.path)!r}: expected an episode that can be read, got none "
+        f"of {scan.num_episodes:,}. {cause}."
+    ) from cause
 
 
 def _without(paths: Sequence[Path], content: Any) -> Any:
