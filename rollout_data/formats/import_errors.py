@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import Field, Schema
+from storage.errors import in_parts
 
 from ..sources.file_source import FileSource
 
@@ -37,7 +38,7 @@ def report_copied_actions(reader: FileSource) -> None:
     info = reader.episodes[number]
     where = f"the actions of {info.name!r} of {str(reader.path)!r}"
     for expected, got in copied_actions(info.schema, info.length, read):
-        reader.advise("take as commands", where, expected, got)
+        reader.advise(in_parts("take as commands", where, expected, got))
 
 
 def copied_actions(
@@ -85,7 +86,7 @@ def report_reset_rows(reader: FileSource) -> None:
         where = f"the ends of {str(reader.path)!r}"
         got = f"the first one of the next episode, {num_resets} times"
         advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
-        reader.advise("believe", where, "observations of their own", got, advice)
+        reader.advise(in_parts("believe", where, "observations of their own", got, advice))
 
 
 def _begins_with_reset(reader: FileSource, number: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from storage.core import arguments
-from storage.errors import CorruptFileError, DataFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError
 
 from .episode_info import EpisodeInfo
 from .episode_source import EpisodeSource
@@ -60,20 +60,19 @@ class FileSource(EpisodeSource):
         """
         return None
 
-    def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
+    def checked_some(self, episodes: list[EpisodeInfo], noun: str) -> list[EpisodeInfo]:
         """Return the episodes; raise an error if there are none.
 
         Raises:
             DataFileError: There are no episodes. The first problem is raised if there is one.
         """
-        if not episodes:
-            raise (
-                self.problems
-                or [CorruptFileError(in_parts("read", repr(str(self.path)), what, "none"))]
-            )[0]
-        return episodes
+        if episodes:
+            return episodes
+        if self.problems:
+            raise self.problems[0]
+        raise CorruptFileError(f"{str(self.path)!r} contains no {noun}.")
 
-    def distrust(self, where: str, expected: str, got: str, advice: str = "") -> None:
+    def distrust(self, message: str) -> None:
         """Raise the error of an index that contradicts its data.
 
         If `on_bad_index` is "rebuild", the error is only added to `problems`.
@@ -81,29 +80,20 @@ class FileSource(EpisodeSource):
         Raises:
             CorruptFileError: `on_bad_index` is "refuse".
         """
-        is_refused = self.options["on_bad_index"] == "refuse"
-        if is_refused:
-            rebuild = 'Open it with on_bad_index="rebuild" to read what is there'
-            advice = f"{advice}. {rebuild}" if advice else rebuild
-        error = CorruptFileError(in_parts("believe", where, expected[:200], got[:200], advice)).of(
-            "counts"
-        )
-        if is_refused:
-            raise error
-        self.problems.append(error)
+        if self.options["on_bad_index"] == "rebuild":
+            self.problems.append(CorruptFileError(message, kind="counts"))
+            return
+        advice = 'Pass on_bad_index="rebuild" to read the episodes without the index.'
+        raise CorruptFileError(f"{message} {advice}", kind="counts")
 
-    def problem(
-        self, action: str, where: str, expected: str, got: str, advice: str = ""
-    ) -> DataFileError:
+    def problem(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
         """Add a problem: data were not read, were repaired or were left out. Return the error."""
-        noted = DataFileError(in_parts(action, where, expected, got, advice))
-        self.problems.append(noted)
-        return noted
+        error = DataFileError(message, kind=kind, episode=episode)
+        self.problems.append(error)
+        return error
 
-    def advise(
-        self, action: str, where: str, expected: str, got: str, advice: str = ""
-    ) -> DataFileError:
+    def advise(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
         """Add a remark to `advice`: data are read as they are stored. Return the remark."""
-        noted = DataFileError(in_parts(action, where, expected, got, advice))
-        self.advice.append(noted)
-        return noted
+        remark = DataFileError(message, kind=kind, episode=episode)
+        self.advice.append(remark)
+        return remark

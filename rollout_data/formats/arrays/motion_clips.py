@@ -95,7 +95,9 @@ class Reader(FileSource):
             where = f"of {str(self.path)!r}"
             got = ", ".join(sorted(self._orders))
             advice = 'Open it with quaternions="wxyz" or "xyzw", which turns the clips that are marked otherwise'
-            self.advise("mix the quaternions", where, "one order in all clips", got, advice)
+            self.advise(
+                in_parts("mix the quaternions", where, "one order in all clips", got, advice)
+            )
         if not episodes:
             got = str(self.problems or "none")
             raise CorruptFileError(
@@ -155,7 +157,9 @@ class Reader(FileSource):
             else:
                 expected = f"{sizes['T']} rows of numbers, or few values"
                 got = f"{array.dtype}{list(array.shape)}"
-                self.problem("read the array", array.where, expected, got, "It is left out")
+                self.problem(
+                    in_parts("read the array", array.where, expected, got, "It is left out")
+                )
         metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
 
         schema_fields = []
@@ -236,7 +240,7 @@ class Reader(FileSource):
         )
         if is_stated:
             advice = "The mark in the file is believed; it may be wrong"
-        self.advise("understand", repr(str(path)), expected, got, advice)
+        self.advise(in_parts("understand", repr(str(path)), expected, got, advice))
 
     def _check_poses(
         self,
@@ -258,11 +262,13 @@ class Reader(FileSource):
                 wrong = np.flatnonzero(~is_right(_first_rows(array)))
                 if len(wrong):
                     place = f"frame {wrong[0]} of {where}"
-                    self.advise("understand", place, expected, "others", advice)
+                    self.advise(in_parts("understand", place, expected, "others", advice))
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
             got = f"{sizes['B']} for {sizes['J']} joints"
             advice = "Look for 'world' or merged links"
-            self.advise("understand", where, "a body for each joint and the root", got, advice)
+            self.advise(
+                in_parts("understand", where, "a body for each joint and the root", got, advice)
+            )
 
     def _read_json(self, path: Path) -> EpisodeInfo:
         fields, metadata = self._json(path)

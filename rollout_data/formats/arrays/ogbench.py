@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -59,7 +59,9 @@ class Reader(FileSource):
             if start == end:
                 where = self._where(number)
                 advice = "It is left out"
-                self.problem("read the trajectory", where, "two rows or more", "one", advice)
+                self.problem(
+                    in_parts("read the trajectory", where, "two rows or more", "one", advice)
+                )
                 continue
             info = EpisodeInfo(
                 str(number),
@@ -95,7 +97,9 @@ class Reader(FileSource):
                         f"cannot open {str(self.path)!r}: expected {expected}, got {got}."
                     )
                 self.problem(
-                    "read the array", repr(str(self.path)), expected, got, "It is left out"
+                    in_parts(
+                        "read the array", repr(str(self.path)), expected, got, "It is left out"
+                    )
                 )
                 del arrays[name]
         return num_rows
@@ -121,7 +125,7 @@ class Reader(FileSource):
             where = self._where(len(ends))
             expected = "1 as the last of 'terminals'"
             advice = "Its last action, which may be a dummy, is left out"
-            self.problem("find the end of the trajectory", where, expected, "0", advice)
+            self.problem(in_parts("find the end of the trajectory", where, expected, "0", advice))
             ends.append(num_rows - 1)
         return ends
 

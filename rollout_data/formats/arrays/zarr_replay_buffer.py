@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -42,7 +42,7 @@ class Reader(FileSource):
         def leave_out(name: str) -> None:
             place = f"{name!r} of {where}"
             got = "texts, or one value"
-            self.problem("read", place, "rows of numbers", got, "It is left out")
+            self.problem(in_parts("read", place, "rows of numbers", got, "It is left out"))
 
         arrays = find_arrays(self._store, leave_out)
         data = {}
@@ -69,7 +69,7 @@ class Reader(FileSource):
         for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             if start == end:
                 place = f"episode {number} of {where}"
-                self.problem("read", place, "one row or more", "none", "It is left out")
+                self.problem(in_parts("read", place, "one row or more", "none", "It is left out"))
             else:
                 episodes.append(EpisodeInfo(str(number), end - start, schema, source=start))
         return episodes
@@ -86,7 +86,9 @@ class Reader(FileSource):
         num_unfinished = max(array.shape[0] for array in data.values()) - num_rows
         if num_unfinished:
             advice = "Those of an unfinished episode are left out"
-            self.problem("read", where, f"{num_rows} rows", f"{num_unfinished} more", advice)
+            self.problem(
+                in_parts("read", where, f"{num_rows} rows", f"{num_unfinished} more", advice)
+            )
 
     def _read_metadata(self, arrays: dict[str, ZarrArray]) -> None:
         """Read the small arrays of `meta` into the metadata."""

@@ -51,7 +51,7 @@ class Reader(Hdf5Reader):
         if self.metadata["lossy"]:
             color_order = "rgb, turned from bgr" if self.options["bgr"] else "unknown"
             self.metadata["color_order"] = color_order
-        return self.checked_some(episodes, "an episode")
+        return self.checked_some(episodes, "episode")
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
         return path.startswith(_IMAGES) and is_encoded(maker.datasets[path])

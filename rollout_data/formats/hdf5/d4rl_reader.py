@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core import arguments
-from storage.errors import CorruptFileError, UsageError
+from storage.errors import CorruptFileError, UsageError, in_parts
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...writing.conversion_record import NOTE_DATASET
@@ -88,7 +88,7 @@ class Reader(FlatReader):
             got = datasets[path].shape[0]
             if path not in _STEPS and got != num_rows:
                 where = f"{path!r} of {file.where}"
-                self.problem("read", where, f"{num_rows} rows", f"{got}").of("counts")
+                self.problem(in_parts("read", where, f"{num_rows} rows", f"{got}"), kind="counts")
                 del names[path]
         self.add_group(datasets, names, group)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.fields import DTYPES, Field, Schema
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -126,7 +126,7 @@ class FlatReader(FileSource):
                 usable.append(path)
             elif info.shape:
                 place = f"{path!r} of {where}"
-                self.problem("read the dataset", place, "numbers", "another type")
+                self.problem(in_parts("read the dataset", place, "numbers", "another type"))
         return usable
 
     def read_rows(self, name: str, start: int, stop: int) -> Array:

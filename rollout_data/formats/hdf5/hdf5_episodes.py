@@ -260,8 +260,8 @@ class Hdf5Reader(FileSource):
             expected = "True for the last step only"
             got = f"True for step {step}"
             advice = "The episode is not cut there"
-            remark = self.advise("use as an end", where, expected, got, advice)
-            remark.of("inside", file.name(node).rpartition("/")[2])
+            message = in_parts("use as an end", where, expected, got, advice)
+            self.advise(message, kind="inside", episode=file.name(node).rpartition("/")[2])
         return bool(values[-1])
 
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
@@ -567,7 +567,9 @@ class LayoutMaker:
         self._reader.unread.add(path)
         where = f"{path!r} of {self._where}"
         expected = "numbers or texts"
-        self._reader.problem("read the dataset", where, expected, "another type", "It is left out")
+        self._reader.problem(
+            in_parts("read the dataset", where, expected, "another type", "It is left out")
+        )
 
 
 def row_shape(name: str, info: DatasetInfo) -> tuple[int, ...]:

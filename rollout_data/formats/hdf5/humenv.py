@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from storage.core.fields import DTYPES, unflatten
-from storage.errors import CorruptFileError, DataFileError, FieldTypeError
+from storage.errors import CorruptFileError, DataFileError, FieldTypeError, in_parts
 from storage.saving.hdf5_files import Allowance
 
 from ...sources.episode_info import EpisodeInfo
@@ -54,7 +54,7 @@ class Reader(Hdf5Reader):
             if file_name:
                 infos = [replace(info, name=f"{file_name}/{info.name}") for info in infos]
             episodes += infos
-        return self.checked_some(episodes, "an episode")
+        return self.checked_some(episodes, "episode")
 
     def _episodes_of(self, path: Path) -> list[EpisodeInfo]:
         """Return the episodes of a file."""
@@ -63,7 +63,7 @@ class Reader(Hdf5Reader):
             stated = file.attribute(file.open(""), _NUM_EPISODES)
             if stated is not None and stated != len(names):
                 where = f"{_NUM_EPISODES!r} of {file.where}"
-                self.problem("use", where, str(len(names)), str(stated)).of("counts")
+                self.problem(in_parts("use", where, str(len(names)), str(stated)), kind="counts")
             return self.collect(path, "", names)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ..input_checks import parse_attribute
@@ -39,7 +39,9 @@ class Reader(RobomimicReader):
             where = f"the observations of {str(self.path)!r}"
             expected = "observations before the actions"
             got = "observations after the actions, as stored"
-            self.advise("shift", where, expected, got, "Open it with shift_obs=True to shift them")
+            self.advise(
+                in_parts("shift", where, expected, got, "Open it with shift_obs=True to shift them")
+            )
         return episodes
 
     def read_file_metadata(self, file: OpenFile, data: Any) -> None:

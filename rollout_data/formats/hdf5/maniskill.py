@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from storage.errors import in_parts
+
 from ...sources.episode_info import EpisodeInfo
 from ..format_detection import MANISKILL_TRAJECTORY
 from ..input_checks import file_inside, read_object
@@ -44,14 +46,14 @@ class Reader(Hdf5Reader):
             names = file.numbered("", MANISKILL_TRAJECTORY)
         self._descriptions = self._read_descriptions(names)
         episodes = self.collect(self.path, "", names)
-        return self.checked_some(episodes, "a trajectory")
+        return self.checked_some(episodes, "trajectory")
 
     def _read_descriptions(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Read the JSON file: trajectory -> description. Other values become metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
             expected = "a description of the trajectories"
-            self.problem("read", repr(str(path)), expected, "no such file")
+            self.problem(in_parts("read", repr(str(path)), expected, "no such file"))
             return {}
         content = read_object(file_inside(path.parent, path.name))
         stated = content.pop("episodes", None)
@@ -62,9 +64,10 @@ class Reader(Hdf5Reader):
         is_repeated = len(descriptions) != len(rows)
         if is_repeated or descriptions.keys() != set(names):
             num_present = len(descriptions.keys() & set(names))
-            expected = f"the {len(names)} trajectories of {self.path.name!r}"
-            got = f"{len(rows)}, of which {num_present} are there"
-            self.distrust(f"the episodes of {str(path)!r}", expected, got)
+            self.distrust(
+                f"{str(path)!r} describes {len(rows)} trajectories. {num_present} of them are among "
+                f"the {len(names)} trajectories of {self.path.name!r}."
+            )
 
         self.metadata = {**content, **self.metadata}
         env = content.get("env_info")
@@ -92,6 +95,6 @@ class Reader(Hdf5Reader):
         num_steps = metadata.get("elapsed_steps", length)
         if num_steps != length:
             where = f"'elapsed_steps' of {file.place(node)}"
-            self.problem("use", where, str(length), str(num_steps)).of("counts")
+            self.problem(in_parts("use", where, str(length), str(num_steps)), kind="counts")
         ends = super().facts(file, node, length)
         return {"metadata": metadata, "success": success, **ends}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
-from storage.errors import DataFileError, RolloutDataWarning
+from storage.errors import DataFileError, RolloutDataWarning, in_parts
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ..format_detection import ROBOMIMIC_DATA, ROBOMIMIC_DEMO
@@ -73,13 +73,13 @@ class Reader(Hdf5Reader):
             self._read_masks(file)
             episodes = self.collect(self.path, ROBOMIMIC_DATA, names)
             total = file.attribute(data, "total")
-        self.checked_some(episodes, "a demo")
+        self.checked_some(episodes, "demo")
         num_steps = self.num_steps(episodes)
         is_wrong = total is not None and not self.problems and total != num_steps
         if is_wrong:
             where = f"'total' of {str(self.path)!r}"
             expected = f"{num_steps} steps, as the demos have"
-            self.problem("use", where, expected, str(total)).of("counts")
+            self.problem(in_parts("use", where, expected, str(total)), kind="counts")
         self._set_splits(names, {info.name for info in episodes})
         self._compare_first(episodes)
         return episodes
@@ -97,7 +97,7 @@ class Reader(Hdf5Reader):
             if unknown:
                 where = f"the mask {mask!r} of {str(self.path)!r}"
                 got = f"{unknown[0]!r}, which does not exist"
-                self.problem("use", where, "names of demos", got).of("split")
+                self.problem(in_parts("use", where, "names of demos", got), kind="split")
             self.splits[mask] = [name for name in demos if name in present]
 
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
@@ -207,8 +207,8 @@ class Reader(Hdf5Reader):
             where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
             expected = f"row {step} to equal row {step + 1} of obs"
             advice = "Open it with keep_next_obs=True to read them"
-            problem = self.problem("skip", where, expected, "other values", advice)
-            return problem.of("next", info.name)
+            message = in_parts("skip", where, expected, "other values", advice)
+            return self.problem(message, kind="next", episode=info.name)
         return None
 
 

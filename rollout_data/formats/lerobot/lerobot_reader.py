@@ -21,7 +21,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError, DataFileError, in_parts
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
@@ -91,7 +91,7 @@ class Reader(FileSource):
             expected = "a complete set"
             got = "a set whose writer has stopped"
             advice = "Its complete episodes are read. Convert again to write the others"
-            self.problem("open", repr(str(self.path)), expected, got, advice)
+            self.problem(in_parts("open", repr(str(self.path)), expected, got, advice))
         index = Index(info, self._rebuilds)
         self.problems += index.problems
         self._files = index.files
@@ -254,16 +254,20 @@ class Reader(FileSource):
         is_shape = isinstance(shape, list) and all(map(arguments.is_whole, shape))
         if is_shape and np.prod(shape) != np.prod(feature.shape):
             got = f"{list(feature.shape)} in the data"
-            self.problem(action, where, f"rows of {shape}", got, advice).of("description")
+            self.problem(
+                in_parts(action, where, f"rows of {shape}", got, advice), kind="description"
+            )
         dtype = description.get("dtype")
         is_number = str(dtype).startswith(("float", "int", "uint", "bool"))
         if is_number and dtype != feature.dtype:
             got = f"{feature.dtype} in the data"
-            self.problem(action, where, f"{dtype} numbers", got, advice).of("description")
+            self.problem(
+                in_parts(action, where, f"{dtype} numbers", got, advice), kind="description"
+            )
 
     def _report_left_out(self, name: str, expected: str, got: str, kind: str = "") -> None:
         where = f"{name!r} of {str(self.path)!r}"
-        self.problem("read", where, expected, got, "It is left out").of(kind)
+        self.problem(in_parts("read", where, expected, got, "It is left out"), kind=kind)
 
     def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
         """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
@@ -275,7 +279,7 @@ class Reader(FileSource):
         where = f"of {feature.source!r} of {str(self.path)!r}"
         expected = "a depth_unit of 'm' or 'mm'"
         advice = f"Read as {unit!r}, by its dtype"
-        self.advise("find the unit of depth", where, expected, "none", advice)
+        self.advise(in_parts("find the unit of depth", where, expected, "none", advice))
         return replace(feature, unit=unit)
 
     def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
@@ -357,8 +361,9 @@ class Reader(FileSource):
             got = str(damage).rstrip(".")
             where = f"{camera!r} of episode {episode}"
             advice = "The camera is left out of this episode"
-            problem = self.problem("read", where, expected, got, advice)
-            problem.of("undecodable", str(episode)).__cause__ = damage
+            message = in_parts("read", where, expected, got, advice)
+            problem = self.problem(message, kind="undecodable", episode=str(episode))
+            problem.__cause__ = damage
             return False
         # Half a frame of tolerance: times in the index are rounded.
         if end_s < start_s + (num_frames - 0.5) / self._fps:
@@ -425,7 +430,7 @@ class Reader(FileSource):
             expected = f"one of {entry.tasks}"[:200]
             got = repr(task)[:200]
             advice = "The task of the rows counts"
-            self.problem("use the tasks of the index", where, expected, got, advice)
+            self.problem(in_parts("use the tasks of the index", where, expected, got, advice))
         return task
 
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:

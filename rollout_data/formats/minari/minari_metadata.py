@@ -127,6 +127,7 @@ def check_totals(reader: FileSource, episodes: Sequence[EpisodeInfo]) -> None:
     for name, total in (("total_episodes", len(episodes)), ("total_steps", num_steps)):
         stated = reader.metadata.get(name, total)
         if stated != total:
-            where = f"{name!r} of {str(reader.path)!r}"
-            advice = "It was not written to its end, or was changed"
-            reader.distrust(where, str(stated), str(total), advice)
+            reader.distrust(
+                f"{str(reader.path)!r} contains {total} {name[6:]}, but its metadata state {stated}. "
+                "It was not completely written, or was changed."
+            )

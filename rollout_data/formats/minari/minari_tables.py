@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from storage.core.fields import DTYPES, Field, Schema
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -76,7 +76,7 @@ class TableReader(FileSource):
                 episodes.append(self._episode(folder / name))
             except DataFileError as cause:
                 self.problems.append(cause.of("", name))
-        self.checked_some(episodes, "an episode")
+        self.checked_some(episodes, "episode")
         check_totals(self, episodes)
         return episodes
 
@@ -160,7 +160,7 @@ class TableReader(FileSource):
         elif dtype != _TEXT and dtype not in DTYPES:
             expected = "numbers, texts or pictures"
             got = str(leaf_type)
-            self.problem("read the column", where, expected, got, "It is left out")
+            self.problem(in_parts("read the column", where, expected, got, "It is left out"))
             return None
         return Leaf(column, parts, self._description.shape_of(name, sizes), dtype)
 

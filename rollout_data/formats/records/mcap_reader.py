@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from storage.core.fields import Field, Schema
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError, in_parts
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -122,10 +122,8 @@ class Reader(FileSource):
         return actions, clock
 
     def _report_truncated(self, log: Log) -> None:
-        where = repr(str(log.path))
-        advice = "The complete messages are read"
-        problem = self.problem("find the end of", where, "a whole file", "a truncated one", advice)
-        problem.of("unreadable", log.path.stem)
+        message = f"{str(log.path)!r} is truncated. The complete messages are read."
+        self.problem(message, kind="unreadable", episode=log.path.stem)
 
     def _episode(self, log: Log) -> EpisodeInfo:
         self._check_topics(log)
@@ -172,7 +170,7 @@ class Reader(FileSource):
             place = f"{self._clock!r} of {where}"
             got = f"{first} before the first message of another topic"
             advice = "They are left out"
-            self.problem("make steps of", place, "messages after all others", got, advice)
+            self.problem(in_parts("make steps of", place, "messages after all others", got, advice))
         return first
 
     def _named_leaves(self, log: Log, topics: Mapping[str, list[_Leaf]]) -> dict[str, _Leaf]:
@@ -190,7 +188,9 @@ class Reader(FileSource):
                     got = f"{first.topic!r} and {leaf.topic!r}"
                     advice = "The latter is left out"
                     self.problem(
-                        "name the fields of", where, f"one topic for {name!r}", got, advice
+                        in_parts(
+                            "name the fields of", where, f"one topic for {name!r}", got, advice
+                        )
                     )
         return leaves
 
@@ -220,7 +220,9 @@ class Reader(FileSource):
             expected = "fewer and shorter records of metadata"
             got = f"{log.num_left_out} more"
             advice = "They are left out"
-            self.problem("keep the metadata of", repr(str(log.path)), expected, got, advice)
+            self.problem(
+                in_parts("keep the metadata of", repr(str(log.path)), expected, got, advice)
+            )
         metadata: dict[str, Any] = {}
         for _, record in log.metadata:
             metadata |= record
@@ -257,7 +259,7 @@ class Reader(FileSource):
         if unusable:
             expected = "numbers, texts and arrays of numbers"
             got = ", ".join(unusable)[:200]
-            self.problem("read", where, expected, got, "They are left out")
+            self.problem(in_parts("read", where, expected, got, "They are left out"))
         return [leaf for leaf in leaves if leaf.dtype]
 
     def _texts(self, log: Log, leaf: _Leaf) -> Any:
@@ -268,7 +270,9 @@ class Reader(FileSource):
             where = f"{topic.name!r} of {str(log.path)!r}"
             advice = "The first are taken as metadata"
             self.problem(
-                "keep the texts of", where, f"at most {_MAX_TEXTS}", str(num_texts), advice
+                in_parts(
+                    "keep the texts of", where, f"at most {_MAX_TEXTS}", str(num_texts), advice
+                )
             )
         texts = _columns(log, [leaf], np.arange(min(num_texts, _MAX_TEXTS)))[leaf.keys]
         return texts[0] if len(texts) == 1 else texts

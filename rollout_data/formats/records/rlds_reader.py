@@ -107,7 +107,9 @@ class Reader(FileSource):
         if len(episodes) > 1 and all(info.terminated for info in episodes):
             advice = "The recorder may set is_terminal on every last step; then 'terminated' says nothing"
             where = repr(str(self._folder))
-            self.advise("tell ends apart in", where, "other ends too", "terminated only", advice)
+            self.advise(
+                in_parts("tell ends apart in", where, "other ends too", "terminated only", advice)
+            )
         return episodes
 
     def _file(self, name: str) -> Path:
@@ -154,16 +156,16 @@ class Reader(FileSource):
             is_ragged = -1 in leaf.shape and leaf.kind != "picture"
             if is_ragged:
                 expected = "equally many values in each step"
-                self.problem("read", where, expected, "a ragged list", "It is left out")
+                self.problem(in_parts("read", where, expected, "a ragged list", "It is left out"))
                 continue
             if leaf.kind == "text" and leaf.shape:
                 got = f"{list(leaf.shape)} texts"
-                self.problem("read", where, "a text in each step", got, "It is left out")
+                self.problem(in_parts("read", where, "a text in each step", got, "It is left out"))
                 continue
             self._steps[name] = leaf
             if leaf.dtype != leaf.declared:
                 advice = "The file holds no more than is delivered"
-                self.advise("read", where, leaf.declared, leaf.dtype, advice)
+                self.advise(in_parts("read", where, leaf.declared, leaf.dtype, advice))
         reduced = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
         self.metadata["lossy"] = reduced
 
@@ -229,10 +231,8 @@ class Reader(FileSource):
             self.problems.append(damage.of("checksum", episode))
             return
         got = str(error)[:200]
-        problem = self.problem(
-            "read the episode", where, "steps as declared", got, "It is left out"
-        )
-        problem.of("unreadable", episode)
+        message = in_parts("read the episode", where, "steps as declared", got, "It is left out")
+        self.problem(message, kind="unreadable", episode=episode)
 
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:
         """Return the description of the episode in a record.
@@ -257,7 +257,7 @@ class Reader(FileSource):
                     metadata[key.rpartition("/")[2]] = text(distinct.pop())
             elif leaf.kind == "picture" and feature.stop - feature.start == 2 * length:
                 where = f"{key!r} of {name!r}"
-                self.problem("read", where, "pictures", "empty ones", "They are left out")
+                self.problem(in_parts("read", where, "pictures", "empty ones", "They are left out"))
             elif key not in _BOUNDS:
                 is_picture = leaf.kind == "picture"
                 shape = self._picture_shape(data, feature, key) if is_picture else leaf.shape

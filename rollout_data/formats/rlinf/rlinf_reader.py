@@ -115,7 +115,9 @@ class Reader(FileSource):
                 f"cannot open {where}: expected {expected}, got {got}. {advice}."
             )
         advice = "The file is believed"
-        self.problem("agree with the index on", where, expected, got, advice).of("counts")
+        self.problem(
+            in_parts("agree with the index on", where, expected, got, advice), kind="counts"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": (None, {})}
@@ -184,7 +186,7 @@ class Reader(FileSource):
             got = _short(f"no file of {', '.join(missing)}")
             advice = "They are left out"
             action = "find what is in the index of"
-            self.problem(action, where, "every file", got, advice).of("unreadable")
+            self.problem(in_parts(action, where, "every file", got, advice), kind="unreadable")
 
         unlisted = []
         for number, names in files.items():
@@ -195,7 +197,7 @@ class Reader(FileSource):
             if is_rebuilt:
                 advice = "They are read"
             got = _short(f"not {', '.join(unlisted)}")
-            self.problem("find in the index of", where, "every file", got, advice)
+            self.problem(in_parts("find in the index of", where, "every file", got, advice))
 
     def _load(self, path: Path) -> dict[str, Any]:
         self._known.check(path)
@@ -230,7 +232,7 @@ class Reader(FileSource):
             else:
                 where = f"{name!r} of {str(path)!r}"
                 expected = f"values {list(shape)}"
-                self.problem("read", where, expected, "others", "They are left out")
+                self.problem(in_parts("read", where, expected, "others", "They are left out"))
         return fields, texts, plain
 
     def _episodes(
