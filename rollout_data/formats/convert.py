@@ -115,7 +115,7 @@ def convert(
         with errors_of_target(path):
             if path.is_symlink() and not path.exists():
                 raise occupied(path, "a link to a missing file")
-            locks.enter_context(only_writer_of(path, "convert into"))
+            locks.enter_context(only_writer_of(path))
         present, removed = present_part(recording)
         problems = [*recording.problems, *removed]
         return _convert(_Job(present, path, writer_type, options, progress), problems)

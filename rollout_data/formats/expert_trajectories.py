@@ -179,7 +179,7 @@ def _checked_options(
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
     """Return the lines that name a motion: (line number counted from 1, text)."""
     try:
-        text = read_text(path, "read the motion list")
+        text = read_text(path)
     except FileNotFoundError as cause:
         raise MissingMotionError(
             f"cannot read the motion list {str(path)!r}: expected a text file, got none."

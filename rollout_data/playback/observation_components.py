@@ -65,7 +65,10 @@ def _component(action: str, field: Field, leaves: Mapping[str, Any]) -> torch.Te
     value = leaves[name]
     if isinstance(value, tuple) and len(value) == 1:  # the older writer stores an observation so
         value = value[0]
-    values = value.detach() if isinstance(value, torch.Tensor) else as_tensor(value, action, where)
+    if isinstance(value, torch.Tensor):
+        values = value.detach()
+    else:
+        values = as_tensor(value, f"field {name!r}")
     if values.dim() < 1 or values.shape[1:].numel() != field.num_elements:
         raise SchemaError(
             f"cannot {action} {where}: expected shape [T, {field.num_elements}], got "

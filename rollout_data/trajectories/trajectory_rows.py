@@ -32,7 +32,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
     """Return the layout of tensors `[T, B, *shape]`; `where` names the trajectory in errors."""
     fields = []
     for name, tensor in tensors.items():
-        dtype = dtype_name(tensor.dtype, f"of {name!r} {where}")
+        dtype = dtype_name(tensor.dtype, f"{name!r} {where}")
         fields.append(Field(name, tuple(tensor.shape[2:]), dtype))
     return layout_for(fields)
 

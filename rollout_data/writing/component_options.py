@@ -109,7 +109,7 @@ def split_components(
             parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
             start = stop
     elif parts:
-        check_same_names(wanted, parts, action)
+        check_same_names(wanted, parts)
         for name, shape in wanted.items():
             leaf = parts[name]
             forms = (shape, (prod(shape),))

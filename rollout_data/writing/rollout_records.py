@@ -282,10 +282,7 @@ class RolloutReader:
                     f"{name!r}."
                 )
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
-        dtypes = {
-            name: dtype_name(fields[name].dtype, f"with the field {name!r}", action)
-            for name in names
-        }
+        dtypes = {name: dtype_name(fields[name].dtype, f"field {name!r}") for name in names}
         shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
         schema = Schema(
             Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names
@@ -406,7 +403,7 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
             return array
         # The tensor has a gradient, is bfloat16, sparse or on a device.
         except (TypeError, RuntimeError):
-            return dense(name, value, action)
+            return dense(value, f"field {name!r}")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise SchemaError(
             f"cannot {action} with the field {name!r}: expected an array without masked "
@@ -442,14 +439,14 @@ def _check_fields(
                 f"cannot {action} with the field {name!r}: expected leading size {lead} "
                 f"({axes}), got shape {tuple(leaf.shape)}."
             )
-    check_same_names(schema, fields, action)
+    check_same_names(schema, fields)
     for name, field in schema.items():
         _check_row(action, name, field, fields[name], len(lead))
 
 
 def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
     where = f"with the field {name!r}"
-    got = dtype_name(leaf.dtype, where, action)
+    got = dtype_name(leaf.dtype, f"field {name!r}")
     if leaf.shape[num_lead:] != field.shape:
         raise SchemaError(
             f"cannot {action} {where}: expected rows of shape {field.shape}, got "
@@ -476,7 +473,7 @@ def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
     array = on_host(leaf)
     if array.dtype == bool:
         return array
-    dtype_name(array.dtype, f"with the flag {name!r}", action)
+    dtype_name(array.dtype, f"flag {name!r}")
     if array.dtype.kind == "f" and np.isnan(array).any():
         raise UsageError(
             f"cannot {action} with the flag {name!r}: expected true and false values, got NaN."
@@ -555,7 +552,7 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
     if version is None:
         return -1
     leaf = _leaf(action, "policy_version", version)
-    name = dtype_name(leaf.dtype, "with policy_version", action)
+    name = dtype_name(leaf.dtype, "policy_version")
     array = on_host(leaf)
     if array.dtype.kind not in "iu":
         raise FieldTypeError(f"cannot {action} with policy_version: expected integers, got {name}.")

@@ -142,7 +142,7 @@ class AsyncCheckpointSaver(Owned):
         self._owner.check()
         # The process may change its working directory before the file is written.
         target = arguments.path("", path).absolute()
-        level = check_level("save the checkpoint", level)
+        level = check_level(level)
         compress = arguments.flag("compress", compress)
         weights_only = arguments.flag("weights_only", weights_only)
         text = None if meta is None else _to_json(meta, target)

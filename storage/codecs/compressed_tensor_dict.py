@@ -89,7 +89,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         missing_ok: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.level = check_level("compress tensors", level)
+        self.level = check_level(level)
         self.cache = whole("a cache", cache, 0)
         self._device = arguments.optional_device("device", device)
         self._lock = threading.Lock()
@@ -242,7 +242,7 @@ class CompressedDataCollector:
             )
         self.base_collector = base_collector
         self.compress = flag("compress", compress)
-        self.level = check_level(action, level)
+        self.level = check_level(level)
         if compress_keys is not None:
             arguments.instance("compress_keys", compress_keys, "names of leaves", Iterable)
         is_name = isinstance(compress_keys, str)

@@ -75,7 +75,7 @@ def compress_image_seq(
         FieldTypeError: The dtype is unknown, or the codec cannot code it.
     """
     array, dtype = _as_frames(images)
-    level = check_level("compress images", level)
+    level = check_level(level)
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
     chain = chunk_codec(instance("codec", codec, "a name", str))
@@ -303,7 +303,7 @@ def _as_frames(images: Any) -> tuple[Array, str]:
     """Return frames as an array of stored bytes, a view if possible, and the dtype's name."""
     is_tensor = isinstance(images, torch.Tensor)
     array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
-    dtype = dtype_name(array.dtype, "of the images")
+    dtype = dtype_name(array.dtype, "the images")
     if array.ndim < 1:
         raise SchemaError(
             "cannot compress images: expected a stack of frames [num_frames, *image_shape], "
@@ -364,7 +364,7 @@ class _Request:
         cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any
     ) -> _Request:
         """Check arguments of `decompress_image_seq`."""
-        name = dtype_name(dtype, "of the images")
+        name = dtype_name(dtype, "the images")
         sizes = np.atleast_1d(image_shape).tolist()
         shape = tuple(whole("sizes of image_shape", size, 0) for size in sizes)
         num_frames = whole("batch_size", batch_size, 0)
@@ -396,7 +396,7 @@ class _Request:
         """Return `out`; raise `SchemaError` unless contiguous `[*lead, *shape]` on the CPU."""
         instance("out", out, "an array or a tensor", np.ndarray, torch.Tensor)
         shape = tuple(out.shape)
-        name = dtype_name(out.dtype, "of the output")
+        name = dtype_name(out.dtype, "the output")
         is_tensor = isinstance(out, torch.Tensor)
         is_plain = (
             out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray

@@ -41,7 +41,7 @@ BLOCK_BYTES = 4 << 20
 _MAX_WAITING = 4
 
 
-def check_level(action: str, level: Any) -> int:
+def check_level(level: Any) -> int:
     """Return a checked level. 0 is fast, 1 to 12 compress better and slower, 13 to 16 equal 12."""
     return whole("level", level, 0, _MAX_LEVEL)
 
@@ -95,7 +95,7 @@ class Lz4Writer:
             block_size=lz4.frame.BLOCKSIZE_MAX4MB,
             block_linked=False,
             content_checksum=True,
-            compression_level=check_level("write an LZ4 frame", level),
+            compression_level=check_level(level),
         )
         self._worker = Worker("lz4", max_pending=_MAX_WAITING)
         self._worker.submit(file.write, self._stream.begin())

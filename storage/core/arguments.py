@@ -153,12 +153,12 @@ def is_url(value: Any) -> bool:
 def path(name: str, value: Any) -> Path:
     """Check a local path, not a URL; `name` may be empty."""
     if not isinstance(value, (str, os.PathLike)):
-        raise UsageError(f"{name or 'the argument'} must be a path, got {value!r}.")
+        raise UsageError(f"{name or 'the path'} must be a str or a path, got {value!r}.")
     text = os.fsdecode(value)
     if is_url(text):
         raise UsageError(
-            f"{name or 'the path'} must be on this machine, got the URL {text!r}. Copy the data, or "
-            "mount the store. URLs can only be read, and written by push."
+            f"{name or 'the path'} must be a local path, got the URL {text!r}. Copy the data to "
+            "this machine, or mount the store."
         )
     return Path(text)
 
@@ -175,14 +175,15 @@ def device(name: str, value: Any) -> torch.device:
         num_devices = torch.cuda.device_count()
         if (found.index or 0) >= num_devices:
             raise UsageError(
-                f"{name} is {str(found)!r}, and torch finds {num_devices} CUDA devices. Use 'cpu'."
+                f"{name} is {str(found)!r}, but torch finds {num_devices} CUDA devices. "
+                "Choose 'cpu' or an existing device."
             )
     elif found.type != "cpu":
         try:
             torch.empty(0, device=found)
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as cause:
             raise UsageError(
-                f"{name} is {str(found)!r}, which torch cannot use here. Use 'cpu'."
+                f"{name} is {str(found)!r}, which torch cannot use here. Choose 'cpu'."
             ) from cause
     return found
 
@@ -198,14 +199,17 @@ def names(name: str, value: Any) -> tuple[str, ...]:
         listed = tuple(value)
         if all(isinstance(one, str) for one in listed):
             return listed
-    raise UsageError(f"{name} must be names of leaves, got {value!r}.")
+    raise UsageError(f"{name} must be a collection of field names, got {value!r}.")
 
 
-def seed(name: str, value: Any) -> int:
-    """Check a seed that `torch.Generator` takes: signed or unsigned, of 64 bits."""
+def seed(name: str, value: Any, expected: str = "an integer of 64 bits") -> int:
+    """Check a seed for `torch.Generator`: a signed or unsigned integer of 64 bits.
+
+    `expected` describes the valid values in errors.
+    """
     if is_whole(value) and -(1 << 63) <= int(value) < 1 << 64:
         return int(value)
-    raise UsageError(f"{name} must be an integer of 64 bits, got {value!r}.")
+    raise UsageError(f"{name} must be {expected}, got {value!r}.")
 
 
 def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:

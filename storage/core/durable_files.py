@@ -25,7 +25,6 @@ from ..errors import (
     RolloutDataError,
     SchemaError,
     WriteError,
-    in_parts,
 )
 from . import arguments
 
@@ -87,8 +86,8 @@ def replace_file(
     """
     target = arguments.path("", path).resolve()
     if target.exists() and not target.is_file():
-        got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
-        raise DataFileError(f"cannot save to {str(path)!r}: expected a file or nothing, got {got}.")
+        kind = "a folder" if target.is_dir() else "a device, a pipe or a socket"
+        raise DataFileError(f"{str(path)!r} is {kind}, not a file. Choose another path.")
     with _file_in_new_folder(target) if temporary is None else _removed_at_end(temporary) as new:
         yield new
         if durable:
@@ -159,15 +158,16 @@ def _check_replaceable(
 ) -> None:
     try:  # One call, as another process may rename the folder at any time.
         other_names = sorted(set(os.listdir(target)) - set(own_names))
-        got = f"a folder with {other_names[0]!r} in it" if other_names else ""
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        got = "a file"
-    if got:
-        expected = "a new folder or an earlier save"
         raise DataFileError(
-            in_parts("save to", repr(str(folder)), expected, got, "Choose another place")
+            f"{str(folder)!r} is a file. Choose a new folder, or a folder of an earlier save."
+        ) from None
+    if other_names:
+        raise DataFileError(
+            f"{str(folder)!r} contains {other_names[0]!r}, which no save has written. Choose a new "
+            "folder, or a folder of an earlier save."
         )
 
 
@@ -220,9 +220,10 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
 
 def _write_error(target: Path, error: OSError) -> WriteError:
     """Return an error that names `target` and the reason of the operating system."""
-    got = error.strerror or str(error)
     return WriteError(
-        f"cannot write {str(target)!r}: got {got}.", error_number=error.errno, filename=str(target)
+        f"{str(target)!r} cannot be written: {error.strerror or error}.",
+        error_number=error.errno,
+        filename=str(target),
     )
 
 
@@ -274,14 +275,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    raise CorruptFileError(
-        f"cannot open {str(path)!r}: expected a file, got a folder, a pipe or a device."
-    )
+    raise CorruptFileError(f"{str(path)!r} is a folder, a pipe or a device, not a file.")
 
 
-def read_text(
-    path: str | os.PathLike[str], action: str = "read", max_bytes: int = MAX_JSON_BYTES
-) -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) -> str:
     """Read a text file in UTF-8.
 
     Raises:
@@ -291,13 +288,13 @@ def read_text(
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
             raise CorruptFileError(
-                in_parts(action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes))
+                f"{str(path)!r} has {num_bytes} bytes, expected at most {max_bytes}."
             )
         data = file.read(max_bytes)
     try:
         return data.decode()
     except UnicodeDecodeError as cause:
-        raise CorruptFileError(in_parts(action, repr(str(path)), "UTF-8", str(cause))) from cause
+        raise CorruptFileError(f"{str(path)!r} is not a UTF-8 text: {cause}.") from cause
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -305,7 +302,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
         raise SchemaError(
-            f"cannot write {path.name!r}: expected at most {MAX_JSON_BYTES} bytes, got {len(text)}."
+            f"{path.name!r} would have {len(text)} bytes, expected at most {MAX_JSON_BYTES}."
         )
     path.write_text(text, encoding="utf-8")
 
@@ -321,17 +318,17 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
         content = json.loads(read_text(path, max_bytes=max_bytes))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError(f"cannot read {str(path)!r}: expected JSON, got {cause}.") from cause
+        raise CorruptFileError(f"{str(path)!r} is not valid JSON: {cause}.") from cause
     if not isinstance(content, dict):
         raise CorruptFileError(
-            in_parts("read", repr(str(path)), "a JSON object", type(content).__name__)
+            f"{str(path)!r} must contain a JSON object, got a {type(content).__name__}."
         )
     stored_checksum = content.pop(CHECKSUM, None)
     checksum = json_checksum(content)
     if stored_checksum is not None and stored_checksum != checksum:
         raise CorruptFileError(
-            f"cannot read {str(path)!r}: expected checksum {stored_checksum}, got {checksum}. "
-            f"It was damaged or changed; remove {CHECKSUM!r} from it to load it as it is."
+            f"{str(path)!r} is damaged or was edited: expected checksum {stored_checksum}, got "
+            f"{checksum}. To load an edited file, remove the key {CHECKSUM!r} from it."
         )
     return content
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 
 #: Every dtype that a field may have: name -> (torch dtype, numpy dtype of the same bytes).
 #: bfloat16 has no numpy type, so that its bytes travel as little-endian uint16.
@@ -48,21 +48,27 @@ _NAME_OF_NUMPY = {
 }
 
 
-def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> str:
+def dtype_name(dtype: Any, owner: str = "") -> str:
     """Return the portable name of a torch or numpy dtype, for example "float32".
 
+    Args:
+        dtype: A torch dtype, a numpy dtype or its name.
+        owner: The values of this dtype, for errors, such as "field 'reward'".
+
     Raises:
-        FieldTypeError: It is not one of `DTYPES` (complex, object, strings), or no dtype.
+        FieldTypeError: `dtype` is not in `DTYPES`, such as complex, object or strings.
     """
     name = None
     if isinstance(dtype, torch.dtype):
         name = _NAME_OF_TORCH.get(dtype)
-    elif dtype is not None:  # which numpy takes for float64
-        with suppress(TypeError, ValueError):  # it is none
+    elif dtype is not None:  # numpy converts None to float64
+        with suppress(TypeError, ValueError):
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
+        of_owner = f" of {owner}" if owner else ""
         raise FieldTypeError(
-            in_parts(action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
+            f"dtype {str(dtype).removeprefix('torch.')}{of_owner} is not supported. Convert the "
+            f"values to one of {', '.join(DTYPES)}."
         )
     return name
 
@@ -96,30 +102,27 @@ class Field:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not all(self.name.split("/")):
             raise SchemaError(
-                "cannot declare a field: expected a name of non-empty parts joined by '/', got "
-                f"{self.name!r}."
+                f"the name of a field must be non-empty strings joined by '/', got {self.name!r}."
             )
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            expected = f"dtype {nearest(str(self.dtype), DTYPES)}"
             raise FieldTypeError(
-                f"cannot declare the field {self.name!r}: expected {expected}, got {self.dtype!r}."
+                f"field {self.name!r} has the unknown dtype {self.dtype!r}. The dtypes are "
+                f"{nearest(str(self.dtype), DTYPES)}."
             )
         try:
             object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         except (TypeError, ValueError) as cause:
             raise SchemaError(
-                f"cannot declare the field {self.name!r}: expected shape as integers, got "
-                f"{self.shape!r}."
+                f"the shape of field {self.name!r} must be integers, got {self.shape!r}."
             ) from cause
         if len(self.shape) > MAX_DIMENSIONS:
-            expected = f"at most {MAX_DIMENSIONS} dimensions"
             raise SchemaError(
-                f"cannot declare the field {self.name!r}: expected {expected}, got "
-                f"{len(self.shape)}."
+                f"field {self.name!r} has {len(self.shape)} dimensions, expected at most "
+                f"{MAX_DIMENSIONS}."
             )
         if any(size < 0 for size in self.shape):
             raise SchemaError(
-                f"cannot declare the field {self.name!r}: expected sizes >= 0, got {self.shape}."
+                f"the shape of field {self.name!r} must be sizes >= 0, got {self.shape}."
             )
 
     @property
@@ -162,7 +165,7 @@ class Field:
             )
         except (KeyError, TypeError) as cause:
             raise SchemaError(
-                f"cannot read a field: expected name, shape and dtype, got {dict(item)!r}."
+                f"a field needs name, shape and dtype, got {dict(item)!r}."
             ) from cause
 
 
@@ -170,38 +173,25 @@ class Schema(Mapping[str, Field]):
     """An ordered, immutable set of at most `MAX_FIELDS` fields by name."""
 
     def __init__(self, fields: Iterable[Field]) -> None:
-        if not isinstance(fields, Iterable):
-            raise SchemaError(
-                in_parts(
-                    "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
-                )
-            )
-        listed = list(islice(fields, MAX_FIELDS + 1))
+        listed: list[Any] = [None]
+        if isinstance(fields, Iterable):
+            listed = list(islice(fields, MAX_FIELDS + 1))
         if not all(isinstance(field, Field) for field in listed):
-            raise SchemaError(
-                in_parts(
-                    "declare a schema", "", "fields as an iterable of Field", repr(fields)[:60]
-                )
-            )
+            raise SchemaError(f"fields must be an iterable of Field, got {repr(fields)[:60]}.")
         if len(listed) > MAX_FIELDS:
-            raise SchemaError(
-                f"cannot declare a schema: expected at most {MAX_FIELDS} fields, got more."
-            )
+            raise SchemaError(f"a schema has at most {MAX_FIELDS} fields, got more.")
         self._fields = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
             counts = Counter(field.name for field in listed)
             twice = sorted(name for name, count in counts.items() if count > 1)
-            raise SchemaError(
-                f"cannot declare a schema: expected each name once, got {', '.join(twice)} "
-                "more than once."
-            )
+            raise SchemaError(f"duplicate field names: {', '.join(twice)}.")
 
     def __getitem__(self, name: str) -> Field:
         try:
             return self._fields[name]
         except KeyError:
             raise MissingFieldError(
-                f"cannot find the field {name!r}: expected {nearest(name, self._fields)}."
+                f"unknown field {name!r}. The fields are {nearest(name, self._fields)}."
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -271,16 +261,14 @@ def flatten(
     """
     if not hasattr(tree, "items"):
         raise SchemaError(
-            in_parts("read a record", "", "a nested mapping of tensors", type(tree).__name__)
+            f"a record must be a nested mapping of tensors, got a {type(tree).__name__}."
         )
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         is_flat = takes_flat and isinstance(key, str) and all(key.split("/"))
         if not is_flat and (not isinstance(key, str) or not key or "/" in key):
-            raise SchemaError(
-                f"cannot name a leaf under {prefix or 'the top'!r}: expected a non-empty str "
-                f"without '/', got {key!r}."
-            )
+            parent = f" of {prefix[:-1]!r}" if prefix else ""
+            raise SchemaError(f"the keys{parent} must be non-empty strs without '/', got {key!r}.")
         is_tree = (
             not isinstance(value, torch.Tensor)
             and hasattr(value, "items")
@@ -291,10 +279,7 @@ def flatten(
         else:
             below = {prefix + key: value}
         if twice := below.keys() & flat.keys():
-            raise SchemaError(
-                f"cannot name a leaf {sorted(twice)[0]!r}: expected each place used once, got "
-                "two values."
-            )
+            raise SchemaError(f"field {sorted(twice)[0]!r} has two values.")
         flat.update(below)
     return flat
 
@@ -312,13 +297,10 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise SchemaError(
-                    f"cannot nest the leaf {name!r}: expected a mapping above it, got a leaf "
-                    f"at {parent!r}."
+                    f"field {name!r} cannot be nested, because {parent!r} is a field itself."
                 )
         if last in node:
-            raise SchemaError(
-                f"cannot nest the leaf {name!r}: expected each place used once, got two values."
-            )
+            raise SchemaError(f"field {name!r} has two values.")
         node[last] = value
     return tree
 
@@ -330,17 +312,19 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def check_same_names(expected: Mapping[str, Any], got: Mapping[str, Any], action: str) -> None:
+def check_same_names(expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
     """Raise `MissingFieldError` naming the first field that only one of two flat mappings has."""
+    problem = ""
     for name in expected:
         if name not in got:
-            raise MissingFieldError(
-                f"cannot {action} without the field {name!r}: expected {', '.join(expected)}, "
-                f"got {', '.join(got)}."
-            )
-    for name in got:
-        if name not in expected:
-            raise MissingFieldError(
-                f"cannot {action} with the field {name!r}: expected {', '.join(expected)}, got "
-                f"{', '.join(got)}."
-            )
+            problem = f"field {name!r} is missing"
+            break
+    else:
+        for name in got:
+            if name not in expected:
+                problem = f"unknown field {name!r}"
+                break
+    if problem:
+        raise MissingFieldError(
+            f"{problem}: expected the fields {', '.join(expected)}, got {', '.join(got)}."
+        )

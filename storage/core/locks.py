@@ -23,7 +23,7 @@ _forks_are_watched = False
 
 
 @contextmanager
-def only_writer_of(target: Path, action: str) -> Iterator[None]:
+def only_writer_of(target: Path) -> Iterator[None]:
     """Lock a file or folder, which need not exist, against other processes and threads.
 
     The lock is held on a hidden file beside the target. The hidden file is removed at the end. A
@@ -41,12 +41,12 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
     file = real.parent / f".rollout_{name}.lock"
     path: Path | None = file
     try:
-        descriptor = _locked(file, action, target)
+        descriptor = _locked(file, target)
     except OSError as error:
         if error.errno not in _NOT_WRITABLE or not real.exists():
             raise
         path = None
-        descriptor = _locked(real, action, target, os.O_RDONLY)
+        descriptor = _locked(real, target, os.O_RDONLY)
     _watch_forks()
     _held.add(descriptor)
     try:
@@ -62,7 +62,7 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+def _locked(path: Path, target: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Open and lock a file or folder, and return its descriptor.
 
     Raises:
@@ -77,8 +77,8 @@ def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O
         except BlockingIOError:
             os.close(descriptor)
             raise UsageError(
-                f"cannot {action} {str(target)!r}: expected no other writer, got another "
-                "process or thread that is writing it. Wait until it has ended."
+                f"another process or thread is writing to {str(target)!r}. Wait until it has "
+                "finished."
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:

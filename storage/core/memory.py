@@ -107,8 +107,7 @@ class BufferPool:
             num_bytes = int(prod(shape) * dtype.itemsize)
         except (TypeError, AttributeError, ValueError) as cause:
             raise UsageError(
-                "cannot call BufferPool.empty: expected shape as integers and dtype as a "
-                f"torch.dtype, got {shape!r} and {dtype!r}."
+                f"shape must be integers and dtype a torch.dtype, got {shape!r} and {dtype!r}."
             ) from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import UsageError, in_parts
+from ..errors import UsageError
 from . import arguments
 
 #: Number of rows up to which 32 random bits are enough. For more rows, draws are widened by
@@ -71,7 +71,6 @@ def seeds_from(initial_seed: int) -> Iterator[None]:
 def generator_on(
     generator: torch.Generator | int | None,
     device: torch.device | None = None,
-    action: str = "create a generator",
 ) -> torch.Generator:
     """Return `generator` if it is a generator, otherwise create one.
 
@@ -81,17 +80,19 @@ def generator_on(
             Results are then reproducible after `torch.manual_seed`, and two objects draw
             differently. torch's default generator is read, but neither advanced nor seeded.
         device: Required device of the generator. None: any device, and the CPU for a new generator.
-        action: The user's call, for errors.
     """
     if isinstance(generator, torch.Generator):
         if device is not None and generator.device.type != device.type:
-            expected = f"a generator on {device.type}, where the rows are"
-            raise UsageError(in_parts(action, "", expected, f"one on {generator.device}"))
+            raise UsageError(
+                f"generator is on {generator.device}, but the rows are on {device.type}. Pass a "
+                f"generator on {device.type}, or a seed."
+            )
         return generator
     if generator is None:
         seed = _seeds.next_seed()
     else:
-        seed = arguments.seed("generator as a torch.Generator, None or a seed", generator)
+        expected = "a torch.Generator, None or a seed of 64 bits"
+        seed = arguments.seed("generator", generator, expected)
     return torch.Generator(device or "cpu").manual_seed(seed)
 
 
@@ -208,10 +209,10 @@ class Weighted:
         values = weights.to(torch.float64).numpy()
         if not len(values) or not np.isfinite(values).all() or (values < 0).any():
             raise UsageError(
-                in_parts("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
+                f"weights must be finite numbers >= 0, got {str(weights.tolist())[:60]}."
             )
         if not values.any():
-            raise UsageError("cannot draw by weight: expected a weight above 0, got none.")
+            raise UsageError("all weights are 0. At least one weight must be above 0.")
         ends = np.cumsum(whole_weights(values))
         self._total = int(ends[-1])
         self._ends = torch.from_numpy(ends).to(weights.device)

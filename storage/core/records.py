@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 from .deferred import DeferredErrors
 from .fields import DTYPES, Field, Schema, check_same_names, dtype_name, flatten, signed
 from .memory import as_given
@@ -34,10 +34,9 @@ COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 #: Size of a record in bytes up to which `read_again` returns arrays. For larger records, copies by
 #: torch with several threads are faster.
 _MAX_FORM_BYTES = 4 * 1024 * 1024
-_ACTION = "add rows"
 
 
-def flat_name(key: Key, argument: str = "a key") -> str:
+def flat_name(key: Key, argument: str = "a field name") -> str:
     """Return the flat name of a key: `("next", "done")` -> `"next/done"`.
 
     `argument` is the name of the user's argument in errors.
@@ -49,7 +48,7 @@ def flat_name(key: Key, argument: str = "a key") -> str:
         or not all(isinstance(part, str) and part for part in parts)
     ):
         raise SchemaError(
-            f"cannot name a leaf: expected {argument} as a str or a tuple of them, got {key!r}."
+            f"{argument} must be a non-empty str or a tuple of non-empty strs, got {key!r}."
         )
     return "/".join(parts)
 
@@ -72,7 +71,7 @@ def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | lis
     )
 
 
-def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str) -> list[str]:
+def names_below(schema: Mapping[str, Any], key: Key, argument: str) -> list[str]:
     """Return the names of the leaves of a key: the key itself, or all leaves below it.
 
     Raises:
@@ -80,13 +79,12 @@ def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str)
             fields.
     """
     wanted = flat_name(key, argument)
-    found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
-    if not found:
+    names = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
+    if not names:
         raise MissingFieldError(
-            f"cannot {action}: expected {argument} one of {nearest(wanted, schema)}, got "
-            f"{wanted!r}."
+            f"{argument} {wanted!r} is an unknown field. The fields are {nearest(wanted, schema)}."
         )
-    return found
+    return names
 
 
 @dataclass(frozen=True)
@@ -110,24 +108,32 @@ def make_field(name: str, shape: Sequence[int], dtype: Any) -> Field:
     text = str(dtype).removeprefix("torch.")
     if text in COMPLEX_DTYPES:
         return ComplexField(name, tuple(shape), text)
-    return Field(name, tuple(shape), text if text in DTYPES else dtype_name(dtype, f"of {name!r}"))
+    return Field(
+        name, tuple(shape), text if text in DTYPES else dtype_name(dtype, f"field {name!r}")
+    )
 
 
 # One leaf.
 
 
-def numbers(action: str, name: str, value: Any) -> torch.Tensor:
-    """Convert numbers to a tensor without gradients. A tensor stays on its device."""
+def numbers(name: str, value: Any) -> torch.Tensor:
+    """Convert numbers to a tensor without gradients. A tensor stays on its device.
+
+    `name` is the name of the user's argument in errors.
+    """
     try:
         return as_given(value).detach()
     except (TypeError, ValueError, RuntimeError) as cause:
         raise FieldTypeError(
-            in_parts(action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60])
+            f"{name} must be a tensor or an array of numbers, got {repr(value)[:60]}."
         ) from cause
 
 
-def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
-    """Convert an array, number or nested list to a tensor on the CPU, as a view if possible."""
+def as_tensor(value: Any, subject: str) -> torch.Tensor:
+    """Convert an array, number or nested list to a tensor on the CPU, as a view if possible.
+
+    `subject` is the subject of errors, such as "field 'reward'".
+    """
     try:
         if type(value) is np.ndarray and value.flags.behaved:
             return torch.from_numpy(value)  # A fifth of the time of `as_given`.
@@ -138,13 +144,15 @@ def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
         return as_given(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as cause:
         raise FieldTypeError(
-            f"cannot {action} {where}: expected a tensor or an array of numbers, got "
-            f"{type(value).__name__}: {cause}. Give one."
+            f"{subject} must be a tensor or an array of numbers, got a {type(value).__name__}: "
+            f"{cause}."
         ) from cause
 
 
-def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
+def dense(value: torch.Tensor, subject: str) -> torch.Tensor:
     """Return a leaf as a dense tensor without gradients and without pending conjugation or sign.
+
+    `subject` is the subject of errors, such as "field 'reward'".
 
     Raises:
         FieldTypeError: The leaf is sparse, quantized, nested or on the meta device.
@@ -155,19 +163,22 @@ def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
         or value.is_quantized
         or value.is_nested
     ):
-        got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
-        got = "a nested tensor" if value.is_nested else got
-        raise FieldTypeError(
-            in_parts(action, f"with {name!r}", "a dense tensor", got, "Convert it first")
-        )
+        if value.is_nested:
+            form = "a nested tensor"
+        elif value.is_quantized:
+            form = "a quantized tensor"
+        elif value.device.type == "meta":
+            form = "a tensor without data on the device 'meta'"
+        else:
+            form = f"a tensor of layout {value.layout}"
+        raise FieldTypeError(f"{subject} must be a dense tensor, got {form}.")
     # `x.conj()` and its imaginary part are lazy: memory has the original number, and a flag the
     # conjugation or the sign.
-    found: torch.Tensor = value.detach().resolve_conj().resolve_neg()
-    return found
+    resolved: torch.Tensor = value.detach().resolve_conj().resolve_neg()
+    return resolved
 
 
 def fit(
-    action: str,
     field: Field,
     value: Any,
     cast: Cast = "safe",
@@ -179,7 +190,6 @@ def fit(
     """Check a leaf and return it as a dense tensor that can be copied into memory of a field.
 
     Args:
-        action: Operation of the user for errors, such as "add a transition".
         field: Field with name, shape and dtype.
         value: Tensor on any device, array, or nested lists.
         cast: Accepted dtypes; see `Cast`. Only "in range" and "floating" convert the dtype.
@@ -192,32 +202,32 @@ def fit(
         SchemaError: The shape is wrong. The message names the field.
         FieldTypeError: The dtype or a number is not accepted. The message names the field.
     """
-    where = f"with {field.name!r}"
+    subject = f"field {field.name!r}"
     shapes = shapes or (field.shape,)
     if not isinstance(value, torch.Tensor):
-        value = as_tensor(value, action, where)
-    kind = "flags" if cast == "flag" else field.dtype
-    expected = f"{kind}{' rows' if num_lead else ''} of shape {' or '.join(str(list(shape)) for shape in shapes)}"
-    if tuple(value.shape[num_lead:]) not in shapes:
-        raise SchemaError(
-            f"cannot {action} {where}: expected {expected}, got shape "
-            f"{list(value.shape[num_lead:])}."
-        )
-    found = dense(field.name, value, action)
-    is_taken = found.dtype is field.torch_dtype
+        value = as_tensor(value, subject)
+    shape = tuple(value.shape[num_lead:])
+    if shape not in shapes:
+        rows = " per row" if num_lead else ""
+        expected = " or ".join(map(str, shapes))
+        raise SchemaError(f"{subject} has shape {shape}{rows}, expected {expected}.")
+    tensor = dense(value, subject)
+    is_accepted = tensor.dtype is field.torch_dtype
     if cast == "flag":
-        is_taken = not found.is_complex()
+        is_accepted = not tensor.is_complex()
     elif cast == "floating":
-        is_taken = found.is_floating_point()
+        is_accepted = tensor.is_floating_point()
     elif cast != "exact":
-        is_taken = torch.can_cast(found.dtype, field.torch_dtype)
-    if not is_taken:
+        is_accepted = torch.can_cast(tensor.dtype, field.torch_dtype)
+    if not is_accepted:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        expected = "bool or real numbers" if cast == "flag" else field.dtype
         raise FieldTypeError(
-            f"cannot {action} {where}: expected {expected}, got {found.dtype}. Convert it first."
+            f"{subject} has dtype {dtype}, expected {expected}. Convert the values first."
         )
-    if cast in ("in range", "floating") and found.dtype not in always_fit(field.torch_dtype):
-        return _in_range(action, where, found, field, deferred if found.is_cuda else None)
-    return found
+    if cast in ("in range", "floating") and tensor.dtype not in always_fit(field.torch_dtype):
+        return _in_range(tensor, field, deferred if tensor.is_cuda else None)
+    return tensor
 
 
 @cache
@@ -233,20 +243,18 @@ def always_fit(wanted: torch.dtype) -> frozenset[torch.dtype]:
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
     if dtype is torch.bool:
         return 0, 1
-    found = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return found.min, found.max
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits.min, limits.max
 
 
-def _in_range(
-    action: str, where: str, value: torch.Tensor, field: Field, deferred: DeferredErrors | None
-) -> torch.Tensor:
+def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None) -> torch.Tensor:
     """Convert numbers to the field's dtype.
 
     Raises:
         FieldTypeError: A number wraps around or becomes infinite.
     """
     low, high = _limits(field.torch_dtype)
-    expected = f"{field.dtype} from {low} to {high}"
+    limits = f"the range of {field.dtype} ({low} to {high})"
     if field.torch_dtype.is_floating_point:
         wide = value if value.is_floating_point() else value.double()
         kept = wide.to(field.torch_dtype)
@@ -264,18 +272,16 @@ def _in_range(
         deferred.note(
             is_lost.sum(),
             lambda count: FieldTypeError(
-                in_parts(
-                    action, where, expected, f"{count} other numbers in an earlier call, kept as 0"
-                )
+                f"field {field.name!r} had {count} numbers outside {limits} in an earlier call. "
+                "They were stored as 0."
             ),
         )
         return kept.masked_fill_(is_lost, 0)
     if bool(is_lost.any()):
         number = wide[is_lost][0].item()
-        raise FieldTypeError(
-            f"cannot {action} {where}: expected {expected}, got "
-            f"{number % 2**64 if value.dtype is torch.uint64 else number}."
-        )
+        if value.dtype is torch.uint64:
+            number %= 2**64
+        raise FieldTypeError(f"field {field.name!r} contains {number}, outside {limits}.")
     return kept
 
 
@@ -486,7 +492,7 @@ class RecordReader:
         """
         if not hasattr(record, "items"):
             raise SchemaError(
-                in_parts(_ACTION, "", "data as a nested mapping of tensors", type(record).__name__)
+                f"a record must be a nested mapping of tensors, got a {type(record).__name__}."
             )
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:
@@ -495,23 +501,23 @@ class RecordReader:
         if schema is not None:
             if names is not None:
                 schema = Schema(schema[name] for name in names)
-            check_same_names(schema, flat, _ACTION)
+            check_same_names(schema, flat)
         shaped = {name: self._with_lead(name, value) for name, value in flat.items()}
         self._check_lead(shaped)
         if schema is None:
             schema = Schema(
                 make_field(name, value.shape[2:], value.dtype) for name, value in shaped.items()
             )
-        tensors = [fit(_ACTION, field, shaped[name], num_lead=2) for name, field in schema.items()]
+        tensors = [fit(field, shaped[name], num_lead=2) for name, field in schema.items()]
         if self.schema is not None and names is None:
             self._note_form(record, self.schema)
         return Rows(len(tensors[0]), tensors, schema)
 
     def _tensor(self, name: str, value: Any) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
-            value = as_tensor(value, _ACTION, f"with {name!r}")
-        found = dense(name, value, _ACTION)
-        return found.to(torch.float32) if self.narrow and found.dtype == torch.float64 else found
+            value = as_tensor(value, f"field {name!r}")
+        leaf = dense(value, f"field {name!r}")
+        return leaf.to(torch.float32) if self.narrow and leaf.dtype == torch.float64 else leaf
 
     def _with_lead(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """View a leaf as `[n, lanes, *event]`."""
@@ -520,17 +526,17 @@ class RecordReader:
         if value.dim() <= self.num_lead:
             axes = "[n, lanes, *event]" if self.has_lane_axis else "[n, *event]"
             raise SchemaError(
-                f"cannot {_ACTION} with {name!r}: expected {axes} with at least one event "
-                f"axis, got shape {list(value.shape)}. Add a trailing axis, x.unsqueeze(-1), "
-                "or create the buffer with auto_unsqueeze=True."
+                f"field {name!r} has shape {tuple(value.shape)}, expected {axes} with at least one "
+                "event axis. Add an axis with x.unsqueeze(-1), or create the buffer with "
+                "auto_unsqueeze=True."
             )
         if self.has_lane_axis:
             return value
         lanes = self.num_lanes or 1
         if len(value) % lanes:
             raise SchemaError(
-                f"cannot {_ACTION} with {name!r}: expected a multiple of {lanes} envs, got "
-                f"{len(value)} rows."
+                f"field {name!r} has {len(value)} rows, expected a multiple of {lanes} "
+                "environments."
             )
         return (
             value.unsqueeze(1)
@@ -542,16 +548,13 @@ class RecordReader:
         (first, like), *others = shaped.items()
         for name, value in others:
             if value.shape[:2] != like.shape[:2]:
-                expected = f"leading sizes {list(like.shape[:2])} like {first!r}"
                 raise SchemaError(
-                    f"cannot {_ACTION} with {name!r}: expected {expected}, got "
-                    f"{list(value.shape[:2])}."
+                    f"field {name!r} has leading sizes {tuple(value.shape[:2])}, expected "
+                    f"{tuple(like.shape[:2])} as in field {first!r}."
                 )
         if like.shape[1] < 1 or self.num_lanes not in (None, like.shape[1]):
-            expected = f"{self.num_lanes or 'one or more'} lanes"
-            raise SchemaError(
-                f"cannot {_ACTION} with {first!r}: expected {expected}, got {like.shape[1]}."
-            )
+            expected = self.num_lanes or "at least 1"
+            raise SchemaError(f"field {first!r} has {like.shape[1]} lanes, expected {expected}.")
 
     def _note_form(self, record: Any, schema: Schema) -> None:
         """Remember the form of a record whose names match a schema."""

@@ -13,11 +13,11 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import ClosedError, UsageError, WaitTimeoutError, in_parts
+from ..errors import ClosedError, UsageError, WaitTimeoutError
 from .arguments import whole
 
 _Self = TypeVar("_Self", bound="Owned")
@@ -55,8 +55,8 @@ class Owner:
         """Raise `UsageError` in a forked child."""
         if not self.is_own:
             raise UsageError(
-                f"cannot use {self._what}: expected a call in the process {self._process} that "
-                f"made it, got its child {os.getpid()}. Make another one in this process."
+                f"the thread of {self._what} runs only in process {self._process}, not in its child "
+                f"{os.getpid()}. Create a new object in the child process."
             )
 
 
@@ -75,17 +75,10 @@ class OwnCondition(threading.Condition):
 class Unique:
     """Base class of objects with files or threads; pickling or copying them raises an error."""
 
-    _instead: ClassVar[str] = "Make another one"
-
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            in_parts(
-                f"pickle or copy a {type(self).__name__}, which owns files or threads",
-                "",
-                "",
-                "",
-                self._instead,
-            )
+            f"a {type(self).__name__} owns files or threads and cannot be pickled or copied. "
+            "Create a new object."
         )
 
 
@@ -155,9 +148,7 @@ class Worker:
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
-            raise ClosedError(
-                f"cannot queue a job for {self.name}: expected an open worker, got a closed one."
-            )
+            raise ClosedError(f"{self.name}: the worker is closed.")
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
@@ -197,8 +188,8 @@ class Worker:
         """
         if left := wait(self._pending(), timeout).not_done:
             raise WaitTimeoutError(
-                f"cannot wait for {self.name}: expected all of them within {timeout} s, got "
-                f"{len(left)} not done yet."
+                f"{self.name}: {len(left)} jobs have not finished within {timeout} s. They continue "
+                "in the background."
             )
         self.check()
 

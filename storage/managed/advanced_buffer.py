@@ -204,7 +204,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """Check `collect_iter` and return it as `[num_rows]` int64 on the device; None for None."""
         if collect_iter is None:
             return None
-        iterations = sent(numbers("add a batch", "collect_iter", collect_iter), self.device)
+        iterations = sent(numbers("collect_iter", collect_iter), self.device)
         if iterations.is_floating_point() or iterations.dtype is torch.bool:
             raise UsageError(
                 f"cannot add a batch: expected collect_iter of integers, got {iterations.dtype}."

@@ -77,7 +77,7 @@ class BufferManager(Store):
         generator: torch.Generator | int | None = None,
     ) -> None:
         self.device = arguments.device("device", device)
-        self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
+        self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
         #: Lock held while a call chooses buffers and calls their limiters, but not while a thread
         #: waits for a limiter.

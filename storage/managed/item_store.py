@@ -391,7 +391,7 @@ def _split_leaves(
 
 def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
     """Return the form of the first item's leaves, which have `num_lead` axes before the event."""
-    tensors = {name: dense(name, as_given(leaf), _ACTION) for name, leaf in leaves.items()}
+    tensors = {name: dense(as_given(leaf), f"field {name!r}") for name, leaf in leaves.items()}
     schema = Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items())
     arrays = frozenset(name for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor))
     return Form(schema, arrays)
@@ -403,9 +403,9 @@ def _fitted(leaves: Mapping[str, Any], form: Form, num_lead: int) -> list[torch.
     Raises:
         MissingFieldError, SchemaError, FieldTypeError: A leaf does not match its column.
     """
-    check_same_names(form.schema, leaves, _ACTION)
+    check_same_names(form.schema, leaves)
     return [
-        fit(_ACTION, field, leaves[name], num_lead=num_lead).to(field.torch_dtype)
+        fit(field, leaves[name], num_lead=num_lead).to(field.torch_dtype)
         for name, field in form.schema.items()
     ]
 

@@ -108,7 +108,7 @@ class ManagedBuffer(Store):
         self.output_device = None
         if output_device is not None:
             self.output_device = arguments.device("output_device", output_device)
-        self.rng = generator_on(generator, self.device, action)
+        self.rng = generator_on(generator, self.device)
         self.monitor = monitor
         if monitor is not None:
             arguments.instance("monitor", monitor, "a BufferMonitor or None", BufferMonitor)

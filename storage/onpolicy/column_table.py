@@ -157,7 +157,7 @@ class ColumnTable:
                 continue
             for field, leaf in _leaves_of(value, column, inputs):
                 if not isinstance(leaf, torch.Tensor):
-                    leaf = as_tensor(leaf, _ACTION, f"with {field.source.name!r}")
+                    leaf = as_tensor(leaf, f"field {field.source.name!r}")
                 # Leaves that fit exactly pass here; the full check takes 2 microseconds more per
                 # field.
                 is_plain = leaf.layout is torch.strided and not leaf.is_meta
@@ -259,7 +259,7 @@ class ColumnTable:
         column = self.columns[name]
         leaves = flatten({name: value})
         targets = []
-        check_same_names({field.name: None for field in column.fields}, leaves, action)
+        check_same_names({field.name: None for field in column.fields}, leaves)
         for key, x in leaves.items():
             target = self.tensors.get(key)
             if (
@@ -419,7 +419,7 @@ def _leaves_of(
     if not is_mapping:
         return ((inputs[column.name], value),)
     leaves = flatten({column.name: value})
-    check_same_names(inputs, leaves, _ACTION)
+    check_same_names(inputs, leaves)
     return [(field, leaves[name]) for name, field in inputs.items()]
 
 

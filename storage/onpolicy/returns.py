@@ -241,7 +241,7 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
     """Return last values as float32 `[N, R]`, from `[N, R]`, or from `[N]` with one reward."""
     field = Field("last_values", (num_envs, num_rewards))
     shapes = (field.shape, (num_envs,)) if num_rewards == 1 else (field.shape,)
-    return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
+    return fit(field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
 
 
 def checked_factor(
@@ -253,7 +253,7 @@ def checked_factor(
     """
     if isinstance(factor, (float, int)) and 0 <= factor <= 1:
         return factor
-    checked = fit(_ACTION, Field(name, (num_rewards,)), factor, shapes=((num_rewards,), ()))
+    checked = fit(Field(name, (num_rewards,)), factor, shapes=((num_rewards,), ()))
     is_inside = (checked >= 0) & (checked <= 1)
     if deferred is not None and checked.is_cuda:
         got = "other numbers in an earlier call"

@@ -140,7 +140,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _make_generator(self, generator: torch.Generator | int | None) -> torch.Generator:
         """Return `generator` if it is a generator; otherwise a new generator on this device."""
         is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
-        return generator_on(generator, self.device if is_new else None, arguments.creating(self))
+        return generator_on(generator, self.device if is_new else None)
 
     def _make_table(
         self, num_steps: int, earlier: Mapping[str, torch.Tensor] | None = None

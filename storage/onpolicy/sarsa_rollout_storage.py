@@ -384,6 +384,6 @@ class SarsaRolloutStorage(RolloutStorage):
                 )
             fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}
-        check_same_names({**expected, **indices}, tensors, _LOAD)
+        check_same_names({**expected, **indices}, tensors)
         for name, (shape, field) in expected.items():
             checked_tensor(tensors, name, field.torch_dtype, shape)

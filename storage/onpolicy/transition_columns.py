@@ -220,7 +220,7 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
             f"such, got {shape!r}."
         )
     if not isinstance(dtype, str):
-        dtype = dtype_name(dtype, repr(name))
+        dtype = dtype_name(dtype, f"field {name!r}")
     return (Field(name, tuple(sizes), dtype),)
 
 
@@ -253,10 +253,10 @@ def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
         if leaf is None:
             continue
         if not isinstance(leaf, torch.Tensor):
-            leaf = as_tensor(leaf, "add a transition", f"with {field_name!r}")
+            leaf = as_tensor(leaf, f"field {field_name!r}")
         is_whole_number = not leaf.is_floating_point() and not leaf.is_complex()
         dtypes[field_name] = (
-            dtype_name(leaf.dtype, repr(field_name)) if is_whole_number else "float32"
+            dtype_name(leaf.dtype, f"field {field_name!r}") if is_whole_number else "float32"
         )
     return dtypes
 

@@ -494,7 +494,7 @@ class PrioritizedRing:
         Raises:
             UsageError: The ids or the priorities are invalid.
         """
-        found = ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids)
+        found = ids if isinstance(ids, torch.Tensor) else numbers("ids", ids)
         if found.dim() != 1 or (
             len(found) and (found.is_floating_point() or found.dtype is torch.bool)
         ):

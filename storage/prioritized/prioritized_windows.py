@@ -78,9 +78,7 @@ class PrioritizedWindows(RowFront, Store):
             self.capacity, partial(end_places, end_key=self.end_key), self.seq_length
         )
         reader = RecordReader(None, True, False, False)
-        self._use(
-            RowStore(options, reader, self.device, generator_on(generator, self.device, action))
-        )
+        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device)))
         # A ring of one lane, until the first `extend` fixes the number of lanes.
         self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
 

@@ -77,7 +77,7 @@ class SegmentTree:
             ValueError: A value is NaN; in a tree of sums, also if a value is infinite.
         """
         wanted = self._indices(index, "write to")
-        values = numbers("write to a segment tree", "value", value).to(self.device, torch.float64)
+        values = numbers("value", value).to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
             expected = f"one value, or values of shape {list(wanted.shape)}"
             raise UsageError(
@@ -135,7 +135,7 @@ class SegmentTree:
             raise UsageError(
                 in_parts(action, "in a segment tree", "operation 'sum'", type(self).__name__)
             )
-        masses = numbers(action, "mass", mass).to(self.device, torch.float64)
+        masses = numbers("mass", mass).to(self.device, torch.float64)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
             raise UsageError(
@@ -167,7 +167,7 @@ class SegmentTree:
 
     def _indices(self, index: Any, action: str) -> torch.Tensor:
         """Check indices; return int64 indices >= 0. Negative indices count from the end."""
-        wanted = numbers(f"{action} a segment tree", "index", index).to(self.device)
+        wanted = numbers("index", index).to(self.device)
         if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
             raise UsageError(
                 f"cannot {action} a segment tree: expected integer indices, got {wanted.dtype}."

@@ -88,7 +88,7 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
         return ...
 
     marked = map_tree(mark, tree)
-    tensors = [dense("a leaf", as_given(leaf), "send a tree").cpu() for leaf in given]
+    tensors = [dense(as_given(leaf), "a leaf of the tree").cpu() for leaf in given]
     tensors = [x if x.data_ptr() % x.element_size() == 0 else x.clone() for x in tensors]
     buffers: list[npt.NDArray[np.uint8]] = []
     places: dict[int, Place] = {}

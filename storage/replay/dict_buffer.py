@@ -268,9 +268,7 @@ class ZBuffer(RowBuffer):
     @torch.no_grad()
     def add(self, z: Any) -> None:
         """Append vectors `[n, dim]`. Only the newest `capacity` vectors are kept."""
-        values = (
-            z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")
-        ).detach()
+        values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "z")).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
             raise SchemaError(
                 f"cannot call ZBuffer.add: expected z of shape [n, {self.dim}], got "

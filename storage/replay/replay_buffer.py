@@ -41,14 +41,13 @@ class ReplayBuffer(RowFront, Store):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = arguments.creating(self)
         self.buffer_size = arguments.whole("buffer_size", buffer_size, 1)
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole("obs_dim", size, 0) for size in sizes)
         self.device = arguments.device("device", device)
         # A generator of the caller may be on the CPU although the pairs are not.
         is_given = isinstance(generator, torch.Generator)
-        generator = generator_on(generator, None if is_given else self.device, action)
+        generator = generator_on(generator, None if is_given else self.device)
         reader = RecordReader(1, False, False, False)
         self._use(
             RowStore(RowOptions(self.buffer_size, num_guards=0), reader, self.device, generator)
@@ -81,8 +80,8 @@ class ReplayBuffer(RowFront, Store):
         """
         schema = self._ring.schema
         action = "call ReplayBuffer.insert"
-        first = fit(action, schema["states"], states, num_lead=1)
-        following = fit(action, schema["next_states"], next_states, num_lead=1)
+        first = fit(schema["states"], states, num_lead=1)
+        following = fit(schema["next_states"], next_states, num_lead=1)
         if len(first) != len(following):
             raise SchemaError(
                 f"cannot {action}: expected {len(first)} next_states, got {len(following)}."

@@ -44,11 +44,8 @@ class RowBuffer(RowFront, BufferStore):
         device: torch.device | str,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = arguments.creating(self)
         self.device = arguments.device("device", device)
-        self._use(
-            RowStore(options, reader, self.device, generator_on(generator, self.device, action))
-        )
+        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device)))
 
     def __len__(self) -> int:
         """Return the number of live rows."""

@@ -111,7 +111,6 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     ) -> None:
         end_name = flat_name(end_key, "end_key")
         motion_name = flat_name(motion_id_key, "motion_id_key")
-        action = arguments.creating(self)
         arguments.instance("episodes", episodes, "a list of mappings", Iterable)
         if file_names is not None:
             arguments.instance("file_names", file_names, "a list of names", Iterable)
@@ -121,7 +120,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         schema, pieces = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
         device = arguments.device("device", device)
         output_device = arguments.optional_device("output_device", output_device)
-        self._set_devices(device, output_device, generator_on(generator, device, action))
+        self._set_devices(device, output_device, generator_on(generator, device))
         lengths = [len(leaves[0]) for leaves, _, _ in pieces]
         options = (
             seq_length,
@@ -201,8 +200,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
                 for all episodes.
         """
         action = "update priorities"
-        values = numbers(action, "priorities", priorities).flatten()
-        places = None if idxs is None else numbers(action, "idxs", idxs).flatten()
+        values = numbers("priorities", priorities).flatten()
+        places = None if idxs is None else numbers("idxs", idxs).flatten()
         is_on_cpu = self.device.type == "cpu"
         if is_on_cpu or (values.is_cpu and (places is None or places.is_cpu)):
             values, places = self._checked(values.cpu(), None if places is None else places.cpu())

@@ -280,7 +280,7 @@ def motion_priorities(
         raise UsageError(
             f"cannot {action}: expected min_value <= max_value, got {min_value} and {max_value}."
         )
-    values = numbers(action, "scores", scores)
+    values = numbers("scores", scores)
     if values.dim() != 1:
         raise UsageError(
             f"cannot {action}: expected scores of shape [E], one per trajectory, got "

@@ -201,7 +201,7 @@ class RingStore:
                     (("output_key_t", keys), ("output_key_tp1", next_keys))
                 )
                 for key in wanted
-                for name in names_below(self.schema, key, "sample windows", argument)
+                for name in names_below(self.schema, key, argument)
             ]
             if next_keys and not apart and not self.num_guards:
                 raise UsageError(

@@ -50,10 +50,7 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
         MissingFieldError: A key of `end_key` matches no field of the schema.
     """
     names = list(schema)
-    action = "find what ends a trajectory"
-    found = [
-        name for key in listed(end_key) for name in names_below(schema, key, action, "end_key")
-    ]
+    found = [name for key in listed(end_key) for name in names_below(schema, key, "end_key")]
     return [(names.index(name), schema[name].num_elements) for name in found]
 
 

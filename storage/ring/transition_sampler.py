@@ -115,9 +115,7 @@ class TransitionSampler:
         self._end_kinds = EndKinds.of(schema, end_names)
         self._flag_names = tuple(dict.fromkeys((*end_names, *self._end_kinds.names)))
         names = (
-            name
-            for key in request.next_keys
-            for name in names_below(schema, key, _ACTION, "next_keys")
+            name for key in request.next_keys for name in names_below(schema, key, "next_keys")
         )
         self._next_names = tuple(dict.fromkeys(names))
         added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
@@ -149,9 +147,7 @@ class TransitionSampler:
         self._is_plain = is_short and self._extent.ends == "never"
         self._set_factors(_GAMMA if request.gamma is None else request.gamma)
         if request.num_steps > 1:
-            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[
-                :1
-            ]
+            (self._reward_name,) = names_below(schema, request.reward_key, "reward_key")[:1]
             if not schema[self._reward_name].torch_dtype.is_floating_point:
                 got = schema[self._reward_name].dtype
                 raise FieldTypeError(

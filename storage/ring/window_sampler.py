@@ -107,7 +107,7 @@ def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
     """Return the flat names of the fields below `request.next_keys`."""
     names = []
     for key in request.next_keys:
-        names += names_below(ring.schema, key, _ACTION, "output_key_tp1")
+        names += names_below(ring.schema, key, "output_key_tp1")
     return names
 
 

@@ -319,7 +319,7 @@ def _dtype_of(dataset: h5py.Dataset, where: str) -> str:
         return "bfloat16"
     if dataset.dtype.kind == "c":
         return str(dataset.dtype.newbyteorder("="))
-    return dtype_name(dataset.dtype, f"of {where}")
+    return dtype_name(dataset.dtype, where)
 
 
 def _chunk_rows(row_bytes: int) -> int:

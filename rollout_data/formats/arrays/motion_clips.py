@@ -164,7 +164,9 @@ class Reader(FileSource):
 
         schema_fields = []
         for name, array in fields.items():
-            schema_fields.append(Field(name, array.shape[1:], dtype_name(array.dtype, name)))
+            schema_fields.append(
+                Field(name, array.shape[1:], dtype_name(array.dtype, f"field {name!r}"))
+            )
         schema = Schema(schema_fields)
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 

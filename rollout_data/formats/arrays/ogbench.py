@@ -46,7 +46,9 @@ class Reader(FileSource):
             if stored_name != "terminals":
                 name = _NAMES.get(stored_name, stored_name)
                 self._fields[name] = array
-                fields.append(Field(name, array.shape[1:], dtype_name(array.dtype, repr(name))))
+                fields.append(
+                    Field(name, array.shape[1:], dtype_name(array.dtype, f"field {name!r}"))
+                )
 
         schema = Schema(fields)
         final = Schema(field for field in fields if field.name != "action")

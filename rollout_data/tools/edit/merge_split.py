@@ -121,7 +121,7 @@ def new_folder(
             raise UsageError(f"cannot {action}: expected {expected}, got {str(target)!r}.")
     made = None
     try:
-        with only_writer_of(place, f"{verb} into"):
+        with only_writer_of(place):
             if place.is_dir() and any(place.iterdir()):
                 expected = f"{name} as a new or empty folder"
                 raise UsageError(
