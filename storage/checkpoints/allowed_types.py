@@ -119,7 +119,7 @@ class _Outer:
 
     def __call__(self, *_: Any) -> Any:
         raise pickle.UnpicklingError(
-            f"{self.kind.__module__}.{self.kind.__qualname__}, which is no enum"
+            f"{self.kind.__module__}.{self.kind.__qualname__} is not an enum"
         )
 
 
@@ -139,7 +139,7 @@ def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) 
         return lookups[found]
     if isinstance(found, type) and _enums_in(found):
         return _Outer(found)
-    raise pickle.UnpicklingError(f"getattr(..., {name!r}), which is no enum")
+    raise pickle.UnpicklingError(f"getattr(..., {name!r}) is not an enum")
 
 
 def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
@@ -153,7 +153,7 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
     if is_flag and type(value) is int:
         return kind(value)  # A combination of several flags.
     raise pickle.UnpicklingError(
-        f"{kind.__module__}.{kind.__qualname__} has no member of the value {value!r}"
+        f"{kind.__module__}.{kind.__qualname__} has no member with the value {value!r}"
     )
 
 
@@ -250,7 +250,7 @@ def check_values(loaded: Any) -> None:
         seen.add(id(part))
         waiting += _parts(path, part) or []
         if callable(part) and part is not argparse.Namespace:
-            raise pickle.UnpicklingError(f"a class or a function as {path}")
+            raise pickle.UnpicklingError(f"{path} is a class or a function")
 
 
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:

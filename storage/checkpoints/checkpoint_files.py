@@ -39,7 +39,6 @@ _ZIP_MAGIC = b"PK\x03\x04"
 #: Header of a zip member; its last fields are the lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
-_LOAD = "load the checkpoint"
 #: Errors that damaged pickles cause, besides `UnpicklingError` and errors of torch.
 _NONSENSE = (
     ArithmeticError,
@@ -141,15 +140,13 @@ def load_checkpoint_parallel(
     if device is not None:
         if map_location not in ("cpu", device):
             raise UsageError(
-                f"cannot {_LOAD} {str(path)!r}: expected device or map_location, got "
-                f"{device!r} and {map_location!r}."
+                f"device is {device!r} and map_location is {map_location!r}. Pass only one of "
+                "device and map_location."
             )
         map_location = arguments.device("device", device)
     elif isinstance(map_location, (str, torch.device)):
         map_location = arguments.device("map_location", map_location)
     found = _find(path)
-    where = repr(str(found))
-    expected = "what torch.save makes"
     with open(found, "rb") as file:
         content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -165,31 +162,28 @@ def load_checkpoint_parallel(
             return loaded
         except pickle.UnpicklingError as cause:
             if not weights_only:
-                raise CorruptFileError(
-                    f"cannot {_LOAD} {where}: expected a pickle, got {cause}."
-                ) from cause
-            raise _unsafe(where, cause) from cause
+                raise _damaged(found, f"it contains no valid pickle ({cause})") from cause
+            raise _unsafe(found, cause) from cause
         except (RuntimeError, EOFError) as cause:
-            raise DataFileError(
-                f"cannot {_LOAD} {where}: expected {expected}, got {str(cause) or 'nothing'}."
-            ) from cause
+            problem = str(cause) or "the end of the file"
+            raise DataFileError(f"{str(found)!r} cannot be loaded: {problem}.") from cause
         except _NONSENSE as cause:
             if isinstance(cause, AttributeError) and not weights_only:
                 raise  # A class that cannot be imported is not damage of the file.
-            raise _damaged(where, expected, f"{type(cause).__name__}: {cause}") from cause
+            problem = f"it is not a file of torch.save ({type(cause).__name__}: {cause})"
+            raise _damaged(found, problem) from cause
 
 
-def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
-    got = reason(cause)
-    advice = "Pass weights_only=False if you trust the file"
+def _unsafe(path: Path, cause: pickle.UnpicklingError) -> UnsafeFileError:
+    refused = reason(cause)
+    advice = "Pass weights_only=False if you trust the file."
     if isinstance(cause, NotLoadedError):
-        got = str(cause)
+        refused = str(cause)
         modules = sorted({name.rpartition(".")[0] for name in cause.names} - sys.modules.keys())
         if modules:
-            advice = f"If it is an enum, import {modules[0]!r} before loading. {advice}"
+            advice = f"For an enum, import {modules[0]!r} before loading. {advice}"
     return UnsafeFileError(
-        f"cannot {_LOAD} {where}: expected tensors and plain containers, numpy's values, "
-        f"namespaces and enums that are imported, got {got}. {advice}."
+        f"{str(path)!r} contains objects that are not loaded by default: {refused}. {advice}"
     )
 
 
@@ -211,9 +205,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
     try:
         return None if text is None else json.loads(text)
     except ValueError as cause:
-        raise CorruptFileError(
-            f"cannot read the meta of {str(found)!r}: expected JSON, got {cause}."
-        ) from cause
+        raise _damaged(found, f"its meta is not valid JSON ({cause})") from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
@@ -222,23 +214,22 @@ def _find(path: str | os.PathLike[str]) -> Path:
     candidates = (
         [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     )
-    found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
-    if not found:
-        got = "neither" if candidates[1:] else "none"
-        raise MissingCheckpointError(
-            f"cannot {_LOAD} {str(path)!r}: expected "
-            f"{' or '.join(repr(str(one)) for one in candidates)}, got {got}."
-        )
-    return max(found)[1]
+    existing = [(file.stat().st_mtime_ns, file) for file in candidates if file.is_file()]
+    if not existing:
+        names = " nor ".join(repr(str(file)) for file in candidates)
+        if len(candidates) > 1:
+            raise MissingCheckpointError(f"neither {names} exists.")
+        raise MissingCheckpointError(f"{names} does not exist.")
+    return max(existing)[1]
 
 
 def _is_compressed(file: IO[bytes], path: Path) -> bool:
     magic = file.read(4)
     file.seek(0)
     if magic not in (MAGIC, _ZIP_MAGIC):
+        start = f"starts with the bytes {magic.hex()}" if magic else "is empty"
         raise ForeignFileError(
-            f"cannot {_LOAD} {str(path)!r}: expected a zip archive of torch.save or an LZ4 "
-            f"frame, got the bytes {magic.hex() or 'of no file'}."
+            f"{str(path)!r} {start}. A checkpoint is a zip archive of torch.save or an LZ4 frame."
         )
     return magic == MAGIC
 
@@ -291,7 +282,7 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as cause:
-        raise _damaged(repr(str(path)), "a zip archive", str(cause)) from cause
+        raise _damaged(path, f"it is not a zip archive ({cause})") from cause
     left = size = file.seek(0, io.SEEK_END)
     for member in members:
         left -= member.file_size
@@ -299,8 +290,11 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
             member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
         )
         if not is_stored or left < 0 or not 0 <= member.header_offset < size:
-            got = f"{member.filename!r} of {member.file_size} bytes at {member.header_offset}"
-            raise _damaged(repr(str(path)), f"stored members in a file of {size} bytes", got)
+            raise _damaged(
+                path,
+                f"member {member.filename!r} has {member.file_size} bytes at offset "
+                f"{member.header_offset}, in a file of {size} bytes",
+            )
     return {member.filename: member for member in members}
 
 
@@ -311,11 +305,11 @@ def _check_member(
 
     This takes a third of the time of `zipfile`.
     """
-    where = f"{str(path)!r}, member {member.filename!r}"
+    name = f"member {member.filename!r}"
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or not header.startswith(_ZIP_MAGIC):
-        raise _damaged(where, "a header of its own", repr(header[:4]))
+        raise _damaged(path, f"{name} has no header, got {header[:4]!r}")
     start: int = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
     file.seek(start)
     left = member.file_size
@@ -323,16 +317,13 @@ def _check_member(
     while left:
         num_bytes = file.readinto(buffer[:left])
         if not num_bytes:
-            raise _damaged(where, f"{left} more bytes", "the end of the file")
+            raise _damaged(path, f"{name} lacks its last {left} bytes")
         left = left - num_bytes
         crc = crc32(buffer[:num_bytes], crc)
     if crc != member.CRC:
-        raise _damaged(where, f"checksum {member.CRC:08x}", f"{crc:08x}")
+        raise _damaged(path, f"{name} has checksum {crc:08x}, expected {member.CRC:08x}")
     return start
 
 
-def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(
-        f"cannot {_LOAD} {where}: expected {expected}, got {got}. The file is damaged or was "
-        "cut off."
-    )
+def _damaged(path: Path, problem: str) -> CorruptFileError:
+    return CorruptFileError(f"{str(path)!r} is truncated or damaged: {problem}.")

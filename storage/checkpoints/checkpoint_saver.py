@@ -27,7 +27,7 @@ from ..codecs.lz4_frames import check_level
 from ..core import arguments
 from ..core.memory import BufferPool
 from ..core.threads import Owned, Worker
-from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError, in_parts
+from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
 from .allowed_types import refused_part
 from .checkpoint_files import SUFFIX, write_checkpoint
@@ -205,18 +205,15 @@ class AsyncCheckpointSaver(Owned):
         """
         while True:
             if self._is_closed:
-                raise ClosedError(
-                    f"cannot save the checkpoint {str(path)!r}: expected an open saver, got "
-                    "one that was shut down."
-                )
+                raise ClosedError(f"{str(path)!r} is not saved: the saver was shut down.")
             self._worker.check()
             self._waiting = [(future, held) for future, held in self._waiting if not future.done()]
             if len(self._waiting) <= self.max_queue_size:
                 return
             if self.on_full == "raise":
                 raise QueueFullError(
-                    f"cannot save the checkpoint {str(path)!r}: expected at most "
-                    f"{self.max_queue_size} waiting, got as many already."
+                    f"{str(path)!r} is not saved: the queue is full with {self.max_queue_size} "
+                    "waiting checkpoints."
                 )
             dropped = (held for future, held in self._waiting if future.cancel())
             if self.on_full == "drop_oldest" and (oldest := next(dropped, None)):
@@ -232,10 +229,8 @@ class AsyncCheckpointSaver(Owned):
                 write_checkpoint(held[0], path, level, meta)
         except BaseException as cause:
             traceback.clear_frames(cause.__traceback__)
-            error = CheckpointError(
-                f"cannot save the checkpoint {str(path)!r}: got "
-                f"{(str(cause) or repr(cause)).rstrip('.')}."
-            )
+            problem = (str(cause) or repr(cause)).rstrip(".")
+            error = CheckpointError(f"checkpoint {str(path)!r} was not saved: {problem}.")
             error.errno = getattr(cause, "errno", None)
             raise error from cause
         finally:
@@ -262,24 +257,22 @@ atexit.register(_finish_open_savers)
 
 
 def _check_loadable(checkpoint: Any, target: Path) -> None:
-    if (refused := refused_part(checkpoint)) is None:
+    refused = refused_part(checkpoint)
+    if refused is None:
         return
-    path, got = refused
-    expected = f"what load_checkpoint loads by default as {path}"
-    advice = (
-        "Save its numbers or its state_dict(), or pass weights_only=False to save and to load it"
+    part, description = refused
+    raise UsageError(
+        f"{part} of {str(target)!r} is {description}, which load_checkpoint does not load by "
+        "default. Save its numbers or its state_dict(), or pass weights_only=False to save and to "
+        "load it."
     )
-    raise UsageError(in_parts("save the checkpoint", repr(str(target)), expected, got, advice))
 
 
 def _to_json(meta: Any, target: Path) -> bytes:
     try:
         return json.dumps(meta).encode()
     except (TypeError, ValueError) as cause:
-        raise UsageError(
-            f"cannot save the checkpoint {str(target)!r}: expected a meta that JSON can hold, "
-            f"got {cause}."
-        ) from cause
+        raise UsageError(f"meta of {str(target)!r} cannot be written as JSON: {cause}.") from cause
 
 
 # -- copies ------------------------------------------------------------------------------------

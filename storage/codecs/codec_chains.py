@@ -44,7 +44,7 @@ import numpy.typing as npt
 import torch
 
 from ..core.fields import Field
-from ..errors import CorruptFileError, FieldTypeError, UsageError, in_parts, nearest
+from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
 from . import lz4_frames as lz4
 from . import video_codec as video
 from .codec_stages import (
@@ -139,13 +139,10 @@ class ChunkCodec:
         """Raise `FieldTypeError` if the chain cannot code values of this dtype."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError(
-                f"cannot code values as {self.name!r}: expected float16, float32 or float64, "
-                f"got {dtype}."
+                f"codec {self.name!r} needs float16, float32 or float64, got {dtype}."
             )
         if self.video is not None and dtype != np.uint8:
-            raise FieldTypeError(
-                f"cannot code values as {self.name!r}: expected uint8 pictures, got {dtype}."
-            )
+            raise FieldTypeError(f"codec {self.name!r} needs uint8 pictures, got {dtype}.")
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
         """Code `[F, *shape]` frames as one chunk.
@@ -201,8 +198,7 @@ class ChunkCodec:
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
             raise CorruptFileError(
-                "cannot decode a chunk: expected a chunk with its header, got "
-                f"{chunk[:start].tobytes()!r}."
+                f"the header of the chunk is damaged: {chunk[:start].tobytes()!r}."
             )
         if self.video is not None and chunk[0] == _PACKED:
             self.video.decode(chunk[1:], out)
@@ -258,9 +254,7 @@ class ChunkCodec:
         if self.packer and is_packed:
             return PACKERS[self.packer].unpack(data, num_bytes)
         if len(data) != num_bytes:
-            raise CorruptFileError(
-                f"cannot decode a chunk: expected {num_bytes} bytes, got {len(data)}."
-            )
+            raise CorruptFileError(f"the chunk has {len(data)} bytes, expected {num_bytes}.")
         return data
 
 
@@ -363,13 +357,13 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
         )
         if not kind and not (previous and stage in (*VALUE_CODECS, AUTO)):
             raise UsageError(
-                f"cannot use the codec {name!r}: expected {nearest(stage, CODEC_WORDS)}, got "
-                f"{stage!r}."
+                f"codec {name!r} has the unknown stage {stage!r}. The stages are "
+                f"{nearest(stage, CODEC_WORDS)}."
             )
         if kind not in kinds:
             raise UsageError(
-                f"cannot use the codec {name!r}: expected stages in the order "
-                f"{'+'.join(STAGES)}, each at most once, got {stage!r} after {previous!r}."
+                f"codec {name!r} has {stage!r} after {previous!r}. The order of stages is "
+                f"{'+'.join(STAGES)}, each at most once."
             )
         kinds = kinds[kinds.index(kind) + 1 :]
         previous = stage
@@ -377,8 +371,8 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
     codec = ChunkCodec("+".join(stages) or "raw", **parts)
     if codec.packer_shuffles and codec.shuffle == "split":
         raise UsageError(
-            f"cannot use the codec {name!r}: expected 'shuffle', 'bitshuffle' or none before "
-            "blosc2, got 'split'."
+            f"codec {name!r} has 'split' before blosc2. Choose 'shuffle', 'bitshuffle' or no "
+            "shuffle."
         )
     return codec
 
@@ -395,8 +389,8 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
         is_range = False
     if not is_range:
         raise UsageError(
-            f"cannot use the codec {name!r}: expected uint16(low,high), finite numbers with "
-            f"low < high, got {match[0]!r}."
+            f"codec {name!r} needs uint16(low,high) with finite numbers low < high, got "
+            f"{match[0]!r}."
         )
     return LinearCounts(low, high)
 
@@ -413,7 +407,7 @@ def find_codec(name: str) -> Codec:
     if name == AUTO:
         return replace(raw, name=AUTO, chunks=chunk_codec(raw.name))
     if AUTO in stages:
-        raise UsageError(f"cannot use the codec {name!r}: expected {AUTO!r} alone, got {name!r}.")
+        raise UsageError(f"codec {name!r} combines {AUTO!r} with other stages. Pass {AUTO!r}.")
     values = VALUE_CODECS.get(stages[0], raw)
     if name == values.name:
         return values
@@ -459,7 +453,7 @@ def check_codec(field: Field) -> None:
     codec = codec_of(field)
     expected = ""
     if codec.chunks and codec.chunks.video is not None:
-        return video.check_shape(field.shape, field.dtype, repr(field.name))
+        return video.check_shape(field.shape, field.dtype, field.name)
     is_float = field.torch_dtype.is_floating_point
     if codec.stored_dtype is not None and not (is_float or field.dtype == codec.stored_dtype):
         expected = f"a floating dtype or {codec.stored_dtype}"
@@ -471,7 +465,7 @@ def check_codec(field: Field) -> None:
         expected = "float16, float32 or float64"
     if expected:
         raise FieldTypeError(
-            in_parts(f"code the field as {codec.name!r}", repr(field.name), expected, field.dtype)
+            f"field {field.name!r} has dtype {field.dtype}. Codec {codec.name!r} needs {expected}."
         )
 
 

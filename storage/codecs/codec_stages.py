@@ -54,8 +54,8 @@ def encode_image(values: torch.Tensor) -> torch.Tensor:
         return values
     if not values.dtype.is_floating_point:
         raise FieldTypeError(
-            "cannot code values as 'normalized_image': expected floats in [0, 1] or uint8 "
-            f"counts of 1/255, got {values.dtype}."
+            "codec 'normalized_image' needs floats in [0, 1] or uint8 counts of 1/255, got "
+            f"{str(values.dtype).removeprefix('torch.')}."
         )
     # Rounding is unbiased with an error of at most 0.5/255; truncation has an error of 1/255 and a
     # bias. NaN becomes 0, like all values below the range.
@@ -142,8 +142,7 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
     low, step, is_special = _RANGE.unpack(range_bytes)
     if not (math.isfinite(low) and math.isfinite(step) and step >= 0):
         raise CorruptFileError(
-            f"cannot decode a chunk: expected a finite range of values, got {low} in steps of "
-            f"{step}."
+            f"the range of the chunk is not finite: it starts at {low} with steps of {step}."
         )
     # Float32 is used if the range allows. The measured error includes the rounding to float32.
     is_narrow = (

@@ -25,7 +25,7 @@ from ..core import arguments
 from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
-from ..errors import CorruptFileError, MissingFieldError, UsageError, in_parts, nearest
+from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
 from .lz4_frames import check_level, compress, decompress
 
 #: Bytes of an LZ4 block, at most. Larger tensors are split.
@@ -90,14 +90,13 @@ class CompressedTensorDict(Mapping[str, Any]):
         device: torch.device | str | None = None,
     ) -> None:
         self.level = check_level(level)
-        self.cache = whole("a cache", cache, 0)
+        self.cache = whole("cache", cache, 0)
         self._device = arguments.optional_device("device", device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
-            action = "create CompressedTensorDict"
             raise UsageError(
-                in_parts(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
+                f"tensordict must be a nested mapping, got a {type(tensordict).__name__}."
             )
         leaves = flatten(tensordict)
         missing_ok = flag("missing_ok", missing_ok)
@@ -115,7 +114,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         below = _names_at(name, self._leaves)
         if not below:
             raise MissingFieldError(
-                f"cannot read {name!r}: expected {nearest(name, self._leaves)}, got another name."
+                f"unknown field {name!r}. The fields are {nearest(name, self._leaves)}."
             )
         return unflatten({leaf[len(name) + 1 :]: self._decode(leaf) for leaf in below})
 
@@ -235,16 +234,12 @@ class CompressedDataCollector:
         compress_keys: Iterable[str | tuple[str, ...]] | None = None,
         level: int = 0,
     ) -> None:
-        action = "create CompressedDataCollector"
-        if not isinstance(base_collector, Iterable):
-            raise UsageError(
-                in_parts(action, "", "base_collector as an iterable", type(base_collector).__name__)
-            )
+        arguments.instance("base_collector", base_collector, "an iterable", Iterable)
         self.base_collector = base_collector
         self.compress = flag("compress", compress)
         self.level = check_level(level)
         if compress_keys is not None:
-            arguments.instance("compress_keys", compress_keys, "names of leaves", Iterable)
+            arguments.instance("compress_keys", compress_keys, "field names", Iterable)
         is_name = isinstance(compress_keys, str)
         self.compress_keys: Any = (
             compress_keys if compress_keys is None or is_name else tuple(compress_keys)
@@ -281,19 +276,19 @@ def _leaves_to_compress(
     """
     tensors: set[str] = set()
     if not isinstance(keys, Iterable):
-        raise UsageError(
-            f"cannot compress tensors: expected compress_keys as names of leaves, got {keys!r}."
-        )
+        raise UsageError(f"compress_keys must be field names, got {keys!r}.")
     for key in [keys] if isinstance(keys, str) else keys:
         name = flat_name(key)
         if name in leaves and not isinstance(leaves[name], torch.Tensor):
             raise UsageError(
-                in_parts("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
+                f"field {name!r} of compress_keys must be a tensor, got a "
+                f"{type(leaves[name]).__name__}."
             )
         below = [leaf for leaf in _names_at(name, leaves) if isinstance(leaves[leaf], torch.Tensor)]
         if not below and not missing_ok:
             raise MissingFieldError(
-                f"cannot compress {name!r}: expected {nearest(name, leaves)}, got another name."
+                f"no tensor has the name {name!r} of compress_keys. The fields are "
+                f"{nearest(name, leaves)}."
             )
         tensors.update(below)
     return tensors
@@ -321,7 +316,7 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
         try:
             decoded = decompress(part, min(num_left, _PART_BYTES))
         except CorruptFileError as cause:
-            raise CorruptFileError(f"Leaf {name!r} cannot be decoded: {cause.message}") from cause
+            raise CorruptFileError(f"Field {name!r} is damaged: {cause.message}") from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
         num_left -= len(decoded)
     # One part needs no copy: the result may share its memory, since a bytearray is writable.

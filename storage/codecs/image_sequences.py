@@ -37,7 +37,6 @@ from ..errors import (
     RolloutDataError,
     SchemaError,
     UsageError,
-    in_parts,
 )
 from .codec_chains import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
 from .lz4_frames import MAGIC as LZ4_MAGIC
@@ -130,10 +129,10 @@ def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
     """Decode plain LZ4 frames, which contain only the bytes of consecutive images."""
     num_bytes = request.num_frames * request.frame_bytes
     try:
-        values = decode_exactly(data.data, num_bytes, "LZ4 frames")
+        values = decode_exactly(data.data, num_bytes, "compressed_data")
     except CorruptFileError as cause:
-        images = f"{request.num_frames} images of {request.name}{list(request.shape)}"
-        raise _corrupt(images, cause.message) from cause
+        images = f"{request.num_frames} images of dtype {request.name} and shape {request.shape}"
+        raise CorruptFileError(f"{cause.message} The call expects {images}.") from cause
     out = request.empty((request.count,))
     stored = _as_stored(out)
     frames = values.view(stored.dtype).reshape(request.num_frames, *request.shape)
@@ -162,20 +161,16 @@ def compress_image(image: Any, level: int = 0) -> bytes:
         SchemaError: The shape is not that of an image.
         FieldTypeError: The dtype is not uint8.
     """
-    action = "compress the image"
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in _MODES:
         raise UsageError(
-            f"cannot {action}: expected a PIL image of mode {', '.join(_MODES)}, got mode "
-            f"{mode!r}. Use image.convert('RGB')."
+            f"image has mode {mode!r}, expected {', '.join(_MODES)}. Use image.convert('RGB')."
         )
     pixels, dtype = _as_frames(image)
     if dtype != "uint8":
-        raise FieldTypeError(in_parts(action, "", "uint8", dtype))
+        raise FieldTypeError(f"image has dtype {dtype}, expected uint8.")
     if not (pixels.ndim == 2 or (pixels.ndim == 3 and 1 <= pixels.shape[2] <= 4)):
-        raise SchemaError(
-            f"cannot {action}: expected shape [H, W] or [H, W, 1 to 4], got {list(pixels.shape)}."
-        )
+        raise SchemaError(f"image has shape {pixels.shape}, expected (H, W) or (H, W, 1 to 4).")
     return compress_image_seq(pixels[None], level)
 
 
@@ -192,7 +187,7 @@ def decompress_image(compressed_data: Any) -> Any:
 
     shape, num_images = stored_shape(compressed_data)
     if num_images != 1 or not (len(shape) == 2 or (len(shape) == 3 and 1 <= shape[2] <= 4)):
-        raise _corrupt("a blob of one image", f"{num_images} of shape {list(shape)}")
+        raise _corrupt(f"expected one image, got {num_images} of shape {shape}")
     pixels = decompress_image_seq(compressed_data, shape, 1)[0]
     return Image.fromarray(pixels[..., 0] if shape[2:] == (1,) else pixels)
 
@@ -202,16 +197,16 @@ def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
     data = _as_bytes(compressed_data)
     start = len(_MAGIC) + _LENGTH.size
     is_ours = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
-    _check(is_ours, "a blob of compress_image", f"{min(len(data), 8)} other bytes")
+    _check(is_ours, "it is not a blob of compress_image")
     length = _LENGTH.unpack(data[len(_MAGIC) : start].data)[0]
     is_inside = length <= min(_MAX_HEADER_BYTES, len(data) - start)
-    _check(is_inside, f"a header within {len(data)} bytes", f"a header of {length} bytes")
+    _check(is_inside, f"its header declares {length} of {len(data)} bytes")
     try:
         about = json.loads(data[start : start + length].tobytes())
         shape = tuple(whole("", size, 0) for size in about["shape"])
         return shape, whole("", about["num_frames"], 0)
     except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
-        raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
+        raise _corrupt(f"its header is invalid: {type(cause).__name__}: {cause}") from cause
 
 
 def decompress_many(
@@ -253,8 +248,8 @@ def decompress_many(
     lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
     if {len(sizes), len(lists)} != {max(1, len(blobs))}:
         raise UsageError(
-            "cannot decompress images: expected one batch_size and one list of indices per "
-            f"blob, or for all, got {len(sizes)} and {len(lists)} for {len(blobs)} blobs."
+            f"{len(blobs)} blobs need as many values of batch_size and lists of indices, or one "
+            f"for all blobs, got {len(sizes)} and {len(lists)}."
         )
     requests = [
         _Request.checked(image_shape, size, dtype, blob_indices)
@@ -306,8 +301,7 @@ def _as_frames(images: Any) -> tuple[Array, str]:
     dtype = dtype_name(array.dtype, "the images")
     if array.ndim < 1:
         raise SchemaError(
-            "cannot compress images: expected a stack of frames [num_frames, *image_shape], "
-            "got a single number."
+            "images must be a stack of frames [num_frames, *image_shape], got a single number."
         )
     return np.ascontiguousarray(_as_stored(array), DTYPES[dtype][1]), dtype
 
@@ -371,10 +365,10 @@ class _Request:
         if indices is not None:
             if np.ndim(indices) != 1:
                 raise UsageError(
-                    "cannot decompress images: expected indices as a list of frame numbers, "
-                    f"got {np.ndim(indices)} dimensions."
+                    "indices must be a list of frame numbers, got an array of "
+                    f"{np.ndim(indices)} dimensions."
                 )
-            indices = env_ids("indices as frame numbers", indices, num_frames)
+            indices = env_ids("indices", indices, num_frames)
         return cls(dtype, name, shape, num_frames, indices)
 
     @property
@@ -403,8 +397,8 @@ class _Request:
         )
         if shape != (*lead, *self.shape) or name != self.name or not is_plain:
             raise SchemaError(
-                f"cannot decompress images: expected a contiguous {self.name} output of shape "
-                f"{(*lead, *self.shape)} on the CPU, got {name} of shape {shape}."
+                f"out must be contiguous {self.name} of shape {(*lead, *self.shape)} on the CPU, "
+                f"got {name} of shape {shape}."
             )
         return out
 
@@ -423,10 +417,10 @@ class _Blob:
         size = len(self.data)
         start = len(_MAGIC) + _LENGTH.size
         is_ours = size >= start and self.data[: len(_MAGIC)].tobytes() == _MAGIC
-        _check(is_ours, "a blob of compress_image_seq", f"{min(size, 8)} other bytes")
+        _check(is_ours, "it is not a blob of compress_image_seq")
         length = _LENGTH.unpack(self.data[len(_MAGIC) : start].data)[0]
         is_inside = length <= min(_MAX_HEADER_BYTES, size - start)
-        _check(is_inside, f"a header within {size} bytes", f"a header of {length} bytes")
+        _check(is_inside, f"its header declares {length} of {size} bytes")
         table = start + length
         self.codec, self.frames_per_chunk, num_chunks = self._header(
             self.data[start:table].tobytes()
@@ -435,25 +429,26 @@ class _Blob:
         first = head + _LENGTH.size
         _check(
             first <= size,
-            f"a table of {num_chunks} chunks within {size} bytes",
-            f"{size - table} bytes",
+            f"the table of {num_chunks} chunks needs {first} bytes, the blob has {size}",
         )
         checksum = crc32(self.data[:head].data)
         stored = _LENGTH.unpack(self.data[head:first].data)[0]
-        _check(checksum == stored, f"header checksum {stored:08x}", f"{checksum:08x}")
+        _check(checksum == stored, f"expected header checksum {stored:08x}, got {checksum:08x}")
         ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
         is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
         _check(
             is_filled,
-            f"chunks that fill the last {size - first} bytes",
-            f"ends up to {int(ends.max())}",
+            f"the chunks end at {int(ends.max())}, expected {size - first} bytes of chunks",
         )
         #: Bounds of the chunks in `data`, int64 `[C + 1]`.
         self._ends = ends.astype(np.int64) + first
         # A decompression bomb declares more frames than its bytes can hold.
         fewest = -(-request.num_frames * request.frame_bytes // self.codec.max_expansion)
-        _check(size - first >= fewest, f"at least {fewest} bytes of chunks", f"{size - first}")
+        _check(
+            size - first >= fewest,
+            f"its chunks have {size - first} bytes, expected at least {fewest}",
+        )
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
         """Check the header; return the codec, the frames per chunk and the number of chunks."""
@@ -464,20 +459,19 @@ class _Blob:
             has_numbers = type(num_frames) is int and type(step) is int
             is_valid = has_numbers and num_frames >= 0 and step >= 1
         except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
-            raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
-        _check(is_valid, "a number of frames", f"{num_frames!r} in chunks of {step!r}")
+            raise _corrupt(f"its header is invalid: {type(cause).__name__}: {cause}") from cause
+        _check(is_valid, f"its header declares {num_frames!r} frames in chunks of {step!r}")
         request = self.request
         if (dtype, shape, num_frames) != (request.name, list(request.shape), request.num_frames):
             raise SchemaError(
-                f"cannot decompress images: expected {request.num_frames} frames of "
-                f"{request.name}{list(request.shape)}, got {num_frames} of {dtype}{shape} in "
-                "the blob."
+                f"the blob has {num_frames} frames of dtype {dtype} and shape {tuple(shape)}, "
+                f"expected {request.num_frames} of dtype {request.name} and shape {request.shape}."
             )
         most = most_chunk_frames(request.frame_bytes)
-        got = f"{num_frames} in chunks of {step}"
+        declared = f"its header declares {num_frames} frames in chunks of {step}"
         is_possible = request.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
-        _check(is_possible, "frames that fit into memory", got)
-        _check(min(step, num_frames) <= most, f"chunks of at most {most} frames", got)
+        _check(is_possible, f"{declared}, which do not fit into memory")
+        _check(min(step, num_frames) <= most, f"{declared}, expected at most {most} per chunk")
         return chain, step, -(-num_frames // step)
 
     @property
@@ -489,7 +483,10 @@ class _Blob:
         """Raise `CorruptFileError` if the checksum of a chunk differs."""
         checksum = crc32(self.chunk(number).data)
         stored = int(self._sums[number])
-        _check(checksum == stored, f"checksum {stored:08x} of chunk {number}", f"{checksum:08x}")
+        _check(
+            checksum == stored,
+            f"expected checksum {stored:08x} of chunk {number}, got {checksum:08x}",
+        )
 
     def requested_chunks(self) -> list[int]:
         """Return the numbers of the chunks with requested frames, ascending."""
@@ -515,7 +512,7 @@ class _Blob:
                 self.chunk(number), (stop - first, *out.shape[1:]), out.dtype
             )
         except CorruptFileError as cause:
-            raise _corrupt(f"an intact chunk {number}", cause.message) from cause
+            raise _corrupt(f"chunk {number}: {cause.message.rstrip('.')}") from cause
         places = np.flatnonzero((indices >= first) & (indices < stop))
         out[places] = frames[indices[places] - first]
 
@@ -526,18 +523,13 @@ def _as_bytes(data: Any) -> Bytes:
     except (TypeError, ValueError, BufferError) as cause:
         if isinstance(data, (bytes, bytearray)):  # Empty bytes.
             return np.zeros(0, np.uint8)
-        raise UsageError(
-            in_parts("decompress images", "", "compressed_data as bytes", type(data).__name__)
-        ) from cause
+        raise UsageError(f"compressed_data must be bytes, got a {type(data).__name__}.") from cause
 
 
-def _check(is_valid: Any, expected: str, got: str) -> None:
+def _check(is_valid: Any, problem: str) -> None:
     if not is_valid:
-        raise _corrupt(expected, got)
+        raise _corrupt(problem)
 
 
-def _corrupt(expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(
-        f"cannot decompress images: expected {expected}, got {got}. The blob is damaged. "
-        "Compress the images again."
-    )
+def _corrupt(problem: str) -> CorruptFileError:
+    return CorruptFileError(f"compressed_data is damaged: {problem}. Compress the images again.")

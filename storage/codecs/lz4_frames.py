@@ -63,16 +63,17 @@ def decompress(block: Any, num_bytes: int) -> bytearray:
     """
     if num_bytes > MAX_EXPANSION * len(block):
         raise CorruptFileError(
-            f"cannot decode a chunk: expected at least {-(-num_bytes // MAX_EXPANSION)} bytes "
-            f"of LZ4, got {len(block)}."
+            f"the LZ4 block has {len(block)} bytes, expected at least "
+            f"{-(-num_bytes // MAX_EXPANSION)}."
         )
     decoded: bytearray | None = None
     with suppress(lz4.block.LZ4BlockError, OverflowError):
         decoded = lz4.block.decompress(block, uncompressed_size=num_bytes, return_bytearray=True)
-    if decoded is None or len(decoded) != num_bytes:
-        got = "a damaged block" if decoded is None else f"{len(decoded)} bytes"
+    if decoded is None:
+        raise CorruptFileError(f"the LZ4 block of {num_bytes} decoded bytes is damaged.")
+    if len(decoded) != num_bytes:
         raise CorruptFileError(
-            f"cannot decode a chunk: expected an LZ4 block of {num_bytes} bytes, got {got}."
+            f"the LZ4 block decodes to {len(decoded)} bytes, expected {num_bytes}."
         )
     return decoded
 
@@ -182,13 +183,9 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
         elif magic == MAGIC:
             frames.append(_scan_frame(place, start))
         elif frames:
-            raise place.corrupt(
-                "the end of the file or another LZ4 frame", f"the bytes {magic.hex()} at {start}"
-            )
+            raise place.corrupt(f"offset {start} has no LZ4 frame, got the bytes {magic.hex()}")
         else:
-            raise ForeignFileError(
-                f"cannot read {name!r}: expected an LZ4 frame, got the bytes {magic.hex()}."
-            )
+            raise ForeignFileError(f"{name!r} is not an LZ4 file: it starts with {magic.hex()}.")
     return frames
 
 
@@ -236,21 +233,17 @@ def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
     frames = [frame for frame in scan_frames(data, name) if not frame.is_skippable]
     most = sum(frame.most_bytes for frame in frames)
     if num_bytes > most:
-        raise CorruptFileError(
-            f"cannot decode {name}: expected {num_bytes} bytes, got at most {most}."
-        )
+        raise CorruptFileError(f"{name!r} decodes to {most} bytes at most, expected {num_bytes}.")
     out = np.empty(num_bytes, np.uint8)
     size = 0
     for frame in frames:
         for part in _decode_stream(data, frame, name):
             if len(part) > num_bytes - size:
-                raise CorruptFileError(
-                    f"cannot decode {name}: expected {num_bytes} bytes, got more."
-                )
+                raise CorruptFileError(f"{name!r} decodes to more than {num_bytes} bytes.")
             out[size : size + len(part)] = np.frombuffer(part, np.uint8)
             size += len(part)
     if size != num_bytes:
-        raise CorruptFileError(f"cannot decode {name}: expected {num_bytes} bytes, got {size}.")
+        raise CorruptFileError(f"{name!r} decodes to {size} bytes, expected {num_bytes}.")
     return out
 
 
@@ -272,16 +265,14 @@ class _Place:
 
     def skip(self, num_bytes: int) -> None:
         if num_bytes > len(self.data) - self.at:
-            raise self.corrupt(
-                f"{num_bytes} more bytes at {self.at}", f"a file of {len(self.data)} bytes"
+            raise CorruptFileError(
+                f"{self.name!r} is truncated: it has {len(self.data)} bytes, expected at least "
+                f"{self.at + num_bytes}."
             )
         self.at += num_bytes
 
-    def corrupt(self, expected: str, got: str) -> CorruptFileError:
-        return CorruptFileError(
-            f"cannot read {self.name!r}: expected {expected}, got {got}. The file is damaged "
-            "or truncated."
-        )
+    def corrupt(self, problem: str) -> CorruptFileError:
+        return CorruptFileError(f"{self.name!r} is damaged: {problem}.")
 
 
 def _scan_frame(place: _Place, start: int) -> Frame:
@@ -290,14 +281,12 @@ def _scan_frame(place: _Place, start: int) -> Frame:
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
         raise place.corrupt(
-            "the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}"
+            f"offset {start + 4} has no header of an LZ4 frame, got the bytes "
+            f"{flags:02x}{block_code:02x}"
         )
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
-        raise ForeignFileError(
-            f"cannot read {place.name!r}: expected an LZ4 frame without a dictionary, got a "
-            "frame with one."
-        )
+        raise ForeignFileError(f"{place.name!r} needs an LZ4 dictionary, which is not supported.")
     place.skip(1)
     has_block_checksums = bool(flags & 16)
     blocks = []
@@ -308,13 +297,15 @@ def _scan_frame(place: _Place, start: int) -> Frame:
             break
         size &= 0x7FFFFFFF
         if size > most:
-            raise place.corrupt(f"a block of at most {most} bytes at {first}", str(size))
+            raise place.corrupt(
+                f"the block at offset {first} has {size} bytes, expected at most {most}"
+            )
         place.skip(size + 4 * has_block_checksums)
         blocks.append((first, place.at))
     place.skip(4 * bool(flags & 4))
     if declared > MAX_EXPANSION * (place.at - start):
         raise place.corrupt(
-            f"data that {place.at - start} bytes can hold", f"a declared size of {declared} bytes"
+            f"a frame of {place.at - start} bytes declares {declared} decoded bytes"
         )
     is_parallel = bool(flags & 32) and not has_block_checksums
     return Frame(start, place.at, False, is_parallel, most, tuple(blocks))
@@ -337,7 +328,7 @@ def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]
                 break
             part = b""
     if not decoder.eof:
-        raise _undecodable(name, "data after its end")
+        raise _undecodable(name, "an LZ4 frame has no end")
 
 
 def _decode_blocks(
@@ -357,10 +348,10 @@ def _decode_blocks(
             try:
                 part = lz4.block.decompress(part, uncompressed_size=frame.max_block_bytes)
             except lz4.block.LZ4BlockError as cause:
-                raise _undecodable(name, cause, f"block at {first}") from cause
+                raise _undecodable(name, cause, first) from cause
         start = place * frame.max_block_bytes
         if len(part) > len(out) - start:
-            raise _undecodable(name, f"{len(part)} bytes", f"block at {first}")
+            raise _undecodable(name, f"it decodes to {len(part)} bytes", first)
         out[start : start + len(part)] = np.frombuffer(part, np.uint8)
         return len(part)
 
@@ -369,8 +360,6 @@ def _decode_blocks(
     return sum(sizes) if is_full else None
 
 
-def _undecodable(name: str, cause: object, where: str = "") -> CorruptFileError:
-    place = f"{name!r}, {where}" if where else repr(name)
-    return CorruptFileError(
-        f"cannot decode {place}: expected an intact LZ4 frame, got {cause}. The file is damaged."
-    )
+def _undecodable(name: str, cause: object, offset: int | None = None) -> CorruptFileError:
+    block = "" if offset is None else f"LZ4 block at offset {offset}: "
+    return CorruptFileError(f"{name!r} is damaged: {block}{cause}.")

@@ -55,8 +55,8 @@ def check_installed(packer: str) -> None:
     module = PACKERS[packer].module if packer else None
     if module is not None and importlib.util.find_spec(module) is None:
         raise UsageError(
-            f"cannot use the codec {packer!r}: expected the package {module}, got none. "
-            "Install the extra 'codecs', or use 'lz4hc' to write."
+            f"codec {packer!r} needs the package {module}. Install the extra 'codecs', or write "
+            "with the codec 'lz4hc'."
         )
 
 
@@ -85,12 +85,11 @@ def _pack_zstd(items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
 
 def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
     zstandard = _module("zstd")
-    expected = f"a zstd frame of {num_bytes} bytes"
     try:
         declared = zstandard.get_frame_parameters(data).content_size
         if declared != num_bytes:
             raise CorruptFileError(
-                f"cannot decode a chunk: expected {expected}, got {declared} declared."
+                f"the zstd frame declares {declared} bytes, expected {num_bytes}."
             )
         if not hasattr(_local, "zstd"):
             _local.zstd = zstandard.ZstdDecompressor()
@@ -99,11 +98,9 @@ def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
         with _local.zstd.stream_reader(data) as reader:
             num_read = reader.readinto(unpacked) if num_bytes else 0
     except zstandard.ZstdError as cause:
-        raise CorruptFileError(
-            f"cannot decode a chunk: expected {expected}, got {cause}."
-        ) from cause
+        raise CorruptFileError(f"the zstd frame is damaged: {cause}.") from cause
     if num_read != num_bytes:
-        raise CorruptFileError(f"cannot decode a chunk: expected {expected}, got {num_read}.")
+        raise CorruptFileError(f"the zstd frame decodes to {num_read} bytes, expected {num_bytes}.")
     return unpacked
 
 
@@ -124,19 +121,17 @@ def _pack_blosc2(
 
 def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
     blosc2 = _module("blosc2")
-    expected = f"a blosc2 chunk of {num_bytes} bytes in {len(data)}"
     unpacked = np.empty(num_bytes, np.uint8)
     try:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (num_bytes, len(data)):
             raise CorruptFileError(
-                f"cannot decode a chunk: expected {expected}, got {declared} in {coded} declared."
+                f"the blosc2 chunk declares {declared} bytes packed in {coded}, expected "
+                f"{num_bytes} in {len(data)}."
             )
         blosc2.decompress2(data, dst=unpacked, nthreads=1)
     except (RuntimeError, ValueError, TypeError, BufferError) as cause:
-        raise CorruptFileError(
-            f"cannot decode a chunk: expected {expected}, got {cause}."
-        ) from cause
+        raise CorruptFileError(f"the blosc2 chunk is damaged: {cause}.") from cause
     return unpacked
 
 

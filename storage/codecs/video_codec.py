@@ -98,12 +98,10 @@ class Video:
                         pictures[count] = frame.to_ndarray(format=pixel_format)[:height, :width]
                     count += 1
         except (av.FFmpegError, ValueError) as cause:
-            raise CorruptFileError(
-                f"cannot decode a chunk: expected {self.coder} video, got {cause}."
-            ) from cause
+            raise CorruptFileError(f"the {self.coder} video is damaged: {cause}.") from cause
         if count != len(out):
             raise CorruptFileError(
-                f"cannot decode a chunk: expected {len(out)} frames, got {count}."
+                f"the {self.coder} video has {count} frames, expected {len(out)}."
             )
 
 
@@ -119,36 +117,31 @@ def video_named(stage: str) -> Video | None:
     crf = int(match[2] or _DEFAULT_CRF)
     worst = CODERS[match[1]][3]
     if crf > worst:
-        raise UsageError(
-            f"cannot use the codec {stage!r}: expected crf from 0 to {worst}, got {crf}."
-        )
+        raise UsageError(f"crf of the codec {stage!r} must be in 0:{worst + 1}, got {crf}.")
     return Video(match[1], crf)
 
 
-def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
-    """Raise `FieldTypeError` unless the field holds uint8 pictures."""
+def check_shape(shape: tuple[int, ...], dtype: str, name: str) -> None:
+    """Raise `FieldTypeError` unless the field `name` contains uint8 pictures."""
     is_picture = len(shape) == 2 or (
         len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3))
     )
     if dtype != "uint8" or not is_picture or 0 in shape:
         raise FieldTypeError(
-            f"cannot code as video {where}: expected uint8 pictures [H, W, 3], [3, H, W], [H, "
-            f"W] or [H, W, 1], got {dtype}{list(shape)}."
+            f"field {name!r} is {dtype} of shape {shape}. A video codec needs uint8 pictures of "
+            "shape (H, W, 3), (3, H, W), (H, W) or (H, W, 1)."
         )
 
 
 def check_installed(coder: str) -> None:
     """Raise `UsageError` if PyAV is not installed or lacks the encoder."""
     if importlib.util.find_spec("av") is None:
-        raise UsageError(
-            f"cannot use the codec {coder!r}: expected the package av, got none. Install the "
-            "extra 'video'."
-        )
+        raise UsageError(f"codec {coder!r} needs the package av. Install the extra 'video'.")
     encoder = CODERS[coder][0]
     if encoder not in _av().codecs_available:
         raise UsageError(
-            f"cannot use the codec {coder!r}: expected PyAV with {encoder}, got one without. "
-            "Use 'h264'."
+            f"codec {coder!r} needs the encoder {encoder}, which the installed PyAV lacks. Choose "
+            "'h264'."
         )
 
 
@@ -156,9 +149,7 @@ def _av() -> Any:
     try:
         import av
     except ImportError as cause:
-        raise UsageError(
-            "cannot decode video: expected the package av, got none. Install the extra 'video'."
-        ) from cause
+        raise UsageError("videos need the package av. Install the extra 'video'.") from cause
     return av
 
 
@@ -179,5 +170,5 @@ def _packets(data: bytes) -> Iterator[bytes]:
         num_bytes = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else 0
         start += _SIZE.size + num_bytes
         if not num_bytes or start > len(data):
-            raise ValueError("packets that do not fill the chunk")
+            raise ValueError("its packets do not fill the chunk")
         yield data[start - num_bytes : start]
