@@ -163,7 +163,6 @@ class ColumnTable:
                 is_plain = leaf.layout is torch.strided and not leaf.is_meta
                 if not is_plain or leaf.shape not in field.shapes or leaf.dtype not in field.dtypes:
                     leaf = fit(
-                        _ACTION,
                         field.source,
                         leaf,
                         field.cast,

@@ -81,8 +81,7 @@ class BufferStore(Store):
         )
         if not isinstance(separator, str) or not separator or "/" in separator:
             raise SchemaError(
-                "cannot save columns: expected nested_key_separator as a str that is not empty "
-                f"and has no '/', got {separator!r}."
+                f"nested_key_separator must be a non-empty str without '/', got {separator!r}."
             )
         with self._lock:
             state = self._get_state()
@@ -194,13 +193,15 @@ def rows_written(
         numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0))
     )
     if cursor is None and "total" not in numbers:
-        slot = total % num_slots
-        text = f"the config does not say where the next row goes; slot {slot} follows from its number of rows"
+        text = (
+            "The saved config does not contain the position of the next row. Slot "
+            f"{total % num_slots} is assumed from the number of rows."
+        )
         warnings.warn(text, RolloutDataWarning, stacklevel=5)
     if total < 0 or min(total, num_slots) != num_live or cursor not in (None, total % num_slots):
         raise SchemaError(
-            f"cannot load rows: expected counts that fit {num_live} rows in {num_slots} slots, "
-            f"got total {total} and _idx {numbers.get('_idx')}."
+            f"total is {total} and _idx is {numbers.get('_idx')}, which do not match {num_live} "
+            f"rows in {num_slots} slots."
         )
     return total
 
@@ -232,20 +233,17 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
             key = name
         elif any(separator in part for part in name.split("/")):
             raise SchemaError(
-                f"cannot save the field {name!r}: expected keys without the separator "
-                f"{separator!r}, got {name!r}. Give another separator."
+                f"a key of field {name!r} contains the separator {separator!r}. Pass another "
+                "nested_key_separator."
             )
         # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode
         # lone surrogates.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise SchemaError(
-                f"cannot save the field {name!r}: expected a key that is text, not '.', "
-                f"without null, got {key!r}."
+                f"field {name!r} would have the name {key!r} in the file. A name must be valid "
+                "UTF-8 without null characters, and not '.'."
             )
         if key in keys:
-            raise SchemaError(
-                f"cannot save final rows: expected fields of other names than {ROW_KEY!r}, got "
-                "one of that name."
-            )
+            raise SchemaError(f"a field of final rows must not have the name {ROW_KEY!r}.")
         keys.append(key)
     return keys

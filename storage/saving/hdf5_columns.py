@@ -71,15 +71,14 @@ class Table:
         """Number of rows of every column. Different numbers of rows raise an error."""
         lengths = {name: shape[0] for name, shape in self.shapes.items()}
         if len(set(lengths.values())) > 1:
-            raise SchemaError(f"cannot load rows: expected columns of equal length, got {lengths}.")
+            raise SchemaError(f"the columns have different lengths: {lengths}.")
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
         """Return the fields of the columns, which have `num_lead` axes before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError(
-                f"cannot load rows: expected columns of at least {num_lead} axes, got "
-                f"{self.shapes}."
+                f"the columns must have at least {num_lead} axes, got the shapes {self.shapes}."
             )
         return Schema(
             make_field(name, shape[num_lead:], self.dtypes[name])
@@ -179,8 +178,8 @@ def open_columns(
             id_of_file = attribute(file, SAVE_ID)
             if save_id is not None and id_of_file is not None and str(id_of_file) != save_id:
                 raise CorruptFileError(
-                    f"cannot load {str(path)!r}: expected a file of the save {save_id!r}, got "
-                    f"one of {str(id_of_file)!r}."
+                    f"{str(path)!r} belongs to another save: expected id {save_id!r}, got "
+                    f"{str(id_of_file)!r}."
                 )
             if callable(names):
                 keys = {names(key): key for key in file}
@@ -189,9 +188,7 @@ def open_columns(
             datasets = {name: member(file, key, path) for name, key in keys.items()}
             yield StoredTable(path, handle.fileno(), datasets)
     except FileNotFoundError as cause:
-        raise CorruptFileError(
-            f"cannot load {str(path.parent)!r}: expected the file {path.name}, got none."
-        ) from cause
+        raise CorruptFileError(f"{str(path.parent)!r} lacks the file {path.name}.") from cause
 
 
 class StoredTable(Table):
@@ -222,13 +219,11 @@ class StoredTable(Table):
         for name, dataset in datasets.items():
             where = f"{name!r} of {str(path)!r}"
             if not isinstance(dataset, h5py.Dataset):
-                raise CorruptFileError(
-                    f"cannot read {where}: expected rows of numbers, got a group."
-                )
+                raise CorruptFileError(f"{where} is a group, expected a dataset of numbers.")
             if not dataset.shape or dataset.dtype.kind not in "biufc":
                 raise CorruptFileError(
-                    f"cannot read {where}: expected rows of numbers, got {dataset.dtype} of "
-                    f"shape {dataset.shape}."
+                    f"{where} has dtype {dataset.dtype} and shape {dataset.shape}, expected rows "
+                    "of numbers."
                 )
             allowance.take(dataset, where)
             self.shapes[name] = tuple(dataset.shape)
@@ -293,7 +288,7 @@ class StoredTable(Table):
         is_end = first + len(out) == len(dataset)
         if is_end and crc != int(expected):
             raise CorruptFileError(
-                f"cannot load {name!r} of {str(self._path)!r}: expected checksum "
+                f"{name!r} of {str(self._path)!r} is damaged: expected checksum "
                 f"{int(expected):08x}, got {crc:08x}."
             )
         return out
@@ -303,7 +298,7 @@ class StoredTable(Table):
             count = os.preadv(self._handle, [data], place)
             if not count:
                 raise CorruptFileError(
-                    f"cannot read {str(self._path)!r}: expected all rows of {name!r}, got fewer."
+                    f"{str(self._path)!r} is truncated: rows of {name!r} are missing."
                 )
             data = data[count:]
             place += count

@@ -30,7 +30,7 @@ import h5py
 import numpy as np
 
 from ..core.durable_files import open_regular
-from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError, in_parts
+from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
 _MAGIC = b"GCOL"
 #: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4),
@@ -187,7 +187,7 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
             8,
         ):
             raise CorruptFileError(
-                f"cannot read {str(path)!r}: expected sizes and places of 8 bytes, got others."
+                f"{str(path)!r} has HDF5 offsets or lengths of another size than 8 bytes."
             )
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -204,8 +204,8 @@ def reported(where: str) -> Iterator[None]:
         is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
             raise
-        got = f"{type(cause).__name__}: {cause}".split("\n")[0]
-        raise CorruptFileError(in_parts("read", where, "an intact HDF5 file", got)) from cause
+        problem = f"{type(cause).__name__}: {cause}".split("\n")[0]
+        raise CorruptFileError(f"{where} is damaged: {problem}.") from cause
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:
@@ -223,19 +223,14 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             raise CorruptFileError(
-                f"cannot read {where}: expected {part!r} in {node.name!r}, got nothing of that "
-                "name."
+                f"{str(path)!r} lacks {name!r}: {node.name!r} contains no {part!r}."
             )
         if not isinstance(link, h5py.HardLink):
-            raise UnsafeFileError(
-                in_parts("read", where, "data in the file itself", type(link).__name__)
-            )
+            kind = "an external link" if isinstance(link, h5py.ExternalLink) else "a soft link"
+            raise UnsafeFileError(f"{where} is {kind}, which is not followed.")
         node = node[part]
     if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
-        raise UnsafeFileError(
-            f"cannot read {where}: expected data in the file itself, got a reference to other "
-            "files."
-        )
+        raise UnsafeFileError(f"{where} refers to data in other files, which are not read.")
     return node
 
 
@@ -277,13 +272,12 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
             is_found = True
             if length > MAX_HEAP_BYTES:
                 raise CorruptFileError(
-                    f"cannot read the attribute {name.decode()!r}: expected a heap of at most "
-                    f"{MAX_HEAP_BYTES} bytes, got a text of {length}."
+                    f"attribute {name.decode()!r} has a text of {length} bytes, expected at most "
+                    f"{MAX_HEAP_BYTES}."
                 )
     if not is_found:
         raise CorruptFileError(
-            f"cannot read the attribute {name.decode()!r}: expected a text among the "
-            "attributes, got another place."
+            f"the text of attribute {name.decode()!r} is not among the attributes of its object."
         )
 
 
@@ -385,8 +379,8 @@ class Allowance:
         self._taken_bytes += max(dataset.nbytes, chunk_bytes)
         if self._taken_bytes > self._most_bytes:
             raise CorruptFileError(
-                f"cannot read {where}: expected a file that holds its data, got "
-                f"{dataset.nbytes} bytes in a file of {self._file_bytes}."
+                f"{where} declares {dataset.nbytes} bytes, more than a file of "
+                f"{self._file_bytes} bytes can contain."
             )
 
 

@@ -87,7 +87,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         except FileNotFoundError as error:  # Retry, as another process may be replacing the folder.
             cause = error
     raise MissingFolderError(
-        f"cannot load {str(folder)!r}: expected a folder with {CONFIG_NAME}, got none."
+        f"{str(folder)!r} does not exist, or lacks the file {CONFIG_NAME}."
     ) from cause
 
 
@@ -97,8 +97,8 @@ def check_version(
     """Raise `ForeignFileError` if a config has another format than `name`, or another version."""
     if config.get("format") != name or config.get("version") != version:
         raise ForeignFileError(
-            f"cannot load {str(folder)!r}: expected {name} {version}, got "
-            f"{config.get('format')} {config.get('version')}. Update this package."
+            f"{str(folder)!r} has the format {config.get('format')!r} of version "
+            f"{config.get('version')}, expected {name!r} of version {version}. Update this package."
         )
 
 
@@ -142,8 +142,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
         if not is_damage or isinstance(cause, torch.cuda.OutOfMemoryError):
             raise
         raise CorruptFileError(
-            f"cannot load {str(path)!r}: expected what save() wrote, got "
-            f"{type(cause).__name__}: {cause}."
+            f"{str(path)!r} is damaged: {type(cause).__name__}: {cause}."
         ) from cause
 
 
@@ -157,7 +156,7 @@ def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
     device = torch.device(saved if isinstance(saved, str) else "cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         warnings.warn(
-            f"{saved!r} is not here; the buffer is loaded onto the CPU",
+            f"The saved device {saved!r} does not exist. The buffer is loaded onto the CPU.",
             RolloutDataWarning,
             stacklevel=3,
         )

@@ -32,7 +32,6 @@ from ..errors import (
     RolloutDataError,
     RolloutDataWarning,
     SchemaError,
-    in_parts,
     nearest,
 )
 from .hdf5_columns import SAVE_ID, name_of, open_columns
@@ -49,7 +48,6 @@ from .saved_folder import (
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
-_LOAD = "load a state"
 #: Keys of a config -> types of the values.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
 #: Sizes in bytes of the states of generators on the CPU and on CUDA.
@@ -157,19 +155,17 @@ class Store(Shown, ABC):
     def check_form(self, state: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state does not have the form of this version."""
         if not isinstance(state, Mapping):
-            raise SchemaError(in_parts(_LOAD, "", "state as a mapping", type(state).__name__))
+            raise SchemaError(f"state must be a mapping, got a {type(state).__name__}.")
         if state.get("version", VERSION) != VERSION:
-            raise SchemaError(
-                f"cannot {_LOAD}: expected version {VERSION}, got {state['version']!r}."
-            )
+            raise SchemaError(f"the state has version {state['version']!r}, expected {VERSION}.")
         for key in ("class", "arguments", "numbers", "tensors"):
             if key not in state:
                 raise MissingFieldError(
-                    f"cannot {_LOAD}: expected the key {key!r}, got {', '.join(map(repr, state))}."
+                    f"the state lacks the key {key!r}. It has {', '.join(map(repr, state))}."
                 )
             if key != "class" and not isinstance(state[key], Mapping):
                 raise SchemaError(
-                    in_parts(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
+                    f"{key!r} of the state must be a mapping, got a {type(state[key]).__name__}."
                 )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -226,15 +222,13 @@ class Store(Shown, ABC):
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state belongs to another class, or to other arguments."""
         if name != type(self).__name__:
-            raise SchemaError(
-                f"cannot {_LOAD}: expected one of {type(self).__name__}, got one of {name}."
-            )
+            raise SchemaError(f"the state belongs to a {name}, expected a {type(self).__name__}.")
         own = self._get_state().arguments
         for key in (*own, *arguments):
             if own.get(key) != arguments.get(key):
                 raise SchemaError(
-                    f"cannot {_LOAD}: expected one with {key}={own.get(key)!r}, got "
-                    f"{arguments.get(key)!r}. Make an equal store."
+                    f"the state has {key}={arguments.get(key)!r}, this object has "
+                    f"{key}={own.get(key)!r}. Create an object with equal arguments."
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -257,14 +251,11 @@ class Store(Shown, ABC):
         config.setdefault("device", "cpu")
         for key, expected in _CONFIG.items():
             if not isinstance(config.get(key), expected):
-                got = type(config[key]).__name__ if key in config else "none"
+                if key not in config:
+                    raise CorruptFileError(f"{CONFIG_NAME} of {where} lacks the key {key!r}.")
                 raise CorruptFileError(
-                    in_parts(
-                        "read",
-                        f"{CONFIG_NAME} in {where}",
-                        f"{key!r} as a {expected.__name__}",
-                        got,
-                    )
+                    f"{key!r} in {CONFIG_NAME} of {where} must be a {expected.__name__}, got a "
+                    f"{type(config[key]).__name__}."
                 )
         saved_class = STORES.get(config["class"])
         if saved_class is None or not issubclass(saved_class, cls):
@@ -272,8 +263,8 @@ class Store(Shown, ABC):
                 name for name, store_class in STORES.items() if issubclass(store_class, cls)
             ]
             raise ForeignFileError(
-                f"cannot load a store from {where}: expected "
-                f"{nearest(config['class'], loadable)}, got {config['class']!r}."
+                f"{where} contains a {config['class']!r}, which {cls.__name__} does not load. It "
+                f"loads {nearest(config['class'], loadable)}."
             )
         try:
             tensors = _read_tensors(folder, config)
@@ -284,9 +275,7 @@ class Store(Shown, ABC):
             )
             store.take_state(config["numbers"], tensors)
         except SchemaError as cause:
-            raise CorruptFileError(
-                f"cannot load a store from {where}: expected a whole state, got {cause}."
-            ) from cause
+            raise CorruptFileError(f"{where} is damaged: {cause.message}") from cause
         return store  # type: ignore[no-any-return]
 
     @classmethod
@@ -302,8 +291,8 @@ class Store(Shown, ABC):
         saved_bytes = sum(x.nbytes for x in tensors.values())
         if empty_bytes > saved_bytes:
             raise SchemaError(
-                f"cannot {_LOAD}: expected arguments of a store of at most {saved_bytes} "
-                f"bytes, got {empty_bytes}."
+                f"the saved arguments need a store of {empty_bytes} bytes, but only "
+                f"{saved_bytes} are saved."
             )
 
     @lasting
@@ -314,7 +303,8 @@ class Store(Shown, ABC):
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(
-                            in_parts(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
+                            f"{name!r} of the state must be a tensor, got a "
+                            f"{type(tensor).__name__}."
                         )
                 rng = self._random_state(tensors["rng"].cpu())
                 torch.Generator(self.rng.device).set_state(rng)
@@ -325,11 +315,11 @@ class Store(Shown, ABC):
             except RolloutDataError:
                 raise
             except KeyError as cause:
-                raise MissingFieldError(f"cannot {_LOAD} without {cause}.") from cause
+                raise MissingFieldError(f"the state lacks {cause}.") from cause
             except NONSENSE as cause:
                 raise SchemaError(
-                    f"cannot {_LOAD}: expected what state_dict() of an equal store gave, got "
-                    f"{type(cause).__name__}: {cause}."
+                    f"the state is invalid: {type(cause).__name__}: {cause}. Pass a result of "
+                    "state_dict() of an equal object."
                 ) from cause
 
     @contextmanager
@@ -374,15 +364,12 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
     target = config.get("class", config.get("__target__"))
     name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
     if name not in STORES:
-        got = (
-            f"the class {target!r}"
-            if target
-            else "no '__target__' and no 'class' in its config.json"
-        )
         loadable = [name for name, store_class in STORES.items() if not isabstract(store_class)]
+        problem = (
+            f"has the unknown class {target!r}" if target else "has no '__target__' or 'class'"
+        )
         raise UnknownBufferError(
-            f"cannot load a store from {str(path)!r}: expected {nearest(name, loadable)}, got "
-            f"{got}."
+            f"config.json of {str(path)!r} {problem}. The classes are {nearest(name, loadable)}."
         )
     return STORES[name].load(path, device)
 
@@ -403,8 +390,8 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
         return saved
     digest = hashlib.blake2b(saved.numpy().tobytes(), digest_size=8).digest()
     text = (
-        f"the saved random state is that of a generator on another device than {generator.device}; the generator is "
-        "reseeded and draws other numbers"
+        f"The saved random state belongs to another device than {generator.device}. The generator "
+        "is seeded from it and draws different numbers."
     )
     warnings.warn(text, RolloutDataWarning, stacklevel=4)
     return (
@@ -419,7 +406,7 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(
-            f"cannot {_LOAD} with {name!r}: expected an int from {low} to {high}, got {count!r}."
+            f"{name!r} of the state must be an integer in {low}:{high + 1}, got {count!r}."
         )
     return int(count)
 
@@ -430,11 +417,10 @@ def checked_tensor(
     """Return a tensor of a loaded state. Raises `SchemaError` for another dtype or shape."""
     tensor = tensors[name]
     if tensor.dtype != dtype or list(tensor.shape) != list(shape):
-        expected = f"{dtype} {list(shape)}"
-        got = f"{tensor.dtype} {list(tensor.shape)}"
+        expected = f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
         raise SchemaError(
-            f"cannot {_LOAD} with {name!r}: expected {expected.removeprefix('torch.')}, got "
-            f"{got.removeprefix('torch.')}."
+            f"{name!r} of the state is {name_of(tensor)} of shape {tuple(tensor.shape)}, expected "
+            f"{expected}."
         )
     return tensor
 
@@ -468,8 +454,8 @@ def _read_tensors(
             has_dtype = is_untagged or dtype == column["dtype"]
             if not has_dtype or list(file.shapes[name]) != column["shape"]:
                 raise CorruptFileError(
-                    f"cannot read {name!r} of {str(path)!r}: expected {column['dtype']} of "
-                    f"shape {column['shape']}, got {dtype} of shape {list(file.shapes[name])}."
+                    f"{name!r} of {str(path)!r} is {dtype} of shape {list(file.shapes[name])}, "
+                    f"expected {column['dtype']} of shape {column['shape']}."
                 )
             # Earlier saves have their checksums in the config.
             file.sums[name] = column.get("crc32", file.sums[name])
