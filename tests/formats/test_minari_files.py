@@ -9,12 +9,14 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
 import pytest
 
 import rollout_data
+from rollout_data import WindowDataset
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 from tests.formats.cases import ROOT
 from tests.formats.hdf5_files import (
@@ -185,6 +187,23 @@ def test_tables_and_groups_of_the_same_data_are_read_alike(
         is_jpeg,
         names,
     )
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_random_windows_of_tables_decode_only_their_own_pictures(tmp_path: Path, kind: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path = in_tables(tmp_path / "one", kind, True, num_parts=2)
+    dataset = WindowDataset(path, 1)
+    windows = [0, 3, 6]
+    with mock.patch.object(image, "open", wraps=image.open) as decode:
+        batch = dataset.batch(windows)
+    assert decode.call_count == len(windows)
+    recording = rollout_data.open(path)
+    frames = np.concatenate([episode.observation["camera"] for episode in recording])
+    np.testing.assert_array_equal(batch["observation"]["camera"][:, 0], frames[windows])
+    with mock.patch.object(image, "open", wraps=image.open) as decode:
+        dataset.batch(windows)
+    assert decode.call_count == 0
 
 
 def test_encoded_pictures_are_jpeg_by_default_and_raw_pictures_are_recognized_by_their_axes(

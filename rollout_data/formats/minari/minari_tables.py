@@ -164,6 +164,10 @@ class TableReader(FileSource):
             return None
         return Leaf(column, parts, self._description.shape_of(name, sizes), dtype)
 
+    def rows_read_together(self, number: int, name: str) -> int | None:
+        _, leaves = self.episodes[number].source
+        return 1 if leaves[name].dtype == _PICTURE else None
+
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         paths, leaves = self.episodes[number].source
         return self._rows(self._opened(paths), leaves[name], name, start, stop)
