@@ -99,12 +99,11 @@ class RemoteBuffer:
     def __getattr__(self, name: str) -> Any:
         if name not in _ACTS:
             raise AttributeError(
-                f"a RemoteBuffer has no {name!r}; call({name!r}, ...) calls it of each buffer"
+                f"a RemoteBuffer has no {name!r}. Use call({name!r}, ...) to call it on each buffer."
             )
         if not self._links:
             raise ClosedError(
-                f"cannot call {name!r}: expected an open RemoteBuffer, got a closed one. Make "
-                "a new one."
+                f"the buffer is closed, and {name!r} needs an open buffer. Create a new RemoteBuffer."
             )
         return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
 
@@ -218,8 +217,8 @@ class RemoteBuffer:
             and self._traits.has_steps
         ):
             raise UsageError(
-                "cannot push steps to several shards: expected a client after pin(shard), got "
-                "one without. Or push whole trajectories, and give whole_trajectories=True."
+                "steps of one trajectory must go to one shard. Call pin(shard) first, or push "
+                "whole trajectories and pass whole_trajectories=True."
             )
         self._links[self._num_pushes % num_shards if home is None else home].push(
             name, args, options
@@ -289,10 +288,7 @@ class RemoteBuffer:
         for link, reference, sizes in request:
             told, packed = link.answer(reference)
             if link.has_restarted(Ack(*told)):
-                raise LostActorError(
-                    f"cannot sample from {link.where}: expected the actor of before, got one "
-                    "that was restarted."
-                )
+                raise LostActorError(f"the actor of {link.where} restarted during the request.")
             wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
             for batch, part in zip(wanted, packed, strict=True):
                 batch.append(unpack(part, self._options.copy))

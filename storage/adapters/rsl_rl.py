@@ -21,7 +21,6 @@ from ..core import arguments
 from ..core.fields import DTYPES, Field, dtype_name, unflatten
 from ..core.memory import sent
 from ..errors import UsageError
-from ..onpolicy.mini_batches import GENERATE
 from ..onpolicy.rollout_storage import RolloutStorage
 from ..onpolicy.transition_columns import Column, Transition, brought, declare_fields
 from ..saving.saved_store import State
@@ -156,11 +155,8 @@ class RslRlStorage(RolloutStorage):
             UsageError: At the call: another training type, or the rollout is not full.
         """
         if self.training_type != "distillation":
-            raise UsageError(
-                "cannot generate steps: expected training_type 'distillation', got "
-                f"{self.training_type!r}."
-            )
-        return self._steps(self._num_rows_for("generate steps", False))
+            raise UsageError(f"training_type is {self.training_type!r}, expected 'distillation'.")
+        return self._steps(self._num_rows_for(False))
 
     def _steps(self, num_steps: int) -> Iterator[Any]:
         names = ("observations", "privileged_actions", "dones")
@@ -181,9 +177,7 @@ class RslRlStorage(RolloutStorage):
         self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
     ) -> tuple[int, Any]:
         if self.training_type != "rl":
-            raise UsageError(
-                f"cannot {GENERATE}: expected training_type 'rl', got {self.training_type!r}."
-            )
+            raise UsageError(f"training_type is {self.training_type!r}, expected 'rl'.")
         return super()._plan_batches(num_mini_batches, num_epochs, drop_last or self.compat, item)
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:

@@ -61,9 +61,7 @@ class TransferQueueBuffer:
         keys = self._keys()
         size = arguments.whole("batch_size", batch_size, 1)
         if not keys:
-            raise BufferEmptyError(
-                f"cannot sample from the partition {self.partition!r}: expected rows, got none."
-            )
+            raise BufferEmptyError(f"partition {self.partition!r} is empty.")
         drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)
         found = self._queue.kv_batch_get(
             [keys[number] for number in drawn.tolist()], self.partition

@@ -23,7 +23,7 @@ import torch
 
 from ..core import arguments
 from ..core.arguments import real, whole
-from ..errors import UsageError, in_parts, nearest
+from ..errors import UsageError, nearest
 
 #: Statistics of durations in `PerformanceMonitor.summary`, besides `count`.
 _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
@@ -83,10 +83,7 @@ class NaturalMonitor(Monitor):
         self.window_s = real("window_s", window_s, "> 0", lambda x: 0 < x < math.inf)
         self.num_slices = whole("num_slices", num_slices, 1)
         if not callable(clock):
-            raise UsageError(
-                "cannot make a monitor: expected clock as a function that returns seconds, got "
-                f"{clock!r}."
-            )
+            raise UsageError(f"clock must be a function that returns seconds, got {clock!r}.")
         self._clock = clock
         self._lock = threading.Lock()
         self.reset()
@@ -266,11 +263,8 @@ class PerformanceMonitor(Monitor):
     def record(self, key: str, duration: float) -> None:
         """Record a duration in seconds (finite, >= 0) under `key`, which may be a new name."""
         if not isinstance(key, str) or not key:
-            raise UsageError(
-                "cannot call PerformanceMonitor.record: expected key as a non-empty str, got "
-                f"{key!r}."
-            )
-        expected = ">= 0, in finite seconds"
+            raise UsageError(f"key must be a non-empty str, got {key!r}.")
+        expected = "finite seconds >= 0"
         value = real("duration", duration, expected, lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
@@ -372,7 +366,7 @@ def plot_snapshots(
     if x is not None:
         arguments.choice("x", x, known)
     if not names:
-        raise UsageError("cannot plot snapshots: expected at least one name to draw, got none.")
+        raise UsageError("names is empty. Pass at least one name to draw.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -397,27 +391,19 @@ def plot_snapshots(
 def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
     """Return the number, sum, maximum and minimum of recorded values: `[4]` float64."""
     if name not in names:
-        raise UsageError(f"cannot record a tick: expected {nearest(name, names)}, got {name!r}.")
+        raise UsageError(f"unknown name {name!r}. The names are {nearest(name, names)}.")
     try:
         if isinstance(value, torch.Tensor):
             value = value.detach().to("cpu", torch.float64)
         values = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as cause:
-        raise UsageError(
-            in_parts("record a tick", f"of {name!r}", "numbers", type(value).__name__)
-        ) from cause
+        raise UsageError(f"{name!r} must be numbers, got a {type(value).__name__}.") from cause
     if not values.size:
         return _NOTHING
     found = np.array([values.size, values.sum(), values.max(), values.min()])
     if not np.isfinite(found).all():
-        raise UsageError(
-            in_parts(
-                "record a tick",
-                f"of {name!r}",
-                "finite numbers",
-                repr(values.reshape(-1).tolist())[:60],
-            )
-        )
+        numbers = repr(values.reshape(-1).tolist())[:60]
+        raise UsageError(f"{name!r} must be finite numbers, got {numbers}.")
     return found
 
 

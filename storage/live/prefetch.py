@@ -18,7 +18,7 @@ import torch
 
 from ..core import arguments
 from ..core.threads import Owned, Unique, Worker
-from ..errors import UsageError, in_parts
+from ..errors import UsageError
 
 T = TypeVar("T")
 
@@ -103,10 +103,9 @@ class PipelinedDataCollector(Unique, Generic[T]):
         transform: Callable[[Any], Any] | None = None,
         stamp: Callable[[], Any] | None = None,
     ) -> None:
-        action = "create PipelinedDataCollector"
         if not isinstance(base_collector, Iterable) and not hasattr(base_collector, "__getitem__"):
             raise UsageError(
-                in_parts(action, "", "base_collector as an iterable", type(base_collector).__name__)
+                f"base_collector must be an iterable, got a {type(base_collector).__name__}."
             )
         self.base_collector = base_collector
         self.device = arguments.device("device", device)
@@ -115,7 +114,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
         for name, function in (("transform", transform), ("stamp", stamp)):
             if function is not None and not callable(function):
                 raise UsageError(
-                    in_parts(action, "", f"{name} as a function or None", type(function).__name__)
+                    f"{name} must be a function or None, got a {type(function).__name__}."
                 )
         self.transform = transform
         self.stamp = stamp
@@ -135,9 +134,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
         with self._lock:
             if self._current is not None and not self._current.is_stopped:
                 self._current.worker.owner.check()
-                raise RuntimeError(
-                    "cannot iterate twice at once: one iteration is going on. Close it first."
-                )
+                raise RuntimeError("another iteration over this collector is open. Close it first.")
             if self._current is not None:
                 # returns when the thread has ended: a source is never iterated by two
                 self._current.stop()
@@ -176,7 +173,7 @@ class PrefetchedItems(Owned, Iterator[T]):
             # A StopIteration of a transform would end the loop of the consumer without an error.
             if isinstance(made.failure, StopIteration):
                 raise RuntimeError(
-                    "cannot go on prefetching: the source raised StopIteration."
+                    "The source of prefetching raised StopIteration."
                 ) from made.failure
             raise made.failure or StopIteration
         self._futures.popleft()

@@ -188,10 +188,9 @@ class RateLimiter:
         largest[is_push] = max(largest[is_push], num_items)
         needed = (self.samples_per_insert * largest[True] + largest[False]) / 2
         if self.tolerance < needed:
-            what = f"insertions of {largest[True]} and draws of {largest[False]} items"
             raise UsageError(
-                f"cannot limit {what}: expected a tolerance of at least {needed:g}, got "
-                f"{self.tolerance:g}."
+                f"tolerance must be at least {needed:g} for insertions of {largest[True]} and draws "
+                f"of {largest[False]} items, got {self.tolerance:g}."
             )
         return largest
 

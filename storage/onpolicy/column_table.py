@@ -23,12 +23,11 @@ from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field, Schema, check_same_names, flatten, unflatten
 from ..core.memory import PackedCopy, filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
-from ..errors import FieldTypeError, MissingFieldError, SchemaError, in_parts, nearest
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from ..saving.hdf5_columns import name_of
 from ..saving.saved_store import checked_tensor
 from .transition_columns import Column, HiddenStates
 
-_ACTION = "add a transition"
-_LOAD = "load a state"
 _LEAF = "tensor"
 _COLUMN = "saved_hidden_states"
 _version_of = attrgetter("_version")
@@ -80,8 +79,7 @@ class ColumnTable:
             parents = [other for other in self.schema if name.startswith(other + "/")]
             if parents:
                 raise SchemaError(
-                    f"cannot declare the fields of a storage: expected {parents[0]!r} a leaf "
-                    f"or a mapping, got {name!r}."
+                    f"{parents[0]!r} is a field and cannot have the field {name!r} below it."
                 )
         for column in columns:
             for field in column.fields:
@@ -141,18 +139,17 @@ class ColumnTable:
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
                 raise MissingFieldError(
-                    f"cannot {_ACTION} with {name!r}: expected "
-                    f"{', '.join(sorted(self._sources))}, got a field that this storage does "
-                    "not keep."
+                    f"unknown field {name!r}. This storage has the fields "
+                    f"{', '.join(sorted(self._sources))}."
                 )
         leaves: dict[str, torch.Tensor] = {}
         for column, inputs in self._inputs:
             value = getattr(transition, column.source, None)
             if value is None:
                 if column.is_required:
+                    expected = ", ".join(field.expected for field in inputs.values())
                     raise MissingFieldError(
-                        f"cannot {_ACTION} without {column.source!r}: expected "
-                        f"{', '.join(field.expected for field in inputs.values())}, got None."
+                        f"field {column.source!r} is missing: expected {expected}."
                     )
                 continue
             for field, leaf in _leaves_of(value, column, inputs):
@@ -254,7 +251,6 @@ class ColumnTable:
 
     def assign(self, name: str, value: Any) -> None:
         """Copy `[T, B, *shape]`, or a nested dict of such tensors, over a column in place."""
-        action = f"assign to {name!r}"
         column = self.columns[name]
         leaves = flatten({name: value})
         targets = []
@@ -267,13 +263,13 @@ class ColumnTable:
                 or x.is_meta
                 or x.is_quantized
             ):
-                raise FieldTypeError(in_parts(action, "", "a dense tensor", type(x).__name__))
-            if target is None or x.shape != target.shape:
-                expected = (
-                    "nothing, it is not stored yet" if target is None else str(list(target.shape))
-                )
+                form = str(x.layout) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise FieldTypeError(f"field {key!r} must be a dense tensor, got {form}.")
+            if target is None:
+                raise SchemaError(f"field {key!r} has no rows yet. Add a transition first.")
+            if x.shape != target.shape:
                 raise SchemaError(
-                    f"cannot {action}: expected shape {expected}, got {list(x.shape)}."
+                    f"field {key!r} has shape {tuple(x.shape)}, expected {tuple(target.shape)}."
                 )
             # A copy of any dtype into bool is `!= 0`: flags stay 0 or 1, as all readers of flags
             # expect.
@@ -313,7 +309,8 @@ class ColumnTable:
         for name in tensors:
             if name not in expected and name not in others:
                 raise MissingFieldError(
-                    f"cannot {_LOAD} with the tensor {name!r}: expected {nearest(name, expected)}."
+                    f"the state has the unknown tensor {name!r}. The tensors are "
+                    f"{nearest(name, expected)}."
                 )
         for name, (shape, field) in expected.items():
             checked_tensor(tensors, name, field.torch_dtype, shape)
@@ -403,7 +400,7 @@ class _Input(NamedTuple):
 
     @property
     def expected(self) -> str:
-        return f"{self.source.dtype} of shape {list(self.shapes[0])}"
+        return f"{self.source.dtype} of shape {tuple(self.shapes[0])}"
 
 
 def _leaves_of(
@@ -413,8 +410,9 @@ def _leaves_of(
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"
-        got = "a mapping" if is_mapping else type(value).__name__
-        raise SchemaError(in_parts(_ACTION, f"with {column.source!r}", expected, got))
+        raise SchemaError(
+            f"field {column.source!r} is a {type(value).__name__}, expected {expected}."
+        )
     if not is_mapping:
         return ((inputs[column.name], value),)
     leaves = flatten({column.name: value})
@@ -451,8 +449,8 @@ class SavedStates:
         leaves = _leaves(states)
         if stored and layout != self.layout:
             raise SchemaError(
-                f"cannot {_ACTION} with 'hidden_states': expected the structure "
-                f"{_words(self.layout)}, got {_words(layout)}."
+                f"hidden_states have the structure {_words(layout)}, expected "
+                f"{_words(self.layout)}."
             )
         for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
@@ -460,12 +458,13 @@ class SavedStates:
                 leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
             )
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-                dtype = str(like.dtype) if like.dtype in REAL_DTYPES else "real numbers"
-                shape = str(list(like.shape)) if stored else f"[layers, {self._table.num_envs}, H]"
+                dtype = name_of(like) if like.dtype in REAL_DTYPES else "real numbers"
+                shape = tuple(like.shape) if stored else f"(layers, {self._table.num_envs}, H)"
+                is_plain = leaf.layout is torch.strided and not leaf.is_meta
+                form = "" if is_plain else f" ({leaf.layout} on {leaf.device})"
                 raise SchemaError(
-                    f"cannot {_ACTION} with 'hidden_states': expected {dtype} of shape "
-                    f"{shape}, got {leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on "
-                    f"{leaf.device}."
+                    f"a tensor of hidden_states is {name_of(leaf)} of shape "
+                    f"{tuple(leaf.shape)}{form}, expected {dtype} of shape {shape}."
                 )
         if leaves:
             self.layout = layout
@@ -489,13 +488,15 @@ class SavedStates:
         except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
             fits = False
         if not fits:
-            expected = f"None, 'tensor', or lists of these, for {len(leaves)} tensors"
-            raise SchemaError(f"cannot {_LOAD} with 'states': expected {expected}, got {layout!r}.")
+            raise SchemaError(
+                f"'states' of the state must be None, 'tensor' or lists of these for "
+                f"{len(leaves)} tensors, got {layout!r}."
+            )
         for x in leaves.values():
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
-                expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
                 raise SchemaError(
-                    f"cannot {_LOAD} with {_COLUMN!r}: expected {expected}, got {list(x.shape)}."
+                    f"a tensor of {_COLUMN!r} has shape {tuple(x.shape)}, expected "
+                    f"({num_rows}, layers, {self._table.num_envs}, H)."
                 )
         return set(leaves)
 
@@ -510,12 +511,7 @@ def _layout(states: Any) -> Any:
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *map(_layout, states)]
     raise SchemaError(
-        in_parts(
-            _ACTION,
-            "with 'hidden_states'",
-            "None, a tensor, or tuples of these",
-            type(states).__name__,
-        )
+        f"hidden_states must be None, a tensor or tuples of these, got a {type(states).__name__}."
     )
 
 

@@ -19,10 +19,8 @@ import torch
 from ..core import arguments
 from ..core.fields import map_leaves, signed
 from ..core.memory import BufferPool, lasting
-from ..errors import SchemaError, UsageError, in_parts
+from ..errors import SchemaError, UsageError
 
-#: Text in errors that names the failed action.
-GENERATE = "generate mini-batches"
 #: Columns with rows of at least this number of bytes are not packed. Without packing they are
 #: gathered at memory speed, and without a second copy.
 _WIDE_ROW_BYTES = 1024
@@ -115,8 +113,8 @@ class RowGather:
         """
         if self._is_live and self._count_changes() != self._num_changes:
             raise UsageError(
-                f"cannot {GENERATE}: expected the rollout as it was when the first mini-batch "
-                "was drawn, got one that was changed. Draw all of them before you add steps."
+                "the rollout was changed after the first mini-batch was drawn. Draw all "
+                "mini-batches before you add steps."
             )
         gathered = {name: self._select(x, index) for name, x in self._wide.items()}
         if self._layout:
@@ -164,8 +162,8 @@ def batch_bounds(
     arguments.whole("num_epochs", num_epochs, 1)
     if num_mini_batches > num_items:
         raise UsageError(
-            f"cannot {GENERATE}: expected num_mini_batches <= {num_items}, one {item} each, "
-            f"got {num_mini_batches}. Ask for fewer mini-batches."
+            f"num_mini_batches must be at most {num_items}, one {item} each, got "
+            f"{num_mini_batches}."
         )
     size, remainder = divmod(num_items, num_mini_batches)
     num_longer = 0 if drop_last else remainder
@@ -233,8 +231,8 @@ def find_segments(dones: torch.Tensor) -> Segments:
         dones = dones.squeeze(-1)
     if dones.dim() != 2 or not dones.numel():
         raise SchemaError(
-            "cannot split trajectories: expected dones of shape [T, B] or [T, B, 1], at least "
-            f"one step of one env, got {list(dones.shape)}."
+            f"dones have shape {tuple(dones.shape)}, expected (T, B) or (T, B, 1) with at least "
+            "one step of one environment."
         )
     num_steps, num_envs = dones.shape
     is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
@@ -282,7 +280,7 @@ def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.
     padding = true_places(~segments.masks.flatten(), num_padded)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
-        _check_steps("split trajectories", leaf, num_steps, segments.num_envs)
+        _check_steps(leaf, num_steps, segments.num_envs)
         return gather_padded(leaf, segments.source, padding).view(
             *segments.masks.shape, *leaf.shape[2:]
         )
@@ -305,22 +303,23 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
         SchemaError: The masks are not `[T, n]`, or do not add up to whole envs.
     """
     if not isinstance(masks, torch.Tensor) or masks.dim() != 2:
-        got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
-        raise SchemaError(in_parts("join trajectories", "", "masks of shape [T, n]", got))
+        is_tensor = isinstance(masks, torch.Tensor)
+        form = f"shape {tuple(masks.shape)}" if is_tensor else f"a {type(masks).__name__}"
+        raise SchemaError(f"masks must be a tensor of shape (T, n), got {form}.")
     num_steps, num_trajectories = masks.shape
     # Positions of data, sorted by trajectory. This is the order of env, then time.
     places = masks.T.flatten().nonzero().squeeze(1)
     if not len(places) or len(places) % num_steps:
         raise SchemaError(
-            f"cannot join trajectories: expected masks with a multiple of {num_steps} True "
-            f"values, got {len(places)}."
+            f"masks have {len(places)} True values, expected a multiple of {num_steps}, the "
+            "number of steps."
         )
     trajectory = torch.div(places, num_steps, rounding_mode="floor")
     rows = (places - trajectory * num_steps) * num_trajectories + trajectory
     order = rows.view(-1, num_steps).T.flatten()
 
     def join(leaf: torch.Tensor) -> torch.Tensor:
-        _check_steps("join trajectories", leaf, num_steps, num_trajectories)
+        _check_steps(leaf, num_steps, num_trajectories)
         joined = signed(leaf).flatten(0, 1).index_select(0, order)
         return _as(leaf.dtype, joined).view(num_steps, -1, *leaf.shape[2:])
 
@@ -332,20 +331,15 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == dtype else x.view(dtype)
 
 
-def _check_steps(action: str, x: Any, num_steps: int, num_columns: int) -> None:
+def _check_steps(x: Any, num_steps: int, num_columns: int) -> None:
     if not isinstance(x, torch.Tensor):
         raise SchemaError(
-            in_parts(
-                action,
-                "",
-                f"x as a tensor of shape [{num_steps}, {num_columns}, ...]",
-                type(x).__name__,
-            )
+            f"x must be a tensor of shape ({num_steps}, {num_columns}, ...), got a "
+            f"{type(x).__name__}."
         )
     if tuple(x.shape[:2]) != (num_steps, num_columns):
         raise SchemaError(
-            f"cannot {action}: expected a tensor of shape [{num_steps}, {num_columns}, ...], "
-            f"got {list(x.shape)}."
+            f"x has shape {tuple(x.shape)}, expected ({num_steps}, {num_columns}, ...)."
         )
 
 

@@ -135,7 +135,7 @@ class QueueRolloutStorage(RolloutStorage):
         with self._lock:
             if not isinstance(numbers["buffer_full"], bool):
                 raise SchemaError(
-                    "cannot load a state with 'buffer_full': expected a bool, got "
+                    "'buffer_full' of the state must be True or False, got "
                     f"{numbers['buffer_full']!r}."
                 )
             super()._set_state(numbers, tensors)
@@ -144,11 +144,11 @@ class QueueRolloutStorage(RolloutStorage):
     def _row_limits(self) -> tuple[int, int]:
         return self.num_timesteps_each_rollout, self.num_target_steps
 
-    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+    def _num_rows_for(self, allow_partial: bool) -> int:
         return (
             self.num_transitions_per_env
             if self.buffer_full
-            else super()._num_rows_for(action, allow_partial=True)
+            else super()._num_rows_for(allow_partial=True)
         )
 
 

@@ -18,12 +18,11 @@ from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field
 from ..core.memory import sent
 from ..core.records import fit
-from ..errors import FieldTypeError, SchemaError, UsageError, in_parts
+from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 
 #: A discount or a trace decay: one number, or `[R]`.
 Scalar = float | torch.Tensor
 
-_ACTION = "compute returns"
 #: Rules for the bootstrap value at a time-out: no value, the step's own value, or the step's
 #: `bootstrap_values`.
 TRUNCATION_RULES = ("cut", "value", "final")
@@ -96,10 +95,7 @@ def rollout_advantage(
     )
     advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
-        raise SchemaError(
-            f"cannot {_ACTION}: expected a contiguous out, got one with strides "
-            f"{advantages.stride()}."
-        )
+        raise SchemaError(f"out must be contiguous, got strides {advantages.stride()}.")
     gamma = checked_factor("gamma", gamma, rewards.shape[-1])
     lam = checked_factor("lam", lam, rewards.shape[-1])
     return _write_sums(advantages, _Terms(rewards, dones, values, last_values), gamma, lam, returns)
@@ -168,13 +164,14 @@ class Signals(NamedTuple):
 
 def check_rules(x: Signals, normalize: str | None, truncation: str) -> None:
     """Raise `UsageError` for unknown rules, and on the CPU for missing bootstrap values."""
-    if normalize is not None:
-        choice("None or", normalize, NORMALIZATIONS)
+    if normalize is not None and normalize not in NORMALIZATIONS:
+        options = nearest(normalize, NORMALIZATIONS)
+        raise UsageError(f"normalize must be None or one of {options}, got {normalize!r}.")
     choice("truncation", truncation, TRUNCATION_RULES)
     if truncation != "final" or x.rewards.is_cuda:
         return
     if bool(_without_bootstrap(x, x.cut).any()):
-        raise _missing_bootstrap("none" if x.bootstrap_values is None else "NaN")
+        raise _missing_bootstrap("missing" if x.bootstrap_values is None else "NaN")
 
 
 def write_returns(
@@ -197,7 +194,7 @@ def write_returns(
         is_absent = _without_bootstrap(x, cut)
         deferred.note(
             is_absent.sum(),
-            lambda count: _missing_bootstrap(f"none for {count} of an earlier call"),
+            lambda count: _missing_bootstrap(f"missing for {count} steps of an earlier call"),
         )
         cut = cut ^ is_absent
     if cut is not None and bootstrap is not None:
@@ -218,11 +215,10 @@ def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
     return cut if x.bootstrap_values is None else cut & x.bootstrap_values.isnan()
 
 
-def _missing_bootstrap(got: str) -> UsageError:
+def _missing_bootstrap(problem: str) -> UsageError:
     return UsageError(
-        f"cannot {_ACTION} with truncation 'final': expected bootstrap_values, the values of "
-        f"the true final observations, wherever a time-out cut, got {got}. Add them with each "
-        "transition, or use truncation 'value'."
+        f"bootstrap_values are {problem} at time-outs, and truncation 'final' needs them. Add them "
+        "with each transition, or use truncation 'value'."
     )
 
 
@@ -256,13 +252,12 @@ def checked_factor(
     checked = fit(Field(name, (num_rewards,)), factor, shapes=((num_rewards,), ()))
     is_inside = (checked >= 0) & (checked <= 1)
     if deferred is not None and checked.is_cuda:
-        got = "other numbers in an earlier call"
         deferred.note(
             (~is_inside).sum(),
-            lambda count: UsageError(in_parts(_ACTION, "", f"{name} in [0, 1]", got)),
+            lambda count: UsageError(f"{name} was outside [0, 1] in an earlier call."),
         )
     elif not bool(is_inside.all()):
-        raise UsageError(f"cannot {_ACTION}: expected {name} in [0, 1], got {factor}.")
+        raise UsageError(f"{name} must be in [0, 1], got {factor}.")
     return checked
 
 
@@ -493,8 +488,7 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
     is_dense = isinstance(rewards, torch.Tensor) and rewards.layout is torch.strided
     if not is_dense or not rewards.is_floating_point() or rewards.dim() not in (2, 3):
         raise SchemaError(
-            f"cannot {_ACTION}: expected rewards, floating numbers of shape [T, N, R], got "
-            f"{_words(rewards)}."
+            f"rewards must be floating-point numbers of shape (T, N, R), got {_words(rewards)}."
         )
     whole_shape = tuple(rewards.shape)
     flags = (*whole_shape[:-1], 1) if len(whole_shape) == 3 else whole_shape
@@ -507,15 +501,10 @@ def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None
             or x.dtype not in REAL_DTYPES
             or x.layout is not torch.strided
         ):
-            raise FieldTypeError(
-                f"cannot {_ACTION}: expected {name}, a dense tensor of real numbers, got "
-                f"{_words(x)}."
-            )
+            raise FieldTypeError(f"{name} must be a dense tensor of real numbers, got {_words(x)}.")
         shape = shapes.get(name, whole_shape)
         if x.shape != shape:
-            raise SchemaError(
-                f"cannot {_ACTION}: expected {name} of shape {list(shape)}, got {list(x.shape)}."
-            )
+            raise SchemaError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}.")
 
 
 def _like(rewards: torch.Tensor) -> torch.Tensor:
@@ -524,7 +513,7 @@ def _like(rewards: torch.Tensor) -> torch.Tensor:
 
 def _words(x: Any) -> str:
     return (
-        f"{x.layout} {x.dtype} of shape {list(x.shape)}"
+        f"{x.layout} {x.dtype} of shape {tuple(x.shape)}"
         if isinstance(x, torch.Tensor)
-        else type(x).__name__
+        else f"a {type(x).__name__}"
     )

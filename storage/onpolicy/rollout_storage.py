@@ -21,7 +21,7 @@ from ..core.random_indices import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.saved_store import State, Store, checked_count
 from .column_table import ColumnTable, SavedStates
-from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
+from .mini_batches import Delivery, RowGather, batch_bounds, env_groups
 from .returns import (
     CheckedFactors,
     Scalar,
@@ -217,8 +217,8 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._raise_deferred()
             if self.step >= self._table.num_rows:
                 raise RolloutOverflowError(
-                    f"cannot add a transition: expected at most {self._table.num_rows} steps, "
-                    "got one more. Call clear() after each update."
+                    f"the storage is full with {self._table.num_rows} steps. Call clear() after "
+                    "each update."
                 )
             if self._taken is None:
                 with self.unchanged_on_failure():
@@ -294,7 +294,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         """
         with self._lock:
             allow_partial = arguments.flag("allow_partial", allow_partial)
-            rows = self._num_rows_for("compute returns", allow_partial)
+            rows = self._num_rows_for(allow_partial)
             self._order.wait(is_write=True)
             self._raise_deferred()
             last_values = sent(
@@ -319,7 +319,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             end of an env counts as a segment.
         """
         with self._lock:
-            rows = self._num_rows_for("measure statistics", allow_partial=True)
+            rows = self._num_rows_for(allow_partial=True)
             signals = self._signals(rows)
             # The open end of each env already counts as a segment, so dones of the newest step do
             # not.
@@ -400,13 +400,13 @@ class RolloutStorage(Store, is_saved_whole=True):
         """
         with self._lock:
             self._raise_deferred()
-            rows = self._num_rows_for(GENERATE, allow_partial=False)
+            rows = self._num_rows_for(allow_partial=False)
             num_items = self.num_envs * (rows if item == "row" else 1)
             bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
             if self.needs_returns and not self._table.has_results:
                 raise UsageError(
-                    f"cannot {GENERATE}: expected compute_returns() since the last step, got "
-                    "none. Call it, or write returns and advantages."
+                    "returns and advantages are older than the last step. Call compute_returns(), "
+                    "or write returns and advantages."
                 )
         return rows, bounds
 
@@ -582,7 +582,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         if self._deferred is not None:
             self._deferred.raise_arrived()
 
-    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
+    def _num_rows_for(self, allow_partial: bool) -> int:
         """Return the number of steps.
 
         Raises:
@@ -591,9 +591,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 `compute_returns` allows it.
         """
         if self.step == 0:
-            raise BufferEmptyError(
-                f"cannot {action}: expected a rollout, got no step since the last clear()."
-            )
+            raise BufferEmptyError("the storage is empty. Call add_transition() first.")
         if (
             self.step < self._table.num_rows
             and not allow_partial
@@ -601,7 +599,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         ):
             num_steps = self._table.num_rows
             raise UsageError(
-                f"cannot {action} of a partial rollout: expected {num_steps} steps, got "
-                f"{self.step}. Add the rest, or call compute_returns(..., allow_partial=True)."
+                f"the rollout has {self.step} of {num_steps} steps. Add the missing steps, or call "
+                "compute_returns(..., allow_partial=True)."
             )
         return self.step

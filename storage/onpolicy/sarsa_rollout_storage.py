@@ -20,7 +20,7 @@ from ..core.fields import Field, check_same_names, signed
 from ..core.object_summary import described
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.saved_store import State, checked_tensor
-from .mini_batches import GENERATE, true_places
+from .mini_batches import true_places
 from .rollout_storage import RolloutStorage
 from .transition_columns import (
     Column,
@@ -34,8 +34,6 @@ from .transition_columns import (
 
 #: Column -> mini-batch field that has the values of the column one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
-_ACTION = "add a transition"
-_LOAD = "load a state"
 _FINALS = "finals/"
 
 
@@ -248,12 +246,11 @@ class SarsaRolloutStorage(RolloutStorage):
         absent = [name for name in needed if getattr(transition, name, None) is None]
         is_last = self.step == self.num_transitions_per_env - 1
         if absent and (is_last or len(absent) < len(needed)):
-            reason = (
-                "the last step of a rollout needs it"
-                if is_last
-                else "it comes together with the others"
-            )
-            raise MissingFieldError(f"cannot {_ACTION} without {absent[0]!r}. Add it: {reason}.")
+            if is_last:
+                reason = "The last step of a rollout needs it."
+            else:
+                reason = f"A step needs all or none of {', '.join(needed)}."
+            raise MissingFieldError(f"field {absent[0]!r} is missing. {reason}")
         if self.validate and self.step - 1 in self._has_next:
             self._check_continuity(self._table.read(transition))
         return not absent
@@ -274,18 +271,21 @@ class SarsaRolloutStorage(RolloutStorage):
                 column = name.split("/")[0]
                 env = int(differs.nonzero()[0])
                 raise SchemaError(
-                    f"cannot {_ACTION} at step {self.step}, env {env}: expected next_{column} "
-                    f"of step {self.step - 1}, got other {column}."
+                    f"{column} of step {self.step}, env {env}, differ from next_{column} of step "
+                    f"{self.step - 1}."
                 )
 
-    def _num_rows_for(self, action: str, allow_partial: bool) -> int:
-        rows = super()._num_rows_for(action, allow_partial)
-        if action == GENERATE and rows - 1 not in self._has_next:
-            raise UsageError(
-                f"cannot {action}: expected the next observations of step {rows - 1}, the last "
-                "one, got none. Add them with the last step."
-            )
-        return rows
+    def _plan_batches(
+        self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
+    ) -> tuple[int, Any]:
+        with self._lock:
+            rows, bounds = super()._plan_batches(num_mini_batches, num_epochs, drop_last, item)
+            if rows - 1 not in self._has_next:
+                raise UsageError(
+                    f"next observations of step {rows - 1}, the last step, are missing. Add them "
+                    "with the last step."
+                )
+        return rows, bounds
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
         """Return the columns with true final observations and, if configured, `next_valid`."""
@@ -360,15 +360,15 @@ class SarsaRolloutStorage(RolloutStorage):
             or {*map(type, has_next)} - {bool}
         ):
             raise SchemaError(
-                f"cannot {_LOAD} with 'has_next': expected a list of at most {num_steps} "
-                f"bools, got {has_next!r}."
+                f"'has_next' of the state must be a list of at most {num_steps} bools, got "
+                f"{has_next!r}."
             )
         if not isinstance(finals, list) or not all(
             type(x) is int and 0 <= x < num_steps for x in finals
         ):
             raise SchemaError(
-                f"cannot {_LOAD} with 'finals': expected a list of ints from 0 to "
-                f"{num_steps - 1}, got {finals!r}."
+                f"'finals' of the state must be a list of integers in 0:{num_steps}, got "
+                f"{finals!r}."
             )
         expected = dict[str, tuple[tuple[int, ...], Field]]()
         indices = {}
@@ -379,8 +379,8 @@ class SarsaRolloutStorage(RolloutStorage):
             is_index = envs.dtype is torch.int64 and envs.dim() == 1
             if not is_index or bool(((envs < 0) | (envs >= self.num_envs)).any()):
                 raise SchemaError(
-                    f"cannot {_LOAD} with '{_FINALS}{step}/envs': expected int64 [n] below "
-                    f"{self.num_envs}, got {envs}."
+                    f"'{_FINALS}{step}/envs' of the state must be int64 of shape (n,) in "
+                    f"0:{self.num_envs}, got {envs}."
                 )
             fields = [self._table.schema[name] for name in self._whole]
             expected |= {f"{_FINALS}{step}/of/{x.name}": ((len(envs), *x.shape), x) for x in fields}

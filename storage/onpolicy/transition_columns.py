@@ -94,8 +94,7 @@ def rollout_columns(
     """
     if not isinstance(policy_outputs, Mapping | None):
         raise SchemaError(
-            "cannot create a RolloutStorage: expected policy_outputs as a mapping of names to "
-            f"shapes, got {policy_outputs!r}."
+            f"policy_outputs must be a mapping of names to shapes, got {policy_outputs!r}."
         )
     heads = (num_rewards,)
     scalar = (1,)
@@ -199,10 +198,10 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     if isinstance(shape, Mapping):
         for key in shape or [None]:
             if not isinstance(key, str) or not key or "/" in key:
-                got = "nothing" if key is None else repr(key)
+                problem = "no names" if key is None else f"the name {key!r}"
                 raise SchemaError(
-                    f"cannot declare the shape of {name!r}: expected names that are non-empty "
-                    f"str without '/', got {got}."
+                    f"the shapes of {name!r} have {problem}. Names must be non-empty strs without "
+                    "'/'."
                 )
         declared: list[Field] = []
         for key, below in shape.items():
@@ -216,8 +215,8 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
         raise SchemaError(
-            f"cannot declare the shape of {name!r}: expected a sequence of ints or a dict of "
-            f"such, got {shape!r}."
+            f"the shape of {name!r} must be a sequence of integers or a dict of sequences, got "
+            f"{shape!r}."
         )
     if not isinstance(dtype, str):
         dtype = dtype_name(dtype, f"field {name!r}")
@@ -311,8 +310,7 @@ def checked_dtypes(written: Any) -> dict[str, str] | None:
         return None
     if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
         raise SchemaError(
-            "cannot load a state with 'taken_dtypes': expected None or dtypes by field, got "
-            f"{written!r}."
+            f"'taken_dtypes' of the state must be None or dtypes by field, got {written!r}."
         )
     return dict(written)
 

@@ -29,7 +29,7 @@ from ..core.durable_files import read_json, replace_file, write_json
 from ..core.fields import flatten
 from ..core.memory import BufferPool
 from ..core.random_indices import seeds_from
-from ..errors import BufferEmptyError, UsageError, in_parts
+from ..errors import BufferEmptyError, UsageError
 from ..live.rate_limiter import RateLimitedError, RateLimiter
 from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
@@ -42,8 +42,6 @@ _MAX_DRAWS = 64
 _STATE = "shard.json"
 _ROWS = "rows_"
 _ID = "replay_unique_id"
-_LIMIT_HERE = "Give rate_limiter to RemoteBuffer, which waits without a lock"
-_ONE_EACH = "Shards have unequal shares of its buffers: make a RemoteBuffer of each"
 
 
 @dataclass(frozen=True)
@@ -185,28 +183,21 @@ class Shard:
             UsageError: The buffer cannot be used in an actor.
         """
         kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
-        for is_wrong, expected, got, advice in (
-            (
-                not hasattr(made, "sample"),
-                "one with a method sample",
-                f"a {kind}",
-                "Keep it beside its learner",
-            ),
-            (
-                made not in parts and num_shards > 1,
-                f"one shard of a {kind}",
-                str(num_shards),
-                _ONE_EACH,
-            ),
-            (
-                any(getattr(x, "rate_limiter", None) for x in parts),
-                "none with a rate_limiter",
-                "one",
-                _LIMIT_HERE,
-            ),
-        ):
-            if is_wrong:
-                raise UsageError(in_parts("keep a buffer in an actor", "", expected, got, advice))
+        problem = ""
+        if not hasattr(made, "sample"):
+            problem = f"a {kind} has no method sample and cannot be used in an actor."
+        elif made not in parts and num_shards > 1:
+            problem = (
+                f"a {kind} cannot be divided into {num_shards} shards. Create one RemoteBuffer for "
+                "each of its buffers."
+            )
+        elif any(getattr(part, "rate_limiter", None) for part in parts):
+            problem = (
+                "the buffer has a rate_limiter, which would block its actor. Pass rate_limiter to "
+                "RemoteBuffer."
+            )
+        if problem:
+            raise UsageError(problem)
         if num_shards > 1 and hasattr(made, "name"):
             self._names = [f"{made.name}_{number}" for number in range(num_shards)]
             made.name = self._names[at]
@@ -236,7 +227,8 @@ class Shard:
             one = None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(
-                    f"cannot draw {num_rows} rows: expected more pushes, got {limiter.snapshot()}."
+                    f"the rate limiter refused a draw of {num_rows} rows until more rows are "
+                    f"pushed: {limiter.snapshot()}."
                 )
             try:
                 one = self._fresh(partial(method, size, *args, **options), unit, version)
@@ -262,8 +254,8 @@ class Shard:
             fields = flatten(batch) if isinstance(batch, dict) else {}
             if key not in fields:
                 raise UsageError(
-                    f"cannot bound staleness: expected samples with the field {key!r}, got "
-                    f"{', '.join(fields) or 'others'}."
+                    f"samples have no field {key!r}, which the limit of staleness needs. They have "
+                    f"the fields {', '.join(fields) or '(none)'}."
                 )
             size = len(fields[key])
             fresh = (
@@ -277,8 +269,8 @@ class Shard:
             if num_kept >= size:
                 return _rows_of(join(parts), slice(size))
         raise BufferEmptyError(
-            f"cannot draw: expected {size} rows of policy version {version - limit} or later, "
-            f"got {num_kept} in {_MAX_DRAWS} draws. Push newer rows."
+            f"only {num_kept} of {size} rows had policy version {version - limit} or later in "
+            f"{_MAX_DRAWS} draws. Push newer rows."
         )
 
     # Pushing.
@@ -298,7 +290,8 @@ class Shard:
         limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
             raise RateLimitedError(
-                f"cannot insert {num_rows} rows: expected more draws, got {limiter.snapshot()}."
+                f"the rate limiter refused an insertion of {num_rows} rows until more rows are "
+                f"drawn: {limiter.snapshot()}."
             )
         with self._applying:
             try:
@@ -331,8 +324,8 @@ class Shard:
         is_between = self._last not in (None, collector) and self._due.get(collector, 0)
         if is_between and self._traits.has_steps and not self._options.whole_trajectories:
             raise UsageError(
-                "cannot push steps: expected one collector for each shard, got two in turns. "
-                "Make more shards, or push whole trajectories and give whole_trajectories=True."
+                "two collectors push steps to one shard alternately. Create more shards, or push "
+                "whole trajectories and pass whole_trajectories=True."
             )
         self._last = collector
 
@@ -411,10 +404,7 @@ class Shard:
         The file of due numbers is replaced last, because it names the valid folder of rows.
         """
         if self._folder is None:
-            raise UsageError(
-                "cannot save a checkpoint: expected a RemoteBuffer with checkpoint_dir, got "
-                "one without."
-            )
+            raise UsageError("a checkpoint needs a RemoteBuffer with checkpoint_dir.")
         place = Path(self._folder)
         rows = secrets.randbelow(1 << 48)
         self._buffer.save(place / f"{_ROWS}{rows}")
@@ -429,9 +419,9 @@ class Shard:
         place, rows, due = map(read_json(Path(folder) / _STATE).get, ("place", "rows", "due"))
         is_state = isinstance(due, dict) and all(map(is_whole, [rows, *due.values()]))
         if due is None or place != list(self._place) or not is_state:
+            number, num_shards = self._place
             raise UsageError(
-                f"cannot load a shard from {folder!r}: expected "
-                f"{'a checkpoint of shard {} of {}'.format(*self._place)}, got {place}."
+                f"{folder!r} is not a checkpoint of shard {number} of {num_shards}, got {place}."
             )
         self._made = type(self._made).load(Path(folder) / f"{_ROWS}{rows}", self._made.device)
         self._saved = dict(due)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BackgroundError, WaitTimeoutError, in_parts
+from ..errors import BackgroundError, WaitTimeoutError
 from ..live.rate_limiter import RateLimitedError
 from .buffer_shard import UPDATES, Ack, RemoteOptions
 from .packed_results import pack
@@ -59,21 +59,18 @@ class Link:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as cause:
             raise WaitTimeoutError(
-                f"cannot ask {self.where}: expected an answer within {timeout_s} s, got none. "
-                "See what its actor does."
+                f"{self.where} did not answer within {timeout_s} s. Check the log of its actor, or "
+                "raise timeout_s."
             ) from cause
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.ActorUnavailableError as cause:
             self._sent = -1
-            raise LostActorError(
-                f"cannot ask {self.where}: expected a living actor, got one that is restarted."
-            ) from cause
+            raise LostActorError(f"the actor of {self.where} is restarting.") from cause
         except ray.exceptions.RayActorError as cause:
-            advice = "" if self._is_kept else "Give checkpoint_dir, so that it is restarted"
-            raise BackgroundError(
-                in_parts("ask", self.where, "a living actor", str(cause).strip(), advice)
-            ) from cause
+            advice = "" if self._is_kept else " Pass checkpoint_dir, so that actors are restarted."
+            problem = str(cause).strip().rstrip(".")
+            raise BackgroundError(f"the actor of {self.where} died: {problem}.{advice}") from cause
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call the actor and wait for the answer. Retry if the actor restarts."""
@@ -180,8 +177,8 @@ class Link:
             self._pending.clear()
             if ack.due < self._next and ack.due not in self._kept:
                 raise BackgroundError(
-                    f"cannot send again to {self.where}: expected a checkpoint that holds what "
-                    f"it did, got push {ack.due} is due, which is not kept any more."
+                    f"the checkpoint of {self.where} lacks push {ack.due}, which this client no "
+                    "longer stores. The rows of this push are lost."
                 )
         while self._kept and (oldest := next(iter(self._kept))) < (
             ack.unsaved if self._is_kept else ack.due
