@@ -25,6 +25,7 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
 )
+from tests.pretend_cuda import PretendCuda
 
 pytestmark = pytest.mark.gpu
 
@@ -168,10 +169,13 @@ def extending() -> Callable[[], Any]:
     return lambda: buffer.extend(rows)
 
 
-def sampling() -> Callable[[], Any]:
-    buffer = DictBuffer(capacity=32, device="cuda")
-    buffer.extend(records())
-    return lambda: buffer.sample(4)
+def sampling(num_envs: int) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = DictBuffer(capacity=32, device="cuda", num_envs=num_envs)
+        buffer.extend(records())
+        return lambda: buffer.sample(4)
+
+    return prepare
 
 
 def steps_of_a_ring() -> dict[str, torch.Tensor]:
@@ -264,6 +268,9 @@ def rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
             "sample": lambda: buffer.sample_tensors(30),
             "update": lambda: buffer.update_priorities(ids, priorities),
             "update(host)": lambda: buffer.update_priorities(ids, [0.5] * 30),
+            "sample and update": lambda: buffer.update_priorities(
+                buffer.sample_tensors(30)[2], priorities
+            ),
         }
         return calls[call]
 
@@ -334,13 +341,21 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ActionLabelRollout.mini_batch_generator": batches(kind=ActionLabelRollout),
     "RolloutStorage.get_statistics": lambda: full_storage("cuda").get_statistics,
     "DictBuffer.extend": extending,
-    "DictBuffer.sample": sampling,
+    "DictBuffer.sample": sampling(1),
+    "DictBuffer.sample(envs)": sampling(2),
     "ReplayBuffer.sample": pairs_of_states("cuda"),
     "ReplayBuffer.sample(generator on the CPU)": pairs_of_states("cpu"),
     "DictBuffer.extend(end_key)": extending_trajectories(False),
     "DictBuffer.extend(final=)": extending_trajectories(True),
 }
-for call in ("extend", "extend(priorities)", "sample", "update", "update(host)"):
+for call in (
+    "extend",
+    "extend(priorities)",
+    "sample",
+    "update",
+    "update(host)",
+    "sample and update",
+):
     CALLS[f"AdvancedReplayBuffer.{call}"] = rows_by_priority(call)
 for call in ("extend", "sample", "update"):
     CALLS[f"PrioritizedWindows.{call}"] = windows_by_priority(call)
@@ -370,6 +385,28 @@ for has_finals in (False, True):
             CALLS[f"{name}.sample({end!r})"] = windows_of_a_ring(
                 has_finals, start_mode=mode, at_end=end
             )
+
+
+#: Call -> largest number of launches, counted on the pretended device.
+MAX_LAUNCHES = {
+    "DictBuffer.sample": 7,
+    "DictBuffer.sample(envs)": 7,
+    "AdvancedReplayBuffer.sample and update": 40,
+} | {name: 45 for name in CALLS if "'num_steps': 3" in name and "num_frames" not in name}
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="launches are counted on the pretended device"
+)
+@pytest.mark.parametrize("name", MAX_LAUNCHES)
+def test_a_call_needs_few_launches(name: str) -> None:
+    call = CALLS[name]()
+    for _ in range(3):
+        call()
+    device = PretendCuda.active()
+    device.reset()
+    call()
+    assert device.counts.num_launches <= MAX_LAUNCHES[name], device.counts.launches
 
 
 @pytest.mark.parametrize("name", CALLS)

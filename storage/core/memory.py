@@ -300,7 +300,7 @@ class PackedCopy:
 
 
 class LateNumber:
-    """Read a number that a device computes, without waiting for it: its copy to the host is read once it has arrived.
+    """Read numbers that a device computes, without waiting: their copy to the host is read once it has arrived.
 
     One copy is under way at a time. Devices other than CUDA have no pinned memory; there it is read
     at once.
@@ -321,31 +321,31 @@ class LateNumber:
 
     @lasting
     def send(self, number: torch.Tensor, about: Any = None) -> None:
-        """Copy a tensor of one integer. While an earlier copy is under way, the last one waits for the next `receive`.
+        """Copy integers. While an earlier copy is under way, the last one waits for the next `receive`.
 
         Args:
-            number: One integer.
-            about: Returned with the number.
+            number: Tensor of one integer, or of several integers `[n]`.
+            about: Returned with the numbers.
         """
         if self._number is not None:
             self._waiting = number, about
             return
         self._about = about
         if not self._is_asynchronous:
-            self._number = number.detach().reshape(1).cpu()
+            self._number = number.detach().cpu()
             return
-        self._number = torch.empty(1, dtype=torch.int64, pin_memory=True)
-        self._number.copy_(number.reshape(1), non_blocking=True)
+        self._number = torch.empty(number.shape, dtype=torch.int64, pin_memory=True)
+        self._number.copy_(number, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record(torch.cuda.current_stream(self._device))
 
-    def receive(self) -> tuple[int, Any] | None:
-        """Return the number and what it is about, once; None if no copy has arrived."""
+    def receive(self) -> tuple[Any, Any] | None:
+        """Return the integer or the list of integers, and `about`, once; None if no copy has arrived."""
         if self._number is None:
             return None
         if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
             return None
-        found = int(self._number), self._about
+        found = self._number.tolist(), self._about
         self._number = self._copied = self._about = None
         if self._waiting is not None:
             number, about = self._waiting
@@ -361,7 +361,7 @@ class StreamOrder:
 
     Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
     reader waits for the last write. A writer waits for the last write and for all reads since then.
-    The host never waits.
+    The host never waits. An access inside of a write is a part of this write.
 
     Args:
         device: Device of the memory. On the CPU nothing is done.
@@ -381,10 +381,12 @@ class StreamOrder:
         #: runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
+        #: Number of nested `writes` contexts.
+        self._num_writes = 0
 
     def wait(self, is_write: bool) -> None:
         """Let the current stream wait for earlier accesses of other streams."""
-        if not self.is_needed:
+        if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
         for writer, event in self._written.items():
@@ -397,7 +399,7 @@ class StreamOrder:
 
     def record(self, is_write: bool) -> None:
         """Note that the work of the current stream has been launched."""
-        if not self.is_needed:
+        if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
         events = self._written if is_write else self._read
@@ -408,6 +410,17 @@ class StreamOrder:
             self._read.clear()
         else:
             self._read[stream.cuda_stream] = event
+
+    def enter(self, is_write: bool) -> None:
+        """Begin the context `writes` or `reads`."""
+        self.wait(is_write)
+        self._num_writes += is_write
+
+    def exit(self, is_write: bool, is_done: bool) -> None:
+        """End the context `writes` or `reads`; `is_done` if no error ended it."""
+        self._num_writes -= is_write
+        if is_done:
+            self.record(is_write)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep the memory of tensors that will be dropped until the current stream has done its work."""
@@ -429,11 +442,11 @@ class _StreamAccess:
 
     def __enter__(self) -> None:
         if self._order.is_needed:
-            self._order.wait(self._is_write)
+            self._order.enter(self._is_write)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if self._order.is_needed and error_type is None:
-            self._order.record(self._is_write)
+        if self._order.is_needed:
+            self._order.exit(self._is_write, error_type is None)
 
 
 def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -496,15 +509,17 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
         source.take(index, 0, out, "clip")  # "raise" would copy twice
 
 
-def last_copies(index: Any, values: Any, capacity: int) -> Any:
+def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | None = None) -> Any:
     """Return values in which all entries of one place have the value of its last entry.
 
     A write of the result does not depend on the order of writes. `index` has `[n]` places below
-    `capacity`. Arrays are returned unchanged, since numpy writes in order.
+    `capacity`. Arrays are returned unchanged, since numpy writes in order. `order` has the numbers
+    0, 1, ..., n - 1, if the caller keeps them.
     """
     if not isinstance(values, torch.Tensor):
         return values
-    order = torch.arange(len(index), device=index.device)
+    if order is None:
+        order = torch.arange(len(index), device=index.device)
     last = order.new_empty(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
     return values.index_select(0, last.index_select(0, index))
 

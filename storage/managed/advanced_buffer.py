@@ -191,10 +191,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
             self._used.replace(
                 [*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed
             )
-        ids = self._store.write(items)
         of_stored = None if priorities is None else (priorities[0][num_passed:], priorities[1])
         collected_of_stored = None if collected is None else collected[num_passed:]
-        self._ring.register(ids, self._store.ring.total, of_stored, collected_of_stored)
+        with self._store.order.writes:
+            ids = self._store.write(items)
+            self._ring.register(ids, self._store.ring.total, of_stored, collected_of_stored)
         if self.monitor is not None:
             priority = self.max_priority if priorities is None else priorities[0]
             self._note_push(items.num_rows, start_s, priority=priority)
@@ -310,16 +311,17 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _take(self, request: Request, among: torch.Tensor | None) -> Any:
         """Draw items, count their uses and remove items that reached `max_use`."""
         start_s = time.monotonic()
-        drawn = self._ring.draw(request.size, self.rng, among)
-        assert drawn is not None
-        sample: Any = (
-            self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
-        )
-        if self.monitor is not None:
-            facts = self._facts(drawn, request)
+        with self._store.order.writes:  # A draw writes memory that the next draw uses again.
+            drawn = self._ring.draw(request.size, self.rng, among)
+            assert drawn is not None
+            sample: Any = (
+                self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
+            )
+            facts = None if self.monitor is None else self._facts(drawn, request)
+            used_up = self._ring.use(drawn.places)
+        if self.monitor is not None and facts is not None:
             facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
             self.monitor.note_sample(request.size, time=time.monotonic() - start_s, **facts)
-        used_up = self._ring.use(drawn.places)
         if self._used is not None:
             self._used.hold(self._store.values(drawn.places, "data_id"))
         self._drop(used_up)
@@ -434,7 +436,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self._ring.clear()
 
     def _make_ring(self) -> PrioritizedRing:
-        return PrioritizedRing(self.replay_buffer_size, 1, self.rule, self.device, self._limits)
+        return PrioritizedRing(
+            self.replay_buffer_size, 1, self.rule, self.device, self._limits, self._store.order
+        )
 
     def _arguments(self) -> dict[str, Any]:
         # JSON has no infinity.
@@ -464,11 +468,11 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 f"cannot load a state: expected tracked data: {self._used is not None}, got "
                 f"{text is not None}."
             )
+        super()._set_state(numbers, tensors)
         ring = self._make_ring()
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
         self._ring = ring
         self._used = None if text is None else UsedData.from_json(from_json(text.encode(), _DATA))
-        super()._set_state(numbers, tensors)
 
 
 def _earliest(collect_iter: Any) -> int:

@@ -180,7 +180,8 @@ class ItemStore:
         )
         #: Slot -> objects by flat name, for items with objects.
         self._objects: dict[int, dict[str, Any]] = {}
-        self._order = StreamOrder(device)
+        #: Order of reads and writes among CUDA streams.
+        self.order = StreamOrder(device)
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
         """Return the ids of the next `num_rows` items, at most the last `capacity` of them.
@@ -203,9 +204,8 @@ class ItemStore:
             self.form = items.form
             self.ring = RingStore(self.capacity, 1, items.form.schema, self.device, num_guards=0)
         if items.columns:
-            self._order.wait(is_write=True)
-            self.ring.write([column.unsqueeze(1) for column in items.columns])
-            self._order.record(is_write=True)
+            with self.order.writes:
+                self.ring.write([column.unsqueeze(1) for column in items.columns])
         else:
             self.ring.total += items.num_rows
         slots = self.ring.slot(ids)
@@ -226,9 +226,8 @@ class ItemStore:
         """Copy the columns of slots `[n]` to a device: `[n, *event]` by flat name, or nested."""
         if not self.ring.names:
             return {}
-        self._order.wait(is_write=False)
-        columns = self.ring.gather(slots, contiguous, nested)
-        self._order.record(is_write=False)
+        with self.order.reads:
+            columns = self.ring.gather(slots, contiguous, nested)
         return columns if device is None else map_leaves(lambda leaf: leaf.to(device), columns)
 
     def as_pushed(self, name: str, column: torch.Tensor) -> Any:

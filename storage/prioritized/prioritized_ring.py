@@ -64,7 +64,7 @@ class Draw(NamedTuple):
     Attributes:
         places: `[n]` int64; copies of a row are consecutive.
         ids: `[n]` int64.
-        importance: `[n]` float64, weights of the loss in (0, 1]: an array on the CPU, else a
+        importance: `[n]`, weights of the loss in (0, 1]: a float64 array on the CPU, else a float32
             tensor.
     """
 
@@ -88,8 +88,10 @@ class PrioritizedRing:
         rule: Exponents of priorities and importance weights.
         device: Device of all tensors.
         limits: Limits of age and use; None for no limit. Without limits, uses are not saved.
+        order: Order of reads and writes among CUDA streams; None for an order of its own.
 
     Attributes:
+        order: Order of reads and writes among CUDA streams.
         priorities: `[num_slots * num_lanes]` float64, before the exponent.
         num_draws: Number of draws so far, which determines `beta`.
 
@@ -106,6 +108,7 @@ class PrioritizedRing:
         rule: PriorityRule,
         device: torch.device,
         limits: Limits | None = None,
+        order: StreamOrder | None = None,
     ) -> None:
         self._num_slots = num_slots
         self._num_lanes = num_lanes
@@ -113,17 +116,20 @@ class PrioritizedRing:
         self.rule = rule
         self.device = device
         self._library = library(device)
-        self._order = StreamOrder(device)
+        self.order = self._order = order or StreamOrder(device)
         self._is_on_cpu = device.type == "cpu"
         self.num_draws = 0
-        #: Largest priority so far, and number of updates of removed rows: numbers on the CPU, else
-        #: tensors.
+        #: Largest priority so far: a number on the CPU, else a tensor.
         self._largest: Any = (
             1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         )
-        self._num_dead: Any = (
-            0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
-        )
+        #: Number of updates of removed rows. On a device, `_num_live[0]` is to be subtracted.
+        self._num_dead = 0
+        #: On a device: number of updates of live rows, and how many of these had a valid priority.
+        #: Priorities of new rows that are not valid reduce the second number.
+        self._num_live = torch.zeros(2, dtype=torch.int64, device=device)
+        #: Priority of entries that are skipped on a device; `rule.eps` added to it is 0.
+        self._minus_eps = torch.full((1,), -rule.eps, dtype=torch.float64, device=device)
         #: Rows per lane that were ever written, and number of valid rows; None if only the device
         #: has it.
         self._total = 0
@@ -143,7 +149,6 @@ class PrioritizedRing:
         #: and that number at the last error.
         self._has_mass = False
         self._late_mass = LateNumber(device)
-        self._num_wrong: Any = 0
         self._num_wrong_raised = 0
         self._late_wrong = LateNumber(device)
         self._has_limits = limits is not None
@@ -172,11 +177,7 @@ class PrioritizedRing:
     @property
     def num_dead_updates(self) -> int:
         """Number of updates of removed rows so far. On a device the host waits."""
-        return int(self._num_dead)
-
-    def take_over_updates(self, other: PrioritizedRing) -> None:
-        """Copy the number of updates of removed rows from another ring."""
-        self._num_dead = other._num_dead
+        return self._num_dead if self._is_on_cpu else self._num_dead - int(self._num_live[0])
 
     def set_num_dead_updates(self, num_dead: int) -> None:
         """Set the number of updates of removed rows so far."""
@@ -252,9 +253,10 @@ class PrioritizedRing:
             self._set(places, self._largest.expand(len(places)), None)
         else:
             is_right = self._is_right(given[0])
-            priorities = torch.where(is_right, given[0], self._largest)
+            priorities = torch.where(is_right, given[0], self._largest.view(1))
             self._set(places, priorities, priorities.max())
-            self._count_wrong((~is_right).sum())
+            self._num_live[1] -= (~is_right).sum()
+            self._late_wrong.send(self._num_live)
         if self._num_valid is not None:
             self._num_valid = min(self._total, self._num_slots) * self._num_lanes
 
@@ -363,26 +365,40 @@ class PrioritizedRing:
                 self._read_numbers()
                 if not self.has_mass(None):
                     return None
-            drawn = self._weights.draw_weights(num_draws, generator)
-            least = self._least.value()
-            if not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
-                self._late_mass.send((least < inf).long())
+            tree = self._weights
         else:
-            weights = self._weights.read(among)
-            some = SumTree(len(among), self.device)
-            least = float(least_positive(weights))
-            some.rebuild(weights)
-            drawn = some.draw_weights(num_draws, generator)
-        if drawn is None:
-            return None
-        places, weights = drawn
+            tree = SumTree(len(among), self.device)
+            tree.rebuild(self._weights.read(among))
+        if self._is_on_cpu:
+            drawn = tree.draw_weights(num_draws, generator)
+            if drawn is None:
+                return None
+            places, weights = drawn
+            least = (
+                self._least.value() if among is None else float(least_positive(tree.leaves_view()))
+            )
+        else:
+            places, weights, least = tree.draw_on_device(num_draws, generator)
+            if among is None and self.num_draws % _DRAWS_PER_LOOK == 0:
+                self._late_mass.send((least < inf).long())
         if among is not None:
             places = own(among)[places]
-        # `(weights / least) ** -beta` would overflow for the least weights above 0.
-        importance = ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
+        importance = self._importance(least, weights)
         self.num_draws += 1
         ids = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return Draw(tensor_of(places), tensor_of(ids), importance)
+
+    def _importance(self, least: Any, weights: Any) -> Any:
+        """Return `(weights / least) ** -beta`, which would overflow for the least weights above 0.
+
+        A draw on a device may have replaced a place of weight 0 by the place of the least weight.
+        Then the quotient is infinite and the result is 1, which is right for the least weight.
+        """
+        if self._is_on_cpu:
+            return ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
+        found = torch.empty(weights.shape, dtype=torch.float32, device=self.device)
+        torch.pow(least / weights, self.beta, out=found)
+        return found.clamp_(_LEAST_IMPORTANCE, 1.0)
 
     @property
     def uses(self) -> torch.Tensor:
@@ -394,14 +410,15 @@ class PrioritizedRing:
             self._num_used = 0
         return self._uses
 
-    @writes_in_order
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
         """Count one use per entry of `[n]` places; return the places that reached `max_use`, or None.
 
         The tensor `places` is kept. The caller must not change it.
         """
-        if not self._has_limits:
-            return None
+        return self._use(places) if self._has_limits else None
+
+    @writes_in_order
+    def _use(self, places: torch.Tensor) -> torch.Tensor | None:
         self._used.append(places)
         self._num_used += len(places)
         if not isinf(self._max_use):
@@ -436,7 +453,8 @@ class PrioritizedRing:
 
         Args:
             priorities: `[num_rows]` numbers of any type, or one number for all rows. Values on a
-                device are not checked here; their maximum is returned as None.
+                device are not checked here and keep a floating dtype; their maximum is returned as
+                None.
             num_rows: Number of rows.
 
         Raises:
@@ -458,9 +476,12 @@ class PrioritizedRing:
             )
         if not given.is_cpu and given.device != self.device:
             given = given.to(self.device)
-        found = (
-            own_float64(given) if self._is_on_cpu or not given.is_cpu else given.detach().double()
-        )
+        if self._is_on_cpu:
+            found = own_float64(given)
+        elif given.is_cpu or not given.is_floating_point():
+            found = given.detach().double()
+        else:
+            found = given.detach()  # A later operation on the device converts it.
         if found.ndim and found.shape != (num_rows,):
             if prod(found.shape) != num_rows:
                 raise UsageError(
@@ -534,40 +555,48 @@ class PrioritizedRing:
         self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool
     ) -> torch.Tensor:
         self._read_numbers()
-        places = self.places(ids)
         stop = self._total * self._num_lanes
-        is_live = (ids < stop) & (ids >= stop - min(self._total, self._num_slots) * self._num_lanes)
-        if self._num_valid is None:
+        start = stop - min(self._total, self._num_slots) * self._num_lanes
+        #: Whether a row is live, and whether its priority is valid too.
+        flags = torch.empty((2, len(ids)), dtype=torch.bool, device=self.device)
+        is_live = flags[0]
+        is_written = flags[1]
+        torch.eq(ids.clamp(start, stop - 1), ids, out=is_live)
+        places = self.places(ids)
+        if self._num_valid is None or not self._total:
             is_live &= self._counts.index_select(0, places)
-        num_live = is_live.sum()
-        self._num_dead = self._num_dead + (len(ids) - num_live)
-        is_written = is_live
+        if is_checked:
+            is_written.copy_(is_live)
+        else:
+            torch.logical_and(is_live, self._is_right(priorities), out=is_written)
+        num_live = flags.sum(1)
+        self._num_live += num_live
+        self._num_dead += len(ids)
         if not is_checked:
-            is_written = is_live & self._is_right(priorities)
-            self._count_wrong(num_live - is_written.sum())
-        places = torch.where(is_written, places, self._num_places)
-        priorities = torch.where(is_written, priorities, 0.0)
+            self._late_wrong.send(self._num_live)
         if len(ids):
-            self._set(places, priorities + self.rule.eps, priorities.max(), is_written)
-        return num_live
+            places = torch.where(is_written, places, self._num_places)
+            priorities = torch.where(is_written, priorities, self._minus_eps)
+            may_count = None if self.rule.alpha else is_written  # 0 ** 0 is 1.
+            self._set(places, priorities + self.rule.eps, priorities.max(), may_count)
+        return num_live[0]
 
     def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
         """Return whether each priority is finite, >= 0 and small enough to be summed: `[n]` bool."""
-        largest = min(self._largest_priority - self.rule.eps, _LARGEST)
+        largest = min(
+            self._largest_priority - self.rule.eps, torch.finfo(priorities.dtype).max, _LARGEST
+        )
         return priorities.clamp(0, largest) == priorities
-
-    def _count_wrong(self, num_wrong: torch.Tensor) -> None:
-        """Count invalid priorities that were skipped; a later call raises the error."""
-        self._num_wrong = self._num_wrong + num_wrong
-        self._late_wrong.send(self._num_wrong)
 
     def _read_numbers(self) -> None:
         """Raise `UsageError` for invalid priorities or missing weights of earlier calls."""
         received = self._late_wrong.receive()
-        if received is not None and received[0] > self._num_wrong_raised:
-            num_wrong = received[0] - self._num_wrong_raised
-            self._num_wrong_raised = received[0]
-            got = f"{num_wrong} others at earlier calls, which were left out"
+        num_wrong = 0 if received is None else received[0][0] - received[0][1]
+        if num_wrong > self._num_wrong_raised:
+            got = (
+                f"{num_wrong - self._num_wrong_raised} others at earlier calls, which were left out"
+            )
+            self._num_wrong_raised = num_wrong
             raise UsageError(
                 "cannot take priorities: expected finite numbers >= 0 whose weights can be "
                 f"summed, got {got}."
@@ -590,9 +619,10 @@ class PrioritizedRing:
             priorities: `[n]` checked priorities.
             largest: Maximum of `priorities`; None if it is not above the largest priority so far.
             counts: `[n]` bool, only on a device: whether each row may be drawn. Other rows get the
-                weight 0, as does every entry with the place after the last row.
+                weight 0. Entries with the place after the last row must get it too.
         """
-        priorities = last_copies(places, priorities, self._num_leaves)
+        order = None if self._is_on_cpu else self._weights.numbers(len(places))
+        priorities = last_copies(places, priorities, self._num_leaves, order)
         weights = self.rule.weights(priorities)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
@@ -691,10 +721,12 @@ class PrioritizedRing:
     def _set_numbers(self, largest: float, num_dead: int) -> None:
         if self._is_on_cpu:
             self._largest = largest
-            self._num_dead = num_dead
         else:
             self._largest = torch.full_like(self._largest, largest)
-            self._num_dead = torch.full_like(self._num_dead, num_dead)
+            self._num_live.zero_()
+            self._num_wrong_raised = 0
+            self._late_wrong = LateNumber(self.device)
+        self._num_dead = num_dead
 
     def check_valid(self) -> tuple[bool, str]:
         """Check the invariants: return (whether all hold, description of the first violation)."""

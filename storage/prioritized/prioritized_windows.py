@@ -80,7 +80,7 @@ class PrioritizedWindows(RowFront, Store):
         reader = RecordReader(None, True, False, False)
         self._use(RowStore(options, reader, self.device, generator_on(generator, self.device)))
         # A ring of one lane, until the first `extend` fixes the number of lanes.
-        self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
+        self._windows = self._new_windows(1, 0)
 
     def __len__(self) -> int:
         """Return the number of windows that may be drawn."""
@@ -161,9 +161,7 @@ class PrioritizedWindows(RowFront, Store):
             counted in `num_dead_updates`. If a window is named twice, its last priority stays.
         """
         with self._lock:
-            update = self._windows.prepare_update(ids, priorities)
-            with self._order.writes:
-                return update()
+            return self._windows.prepare_update(ids, priorities)()
 
     def clear(self) -> None:
         """Remove every step; keep the fields and the memory."""
@@ -178,7 +176,9 @@ class PrioritizedWindows(RowFront, Store):
             return self._windows.check_valid()
 
     def _new_windows(self, num_lanes: int, num_dead_updates: int) -> PrioritizedRing:
-        windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
+        windows = PrioritizedRing(
+            self.capacity, num_lanes, self.rule, self.device, order=self._order
+        )
         windows.set_num_dead_updates(num_dead_updates)
         return windows
 

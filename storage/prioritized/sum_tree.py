@@ -49,6 +49,8 @@ _MAX_TOP_ON_DEVICE = 1 << 22
 _MAX_MEMORIES = 4
 #: Minimum number of draws for `_search_strata`, which takes a third of the time of a search.
 _MANY_POINTS = 1 << 10
+#: Share of the mass that draws on a device use: rounding must not reach the total.
+_ALMOST_ALL = 1 - 2.0**-50
 
 
 class _Memory:
@@ -130,6 +132,20 @@ class WideTree:
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
         self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
         self._memories: dict[int, _Memory] = {}
+        #: Each at least twice as long as the one before. All are kept, since other streams may
+        #: still read them.
+        self._numbers = [torch.arange(BLOCK, device=self.device)]
+
+    def numbers(self, num: int) -> torch.Tensor:
+        """Return the numbers 0, 1, ..., `num - 1`, memory that callers must not change."""
+        if len(self._numbers[-1]) < num:
+            self._add_numbers(num)
+        return self._numbers[-1][:num]
+
+    @lasting
+    def _add_numbers(self, num: int) -> None:
+        num = max(num, 2 * len(self._numbers[-1]))
+        self._numbers.append(torch.arange(num, device=self.device))
 
     def leaves_view(self) -> torch.Tensor:
         """Return all numbers as a view, `[capacity]` float64. Callers must not write to the view."""
@@ -244,7 +260,9 @@ def _last_running_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
 class SumTree(WideTree):
     """Weights >= 0 per place, and draws in proportion to them.
 
-    A place of weight 0 is never found, whatever rounding does.
+    A place of weight 0 is never found, whatever rounding does. A device rounds each running sum
+    separately, so a place of weight 0 may seem to add mass there. Such a place is replaced by the
+    place of the least weight above 0.
     """
 
     NEUTRAL = 0.0
@@ -268,12 +286,11 @@ class SumTree(WideTree):
         The masses are in [0, total]. Returns None if all weights are 0.
         """
         total = float(self._add_up())
+        if total <= 0:
+            return None
         masses = own(masses.clamp(max=nextafter(total, 0)))
-        return (
-            tensor_of(self._descend(self._search(masses), masses, is_careful=True))
-            if total > 0
-            else None
-        )
+        places = self._descend(self._search(masses), masses, is_careful=True)
+        return tensor_of(places) if self._is_on_cpu else self._with_weight(places)[0]
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
@@ -286,32 +303,52 @@ class SumTree(WideTree):
         return None if drawn is None else tensor_of(drawn[0])
 
     def draw_weights(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
-        """Draw as `draw` does; return places and their weights: new arrays on the CPU, else tensors.
-
-        On other devices the host does not wait for the total: if all weights are 0, some place is
-        returned instead of None.
-        """
+        """Draw as `draw` does; return places and their weights: new arrays on the CPU, else tensors."""
+        if not self._is_on_cpu:
+            return self.draw_on_device(num_draws, generator)[:2]
         total = self._add_up()
-        if self._is_on_cpu and total <= 0:
+        if total <= 0:
             return None
         memory = self._memory_for(num_draws)
         memory.points.uniform_(generator=generator)
         masses = memory.own_points
         masses += memory.numbers
         masses *= total / max(1, num_draws)
-        # Masses are ascending. On other devices `_search` does not exceed the last place.
-        if self._is_on_cpu and num_draws and masses[-1] >= total:
+        if num_draws and masses[-1] >= total:  # Masses are ascending.
             masses = masses.clip(max=nextafter(total, 0))
-        is_long = num_draws >= _MANY_POINTS and isinstance(masses, np.ndarray)
+        is_long = num_draws >= _MANY_POINTS
         node = self._search_strata(masses) if is_long else self._search(masses)
-        places = self._descend(node, masses, is_careful=not self._is_on_cpu)
+        places = self._descend(node, masses, is_careful=False)
         weights = self._own_levels[0][places]
-        if not self._is_on_cpu:
-            return places, weights
-        if self._library.count_nonzero(weights) < num_draws:  # Takes half the time of `min`.
+        if np.count_nonzero(weights) < num_draws:  # Takes half the time of `min`.
             places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
         return places, weights
+
+    def draw_on_device(
+        self, num_draws: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Draw as `draw` does, without a wait of the host for a device other than the CPU.
+
+        Returns:
+            Places and their weights, `[num_draws]`, and the least weight above 0. A replaced place
+            comes with the weight 0. If all weights are 0, the least weight is inf, and some place
+            is returned.
+        """
+        total = self._add_up()
+        width = _ALMOST_ALL / max(1, num_draws)
+        masses = torch.empty(num_draws, dtype=torch.float64, device=self.device)
+        masses.uniform_(0, width, generator=generator)
+        masses.add_(self.numbers(num_draws), alpha=width).mul_(total)
+        places = self._descend(self._search(masses), masses, is_careful=False)
+        return self._with_weight(places)
+
+    def _with_weight(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Replace places of weight 0; return places, their former weights and the least weight."""
+        leaves = self._levels[0][: self.capacity]
+        least, place = torch.threshold(leaves, 0.0, inf).min(0)
+        weights = leaves.index_select(0, places)
+        return torch.where(weights > 0, places, place), weights, least
 
     def _reduced_rows(self, memory: _Memory) -> Any:
         torch.cumsum(memory.rows, 1, out=memory.sums)
@@ -330,13 +367,9 @@ class SumTree(WideTree):
         """Return the top position of each mass: the number of running sums that are at most the mass."""
         sums = self._own_top_sums
         if isinstance(sums, torch.Tensor):
-            # CUDA rounds each running sum separately, so a position of weight 0 may seem to add
-            # mass. A found position is replaced by the last position with weight up to it, else by
-            # the first position with weight. The last position is the result if no other matches.
+            # The last position is the result if no other matches.
             last = (len(sums) if self._steps_down else self.capacity) - 1
-            found = torch.searchsorted(sums[:last], masses, right=True)
-            ranks = (self._levels[-1] > 0).cumsum(0)
-            return torch.searchsorted(ranks[:last], ranks.index_select(0, found).clamp_(min=1))
+            return torch.searchsorted(sums[:last], masses, right=True)
         return sums.searchsorted(masses, "right")
 
     def _search_strata(self, masses: Any) -> Any:
@@ -357,8 +390,8 @@ class SumTree(WideTree):
         In each block the position of a mass is the first running sum above the remaining mass.
         Running sums start at minus the remaining mass, so they are compared with 0. By rounding,
         all sums may be below 0, or the first may be above 0. Then the last or the first position is
-        the result, even if its weight is 0. With `is_careful` a position with a weight above 0 is
-        the result.
+        the result, even if its weight is 0. With `is_careful`, which has an effect only on the CPU,
+        a position with a weight above 0 is the result.
         """
         if not self._steps_down:
             return node
@@ -373,9 +406,7 @@ class SumTree(WideTree):
             first_column += left
             torch.cumsum(rows, 1, out=sums)
             place = memory.first_above_zero()
-            if is_careful and isinstance(place, torch.Tensor):
-                place = _first_with_weight(sums, blocks[node] > 0)
-            elif is_careful:
+            if is_careful and self._is_on_cpu:
                 is_behind = memory.last_sums <= 0
                 has_weight = tensor_of(blocks[node[is_behind]]) > 0
                 place[is_behind] = own(
@@ -387,24 +418,9 @@ class SumTree(WideTree):
                 place += memory.starts
                 left = memory.flat_sums[place]
                 left -= level[node]
-                if is_careful:
+                if is_careful and self._is_on_cpu:
                     left[left > 0] = 0
         return node
-
-
-def _first_with_weight(sums: torch.Tensor, has_weight: torch.Tensor) -> torch.Tensor:
-    """Return the first position with weight and a running sum above 0 in each block: `[n]`.
-
-    If a block has no such position, its last position with weight is returned.
-
-    Args:
-        sums: `[n, WIDTH]` running sums.
-        has_weight: `[n, WIDTH]` bool.
-    """
-    places = torch.arange(WIDTH, device=sums.device)
-    first = torch.where(has_weight & (sums > 0), places, WIDTH).amin(1)
-    last = torch.where(has_weight, places, 0).amax(1)
-    return torch.where(first < WIDTH, first, last)
 
 
 class MinTree(WideTree):
@@ -475,7 +491,7 @@ class LeastWeight:
     def value(self) -> Any:
         """Return the least weight above 0, inf if all are 0: a float on the CPU, else a 0-d tensor.
 
-        On other devices all weights are read, which takes three kernel launches; reading only
+        On other devices all weights are read, which takes two kernel launches; reading only
         written blocks would take ten.
         """
         if not self._is_on_cpu:
@@ -490,4 +506,4 @@ class LeastWeight:
 
 def least_positive(weights: torch.Tensor) -> torch.Tensor:
     """Return the least number above 0 along the last axis; inf if no number is above 0."""
-    return torch.where(weights > 0, weights, inf).amin(-1)
+    return torch.threshold(weights, 0.0, inf).amin(-1)

@@ -379,7 +379,7 @@ def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
     """Return the keys of the rows in cells after `total` writes; below 0 for unwritten cells."""
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
-    ids = slots + (total - cursor) - num_slots * (slots >= cursor)
+    ids = add_multiple(slots, slots >= cursor, -num_slots) + (total - cursor)
     return ids if num_lanes == 1 else ids * num_lanes + places // num_slots
 
 

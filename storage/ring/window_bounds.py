@@ -310,7 +310,7 @@ class Boundaries:
                 _replace(leaf, is_known, rows_known, finals.take(name, places))
         if not is_marked:
             return None
-        return ~ended if finals is None else ~ended | is_known
+        return ~ended if finals is None else torch.where(ended, is_known, True)
 
     def draw(self, num_draws: int, extent: Extent, generator: torch.Generator) -> Drawn | None:
         """Draw rows with replacement, uniformly over all rows that have the `extent` around them.
