@@ -171,7 +171,8 @@ def _public_name(frame: FrameType, package: str) -> str:
     """Return "class.method", "class" or "function" for a frame of the public interface, else ""."""
     if frame.f_globals is globals():
         return ""
-    public = getattr(sys.modules[package], "__all__", ())
+    # `rollout_data.open` is public but not in `__all__`.
+    public = {"open", *getattr(sys.modules[package], "__all__", ())}
     code = frame.f_code
     is_nested = code.co_flags & inspect.CO_NESTED
     name = "" if code.co_name.startswith("_") or is_nested else code.co_name

@@ -39,7 +39,7 @@ def open(
         instance("format", format, "a name", str)
     origin = _origin_of(_ACTION, "path", path)
     if remote is not None:
-        remote = checked_remote(_ACTION, remote)
+        remote = checked_remote(remote)
 
     if not hasattr(path, "origin"):
         origin = Origin(origin.path, format, options, remote=remote)
@@ -91,7 +91,7 @@ def check_any_readable(
 
 
 def _origin_of(action: str, name: str, source: Any) -> Origin:
-    origins = origins_of(source, action, name)
+    origins = origins_of(source, name)
     if len(origins) > 1:
         raise UsageError(
             f"cannot {action}: expected {name} as one path, got {len(origins)} paths. Pass the "

@@ -168,7 +168,7 @@ def _only_format(path: Path) -> str:
     if recordings:
         are_foreign = all(detect(entry) for entry in recordings)
         error_type = ForeignFileError if are_foreign else UsageError
-        raise several_error("open", path, recordings, error_type)
+        raise several_error(path, recordings, error_type)
     raise ForeignFileError(
         f"cannot open {where}: expected one of {', '.join(FORMATS)}, got something else. {advice}."
     )

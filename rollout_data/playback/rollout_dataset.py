@@ -30,7 +30,7 @@ from ..sources.rows.row_source import RowSource
 from .batch_reader import OBSERVATION, BatchOptions, BatchReader, write_into
 from .loader import PrefetchedBatches
 from .observation_components import assembled
-from .passes import CREATE, PassOptions, frame_range, wait_for_trajectories
+from .passes import PassOptions, frame_range, wait_for_trajectories
 from .rollout_stream import Even, RolloutStream
 from .transition import Transition
 
@@ -146,7 +146,7 @@ class RolloutDataset(RolloutStream):
         remote: RemoteOptions | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
-        self._origins = present_origins_of(data_dir, CREATE, "data_dir")
+        self._origins = present_origins_of(data_dir)
         if num_transitions_per_env is not None:
             num_transitions_per_env = whole("num_transitions_per_env", num_transitions_per_env, 1)
         self.num_transitions_per_env = num_transitions_per_env
@@ -158,7 +158,7 @@ class RolloutDataset(RolloutStream):
         self.as_dict = flag("as_dict", as_dict)
         self.verify_on_open = flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
-        self._remote = checked_remote(CREATE, remote)
+        self._remote = checked_remote(remote)
         if refresh_s is not None:
             refresh_s = real("refresh_s", refresh_s, ">= 0 seconds", lambda seconds: seconds >= 0)
         self._passes = PassOptions(
@@ -178,7 +178,7 @@ class RolloutDataset(RolloutStream):
             "notes": self._notes if flag("texts", texts) else None,
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
-        self._begin_unread(checked_shard(shard, CREATE))
+        self._begin_unread(checked_shard(shard))
 
     # Contents
 
@@ -216,15 +216,7 @@ class RolloutDataset(RolloutStream):
         folder = source.paths[0] if source.holds_blocks and not source.is_remote else None
         parts = [(snapshot, np.arange(len(snapshot.index)))]
         names = list(snapshot.layouts[DATA].schema)
-        return compute_statistics(
-            arguments.calling(self, "statistics"),
-            parts,
-            folder,
-            names,
-            quantiles,
-            use_cache,
-            progress,
-        )
+        return compute_statistics(parts, folder, names, quantiles, use_cache, progress)
 
     def _snapshot(self) -> RowSource:
         if self._position is not None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
-from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError, in_parts
+from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
 
 from .fetcher import Fetcher, FetchError, Request
 from .piece_checksums import PieceSums
@@ -127,13 +127,13 @@ class RemoteOptions:
         return 2 * self.num_chunks * self.chunk_bytes
 
 
-def checked_remote(action: str, remote: Any) -> RemoteOptions:
+def checked_remote(remote: Any) -> RemoteOptions:
     """Return `remote`, or the default options for None; raise `UsageError` for other types."""
-    if remote is not None and not isinstance(remote, RemoteOptions):
-        raise UsageError(
-            f"cannot {action}: expected remote as RemoteOptions or None, got {remote!r}."
-        )
-    return remote or RemoteOptions()
+    if remote is None:
+        return RemoteOptions()
+    if not isinstance(remote, RemoteOptions):
+        raise UsageError(f"remote must be RemoteOptions or None, got {remote!r}.")
+    return remote
 
 
 class RemotePath(PosixPath):
@@ -143,43 +143,38 @@ class RemotePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def origins_of(
-    data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir"
-) -> list[Origin]:
+def origins_of(data_dir: DataDirs, name: str = "data_dir") -> list[Origin]:
     """Return the origins of a `data_dir` argument, with absolute paths.
 
     Args:
         data_dir: One location, or a list of locations.
-        action: The call, for errors.
         name: Name of the argument, for errors.
 
     Raises:
         UsageError: `data_dir` is no path or list of paths, or the list is empty.
     """
     try:
-        places: Any = [data_dir] if is_one(data_dir) else data_dir
-        origins = [_origin(place, action, name) for place in places]
+        locations: Any = [data_dir] if is_one(data_dir) else data_dir
+        origins = [_origin(location, name) for location in locations]
     except TypeError as cause:
-        raise UsageError(
-            in_parts(action, "", f"{name} as a path or a list of paths", repr(data_dir))
-        ) from cause
+        raise UsageError(f"{name} must be a path or a list of paths, got {data_dir!r}.") from cause
     if not origins:
-        raise UsageError(in_parts(action, "", f"{name} with at least one data folder", "none"))
+        raise UsageError(f"{name} is an empty list. Pass at least one data folder.")
     return origins
 
 
-def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origin]:
+def present_origins_of(data_dir: DataDirs) -> list[Origin]:
     """Return the origins of a `data_dir` argument, and check the files of open recordings.
 
     Raises:
         DataFileError: A file of an episode of an open recording was removed or replaced after the
             recording was opened.
     """
-    origins = origins_of(data_dir, action, name)
-    places: Any = [data_dir] if is_one(data_dir) else data_dir
-    for place in places:
-        if not isinstance(place, Origin) and hasattr(place, "origin"):
-            place.check_present()
+    origins = origins_of(data_dir)
+    locations: Any = [data_dir] if is_one(data_dir) else data_dir
+    for location in locations:
+        if not isinstance(location, Origin) and hasattr(location, "origin"):
+            location.check_present()
     return origins
 
 
@@ -188,19 +183,16 @@ def is_one(data_dir: Any) -> bool:
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
-def _origin(place: Any, action: str, name: str) -> Origin:
-    if not isinstance(place, Origin) and hasattr(place, "origin"):
-        place = place.origin
-    if isinstance(place, Origin):
-        return place
-    return Origin(_absolute(os.fspath(place), action, name))
+def _origin(location: Any, name: str) -> Origin:
+    if not isinstance(location, Origin) and hasattr(location, "origin"):
+        location = location.origin
+    if isinstance(location, Origin):
+        return location
+    path = os.fspath(location)
+    return Origin(remote_path(path) if is_url(path) else path_of(name, path).absolute())
 
 
-def _absolute(path: str, action: str, name: str) -> Path:
-    return remote_path(path, action) if is_url(path) else path_of(name, path).absolute()
-
-
-def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:
+def remote_path(url: str | os.PathLike[str]) -> RemotePath:
     """Return a URL as a path.
 
     Raises:
@@ -208,9 +200,9 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
     """
     text = os.fsdecode(url)
     if importlib.util.find_spec("fsspec") is None:
-        advice = "Install fsspec with: pip install rollout-data[remote]"
         raise UsageError(
-            in_parts(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
+            f"fsspec, which reads {text!r}, is not installed. Install it with: "
+            "pip install rollout-data[remote]."
         )
     import fsspec
 
@@ -219,8 +211,7 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
         *fsspec.available_protocols(),
         *fsspec.registry,
     }:
-        expected = "a path on this machine, or a URL that fsspec knows"
-        raise UsageError(in_parts(action, repr(text), expected, f"the protocol {protocol!r}"))
+        raise UsageError(f"fsspec does not support the protocol {protocol!r} of {text!r}.")
     return RemotePath(text)
 
 

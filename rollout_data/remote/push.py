@@ -66,14 +66,14 @@ def push(
     """
     action = "call rollout_data.push"
     path = arguments.path("data_dir", data_dir)
-    remote = checked_remote(action, remote)
+    remote = checked_remote(remote)
     progress = arguments.flag("progress", progress)
     if not arguments.is_url(url):
         raise UsageError(
             f"cannot {action}: expected url as a URL, such as 's3://bucket/walk', got {url!r}."
         )
     folder = BlockFolder.at(path)
-    files = RemoteFiles(remote_path(url, action), remote)
+    files = RemoteFiles(remote_path(url), remote)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem

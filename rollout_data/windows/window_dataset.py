@@ -159,7 +159,7 @@ class WindowDataset(WindowBatches):
         self.on_error = choice("on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # number of the last window that was readable
         self.data_dir = data_dir
-        self._origins = present_origins_of(data_dir, CREATE, "data_dir")
+        self._origins = present_origins_of(data_dir)
         self.padding = choice("padding", padding, get_args(Padding))
         self.length = whole("length", length, 1, MAX_FRAMES)
         self.stride = whole("stride", stride, 1, MAX_FRAMES)
@@ -172,7 +172,7 @@ class WindowDataset(WindowBatches):
         self._has_texts = flag("texts", texts)
         self._notes = Notes()
         self._verify_on_open = flag("verify_on_open", verify_on_open)
-        self._remote = checked_remote(CREATE, remote)
+        self._remote = checked_remote(remote)
         self._chunk_cache_bytes = whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
         self._spot: Spot | None = None
@@ -544,7 +544,6 @@ class WindowDataset(WindowBatches):
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
         return compute_statistics(
-            "call WindowDataset.statistics",
             [self.frames],
             folder,
             self.field_names,

@@ -191,9 +191,7 @@ class WindowMixture(WindowBatches):
         """
         parts = [dataset.frames for dataset in self.datasets]
         names = self.datasets[0].field_names
-        return compute_statistics(
-            "call WindowMixture.statistics", parts, None, names, quantiles, use_cache, progress
-        )
+        return compute_statistics(parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self._located("call WindowMixture.batch", windows)
@@ -320,9 +318,7 @@ class WindowMixture(WindowBatches):
         None draws as many windows as the mixture has. With shard="auto", every rank of
         torch.distributed must call this method, since all ranks then use the mixture of rank 0.
         """
-        told = agreement_of(current_shard(checked_shard(shard, _SAMPLER)))(
-            0, lambda: self.opened_as
-        )
+        told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
         if told != self.opened_as:
             self.__setstate__(self.at(told).__getstate__())
         num_samples = len(self) if num_samples is None else whole("num_samples", num_samples, 0)
@@ -343,7 +339,7 @@ class MixtureSampler(Shown, Sampler[int]):
         self.num_samples = num_samples
         self.seed = whole("seed", seed, 0)
         self.even = choice("even", even, get_args(Even))
-        self._shard = checked_shard(shard, _SAMPLER)
+        self._shard = checked_shard(shard)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -442,7 +438,7 @@ class WindowLoader(Shown):
             raise UsageError(in_parts(_CREATE, "", expected, type(dataset).__name__, advice))
         self.batch_size = whole("batch_size", batch_size, 1)
         self.even = choice("even", even, get_args(Even))
-        self._shard = checked_shard(shard, _CREATE)
+        self._shard = checked_shard(shard)
         self.shuffle = arguments.flag("shuffle", shuffle)
         self.drop_last = arguments.flag("drop_last", drop_last)
         self.seed = whole("seed", seed, 0)

@@ -65,7 +65,7 @@ def prune(
     dry_run = arguments.flag("dry_run", dry_run)
     folder = BlockFolder.at(arguments.path("data_dir", data_dir))
     if not folder.blocks:
-        check_single(action, folder.data_dir)
+        check_single(folder.data_dir)
     is_needed = _needed_trajectories(folder, limits)
     paths: list[Path] = []
     for number in range(len(folder.index.writers)):

@@ -171,7 +171,7 @@ def test_an_invalid_argument_is_one_clear_error(walk: Path, tmp_path: Path) -> N
         split(walk, {"a": 0.9}, tmp_path / "x")
     with pytest.raises(UsageError, match=r"parts with names that folders can have, got '\.\./y'"):
         split(walk, {"../y": 1.0}, tmp_path / "x")
-    with pytest.raises(UsageError, match="sources with at least one data folder, got none"):
+    with pytest.raises(UsageError, match="sources is an empty list"):
         merge([], tmp_path / "x")
     with pytest.raises(UsageError, match="shares >= 0 that add up to 1, got"):
         split(walk, {"a": "b"}, tmp_path / "x")

@@ -73,7 +73,7 @@ def test_windows_stay_where_they_were_and_so_do_their_statistics(elsewhere, tmp_
 @pytest.mark.parametrize("make", [lambda where: RolloutDataset(where, 1), WindowDataset])
 @pytest.mark.parametrize("wrong", [None, 5, [5]])
 def test_what_is_no_path_is_refused(make, wrong):
-    with pytest.raises(UsageError, match=r"expected (data_dir as )?a path or a list of paths, got"):
+    with pytest.raises(UsageError, match=r"data_dir must be a path or a list of paths, got"):
         make(wrong)
 
 

@@ -58,24 +58,20 @@ class Shard(NamedTuple):
 ALONE = Shard(0, 1)
 
 
-def checked_shard(value: Any, action: str) -> Shard | None:
-    """Check a `shard` argument of the call that `action` names; return None for "auto"."""
+def checked_shard(value: Any) -> Shard | None:
+    """Check a `shard` argument; return None for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
         return None if value == "auto" else ALONE
-    return checked_share(
-        value, action, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size"
-    )
-
-
-def checked_share(value: Any, action: str, expected: str) -> Shard:
-    """Check a pair (number, total)."""
     try:
-        share = None if isinstance(value, str) else Shard(*map(operator.index, value))
+        shard = None if isinstance(value, str) else Shard(*map(operator.index, value))
     except TypeError:
-        share = None
-    if share is None or not 0 <= share.number < share.total:
-        raise UsageError(f"cannot {action}: expected {expected}, got {value!r}.")
-    return share
+        shard = None
+    if shard is None or not 0 <= shard.number < shard.total:
+        raise UsageError(
+            f"shard {value!r} is invalid: expected 'auto', 'none' or (rank, world_size) with "
+            "0 <= rank < world_size."
+        )
+    return shard
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:

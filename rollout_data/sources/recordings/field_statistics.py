@@ -75,7 +75,6 @@ class FieldStatistics:
 
 
 def compute_statistics(
-    action: str,
     parts: Sequence[Frames],
     folder: Path | None,
     names: Sequence[str],
@@ -96,9 +95,7 @@ def compute_statistics(
     except (TypeError, ValueError):
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
-        raise UsageError(
-            f"cannot {action}: expected quantiles as a list of levels in [0, 1], got {levels!r}."
-        )
+        raise UsageError(f"quantiles must be a list of levels in [0, 1], got {levels!r}.")
     use_cache = flag("use_cache", use_cache)
     progress = flag("progress", progress)
     parts = [
@@ -107,7 +104,7 @@ def compute_statistics(
         if snapshot.index.lengths[trajectories].sum()
     ]
     if not parts:
-        raise UsageError(f"cannot {action}: expected at least one frame, got none.")
+        raise UsageError("the data have no frames.")
     schema = parts[0][0].layouts[DATA].schema
     names = [name for name in names if not schema[name].is_text]
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}

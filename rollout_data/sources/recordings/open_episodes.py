@@ -36,7 +36,7 @@ def open_episodes(origin: Origin) -> EpisodeSource:
     origin = local_origin(origin, origin.remote or RemoteOptions())
     scanner = scanner_of(origin)
     if scanner in (None, BlockScanner) and origin.format is None:
-        check_single("call rollout_data.open", origin.path)
+        check_single(origin.path)
     if scanner is None or scanner is FileScanner:
         return open_foreign(origin.path, origin.format, **origin.options)
     if origin.options:

@@ -22,7 +22,6 @@ from storage.errors import (
     RolloutDataError,
     UnansweredError,
     UsageError,
-    in_parts,
     nearest,
 )
 
@@ -322,35 +321,23 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: The shares do not add up to 1, or the file defines no parts.
         """
-        return self.parts("call Recording.split", parts, seed)
-
-    def parts(
-        self, action: str, parts: Mapping[str, float] | None, seed: int
-    ) -> dict[str, Recording]:
-        """Return the parts of `split`; errors name the call `action`."""
         if parts is None:
             if not self._source.splits:
                 raise UsageError(
-                    f"cannot {action} of {str(self.path)!r}: expected parts that the file "
-                    'names, got none. Give shares, {"train": 0.9, ...}.'
+                    f"{str(self.path)!r} defines no parts. Pass shares such as "
+                    '{"train": 0.9, "val": 0.1}.'
                 )
-            there = set(self.ids)
+            selected = set(self.ids)
             return {
-                name: self.select([one for one in map(str, ids) if one in there])
+                name: self.select([episode for episode in map(str, ids) if episode in selected])
                 for name, ids in self._source.splits.items()
             }
-        if not isinstance(parts, Mapping):
-            raise UsageError(
-                in_parts(action, "", "parts as a mapping of names to shares", type(parts).__name__)
-            )
+        instance("parts", parts, "a mapping of names to shares", Mapping)
         seed = checked_seed("seed", seed)
         is_given = all(map(is_real, parts.values()))
         shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
-            raise UsageError(
-                f"cannot {action} of {str(self.path)!r}: expected parts with shares >= 0 that "
-                f"add up to 1, got {dict(parts)!r}."
-            )
+            raise UsageError(f"parts must have shares >= 0 that add up to 1, got {dict(parts)!r}.")
         keys = random_keys(
             name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed
         )
@@ -376,8 +363,7 @@ class Recording(Sequence[Episode]):
         rows = live.snapshot()
         names = list(rows.numeric_fields)
         parts = [(rows, np.arange(len(rows.index)))]
-        action = "call Recording.statistics"
-        return compute_statistics(action, parts, None, names, quantiles, use_cache, progress)
+        return compute_statistics(parts, None, names, quantiles, use_cache, progress)
 
 
 def _counted(number: int, what: str) -> str:

@@ -36,20 +36,20 @@ def _is_recording(path: Path) -> bool:
     return False
 
 
-def check_single(action: str, path: str | os.PathLike[str]) -> None:
+def check_single(path: str | os.PathLike[str]) -> None:
     """Raise the error of `several_error` if a folder contains several recordings."""
-    if inside := recordings_in(path):
-        raise several_error(action, Path(path), inside)
+    if recordings := recordings_in(path):
+        raise several_error(Path(path), recordings)
 
 
 def several_error(
-    action: str, path: Path, inside: list[Path], error_class: type[RolloutDataError] = UsageError
+    path: Path, recordings: list[Path], error_class: type[RolloutDataError] = UsageError
 ) -> RolloutDataError:
     """Build the error for a folder of recordings, for calls that need one recording."""
-    names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (
-        ", ..." if len(inside) > _NUM_SHOWN else ""
-    )
-    count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
+    names = [repr(recording.name) for recording in recordings[:_NUM_SHOWN]]
+    if len(recordings) > _NUM_SHOWN:
+        names.append("...")
+    count = f"{len(recordings)} recording{'' if len(recordings) == 1 else 's'}"
     return error_class(
-        f"cannot {action}: {str(path)!r} is a folder of {count} ({names}). Name one of them."
+        f"{str(path)!r} is a folder with {count} ({', '.join(names)}). Name one of them."
     )

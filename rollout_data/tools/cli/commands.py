@@ -234,6 +234,6 @@ def prune(options: argparse.Namespace) -> Answer:
 
 
 def push(options: argparse.Namespace) -> Answer:
-    check_single("push", options.data_dir)
+    check_single(options.data_dir)
     num_blocks = push_folder(options.data_dir, options.url, progress=options.progress)
     return Answer({"num_blocks": num_blocks}, [f"{num_blocks:,} blocks were uploaded"])

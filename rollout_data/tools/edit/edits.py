@@ -364,13 +364,13 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         expected = "path as a folder of block files"
         advice = "Give its path, and names of trajectories, such as its ids"
         raise UsageError(f"cannot {_call(action)}: expected {expected}, got {path!r}. {advice}.")
-    origin, *others = origins_of(path, _call(action), "path")
+    origin, *others = origins_of(path, "path")
     if others or isinstance(origin.path, RemotePath):
         expected = "path as one folder of this machine"
         advice = "Edit it, then push it"
         got = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
         raise UsageError(f"cannot {_call(action)}: expected {expected}, got {got}. {advice}.")
-    check_single(_call(action), origin.path)
+    check_single(origin.path)
     if scanner_of(origin) is not BlockScanner:
         expected = "path as a folder of block files"
         advice = "Convert it first: rollout_data.convert(path, new_path)"

@@ -194,7 +194,7 @@ def merge(
     """
     action = "call rollout_data.merge"
     progress = arguments.flag("progress", progress)
-    origins = origins_of(sources, action, "sources")
+    origins = origins_of(sources, "sources")
     recordings = [open_source(action, "sources", origin) for origin in origins]
     for recording in recordings:
         _check_source(recording)
@@ -237,7 +237,7 @@ def split(
     recording = open_source(action, "path", path)
     _check_source(recording)
     target = arguments.path("out", out)
-    selections = recording.parts(action, parts, seed)
+    selections = recording.split(parts, seed)
     for name in selections:
         if not name.strip(".") or {"/", "\0"} & set(name):
             raise UsageError(

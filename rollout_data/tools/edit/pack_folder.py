@@ -108,7 +108,7 @@ def open_folder(
     has_block_files = any(name.startswith("rollout_") for name in folder.problems)
     if folder.schema is None and not has_block_files:
         action = "open the data folder"
-        check_single(action, folder.data_dir)
+        check_single(folder.data_dir)
         raise DataFileError(
             f"cannot {action} {str(folder.data_dir)!r}: expected blocks (rollout_*.h5), or a "
             f"{METADATA_NAME} that names fields, got neither."
