@@ -38,7 +38,7 @@ def leaves_of(batch: Any) -> list[torch.Tensor]:
     """List the tensors of a batch."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    if isinstance(batch, dict):
+    if hasattr(batch, "values"):  # A dict or a TensorDict
         return [leaf for value in batch.values() for leaf in leaves_of(value)]
     if isinstance(batch, (tuple, list)):
         return [leaf for value in batch for leaf in leaves_of(value)]

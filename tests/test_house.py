@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "prioritized": "ring saving",
         "managed": "live prioritized ring saving",
         "checkpoints": "codecs live",
-        "adapters": "onpolicy saving",
+        "adapters": "managed onpolicy prioritized replay saving",
         "ray_actors": "live",
         "remote": "ray_actors",
     },

@@ -6,6 +6,7 @@ imported when a storage is created.
 
     from storage.adapters.rsl_rl import RslRlStorage
     algorithm = PPO(actor, critic, RslRlStorage("rl", num_envs, num_steps, obs, (num_actions,)))
+    runner.alg.storage = RslRlStorage.like(runner.alg.storage)  # in place of that of a runner
 """
 
 from __future__ import annotations
@@ -105,6 +106,26 @@ class RslRlStorage(RolloutStorage):
             1,
             device,
             generator=generator,
+        )
+
+    @classmethod
+    def like(cls, storage: Any, **options: Any) -> Any:
+        """Create an empty storage with the sizes, observations and device of a storage of rsl_rl.
+
+        Assign it to `runner.alg.storage` before `runner.learn`.
+
+        Args:
+            storage: Storage of the algorithm of a runner.
+            options: `compat` and `generator`.
+        """
+        return cls(
+            storage.training_type,
+            storage.num_envs,
+            storage.num_transitions_per_env,
+            storage.observations[0],
+            storage.actions_shape,
+            storage.device,
+            **options,
         )
 
     def declare_columns(self) -> list[Column]:

@@ -15,6 +15,7 @@ pytest.importorskip("tensordict", exc_type=ImportError)
 algorithms = pytest.importorskip("rsl_rl.algorithms", exc_type=ImportError)
 models = pytest.importorskip("rsl_rl.models", exc_type=ImportError)
 theirs = pytest.importorskip("rsl_rl.storage", exc_type=ImportError)
+runners = pytest.importorskip("rsl_rl.runners", exc_type=ImportError)
 
 from tensordict import TensorDict  # noqa: E402
 
@@ -22,6 +23,7 @@ from storage.adapters.rsl_rl import RslRlStorage  # noqa: E402
 from tests.orders import everything  # noqa: E402
 from tests.orders.everything import global_states  # noqa: E402
 from tests.storage.rollouts import columns_of, value_of  # noqa: E402
+from tests.test_compiled_learners import assert_one_graph  # noqa: E402
 
 ENVS, STEPS, ACTIONS = 8, 12, 3
 GROUPS = {
@@ -105,6 +107,74 @@ def test_losses_of_ten_updates_equal_those_on_their_own_storage(kind, training, 
         assert mine.keys() == other.keys()
         for name in other:
             assert mine[name] == pytest.approx(other[name], abs=1e-5), name
+
+
+class Walks:
+    """The environments of a runner: random observations, some terminations, and a time limit."""
+
+    num_envs = ENVS
+    num_actions = ACTIONS
+    max_episode_length = 10
+    device = "cpu"
+
+    def __init__(self):
+        self.cfg = {}
+        self.episode_length_buf = torch.zeros(ENVS, dtype=torch.long)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def get_observations(self):
+        return observe(self.generator)
+
+    def step(self, actions):
+        self.episode_length_buf += 1
+        is_cut = self.episode_length_buf >= self.max_episode_length
+        dones = is_cut | (torch.rand(ENVS, generator=self.generator) < 0.15)
+        self.episode_length_buf[dones] = 0
+        rewards = -actions.pow(2).sum(-1)
+        return self.get_observations(), rewards, dones.long(), {"time_outs": is_cut.float()}
+
+
+def learned_by_a_runner(is_ours):
+    """Run theirs for three iterations, on our storage or on its own; return all parameters."""
+    model = {"class_name": "MLPModel", "hidden_dims": [16], "activation": "elu"}
+    options = {
+        "num_steps_per_env": STEPS,
+        "save_interval": 100,
+        "obs_groups": {name: GROUPS[name] for name in ("actor", "critic")},
+        "actor": {**model, "distribution_cfg": dict(GAUSSIAN)},
+        "critic": dict(model),
+        "algorithm": {"class_name": "PPO", "num_learning_epochs": 2, "num_mini_batches": 4},
+    }
+    torch.manual_seed(3)
+    runner = runners.OnPolicyRunner(Walks(), options, None, "cpu")
+    if is_ours:
+        runner.alg.storage = RslRlStorage.like(
+            runner.alg.storage, generator=torch.default_generator
+        )
+    runner.learn(3)
+    assert isinstance(runner.alg.storage, RslRlStorage) == is_ours
+    models = (runner.alg.actor, runner.alg.critic)
+    return torch.cat([x.detach().flatten() for model in models for x in model.parameters()])
+
+
+def test_a_runner_learns_on_our_storage_what_it_learns_on_its_own():
+    assert torch.equal(learned_by_a_runner(True), learned_by_a_runner(False))
+
+
+@pytest.mark.parametrize("training", ["rl", "distillation"])
+def test_a_storage_like_theirs_has_its_sizes(training):
+    example = make(theirs.RolloutStorage, training)
+    storage = RslRlStorage.like(example, compat=False)
+    assert storage.training_type == training and not storage.compat
+    assert storage.observations.batch_size == torch.Size([STEPS, ENVS])
+    for name in ("rewards", "actions", "dones"):
+        assert getattr(storage, name).shape == getattr(example, name).shape
+
+
+def test_mini_batches_go_into_a_compiled_learner_as_one_graph():
+    storage = filled(generator=0)
+    storage.compute_returns(torch.zeros(ENVS), 0.9, 0.9)
+    assert_one_graph(vars(batch) for batch in storage.mini_batch_generator(4, 2))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gru"])

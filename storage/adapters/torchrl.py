@@ -1,0 +1,241 @@
+"""`ReplayBuffer`, `PrioritizedReplayBuffer`: our buffers with the calls of the replay buffers of torchrl.
+
+`TensorDict`s come in and go out. This module only converts names and shapes. torchrl is not
+imported. `tensordict` is imported when a batch is drawn.
+
+    from storage.adapters.torchrl import ReplayBuffer
+    buffer = ReplayBuffer(DictBuffer(100_000, device="cuda"), batch_size=256)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core import arguments
+from ..core.fields import flatten, unflatten
+from ..core.records import listed
+from ..errors import MissingFieldError, SchemaError, UsageError
+from ..managed.advanced_buffer import AdvancedReplayBuffer
+from ..prioritized.prioritized_windows import PrioritizedWindows
+from ..replay.dict_buffer import DictBuffer
+from .step_pairs import StepPairs
+
+#: Last parts of the names of fields that belong to the step, below `next` as well as in the root.
+_OF_STEP = ("reward", "done", "terminated", "truncated")
+#: Flags that are set where an environment was reset between two calls.
+_CUT_NAMES = ("truncated", "done")
+_NEXT = "next/"
+
+
+class ReplayBuffer:
+    """A `DictBuffer` with the calls of torchrl's `ReplayBuffer`.
+
+    If the buffer has an `end_key`, `extend` takes steps in the form of torchrl's collectors, and
+    `sample` returns transitions. Each observation is stored once. Batches have the reward and the
+    flags below `next` only. Without an `end_key`, rows are stored and returned as they are.
+
+    Args:
+        buffer: Buffer that stores the rows. Its `end_key` is None or names "truncated".
+        batch_size: Rows per sample, unless `sample` is called with another number.
+        options: Options of `DictBuffer.sample_transitions` except `next_keys`.
+    """
+
+    def __init__(self, buffer: DictBuffer, batch_size: int | None = None, **options: Any) -> None:
+        action = arguments.creating(self)
+        self.buffer: DictBuffer = arguments.instance(
+            action, "buffer", buffer, "as a DictBuffer", DictBuffer
+        )
+        self.batch_size = batch_size
+        self._options = options
+        self._pairs: StepPairs | None = None
+        #: Names of the observations, and of the other fields of a step that are below `next`.
+        self._observed: tuple[str, ...] = ()
+        self._of_next: tuple[str, ...] = ()
+        if buffer.end_key is not None:
+            if "truncated" not in listed(buffer.end_key):
+                expected = "a buffer whose end_key names 'truncated'"
+                raise UsageError(action, "", expected, repr(buffer.end_key))
+            self._pairs = StepPairs(buffer, _CUT_NAMES)
+
+    def __len__(self) -> int:
+        """Return the number of stored rows; the newest step of each environment is not stored yet."""
+        return len(self.buffer)
+
+    def extend(self, data: Any) -> None:
+        """Add rows.
+
+        Args:
+            data: `TensorDict` of the batch size `[n]`. If the buffer has an `end_key`: one step of
+                each environment `[num_envs]`, T steps `[num_envs, T]`, or with one environment
+                T steps `[T]`.
+
+        Raises:
+            MissingFieldError, SchemaError: A field is missing or has another size.
+        """
+        if self._pairs is None:
+            self.buffer.extend(data)
+            return
+        columns = flatten(_time_first(data, self.buffer.num_envs))
+        steps: dict[str, torch.Tensor] = {}
+        following: dict[str, torch.Tensor] = {}
+        of_next = []
+        for name, column in columns.items():
+            own_name = name.removeprefix(_NEXT)
+            is_of_step = own_name.rpartition("/")[2] in _OF_STEP
+            if not name.startswith(_NEXT):
+                if not is_of_step:
+                    steps[name] = column
+            elif own_name in columns and not is_of_step:
+                following[own_name] = column
+            else:
+                steps[own_name] = column
+                of_next.append(own_name)
+        if not following:
+            expected = "an observation that the root and 'next' both have"
+            raise MissingFieldError("add steps", "", expected, f"the fields {list(columns)}")
+        if "truncated" not in steps:
+            like = next(iter(following.values()))
+            steps["truncated"] = like.new_zeros((*like.shape[:2], 1), dtype=torch.bool)
+            of_next.append("truncated")
+        self._observed = tuple(following)
+        self._of_next = tuple(of_next)
+        self._pairs.add(steps, following)
+
+    def add(self, data: Any) -> None:
+        """Add one row: a `TensorDict` without a batch size."""
+        self.extend(data.unsqueeze(0))
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """Draw rows or transitions uniformly with replacement: a `TensorDict` of `[batch_size]`.
+
+        Raises:
+            UsageError, BufferEmptyError: No number was given, or there is nothing to draw.
+        """
+        size = _size(self, batch_size)
+        if self._pairs is None:
+            return _tensordict(self.buffer.sample(size), size)
+        drawn = self.buffer.sample_transitions(size, next_keys=self._observed, **self._options)
+        found = flatten(drawn)
+        for name in self._of_next:
+            found[_NEXT + name] = found.pop(name)
+        return _tensordict(unflatten(found), size)
+
+    def empty(self) -> None:
+        """Remove all rows."""
+        if self._pairs is None:
+            self.buffer.clear()
+        else:
+            self._pairs.clear()
+
+
+class PrioritizedReplayBuffer:
+    """A buffer with priorities and the calls of torchrl's `TensorDictPrioritizedReplayBuffer`.
+
+    Args:
+        buffer: Buffer that stores rows or windows.
+        batch_size: Rows or windows per sample, unless `sample` is called with another number.
+        priority_key: Field of the priorities in `extend` and `update_tensordict_priority`.
+    """
+
+    def __init__(
+        self,
+        buffer: AdvancedReplayBuffer | PrioritizedWindows,
+        batch_size: int | None = None,
+        priority_key: str = "td_error",
+    ) -> None:
+        kinds = (AdvancedReplayBuffer, PrioritizedWindows)
+        expected = "as an AdvancedReplayBuffer or a PrioritizedWindows"
+        self.buffer: AdvancedReplayBuffer | PrioritizedWindows = arguments.instance(
+            arguments.creating(self), "buffer", buffer, expected, *kinds
+        )
+        self.batch_size = batch_size
+        self.priority_key = priority_key
+
+    def __len__(self) -> int:
+        """Return the number of rows or windows that may be drawn. It waits for a GPU."""
+        if isinstance(self.buffer, PrioritizedWindows):
+            return len(self.buffer)
+        return self.buffer.count()
+
+    def extend(self, data: Any) -> torch.Tensor | None:
+        """Add rows.
+
+        Args:
+            data: For rows a `TensorDict` of the batch size `[n]`, with priorities if it has the
+                field `priority_key`. For windows one of `[num_envs, T]`, steps in their order.
+
+        Returns:
+            Ids of the rows, `[n]` int64; None for windows.
+        """
+        if isinstance(self.buffer, PrioritizedWindows):
+            self.buffer.extend(_time_first(data, None))
+            return None
+        rows = {name: x for name, x in data.items() if name != self.priority_key}
+        priorities = data.get(self.priority_key)
+        if priorities is not None:
+            priorities = priorities.flatten()
+        return self.buffer.extend_tensors(rows, priorities)
+
+    def add(self, data: Any) -> torch.Tensor | None:
+        """Add one row: a `TensorDict` without a batch size."""
+        return self.extend(data.unsqueeze(0))
+
+    def sample(self, batch_size: int | None = None) -> Any:
+        """Draw by priority: a `TensorDict` of `[batch_size]` with `index` and `priority_weight`.
+
+        Windows have the batch size `[batch_size]` too; their fields are `[batch_size, L, ...]`.
+
+        Raises:
+            UsageError, BufferEmptyError: No number was given, or there is nothing to draw.
+        """
+        size = _size(self, batch_size)
+        if isinstance(self.buffer, PrioritizedWindows):
+            rows, weights, ids = self.buffer.sample(size)
+        else:
+            rows, weights, ids = self.buffer.sample_tensors(size)
+        return _tensordict({**rows, "index": ids, "priority_weight": weights}, size)
+
+    def update_tensordict_priority(self, data: Any) -> None:
+        """Set the priorities of a sample to its field `priority_key`."""
+        self.update_priority(data["index"], data[self.priority_key])
+
+    def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
+        """Set the priorities of rows or windows by their `index`: finite numbers >= 0."""
+        self.buffer.update_priorities(index, priority.flatten())
+
+    def empty(self) -> None:
+        """Remove all rows."""
+        self.buffer.clear()
+
+
+def _time_first(data: Any, num_envs: int | None) -> Any:
+    """Return steps of the batch size `[T, num_envs]`, views.
+
+    Args:
+        data: `TensorDict` of the batch size `[num_envs, T]`, `[num_envs]` or, of one environment,
+            `[T]`.
+        num_envs: Number of environments; None for any.
+    """
+    size = list(data.batch_size)
+    if len(size) == 2 and num_envs in (None, size[0]):
+        return data.transpose(0, 1)
+    if len(size) == 1 and num_envs == 1:
+        return data.unsqueeze(1)
+    if len(size) == 1 and num_envs in (None, size[0]):
+        return data.unsqueeze(0)
+    names = "num_envs" if num_envs is None else num_envs
+    raise SchemaError("add steps", "", f"the batch size [{names}] or [{names}, T]", str(size))
+
+
+def _size(buffer: Any, batch_size: int | None) -> int:
+    """Return the number of rows to draw, of the call or of the constructor."""
+    size = buffer.batch_size if batch_size is None else batch_size
+    return arguments.whole(arguments.calling(buffer, "sample"), "batch_size", size, 1)
+
+
+def _tensordict(tree: dict[str, Any], size: int) -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict(tree, batch_size=[size])
