@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 SYSTEMS = (
-    "legged_gym and instinct_rl", "BFM-Zero", "RLinf", "DI-engine", "rsl_rl", "stable-baselines3", "cleanrl", "LeRobot",
-    "robomimic", "diffusion policy",
+    "legged_gym and instinct_rl", "BFM-Zero", "RLinf", "DI-engine", "rsl_rl", "FastTD3 and FastSAC", "torchrl",
+    "stable-baselines3", "cleanrl", "LeRobot", "robomimic", "diffusion policy",
 )  # fmt: skip
 SPAN = re.compile(r"`([^`]+)`")
 #: Optional packages that importing a name may need.

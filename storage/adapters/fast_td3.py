@@ -60,14 +60,13 @@ class SimpleReplayBuffer:
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = arguments.creating(self)
-        self.n_env = arguments.whole(action, "n_env", n_env, 1)
-        self.buffer_size = arguments.whole(action, "buffer_size", buffer_size, 1)
-        self.n_steps = arguments.whole(action, "n_steps", n_steps, 1)
+        self.n_env = arguments.whole("n_env", n_env, 1)
+        self.buffer_size = arguments.whole("buffer_size", buffer_size, 1)
+        self.n_steps = arguments.whole("n_steps", n_steps, 1)
         self.gamma = gamma
-        self.asymmetric_obs = arguments.flag(action, "asymmetric_obs", asymmetric_obs)
+        self.asymmetric_obs = arguments.flag("asymmetric_obs", asymmetric_obs)
         self.playground_mode = (
-            arguments.flag(action, "playground_mode", playground_mode) and self.asymmetric_obs
+            arguments.flag("playground_mode", playground_mode) and self.asymmetric_obs
         )
         self._num_observed = n_obs
         self._sizes = {_OBSERVATIONS: n_obs, "actions": n_act}
@@ -136,7 +135,7 @@ class SimpleReplayBuffer:
         """
         from tensordict import TensorDict
 
-        batch_size = arguments.whole(arguments.calling(self, "sample"), "batch_size", batch_size, 1)
+        batch_size = arguments.whole("batch_size", batch_size, 1)
         num_draws = self.n_env * batch_size
         is_summed = self.n_steps > 1
         found = self.buffer.sample_transitions(
@@ -167,9 +166,7 @@ class SimpleReplayBuffer:
         column: torch.Tensor = columns[name]
         expected = [self.n_env, self._sizes[name]]
         if list(column.shape) != expected:
-            raise SchemaError(
-                "add a step", f"with {name!r}", f"the shape {expected}", str(list(column.shape))
-            )
+            raise SchemaError(f"expected {name!r} of shape {expected}, got {list(column.shape)}.")
         return column.unsqueeze(0)
 
     def _column(self, values: torch.Tensor) -> torch.Tensor:

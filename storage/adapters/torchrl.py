@@ -43,10 +43,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, buffer: DictBuffer, batch_size: int | None = None, **options: Any) -> None:
-        action = arguments.creating(self)
-        self.buffer: DictBuffer = arguments.instance(
-            action, "buffer", buffer, "as a DictBuffer", DictBuffer
-        )
+        self.buffer: DictBuffer = arguments.instance("buffer", buffer, "a DictBuffer", DictBuffer)
         self.batch_size = batch_size
         self._options = options
         self._pairs: StepPairs | None = None
@@ -55,8 +52,9 @@ class ReplayBuffer:
         self._of_next: tuple[str, ...] = ()
         if buffer.end_key is not None:
             if "truncated" not in listed(buffer.end_key):
-                expected = "a buffer whose end_key names 'truncated'"
-                raise UsageError(action, "", expected, repr(buffer.end_key))
+                raise UsageError(
+                    f"the end_key of the buffer must name 'truncated', got {buffer.end_key!r}."
+                )
             self._pairs = StepPairs(buffer, _CUT_NAMES)
 
     def __len__(self) -> int:
@@ -93,8 +91,9 @@ class ReplayBuffer:
                 steps[own_name] = column
                 of_next.append(own_name)
         if not following:
-            expected = "an observation that the root and 'next' both have"
-            raise MissingFieldError("add steps", "", expected, f"the fields {list(columns)}")
+            raise MissingFieldError(
+                f"no field is in the root and below 'next': got the fields {list(columns)}."
+            )
         if "truncated" not in steps:
             like = next(iter(following.values()))
             steps["truncated"] = like.new_zeros((*like.shape[:2], 1), dtype=torch.bool)
@@ -146,9 +145,9 @@ class PrioritizedReplayBuffer:
         priority_key: str = "td_error",
     ) -> None:
         kinds = (AdvancedReplayBuffer, PrioritizedWindows)
-        expected = "as an AdvancedReplayBuffer or a PrioritizedWindows"
+        expected = "an AdvancedReplayBuffer or a PrioritizedWindows"
         self.buffer: AdvancedReplayBuffer | PrioritizedWindows = arguments.instance(
-            arguments.creating(self), "buffer", buffer, expected, *kinds
+            "buffer", buffer, expected, *kinds
         )
         self.batch_size = batch_size
         self.priority_key = priority_key
@@ -226,13 +225,13 @@ def _time_first(data: Any, num_envs: int | None) -> Any:
     if len(size) == 1 and num_envs in (None, size[0]):
         return data.unsqueeze(0)
     names = "num_envs" if num_envs is None else num_envs
-    raise SchemaError("add steps", "", f"the batch size [{names}] or [{names}, T]", str(size))
+    raise SchemaError(f"expected the batch size [{names}] or [{names}, T], got {size}.")
 
 
 def _size(buffer: Any, batch_size: int | None) -> int:
     """Return the number of rows to draw, of the call or of the constructor."""
     size = buffer.batch_size if batch_size is None else batch_size
-    return arguments.whole(arguments.calling(buffer, "sample"), "batch_size", size, 1)
+    return arguments.whole("batch_size", size, 1)
 
 
 def _tensordict(tree: dict[str, Any], size: int) -> Any:

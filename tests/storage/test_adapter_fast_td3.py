@@ -17,7 +17,7 @@ from tests.test_compiled_learners import assert_one_graph
 
 pytest.importorskip("tensordict", exc_type=ImportError)
 
-from tensordict import TensorDict  # noqa: E402
+from tensordict import TensorDict
 
 NUM_ENVS, NUM_SLOTS = 3, 20
 NUM_OBSERVED, NUM_ACTIONS, NUM_PRIVILEGED = 2, 1, 2
@@ -197,7 +197,7 @@ def test_observations_of_the_critic_come_back_and_are_stored_without_the_first_p
 def test_playground_mode_has_no_effect_without_observations_of_the_critic() -> None:
     loop = Loop(playground_mode=True)
     loop.run(10)
-    assert "critic_observations" not in loop.buffer.sample(2).keys()
+    assert "critic_observations" not in loop.buffer.sample(2)
 
 
 def test_an_environment_that_was_reset_without_a_flag_begins_a_new_trajectory() -> None:
@@ -211,6 +211,15 @@ def test_an_environment_that_was_reset_without_a_flag_begins_a_new_trajectory() 
     drawn = dict(loop.drawn(loop.buffer.sample(100)))
     assert drawn[before.number][3] == before.following
     assert drawn[before.number][1:3] == (0, 0)
+
+
+def test_each_observation_is_stored_once() -> None:
+    loop = Loop(asymmetric_obs=True)
+    loop.run(5)
+    storage = loop.buffer.buffer.storage
+    assert set(storage) == {
+        "observations", "actions", "critic_observations", "rewards", "dones", "truncations", "cut",
+    }  # fmt: skip
 
 
 def test_added_tensors_may_change_afterwards() -> None:

@@ -306,7 +306,9 @@ def test_wrong_calls_give_clear_errors():
         storage.generator()
     with pytest.raises(UsageError, match="training_type 'rl'"):
         make(RslRlStorage, "distillation").mini_batch_generator(1, 1)
-    with pytest.raises(UsageError, match="training_type one of 'distillation', 'rl', got 'r1'"):
+    with pytest.raises(
+        UsageError, match="training_type must be one of 'distillation', 'rl', got 'r1'"
+    ):
         make(RslRlStorage, "r1")
     with pytest.raises(UsageError, match=r"cannot generate steps: expected a rollout, got no step"):
         make(RslRlStorage, "distillation").generator()

@@ -20,7 +20,7 @@ from tests.test_compiled_learners import assert_one_graph
 
 pytest.importorskip("tensordict", exc_type=ImportError)
 
-from tensordict import TensorDict  # noqa: E402
+from tensordict import TensorDict
 
 NUM_ENVS, NUM_STEPS = 3, 10
 
@@ -91,8 +91,8 @@ def test_a_reset_between_two_calls_truncates() -> None:
     buffer.extend(collected(0))
     buffer.extend(collected(50))
     found = transitions(buffer.sample(400))
-    assert (9.0, 10.0, 0.0, 1.0) in found
-    assert {row for row in found if row[3]} == {(100.0 * env + 9, 100.0 * env + 10, 0.0, 1.0) for env in range(3)}  # fmt: skip
+    expected = {(100.0 * env + 9, 100.0 * env + 10, 0.0, 1.0) for env in range(NUM_ENVS)}
+    assert {row for row in found if row[3]} == expected
 
 
 def test_observations_are_stored_once() -> None:
@@ -179,7 +179,7 @@ def test_priorities_may_come_with_the_rows() -> None:
     buffer.extend(rows)
     batch = buffer.sample(20)
     assert torch.all(batch["observation"] == 7)
-    assert "td_error" not in batch.keys()
+    assert "td_error" not in batch
 
 
 def test_windows_are_drawn_by_their_priorities() -> None:
