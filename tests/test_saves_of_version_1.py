@@ -68,14 +68,14 @@ def test_positions_of_then_are_refused_and_name_set_epoch(tmp_path: Path) -> Non
     states = json.loads((SAVES / "states.json").read_text())
     dataset = dataset_of(SAVES / "frames")
     with pytest.raises(
-        UsageError, match=r"a state of version 4, got 3\. set_epoch begins an epoch"
+        UsageError, match=r"it has version 3, expected 4\. Call set_epoch to begin an epoch"
     ):
         dataset.load_state_dict(states["dataset"])
     dataset.set_epoch(1)
     assert dataset.get_batch(3).observation.shape[0] == 3
     loader = loader_of(SAVES / "frames")
     with pytest.raises(
-        UsageError, match=r"a state of version 3, got 2\. set_epoch begins an epoch"
+        UsageError, match=r"the state has version 2, expected 3\. Call set_epoch to begin an epoch"
     ):
         loader.load_state_dict(states["loader"])
     loader.set_epoch(1)

@@ -17,7 +17,7 @@ import torch
 
 from storage.core.fields import map_leaves, unflatten
 from storage.core.memory import BufferPool, sent, sent_together
-from storage.errors import SchemaError, UsageError, in_parts
+from storage.errors import SchemaError, UsageError
 
 from ..blocks.annotation_table import TASK
 from ..blocks.annotations import Notes
@@ -310,36 +310,31 @@ def map_batch(function: Any, batch: Transition) -> Transition:
     return Transition(*values)
 
 
-def write_into(
-    action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None
-) -> None:
+def write_into(buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
     """Copy every tensor of `batch` into `buffer`: into the rows `rows` of its first axis; None: all."""
     if not isinstance(buffer, Transition):
         raise UsageError(
-            in_parts(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
+            f"buffer must be a Transition, got {type(buffer).__name__}. Call get_buffer()."
         )
     for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
         if isinstance(source, (torch.Tensor, Mapping)):
-            _write(action, name, target, source, rows)
+            _write(name, target, source, rows)
 
 
-def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
+def _write(name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
     if isinstance(source, Mapping):
         for key, value in source.items():
             if target is not None and key not in target:
-                raise SchemaError(
-                    f"cannot {action}: expected buffer with the field '{name}/{key}', got none "
-                    "of that name."
-                )
-            _write(action, f"{name}/{key}", None if target is None else target[key], value, rows)
+                raise SchemaError(f"buffer has no field '{name}/{key}'. Call get_buffer().")
+            _write(f"{name}/{key}", None if target is None else target[key], value, rows)
         return
     if target is None:
         return
     shape = target.shape if rows is None else (len(rows), *target.shape[1:])
     if tuple(shape) != tuple(source.shape):
         raise SchemaError(
-            f"cannot {action}: expected buffer with {name!r} of shape {tuple(source.shape)}, "
-            f"got {tuple(shape)}."
+            f"field {name!r} of the buffer has shape {tuple(shape)}, "
+            f"expected {tuple(source.shape)}."
         )
     if rows is None:
         target.copy_(source)

@@ -21,7 +21,7 @@ from storage.core.arguments import whole
 from storage.core.object_summary import Shown
 from storage.core.random_indices import generator_on
 from storage.core.threads import Owner, Unique
-from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError, in_parts
+from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
 from ..sources.processes.process_group import Board, Look
@@ -78,8 +78,8 @@ class PrefetchedBatches(Unique):
         if dataset.lent_to is not None:
             dataset.lent_to.check()
             raise UsageError(
-                "cannot prefetch from a dataset: expected no other thread that reads ahead of "
-                "it, got one. Leave that loop or close() it, or make another dataset."
+                "another thread already reads ahead of this dataset. Leave its loop, close() it "
+                "or open another dataset."
             )
         if dataset.is_over():
             dataset.reset()
@@ -165,11 +165,10 @@ class RolloutLoader(Shown):
     """
 
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
-        action = "call rollout_data.loader"
         if not isinstance(dataset, RolloutStream):
-            advice = "WindowLoader reads windows"
             raise UsageError(
-                in_parts(action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice)
+                f"dataset must be a RolloutDataset, got {type(dataset).__name__}. "
+                "Use WindowLoader for windows."
             )
         self.dataset = dataset
         self.num_workers = whole("num_workers", num_workers, 0)
@@ -234,8 +233,8 @@ class RolloutLoader(Shown):
                 owner.check()
                 if dataset.agree is not agree_and_send:
                     raise UsageError(
-                        "cannot go on with an iteration over a loader: expected one at a time, "
-                        "got a newer one."
+                        "this iteration ended, since a newer iteration over the loader has begun. "
+                        "Iterate once at a time."
                     )
         finally:
             if dataset.agree is agree_and_send:
@@ -250,12 +249,12 @@ class RolloutLoader(Shown):
         try:
             return next(batches)
         except (OSError, EOFError, RuntimeError) as cause:
-            # Of a worker that lives
+            # The worker is alive and has raised this error.
             if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):
                 raise
             raise BackgroundError(
-                f"cannot read a batch of {self.dataset.data_dir!r}: expected living workers, "
-                f"got {cause}. load_state_dict(state_dict()) goes on with the next batch."
+                f"a worker that reads {self.dataset.data_dir!r} has died: {cause}. "
+                "Call load_state_dict(state_dict()) to resume with the next batch."
             ) from cause
 
 

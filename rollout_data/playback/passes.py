@@ -114,8 +114,8 @@ def frame_range(value: Any) -> tuple[int, int]:
         start = stop = 0
     if not 0 <= start < stop <= _MOST_FRAMES:
         raise UsageError(
-            f"cannot {CREATE}: expected starting_frame_range (start, stop), whole numbers with "
-            f"0 <= start < stop, got {value!r}."
+            "starting_frame_range must be (start, stop), two integers with 0 <= start < stop, "
+            f"got {value!r}."
         )
     return start, stop
 
@@ -258,16 +258,16 @@ def _not_in_time(
     source: LiveSource, wanted: int, num_usable: int, options: PassOptions
 ) -> WaitTimeoutError:
     where = ", ".join(map(str, source.paths))
-    got = (
-        str(num_usable)
-        if source.missing is None
-        else f"a missing folder ({source.missing.message})"
-    )
-    keeping = " or keep fewer (keep_latest_n_trajs)" if options.keep_latest_n_trajs else ""
+    if source.missing is None:
+        problem = f"{where!r} has {num_usable} complete trajectories, expected {wanted}."
+    else:
+        problem = source.missing.message
+    options_to_change = "increase wait_timeout_s"
+    if options.keep_latest_n_trajs:
+        options_to_change += " or decrease keep_latest_n_trajs"
     error = WaitTimeoutError(
-        f"cannot read the newest trajectories of {where!r}: expected {wanted} complete ones "
-        f"within {options.wait_timeout_s:g} s, got {got}. Record more, wait longer "
-        f"(wait_timeout_s){keeping}."
+        f"{problem} The wait ended after {options.wait_timeout_s:g} s. "
+        f"Record more trajectories, {options_to_change}."
     )
     error.__cause__ = source.missing
     return error
@@ -317,10 +317,7 @@ class Dealer:
             return None
         begun = self._begin(deal.number + 1, deal, in_use)
         if not len(begun[0].order):
-            raise UsageError(
-                f"cannot begin the next pass over {self._where}: expected at least one "
-                "trajectory, got none left."
-            )
+            raise UsageError(f"{self._where} has no trajectories left for the next pass.")
         return begun
 
     @property
@@ -452,18 +449,16 @@ class Dealer:
         left = self._agreed(turn, wanted, blocks_in_use)
         snapshot = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
-            advice = (
-                "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
-            )
             raise UsageError(
-                f"cannot refresh a pass over {self._where}: expected block files, got data of "
-                f"the format {self.source.format!r}. {advice}."
+                "refresh_s requires block files, and "
+                f"{self._where} has the format {self.source.format!r}. "
+                "Convert it with rollout_data.convert(path, new_path), or omit refresh_s."
             )
         if self.is_cut_off and index is not None and _content(index) != _content(snapshot.index):
-            advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError(
-                f"cannot begin the next pass over {self._where}: expected folders that stay as "
-                f"they are, behind a plain DataLoader in several ranks, got a change. {advice}."
+                f"{self._where} changed before this pass. Workers of a plain DataLoader cannot "
+                "follow changes in several ranks. "
+                "Use rollout_data.loader(dataset, num_workers=...)."
             )
         if before is not None and index is not None and index is not snapshot.index:
             was_lost = before.source.is_lost[in_use]

@@ -16,7 +16,7 @@ import torch
 
 from storage.core import arguments
 from storage.core.arguments import choice, flag, real, whole
-from storage.errors import UsageError, in_parts
+from storage.errors import UsageError
 
 from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA
@@ -230,7 +230,7 @@ class RolloutDataset(RolloutStream):
         self._ensure_started()
         return self.reader.empty(
             self._snapshot(),
-            self._checked_steps(num_transitions_per_env, "get_buffer"),
+            self._checked_steps(num_transitions_per_env),
             self.num_envs,
         )
 
@@ -242,23 +242,22 @@ class RolloutDataset(RolloutStream):
         The other envs do not advance.
         """
         self._ensure_started()
-        ids = np.sort(self._checked_ids("fill_transition", env_ids).numpy())
+        ids = np.sort(self._checked_ids(env_ids).numpy())
         some = ids if len(ids) < self.num_envs else None
         if some is not None:
-            self._check_alone("fill the rows of some envs")
+            self._check_alone()
         plan, position = self.plan_next(1, some)
         batch = self.read(plan, position, some, without_time=True)
-        write_into(arguments.calling(self, "fill_transition"), buffer, batch, torch.from_numpy(ids))
+        write_into(buffer, batch, torch.from_numpy(ids))
         self.commit(position)
         return buffer
 
     def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
         """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
-        action = arguments.calling(self, "fill_rollout")
         num_steps = arguments.whole("num_transitions_per_env", num_transitions_per_env, 1)
         self._ensure_started()
         plan, position = self.plan_next(num_steps)
-        write_into(action, buffer, self.read(plan, position), None)
+        write_into(buffer, self.read(plan, position), None)
         self.commit(position)
         return buffer
 
@@ -318,15 +317,13 @@ class RolloutDataset(RolloutStream):
         places = index.find(keys)
         places = places[places >= 0]
         if len(places) != 1:
-            expected = "filename as 'traj_START_END.pickle', or the name of one trajectory"
-            first = index.keys(places[:2] if len(places) else slice(0, 1))
-            if first:
-                expected += ", such as " + " or ".join(
-                    repr(f"{known}:{number}") for known, number in first
-                )
+            examples = " or ".join(
+                repr(f"{known}:{number}")
+                for known, number in index.keys(places[:2] if len(places) else slice(0, 1))
+            )
             raise UsageError(
-                f"cannot call {type(self).__name__}.get_frame_range: expected {expected}, got "
-                f"{name!r}."
+                f"filename {name!r} is not the name of one trajectory. "
+                f"Pass {examples or 'WRITER:NUMBER'}, or 'traj_START_END.pickle'."
             )
         return 0, int(index.lengths[places[0]])
 
@@ -349,9 +346,7 @@ class RolloutDataset(RolloutStream):
         """
         schema = self._snapshot().layouts[DATA].schema
         fields = [field for name, field in schema.items() if name.partition("/")[0] == OBSERVATION]
-        return assembled(
-            f"call {type(self).__name__}.assemble_obs_components", fields, traj_data
-        ).to(self.device)
+        return assembled(fields, traj_data).to(self.device)
 
     # Lookup by time
 
@@ -363,18 +358,18 @@ class RolloutDataset(RolloutStream):
             rate = None if recorded is None else _frame_rate(recorded)
         if rate is None:
             raise UsageError(
-                f"cannot look frames up by time in {self.data_dir!r}: expected a known frame "
-                "rate, got none. Give frame_rate_hz, or record it in the metadata."
+                f"the metadata of {self.data_dir!r} has no frame_rate_hz. "
+                "Pass frame_rate_hz to RolloutDataset."
             )
         return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
-        ids = self._checked_ids("reference_num_frames", env_ids)
+        ids = self._checked_ids(env_ids)
         self._ensure_started()
         return torch.from_numpy(self.position.deal.lengths[self._played(ids)])
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
-        ids = self._checked_ids("read_frames_at", env_ids)
+        ids = self._checked_ids(env_ids)
         self._ensure_started()
         frames = self._checked_frames(ids, position)
         reader = BatchReader(BatchOptions(self.device, **{**self._look, "mark_first_frame": False}))
@@ -390,11 +385,9 @@ class RolloutDataset(RolloutStream):
         except (TypeError, ValueError, RuntimeError):
             is_right = False
         if not is_right:
-            expected = f"position as {len(ids)} numbers of frames, from 0 up to {last.tolist()[:8]}"
             raise UsageError(
-                in_parts(
-                    arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100]
-                )
+                f"position must have shape ({len(ids)},) and values from 0 to "
+                f"{last.tolist()[:8]}, got {repr(position)[:100]}."
             )
         return frames
 

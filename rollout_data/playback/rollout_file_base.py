@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from storage.core import arguments
 from storage.core.arguments import whole
 from storage.core.object_summary import Shown
-from storage.errors import UsageError, in_parts
+from storage.errors import UsageError
 
 from ..remote.locations import DataDirs
 from ..sources.processes.process_group import is_in_worker
@@ -106,7 +106,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         Raises:
             UsageError: An id is out of range or given twice.
         """
-        ids = self._checked_ids("reset", env_ids)
+        ids = self._checked_ids(env_ids)
         if len(ids) == self.num_envs or not self._is_started:
             self.reset_all()
             self._is_started = True
@@ -172,20 +172,20 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             outside the trajectory; such rows hold its nearest frame.
 
         Raises:
-            UsageError: The data do not tell their frame rate.
+            UsageError: The frame rate of the data is unknown.
         """
         self._ensure_started()
-        action = arguments.calling(self, "get_batch_by_time")
-        ids = self._checked_ids("get_batch_by_time", env_ids)
+        ids = self._checked_ids(env_ids)
         if not len(ids):
-            raise UsageError(f"cannot {action}: expected env_ids of at least one env, got none.")
+            raise UsageError("env_ids is empty. Pass the id of at least one env.")
         try:
             times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to(
                 (len(ids),)
             )
         except (TypeError, ValueError, RuntimeError) as cause:
-            expected = f"time_s in seconds, one number or {len(ids)}, one for each env"
-            raise UsageError(in_parts(action, "", expected, repr(time_s)[:100])) from cause
+            raise UsageError(
+                f"time_s must be seconds of shape () or ({len(ids)},), got {repr(time_s)[:100]}."
+            ) from cause
         last = self.reference_num_frames(ids) - 1
         position = times * self.frame_rate_hz
         # Times are often made by dividing frame numbers by the rate: allow for its rounding.
@@ -196,7 +196,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def reference_length_s(self, env_ids: EnvIds = None) -> torch.Tensor:
         """Seconds from the first to the last frame of each env's trajectory, float32 `[len(env_ids)]`."""
         self._ensure_started()
-        frames = self.reference_num_frames(self._checked_ids("reference_length_s", env_ids))
+        frames = self.reference_num_frames(self._checked_ids(env_ids))
         return (
             ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
         )
@@ -205,15 +205,15 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def frame_rate_hz(self) -> float:
         """Frames per second of the recording."""
         raise UsageError(
-            f"cannot look frames up by time in {self.data_dir!r}: expected a known frame rate, "
-            "got none."
+            f"the frame rate of {self.data_dir!r} is unknown. Override frame_rate_hz in "
+            f"{type(self).__name__}."
         )
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
         raise UsageError(
-            f"cannot look frames up by time with {type(self).__name__}: expected a reader that "
-            "can, got one that cannot."
+            f"{type(self).__name__} cannot look frames up by time. Override reference_num_frames "
+            "and read_frames_at."
         )
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
@@ -224,18 +224,15 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         if not self._is_started:
             self.reset()
 
-    def _checked_ids(self, method: str, env_ids: EnvIds) -> torch.Tensor:
+    def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
         if env_ids is None or env_ids is self.all_env_ids:
             return self.all_env_ids
-        action = arguments.calling(self, method)
         ids = arguments.env_ids("env_ids", env_ids, self.num_envs)
         if len(np.unique(ids)) != len(ids):
-            raise UsageError(
-                f"cannot {action}: expected env_ids with each id once, got {ids.tolist()}."
-            )
+            raise UsageError(f"env_ids must be unique, got {ids.tolist()}.")
         return torch.from_numpy(ids)
 
-    def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:
+    def _checked_steps(self, steps: int | None) -> int | None:
         return None if steps is None else whole("num_transitions_per_env", steps, 1)
 
 
@@ -251,9 +248,8 @@ def refuse_collation() -> None:
     loading = {} if frame is None else frame.f_locals
     if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
         raise UsageError(
-            "cannot read the dataset: expected batch_size=None, as the dataset gives whole "
-            "batches, got a DataLoader that collates them. Write DataLoader(dataset, "
-            "batch_size=None)."
+            "the DataLoader would collate batches again, since the dataset yields batches. "
+            "Use DataLoader(dataset, batch_size=None)."
         )
 
 

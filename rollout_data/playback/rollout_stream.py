@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from storage.core.arguments import whole
 from storage.core.threads import Worker
-from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError, in_parts
+from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PrefetchedItems
 
 from ..blocks.trajectory_index import Int64s
@@ -41,8 +41,6 @@ from .step_planner import ALL, Deal, Plan, Position, StreamState, deal_next, pla
 from .stream_state import Misfit, check_settings, position_in, state_at
 from .transition import Transition
 from .unreadable_trajectories import ReadableCheck, leave_out
-
-_CONTINUE = "call RolloutDataset.load_state_dict"
 
 
 class RolloutStream(RolloutFileBase[Transition]):
@@ -257,35 +255,31 @@ class RolloutStream(RolloutFileBase[Transition]):
         loops = max(1, self._passes.dataset_loops)
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
-        among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
-        left_out = (
-            f" ({len(self.problems)} problems, the first: {self.problems[0]})"
-            if self.problems
-            else ""
-        )
-        raise UsageError(
-            f"cannot start {num_envs} envs on {self.data_dir!r}: expected at least {num_envs} "
-            f"trajectories{among}, got {num}{left_out}. Use fewer envs, more passes "
-            "(dataset_loops) or more data."
-        )
+        text = f"{self.data_dir!r} has {num} trajectories for {num_envs} envs"
+        if self._shard.total > 1:
+            text += f" in {self._shard.total} ranks"
+        text += ". Use fewer envs, more passes (dataset_loops) or more data."
+        if self.problems:
+            text += f" The first of {len(self.problems)} problems: {self.problems[0]}"
+        raise UsageError(text)
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        ids = self._checked_ids("refresh_handlers", env_ids)
-        self._check_alone("reset some envs")
+        ids = self._checked_ids(env_ids)
+        self._check_alone()
         self._ensure_started()
         state, deal, left = self.position
         self._position = Position(
             *deal_next(state, np.sort(ids.numpy()), deal, self._dealer.following), left
         )
 
-    def _check_alone(self, action: str) -> None:
+    def _check_alone(self) -> None:
         """Raise if other processes plan the same stream, since they cannot be notified."""
         if self._shard.total * current_worker().total > 1:
             raise UsageError(
-                f"cannot {action} of {self.data_dir!r}: expected one process that plays it, "
-                f"got {self._shard.total} ranks and {current_worker().total} workers, which "
-                "share one plan. Reset all envs, or open the dataset with shard='none' and a "
-                "seed for each rank."
+                f"several processes share the order of {self.data_dir!r} (ranks: "
+                f"{self._shard.total}, workers: {current_worker().total}), so single envs cannot "
+                "advance. Use all envs, or open the dataset with shard='none' and a seed for "
+                "each rank."
             )
 
     def plan_next(
@@ -317,20 +311,18 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._position = position
         state, deal, num_left = position
         if self._is_over(state):
-            got = f"all {self.num_dataset_looped} passes were delivered"
             raise DatasetExhausted(
-                f"cannot read another batch from {self.data_dir!r}: got {got}. reset() starts "
-                "again."
+                f"all {self.num_dataset_looped} passes over {self.data_dir!r} are finished. "
+                "Call reset() to start again."
             )
         following = self._dealer.following if after is None else self._undecided
         share = self._mine if is_read or self.drop_last else slice(0)
         plan, state, deal = plan_steps(state, deal, num_steps, following, envs, share)
         if self.drop_last and not plan.is_full:
             self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
-            got = f"{self.num_dropped_frames} frames are left"
             raise DatasetExhausted(
-                f"cannot fill another batch from {self.data_dir!r}: got {got}. drop_last=False "
-                "delivers them."
+                f"the {self.num_dropped_frames} frames left in {self.data_dir!r} do not fill a "
+                "batch. Pass drop_last=False to deliver them."
             )
         return plan, Position(state, deal, max(0, num_left - 1))
 
@@ -418,10 +410,11 @@ class RolloutStream(RolloutFileBase[Transition]):
             UsageError: Workers of a plain DataLoader have read the batches.
         """
         if not is_in_worker() and self._noted() is not None:
-            raise UsageError(f"cannot say where the stream stands of {self.data_dir!r}: expected batches "
-                "that this process has read, got workers of a DataLoader. Iterate over "
-                "rollout_data.loader(dataset, num_workers=...) and ask it, or use torchdata's "
-                "StatefulDataLoader.")  # fmt: skip
+            raise UsageError(
+                f"workers of a DataLoader read {self.data_dir!r}, so this process does not know "
+                "the position. Use the state_dict() of rollout_data.loader(dataset, "
+                "num_workers=...) or of torchdata's StatefulDataLoader."
+            )
         if self._saved is not None:
             return dict(self._saved)
         is_between_epochs = not self._is_started or (not self._is_used and self.is_over())
@@ -448,9 +441,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             UsageError: The state belongs to another dataset, number of envs or setting.
         """
         if not isinstance(state, Mapping):
-            raise UsageError(
-                in_parts(_CONTINUE, "", "state as returned by state_dict()", repr(state)[:100])
-            )
+            raise UsageError(f"state must be the result of state_dict(), got {repr(state)[:100]}.")
         self._forget()
         if state.get("is_started", True):
             self._restore(state)
@@ -473,7 +464,10 @@ class RolloutStream(RolloutFileBase[Transition]):
         try:
             skip = saved.pop("skip", None)
             if skip is not None and not is_in_worker():
-                raise Misfit("the state of a whole stream", "that of a DataLoader worker")
+                raise Misfit(
+                    "the state belongs to a worker of a DataLoader. Load the state of the "
+                    "DataLoader."
+                )
             num_envs = whole("num_envs", saved["settings"]["num_envs"], 1)
             check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
             self._epoch = whole("epoch", saved["epoch"], 0)
@@ -487,12 +481,14 @@ class RolloutStream(RolloutFileBase[Transition]):
             AttributeError,
             OverflowError,
         ) as cause:
-            what = "state as returned by state_dict()", f"{type(cause).__name__}: {cause}"
-            expected, got = cause.args if isinstance(cause, Misfit) else what
-            advice = "Load the state into a dataset like the one that gave it"
-            raise UsageError(
-                in_parts(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice)
-            ) from cause
+            if isinstance(cause, Misfit):
+                text = f"the state does not fit {self.data_dir!r}: {cause}"
+            else:
+                text = (
+                    f"the state for {self.data_dir!r} is damaged ({type(cause).__name__}: {cause}). "
+                    "Load the result of state_dict()."
+                )
+            raise UsageError(text) from cause
         self._is_used = True
         self._skip = skip
         self._go_to(position)
@@ -531,9 +527,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         """Begin the epoch that the workers of this plain DataLoader agree on by notes."""
         if self._passes.refresh_s is not None and not self._is_told:
             raise UsageError(
-                f"cannot scan within a pass of {self.data_dir!r} (refresh_s): expected one "
-                "process that scans, got workers of a plain DataLoader. Use "
-                "rollout_data.loader(dataset, num_workers=...)."
+                "refresh_s does not work with the workers of a plain DataLoader. "
+                f"Read {self.data_dir!r} with rollout_data.loader(dataset, num_workers=...)."
             )
         if self._is_continued:
             self._ensure_started()

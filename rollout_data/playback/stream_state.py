@@ -59,7 +59,7 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
 
 
 class Misfit(Exception):
-    """A state does not fit. The arguments are the expected content and the actual content."""
+    """A state does not fit a dataset. The argument is the problem as a sentence."""
 
 
 def check_settings(
@@ -67,23 +67,28 @@ def check_settings(
 ) -> None:
     """Raise `Misfit` if a state has other settings, or not `num_envs` envs in the `share` of this rank."""
     if saved.get("version") != _VERSION:
-        got = f"{saved.get('version')!r}. set_epoch begins an epoch without it"
-        raise Misfit(f"a state of version {_VERSION}", got)
+        raise Misfit(
+            f"it has version {saved.get('version')!r}, expected {_VERSION}. "
+            "Call set_epoch to begin an epoch without it."
+        )
     if ("live" in saved) != (options.refresh_s is not None):
-        got = "a state with refresh_s" if "live" in saved else "one without"
-        raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
+        recorded = "with refresh_s" if "live" in saved else "without refresh_s"
+        raise Misfit(
+            f"it was saved {recorded}, and this dataset has refresh_s={options.refresh_s}."
+        )
     if saved.keys() - {"live"} != _KEYS:
-        raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
+        raise Misfit(f"it has the keys {sorted(saved)}, expected {sorted(_KEYS)}.")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
-        got = str(all_envs)
+        saved_envs = f"num_envs={all_envs}"
         if share != slice(0, all_envs):
-            got = f"{share.stop - share.start} of its {all_envs} for this rank"
-        raise Misfit(f"num_envs={num_envs} as in this dataset", got)
+            saved_envs += f" ({share.stop - share.start} for this rank)"
+        raise Misfit(f"it has {saved_envs}, and this dataset has num_envs={num_envs}.")
     for name, setting in _settings(options).items():
         if saved["settings"].get(name) != setting:
             raise Misfit(
-                f"{name}={setting!r} as in this dataset", repr(saved["settings"].get(name))
+                f"it has {name}={saved['settings'].get(name)!r}, and this dataset has "
+                f"{name}={setting!r}."
             )
 
 
@@ -104,7 +109,10 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     trajectory = snapshot.index.find(keys)
     shapes = {column.shape for column in (trajectory, frame, is_first, is_exhausted)}
     if shapes != {(saved["settings"]["num_envs"],)}:
-        raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
+        raise Misfit(
+            f"its columns have the shapes {sorted(shapes)}, expected "
+            f"({saved['settings']['num_envs']},)."
+        )
     trajectory = _without_deleted(trajectory, is_exhausted, snapshot.index, keys)
     first, last = map(_name, saved["bounds"])
     rest = Section([first, last], _optional_name(saved["dealt"]), live["upto"])
@@ -116,10 +124,10 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
         )
     deal = dealer.dealt(int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
-        raise Misfit("a pass of this dataset", f"pass {deal.number}")
+        raise Misfit(f"it is in pass {deal.number}, which this dataset does not have.")
     frames_left = np.where(is_exhausted, 0, deal.lengths[trajectory] - frame)
     if ((frame < 0) | (frames_left < ~is_exhausted)).any():
-        raise Misfit("frames within their trajectories", str(frame.tolist()[:8]))
+        raise Misfit(f"its frames {frame.tolist()[:8]} are outside their trajectories.")
     return Position(StreamState(trajectory, frames_left, is_first, is_exhausted), deal, left)
 
 
@@ -133,7 +141,9 @@ def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple
         if not ended
     }
     if not all(0 < length <= _MOST_FRAMES for length in played.values()):
-        raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))
+        raise Misfit(
+            f"its trajectory lengths must be in 1:{_MOST_FRAMES + 1}, got {saved['length'][:8]}."
+        )
     return played
 
 
@@ -158,7 +168,7 @@ def _without_deleted(
     is_missing = is_deleted & ~is_exhausted
     if is_missing.any() or not len(index):
         writer, number = keys[int(np.argmax(is_missing))]
-        raise Misfit(f"trajectory {number} of writer {writer!r}", "it is not there any more")
+        raise Misfit(f"trajectory {number} of writer {writer!r} no longer exists.")
     return np.where(is_deleted, len(index) - 1, trajectory)
 
 

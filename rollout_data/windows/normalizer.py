@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from storage.core.arguments import choice, real
-from storage.errors import MissingFieldError, UsageError, in_parts, nearest
+from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..sources.recordings.field_statistics import FieldStatistics
 
@@ -27,7 +27,6 @@ _LEAST_QUANTILE_PART = 1 / 500
 _OFFSET = "offset:"
 _SCALE = "scale:"
 _NEXT = "next_"
-_CREATE = "create a Normalizer"
 #: Replacement for "." in buffer names, since torch modules do not allow dots.
 _DOT = "%2E"
 Tensor = torch.Tensor
@@ -64,12 +63,13 @@ class Normalizer(torch.nn.Module):
         super().__init__()
         is_right = isinstance(statistics, Mapping)
         if not is_right or not all(isinstance(one, FieldStatistics) for one in statistics.values()):
-            expected = "statistics as returned by statistics() of a dataset or a recording"
-            raise UsageError(in_parts(_CREATE, "", expected, type(statistics).__name__))
+            raise UsageError(
+                "statistics must be the result of statistics() of a dataset or a recording, got "
+                f"{type(statistics).__name__}."
+            )
         if not isinstance(modes, (str, Mapping)):
             raise UsageError(
-                f"cannot {_CREATE}: expected modes as a mode, or a mapping of fields to modes, "
-                f"got {modes!r}."
+                f"modes must be a mode or a mapping of fields to modes, got {modes!r}."
             )
         ranges = _min_ranges(min_range, statistics)
         chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
@@ -77,10 +77,7 @@ class Normalizer(torch.nn.Module):
             choice("modes", mode, get_args(NormalizationMode))
             names = [name for name in statistics if name == prefix or name.startswith(f"{prefix}/")]
             if not names:
-                expected = nearest(prefix, statistics) if statistics else "statistics of it"
-                raise MissingFieldError(
-                    f"cannot {_CREATE}: expected modes of {expected}, got {prefix!r}."
-                )
+                raise _without_statistics("modes", prefix, statistics)
             for name in names:
                 self._keep(name, *_offset_and_scale(name, statistics[name], mode, ranges.get(name)))
 
@@ -89,14 +86,7 @@ class Normalizer(torch.nn.Module):
         """Create a normalizer from the `state_dict()` of another normalizer."""
         made = cls({})
         if not isinstance(state, Mapping):
-            raise UsageError(
-                in_parts(
-                    "call Normalizer.from_state_dict",
-                    "",
-                    "state as a mapping",
-                    type(state).__name__,
-                )
-            )
+            raise UsageError(f"state must be a mapping, got {type(state).__name__}.")
         for key in state:
             if key.startswith(_OFFSET):
                 name = key[len(_OFFSET) :].replace(_DOT, ".")
@@ -149,22 +139,17 @@ class Normalizer(torch.nn.Module):
         self.register_buffer(_OFFSET + name.replace(".", _DOT), offset)
         self.register_buffer(_SCALE + name.replace(".", _DOT), scale)
 
-    def _applied(self, method: str, values: Any, name: str | None, function: Any) -> Any:
+    def _applied(self, values: Any, name: str | None, function: Any) -> Any:
         if not isinstance(values, Tensor):
             if name is not None or not (hasattr(values, "items") or hasattr(values, "_asdict")):
-                got = (
-                    type(values).__name__
-                    if name is None
-                    else f"{type(values).__name__} and the name {name!r}"
+                argument = "" if name is None else f" and name {name!r}"
+                raise UsageError(
+                    "values must be a tensor with the name of its field, or a batch without a "
+                    f"name, got {type(values).__name__}{argument}."
                 )
-                expected = "values as a tensor and the name of its field, or as a batch"
-                raise UsageError(in_parts(f"call Normalizer.{method}", "", expected, got))
             return self._of_batch(values, "", function)
         if name is None or (found := self._numbers(name)) is None:
-            raise MissingFieldError(
-                f"cannot call Normalizer.{method}: expected name as one of "
-                f"{', '.join(self.fields)}, got {name!r}."
-            )
+            raise MissingFieldError(f"name must be one of {', '.join(self.fields)}, got {name!r}.")
         return _moved(values, name, *found, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
@@ -213,12 +198,18 @@ def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[s
             name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")
         ]
         if not names:
-            raise MissingFieldError(
-                f"cannot {_CREATE}: expected min_range of {nearest(prefix, statistics)}, got "
-                f"{prefix!r}."
-            )
+            raise _without_statistics("min_range", prefix, statistics)
         found |= dict.fromkeys(names, least)
     return found
+
+
+def _without_statistics(argument: str, field: str, statistics: Any) -> MissingFieldError:
+    if not statistics:
+        return MissingFieldError(f"{argument} names the field {field!r}, and statistics is empty.")
+    return MissingFieldError(
+        f"{argument} names the field {field!r}, which has no statistics. "
+        f"The fields are {nearest(field, statistics)}."
+    )
 
 
 def _offset_and_scale(
@@ -231,8 +222,8 @@ def _offset_and_scale(
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
             raise UsageError(
-                f"cannot normalize the field {name!r}: expected at least two quantiles, got "
-                f"{statistics.levels}."
+                f"field {name!r} has the quantiles {statistics.levels}, and the mode 'quantiles' "
+                "requires two. Call statistics(quantiles=(0.01, 0.99))."
             )
         low = statistics.min
         high = statistics.max
@@ -245,8 +236,8 @@ def _offset_and_scale(
         scale = high / 2 - low / 2
     if not (offset.isfinite().all() and scale.isfinite().all()):
         raise UsageError(
-            f"cannot normalize the field {name!r}: expected finite statistics, got NaN or "
-            "infinite ones. Leave the field out, or the frames in which it is NaN or infinite."
+            f"the statistics of field {name!r} are NaN or infinite. "
+            "Drop the field, or the frames with NaN or infinite values."
         )
     is_constant |= scale <= _LEAST_PART * offset.abs()
     return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
@@ -260,9 +251,8 @@ def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: A
         mine != size and not (may_repeat and mine == 1) for mine, size in sizes
     ):
         raise UsageError(
-            f"cannot normalize the field {name!r}: expected shape [..., "
-            f"{', '.join(map(str, offset.shape))}]{', or more where that is 1' * may_repeat}, "
-            f"got {tuple(values.shape)}."
+            f"field {name!r} has shape {tuple(values.shape)}, expected [..., "
+            f"{', '.join(map(str, offset.shape))}]{' (an axis of 1 may be longer)' * may_repeat}."
         )
     wide = values if values.is_floating_point() else values.to(offset.dtype)
     moved: Tensor = function(wide, offset, scale)

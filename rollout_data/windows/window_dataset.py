@@ -198,26 +198,20 @@ class WindowDataset(WindowBatches):
             self._snapshot.index, self._split, first_of_training
         )
         if not len(self._snapshot.layouts[DATA].schema):
-            found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
-            raise UsageError(
-                f"cannot {CREATE} of {self.data_dir!r}: expected recorded trajectories, got "
-                f"{found}."
-            )
+            text = f"{self.data_dir!r} has no recorded trajectories."
+            if self.problems:
+                text += f" {self.problems[0]}"
+            raise UsageError(text)
         if not len(self._snapshot.index) and self.problems and self.opened_as is None:
-            expected = "a trajectory that can be read"
             cause = self.problems[0]
-            raise DataFileError(
-                f"cannot read windows of {self.data_dir!r}: expected {expected}, got none. {cause}."
-            ) from cause
+            raise DataFileError(f"{self.data_dir!r} has no readable trajectory. {cause}") from cause
         may_lack = self._may_lack and upto is not None
         self._may_lack = False
         found_now = _fingerprint(self._snapshot, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:
-            what = f"of {self.data_dir!r}"
-            expected = "the trajectories that it was opened with"
             raise DataFileError(
-                f"cannot open the windows again {what}: expected {expected}, got others. Open "
-                "the dataset anew."
+                f"the trajectories in {self.data_dir!r} have changed since the dataset was opened. "
+                "Open the dataset again."
             )
         layout = self._snapshot.layouts[DATA]
         next_observations = self._next_observations
@@ -232,8 +226,7 @@ class WindowDataset(WindowBatches):
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
                 raise UsageError(
-                    f"cannot {CREATE} with the field {field.name!r}: expected another name, "
-                    "got that of the masks."
+                    f"field {field.name!r} has the name of a mask of windows. Rename the field."
                 )
         pads = self.padding != "none"
         self._windows = WindowIndex(
@@ -246,9 +239,10 @@ class WindowDataset(WindowBatches):
             *self._chunks(),
         ]
         if form not in (None, form_now):
-            what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
             raise UsageError(
-                f"cannot open the windows again of {self.data_dir!r}: expected {what}, got {form}."
+                f"{self.data_dir!r} has windows {form_now}, expected {form} (first anchor, least "
+                "length, stride, and for URLs frames and chunks). Pass the options of the saved "
+                "dataset."
             )
         if upto is None and self._source.holds_blocks:
             upto = self._snapshot.index.writers_upto()
@@ -273,18 +267,21 @@ class WindowDataset(WindowBatches):
         }
 
     def _why_empty(self) -> str:
-        where = f"there is no window in {str(self.data_dir)!r}"
+        where = f"{str(self.data_dir)!r} has no window"
         num = len(self.trajectories)
         if not num and self._split.split is None:
-            return f"{where}: no trajectory was kept"
+            return f"{where}: no trajectory is selected"
         if not num:
             total = int(self._snapshot.index.is_present().sum())
             fraction = self._split.validation_fraction
-            return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
-        needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
-        longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
+            return (
+                f"{where}: split {self._split.split!r} has none of {total} trajectories "
+                f"(validation_fraction={fraction})"
+            )
         return (
-            f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
+            f"{where}: a window of length {self.length} and stride {self.stride} requires "
+            f"{self._windows.least_length} frames, and the longest of {num} trajectories has "
+            f"{int(self._windows.lengths.max())}. Decrease length or stride, or pass padding."
         )
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
@@ -384,9 +381,7 @@ class WindowDataset(WindowBatches):
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
         """Return (writer, trajectory number) of each window, and the anchors, int64 `[B]`."""
-        place, anchor = self._windows.find(
-            checked_windows("call WindowDataset.locate", windows, len(self))
-        )
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     # Windows
@@ -448,9 +443,7 @@ class WindowDataset(WindowBatches):
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        place, anchor = self._windows.find(
-            checked_windows("call WindowDataset.batch", windows, len(self))
-        )
+        place, anchor = self._windows.find(checked_windows(windows, len(self)))
         batch = self._reader.read(place, anchor, allocate)
         if self._has_texts and TASK not in batch:
             tasks = torch.from_numpy(self._notes.tasks(self._snapshot)[self.trajectories[place]])
@@ -460,7 +453,7 @@ class WindowDataset(WindowBatches):
     def readable(
         self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
     ) -> Int64s:
-        numbers = checked_windows("call WindowDataset.batch", windows, len(self))
+        numbers = checked_windows(windows, len(self))
         problems = [self._problem_of(number) for number in numbers.tolist()]
         kept: Int64s = numbers[[problem is None for problem in problems]]
         if len(numbers) and not len(kept):
@@ -485,8 +478,7 @@ class WindowDataset(WindowBatches):
         where = repr(", ".join(map(str, self._source.paths)))
         cause = self.problems[-1]
         raise DataFileError(
-            f"cannot read windows of {where}: expected a window that can be read, got none of "
-            f"{len(self)}. {cause}."
+            f"{where} has {len(self)} windows, and none is readable. {cause}"
         ) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:
@@ -521,10 +513,7 @@ class WindowDataset(WindowBatches):
         )
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        found = (
-            self._damage_of(number)
-            for number in checked_windows("call WindowDataset.batch", windows, len(self)).tolist()
-        )
+        found = (self._damage_of(number) for number in checked_windows(windows, len(self)).tolist())
         return next((one for one in found if one is not None), problem)
 
     def statistics(

@@ -191,7 +191,7 @@ def _poisson_bounds(mean: Fraction) -> np.ndarray:
     return np.array([bound for bound in bounds if bound < 1 << 64], np.uint64)
 
 
-def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
+def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
     """Return checked window numbers, int64 `[B]`. Negative numbers count from the end.
 
     Raises:
@@ -203,8 +203,7 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
         raise UsageError(
-            f"cannot {action}: expected windows as a list of whole numbers, got "
-            f"{windows.dtype}, shape {windows.shape}."
+            f"windows must be a list of integers, got dtype {windows.dtype}, shape {windows.shape}."
         )
     # As uint64, negative numbers are too large.
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:
@@ -213,9 +212,7 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
     high = int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
-        raise OutOfRangeError(
-            f"cannot {action}: expected windows in {-num_windows}:{num_windows}, got {wrong}."
-        )
+        raise OutOfRangeError(f"windows must be in {-num_windows}:{num_windows}, got {wrong}.")
     windows = windows.astype(np.int64, copy=False)
     return np.where(windows < 0, windows + num_windows, windows)
 

@@ -23,7 +23,7 @@ from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.object_summary import Shown
 from storage.core.random_indices import RANDOM_BITS, scaled, whole_weights
-from storage.errors import DataFileError, RolloutDataWarning, UsageError, in_parts
+from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
 from ..blocks.row_layout import Allocate
@@ -46,7 +46,6 @@ from .worker_batches import WindowBatches, collate_windows
 #: Version of the format of `state_dict`.
 _VERSION = 3
 _CREATE = "create a WindowLoader"
-_MIX = "create a WindowMixture"
 _SAMPLER = "call WindowMixture.sampler"
 
 
@@ -80,12 +79,8 @@ class WindowMixture(WindowBatches):
             and not is_one(datasets)
         ):
             raise UsageError(
-                in_parts(
-                    _MIX,
-                    "",
-                    "datasets as a dataset, a path or a list of such",
-                    type(datasets).__name__,
-                )
+                "datasets must be a dataset, a path or a list of datasets and paths, got "
+                f"{type(datasets).__name__}."
             )
         arguments.options_of(
             "WindowMixture", options, WindowMixture, WindowDataset, but=["data_dir"]
@@ -98,17 +93,17 @@ class WindowMixture(WindowBatches):
             for one in listed
         ]
         if not self.datasets:
-            raise UsageError(f"cannot {_MIX}: expected at least one, got none.")
+            raise UsageError("datasets is empty.")
         if options and all(isinstance(one, WindowDataset) for one in listed):
             raise UsageError(
-                f"cannot {_MIX}: expected no options, as all members are datasets, got "
-                f"{', '.join(options)}."
+                f"the options {', '.join(options)} are not used, since all datasets are open. "
+                "Pass them to WindowDataset."
             )
         self._given = weights
         if any(dataset.is_remote for dataset in self.datasets):
             raise UsageError(
-                f"cannot {_MIX}: expected files of this machine, got URLs. Copy them first, or "
-                "load each by a WindowLoader of its own."
+                "a mixture cannot read URLs. Copy the data to this machine, or use a WindowLoader "
+                "for each dataset."
             )
         first = self.datasets[0].form
         for number, dataset in enumerate(self.datasets):
@@ -118,11 +113,9 @@ class WindowMixture(WindowBatches):
                     for a, b in zip(dataset.form, first, strict=False)
                     if a != b
                 ]
-                got = parts[0] if parts else "others"
+                difference = f": {parts[0]}" if parts else ""
                 raise UsageError(
-                    in_parts(
-                        _MIX, f"with number {number}", "the fields and deltas of number 0", got
-                    )
+                    f"dataset {number} has other fields or deltas than dataset 0{difference}."
                 )
         for remark in mixed_conventions(
             set().union(*(dataset.conventions for dataset in self.datasets))
@@ -134,15 +127,13 @@ class WindowMixture(WindowBatches):
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():
             empty = int(np.flatnonzero((self.weights > 0) & (sizes == 0))[0])
-            raise UsageError(
-                f"cannot {_MIX} with number {empty}: expected windows, or no weight, got no window."
-            )
+            raise UsageError(f"dataset {empty} has a weight and no windows. Set its weight to 0.")
 
     def _open(self) -> None:
         super()._open()
         sizes = np.array([dataset.opened_as[3] for dataset in self.datasets], np.int64)
         if not sizes.any():
-            raise UsageError(f"cannot {_MIX}: expected windows in at least one, got none.")
+            raise UsageError("the datasets have no windows.")
         try:
             given = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
@@ -151,8 +142,8 @@ class WindowMixture(WindowBatches):
             np.isfinite(given).all() and (given >= 0).all() and given.any()
         ):
             raise UsageError(
-                f"cannot {_MIX}: expected weights as {len(sizes)} numbers >= 0, some above 0, "
-                f"got {self._given!r}."
+                f"weights must be {len(sizes)} numbers >= 0, at least one above 0, got "
+                f"{self._given!r}."
             )
         whole_parts = whole_weights(given)
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
@@ -194,7 +185,7 @@ class WindowMixture(WindowBatches):
         return compute_statistics(parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        member, numbers = self._located("call WindowMixture.batch", windows)
+        member, numbers = self._located(windows)
         used = np.unique(member).tolist()
         if len(used) <= 1:
             only = used[0] if used else 0
@@ -290,10 +281,10 @@ class WindowMixture(WindowBatches):
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
         """Return the member of each window and its number in the member, int64 `[B]` each."""
-        return self._located("call WindowMixture.locate", windows)
+        return self._located(windows)
 
-    def _located(self, action: str, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        numbers = checked_windows(action, windows, len(self))
+    def _located(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
+        numbers = checked_windows(windows, len(self))
         member = np.searchsorted(self._first, numbers, side="right") - 1
         return member, numbers - self._first[member]
 
@@ -433,9 +424,10 @@ class WindowLoader(Shown):
             None if on_error is None else choice("on_error", on_error, get_args(OnError))
         )
         if not isinstance(dataset, WindowBatches):
-            expected = "dataset as a WindowDataset or a WindowMixture"
-            advice = "A RolloutDataset gives its batches itself"
-            raise UsageError(in_parts(_CREATE, "", expected, type(dataset).__name__, advice))
+            raise UsageError(
+                f"dataset must be a WindowDataset or a WindowMixture, got {type(dataset).__name__}. "
+                "Iterate over a RolloutDataset itself, or use rollout_data.loader."
+            )
         self.batch_size = whole("batch_size", batch_size, 1)
         self.even = choice("even", even, get_args(Even))
         self._shard = checked_shard(shard)
@@ -446,8 +438,11 @@ class WindowLoader(Shown):
         self.num_ahead = whole("num_ahead", num_ahead, 1)
         self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
-            about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
-            text = f"a WindowLoader has no batch: there are too few of {len(self.dataset)} windows ({about})"
+            text = (
+                f"a WindowLoader has no batch: {len(self.dataset)} windows are too few "
+                f"(batch_size {batch_size}, drop_last {drop_last}, "
+                f"ranks {current_shard(self._shard).total})"
+            )
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
         #: Number of started iterations and jumps. Iterations with an earlier number must stop.
         self._turn = 0
@@ -487,9 +482,8 @@ class WindowLoader(Shown):
     def __getitem__(self, window: Any) -> Any:
         """Raise `UsageError`: a loader is only iterated. A `DataLoader` takes its `dataset`."""
         raise UsageError(
-            "cannot take an item of a WindowLoader: expected a loop over it, got "
-            f"[{window!r}]. A DataLoader takes the WindowDataset, with "
-            "collate_fn=dataset.collate."
+            f"a WindowLoader has no items, got [{window!r}]. Iterate over it, or pass its dataset "
+            "to a DataLoader with collate_fn=dataset.collate."
         )
 
     @property
@@ -547,9 +541,8 @@ class WindowLoader(Shown):
             if self._turn != turn:
                 ahead.close()
                 raise UsageError(
-                    "cannot go on with an iteration over a WindowLoader: expected one at a "
-                    "time, got another one that was begun since, or a loader that was set to "
-                    "another place."
+                    "this iteration ended, since a newer iteration has begun or the position of "
+                    "the loader was changed. Iterate once at a time."
                 )
         self._go_to(epoch + 1)
 
@@ -588,12 +581,11 @@ class WindowLoader(Shown):
             DataFileError: Trajectories of the epoch were deleted, and the folder has the older
                 layout. `set_epoch` starts another epoch.
         """
-        action = "call WindowLoader.load_state_dict"
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
             raise UsageError(
-                f"cannot {action}: expected a state of version {_VERSION}, got {version!r}. "
-                "set_epoch begins an epoch."
+                f"the state has version {version!r}, expected {_VERSION}. "
+                "Call set_epoch to begin an epoch without it."
             )
         position = whole("position", state.get("position"), 0)
         windows = self.dataset
@@ -604,13 +596,13 @@ class WindowLoader(Shown):
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
                 raise UsageError(
-                    f"cannot {action}: expected {name} = {value}, got {state.get(name)!r}."
+                    f"the state has {name}={state.get(name)!r}, and this loader has {name}={value}."
                 )
         after: Any = state.get("after")
         if position and not isinstance(after, (list, tuple)):
             raise UsageError(
-                f"cannot {action}: expected the name of the last window that was delivered, "
-                f"got {after!r}. set_epoch begins an epoch."
+                f"the state is damaged: after must be the name of a window, got {after!r}. "
+                "Call set_epoch to begin an epoch without it."
             )
         self.set_epoch(whole("epoch", state["epoch"], 0))
         self._windows = windows

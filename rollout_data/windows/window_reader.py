@@ -29,7 +29,7 @@ from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
 from ..blocks.trajectory_index import Int64s, LostBlockError
 from ..sources.rows.row_source import RowSource
-from .window_index import CREATE, WindowShape
+from .window_index import WindowShape
 
 MASK = "mask"
 NEXT_MASK = "next_mask"
@@ -126,7 +126,7 @@ def plan_windows(
     )
     names = [name for name in known if name in chosen]
     if not names:
-        raise UsageError(f"cannot {CREATE}: expected fields, some of {', '.join(known)}, got none.")
+        raise UsageError(f"fields is empty. Choose some of {', '.join(known)}.")
     wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
         nexts = [
@@ -136,8 +136,8 @@ def plan_windows(
         ]
         if not nexts:
             raise UsageError(
-                f"cannot {CREATE} with next_observations: expected an observation among the "
-                f"fields, got {', '.join(names)}."
+                "next_observations requires an observation, and fields has only "
+                f"{', '.join(names)}."
             )
         wanted += nexts
     shapes, columns = _shapes(layout, wanted)
@@ -156,9 +156,8 @@ def plan_windows(
             found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
         else:
             raise UsageError(
-                f"cannot {CREATE} with flatten_observations and {source!r}: expected the same "
-                f"frames of all components, got {deltas.tolist()}, and {first.deltas.tolist()} "
-                f"of {first.sources[0]!r}."
+                f"flatten_observations requires equal deltas: {source!r} has {deltas.tolist()}, "
+                f"and {first.sources[0]!r} has {first.deltas.tolist()}."
             )
     return WindowPlan(tuple(found.values()), shapes, columns)
 
@@ -197,8 +196,8 @@ def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
     if not found:
         groups = {one.split("/")[0] for one in known}
         raise MissingFieldError(
-            f"cannot {CREATE}: expected {argument} among {nearest(name, {*known, *groups})}, "
-            f"got {name!r}."
+            f"{argument} has the unknown field {name!r}. "
+            f"The fields are {nearest(name, {*known, *groups})}."
         )
     return found
 
@@ -223,8 +222,7 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
         return None
     if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
         raise UsageError(
-            f"cannot {CREATE}: expected delta as a dict of fields and their lists of whole "
-            f"numbers, got {delta!r}."
+            f"delta must be a dict of fields and their lists of integers, got {delta!r}."
         )
     checked = {}
     for name, values in delta.items():
@@ -232,13 +230,12 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
             listed = [operator.index(value) for value in values]
         except TypeError:
             raise UsageError(
-                f"cannot {CREATE}: expected delta of {name!r} as a list of whole numbers, got "
-                f"{values!r}."
+                f"delta of field {name!r} must be a list of integers, got {values!r}."
             ) from None
         if not listed or max(map(abs, listed)) > MAX_FRAMES:
             raise UsageError(
-                f"cannot {CREATE}: expected delta of {name!r} with at least one number, up to "
-                f"{MAX_FRAMES}, got {values!r}."
+                f"delta of field {name!r} must have at least one integer in "
+                f"{-MAX_FRAMES}:{MAX_FRAMES + 1}, got {values!r}."
             )
         checked[name] = np.array(listed, np.int64)
     return checked
@@ -269,11 +266,11 @@ def _named_damage(
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
     if not isinstance(cause, DataFileError):  # the file was deleted
         return problem
-    action = f"read frame {frame} of episode {snapshot.name_of(trajectory)!r}"
-    where = f"in {str(snapshot.file_of_row(column, trajectory, frame))!r}"
+    episode = snapshot.name_of(trajectory)
+    path = str(snapshot.file_of_row(column, trajectory, frame))
     named = CorruptFileError(
-        f'cannot {action} {where}: {cause.message} on_error="skip" leaves the windows with this '
-        "frame out.",
+        f"frame {frame} of episode {episode!r} in {path!r} cannot be read: {cause.message} "
+        'Pass on_error="skip" to skip windows with this frame.',
         kind=cause.kind,
         episode=cause.episode,
     )

@@ -30,7 +30,6 @@ from storage.errors import (
     OutOfRangeError,
     UnansweredError,
     UsageError,
-    in_parts,
 )
 
 from ..blocks.row_layout import Allocate
@@ -51,11 +50,13 @@ _IS_LENT = 0
 def collate_windows(batch: Any) -> Any:
     """Return a batch as a plain dict, as torch's pytree needs it; stack a list of windows."""
     if not isinstance(batch, list):
-        return dict(batch) if type(batch) is WindowBatch else batch  # sending converts others
+        return (
+            dict(batch) if type(batch) is WindowBatch else batch
+        )  # Sending converts other mappings.
     if not batch or not all(isinstance(window, Mapping) for window in batch):
         raise UsageError(
-            "cannot collate: expected a batch or a list of windows, got a list of "
-            f"{len(batch)} others."
+            "collate requires a batch or a list of windows, got a list of "
+            f"{len(batch)} items that are not windows."
         )
     flat = [flatten(window) for window in batch]
     return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
@@ -65,12 +66,10 @@ class WindowBatch(dict[str, Any]):
     """A nested dict of tensors whose errors explain that torch's default collate cannot be used."""
 
     def __missing__(self, key: object) -> Any:
-        advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
-        raise MissingFieldError(
-            in_parts(
-                "read the field", f"{key!r} of a batch", ", ".join(self), "no such field", advice
-            )
-        )
+        text = f"the batch has no field {key!r}. The fields are {', '.join(self)}."
+        if not isinstance(key, str):
+            text += " Pass collate_fn=dataset.collate to the DataLoader."
+        raise MissingFieldError(text)
 
     __repr__ = described
 

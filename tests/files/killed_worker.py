@@ -29,9 +29,7 @@ def main(folder: str, start_method: str) -> None:
                 multiprocessing.active_children()[0].kill()
     except RuntimeError as error:  # ours, or torch's
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ours came first, torch's would come now
-        assert "expected living workers, got " in str(error) or str(error).startswith(
-            "DataLoader worker"
-        ), error
+        assert "has died: " in str(error) or str(error).startswith("DataLoader worker"), error
     again = rollout_data.loader(opened(folder, **options), 2, multiprocessing_context=start_method)
     again.load_state_dict(batches.state_dict())
     following = [seen(batch) for batch, _ in zip(again, range(3), strict=False)]

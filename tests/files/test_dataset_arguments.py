@@ -46,11 +46,11 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
         with pytest.raises(UsageError, match="expected env_ids as integer ids"):
             dataset.reset(env_ids)
     for state in (None, 5, "x"):
-        with pytest.raises(UsageError, match=r"expected state as returned by state_dict\(\)"):
+        with pytest.raises(UsageError, match=r"state must be the result of state_dict\(\), got "):
             dataset.load_state_dict(state)
     for times in ([0.0, 1.0, 2.0], "now", None):
         with pytest.raises(
-            UsageError, match="expected time_s in seconds, one number or 2, one for each env"
+            UsageError, match=r"time_s must be seconds of shape \(\) or \(2,\), got "
         ):
             dataset.get_batch_by_time(times)
     # Nothing was started again

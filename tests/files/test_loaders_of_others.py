@@ -31,7 +31,7 @@ def test_a_loader_that_collates_whole_batches_is_refused(
         return RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3, **options)
 
     for batching in ({}, {"batch_size": 4}):
-        with pytest.raises(UsageError, match=r"Write DataLoader\(dataset, batch_size=None\)"):
+        with pytest.raises(UsageError, match=r"Use DataLoader\(dataset, batch_size=None\)"):
             next(iter(DataLoader(stream(), num_workers=num_workers, **batching)))
     batch = next(iter(DataLoader(stream(), batch_size=None, num_workers=num_workers)))
     observation = batch["observation"] if options else batch.observation

@@ -187,7 +187,7 @@ def test_a_state_of_before_the_loss_is_refused_by_name(five):
         dataset.get_batch(3)
     state = dataset.state_dict()
     with pytest.raises(
-        ValueError, match="trajectory 0 of writer '0:trajectory_0', got it is not there any more"
+        ValueError, match="trajectory 0 of writer '0:trajectory_0' no longer exists"
     ):
         opened(five).load_state_dict(state)
 

@@ -74,7 +74,7 @@ def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
     with pytest.raises(CorruptFileError) as found:
         list(WindowLoader(windows, 4, shuffle=False))
     text = str(found.value)
-    assert f"cannot read frame 4 of episode '1' in '{file}'" in text
+    assert f"frame 4 of episode '1' in '{file}' cannot be read: " in text
     assert "a truncated PNG" in text and "open the dataset again" not in text
     number = next(
         n for n in range(len(windows)) if windows.locate([n])[1][0] == 4 and n >= len(windows) // 4
@@ -172,7 +172,7 @@ def test_windows_of_which_none_can_be_read_raise(tmp_path):
     windows = WindowDataset(damaged_set(tmp_path, damaged), 1, on_error="skip")
     assert quiet(lambda: seen(WindowLoader(windows, 4, on_error="skip"))) == [(0, 7)]
     only_damaged = rollout_data.open(tmp_path / "set").select(["1", "2", "3"])
-    with pytest.raises(DataFileError, match="a window that can be read, got none of 30"):
+    with pytest.raises(DataFileError, match="has 30 windows, and none is readable"):
         quiet(lambda: list(WindowLoader(WindowDataset(only_damaged, 1, on_error="skip"), 4)))
 
 

@@ -157,7 +157,7 @@ def test_a_recording_of_which_nothing_was_kept_has_no_window(tmp_path):
                 success=[False],
             )
             writer.flush()
-    with pytest.warns(RolloutDataWarning, match="no trajectory was kept"):
+    with pytest.warns(RolloutDataWarning, match="no trajectory is selected"):
         assert len(WindowDataset(tmp_path)) == 0
 
 

@@ -112,7 +112,7 @@ def test_a_forgotten_collate_is_named(dataset, num_workers):
     with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
         list(DataLoader(dataset, 4, num_workers=num_workers))
     with pytest.raises(
-        KeyError, match="cannot read the field 'obs' of a batch: expected observation, "
+        KeyError, match=r"the batch has no field 'obs'. The fields are observation, "
     ):
         dataset.__getitems__([0])["obs"]
 
