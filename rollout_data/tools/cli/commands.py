@@ -75,7 +75,7 @@ def _listed(paths: Sequence[Path]) -> Answer:
 
 
 def convert(options: argparse.Namespace) -> Answer:
-    format_options = option_values("convert", options.option)
+    format_options = option_values(options.option)
     conversion = convert_recording(
         _selected_episodes(options),
         options.target,
@@ -99,7 +99,7 @@ def convert(options: argparse.Namespace) -> Answer:
 
 def _selected_episodes(options: argparse.Namespace) -> Recording:
     """Open a recording with the options of `--open`; return the episodes of `--select`."""
-    open_options = option_values("open", options.open)
+    open_options = option_values(options.open)
     return selected(open_recording(options.data_dir, **open_options), options.select)
 
 
@@ -109,7 +109,7 @@ def some_ids(ids: Sequence[str]) -> str:
     return f"{text}, ..." if len(ids) > _MAX_IDS else text
 
 
-def option_values(action: str, pairs: Iterable[str]) -> dict[str, Any]:
+def option_values(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse NAME=VALUE pairs: name -> value, from JSON if it is valid JSON, otherwise the text.
 
     Raises:
@@ -119,9 +119,9 @@ def option_values(action: str, pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         name, sign, text = pair.partition("=")
         if not sign:
-            raise UsageError(f"cannot {action}: expected NAME=VALUE, got {pair!r}.")
+            raise UsageError(f"expected NAME=VALUE, got {pair!r}.")
         if name in values:
-            raise UsageError(f"cannot {action}: expected NAME=VALUE, each name once, got {pair!r}.")
+            raise UsageError(f"{name!r} is set twice, the second time by {pair!r}.")
         try:
             values[name] = json.loads(text)
         except ValueError:
@@ -209,10 +209,8 @@ def verify(options: argparse.Namespace) -> Answer:
 
 def pack(options: argparse.Namespace) -> Answer:
     if bool(options.out_dir) == options.in_place:
-        got = "both" if options.in_place else "neither"
-        raise UsageError(
-            f"cannot pack {options.data_dir!r}: expected either OUT_DIR or --in-place, got {got}."
-        )
+        given = "OUT_DIR and --in-place exclude each other" if options.in_place else "no target"
+        raise UsageError(f"{given}. Pass either OUT_DIR or --in-place.")
     block_bytes = options.block_mb << 20
     summary = pack_dataset(options.data_dir, options.out_dir, block_bytes, options.progress)
     packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"

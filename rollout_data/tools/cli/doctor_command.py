@@ -26,13 +26,13 @@ def doctor(options: argparse.Namespace) -> Answer:
     only = _codes(options.only)
     skip = _codes(options.skip)
     if options.explain or options.list_rules:
-        rules = examination.chosen_rules("examine", _codes(options.explain) or only, skip)
+        rules = examination.chosen_rules(_codes(options.explain) or only, skip)
         lines = _explained(rules) if options.explain else [_rule_line(rule) for rule in rules]
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
         raise UsageError(
-            "cannot examine: expected a file or folder, got none. Give one, or --list-rules, "
-            "or --explain CODE."
+            "the file or folder to examine is missing. Pass its path, --list-rules or "
+            "--explain CODE."
         )
     chosen = {
         "only": only,
@@ -84,9 +84,7 @@ def _setting(pair: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise UsageError(
-            f"cannot set {name!r}: expected CODE.name=number, as in VAL05.ranges=100, got {pair!r}."
-        ) from None
+        raise UsageError(f"{pair!r} is not CODE.name=number, such as VAL05.ranges=100.") from None
 
 
 def _rule_line(rule: Rule) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from storage.errors import UsageError, in_parts
+from storage.errors import UsageError
 
 from ...formats.open_recording import open as open_recording
 from ..edit import edits, merge_split, repair_recording
@@ -41,7 +41,7 @@ def tag(options: argparse.Namespace) -> Answer:
         verb = "would be" if options.dry_run else "were"
         line = f"the tags of {count:,} trajectories {verb} removed"
         return _counted(options, count, line)
-    tags = option_values("tag", options.set)
+    tags = option_values(options.set)
     ids = _chosen_ids(options) or []
     count = edits.tagged(options.data_dir, ids, tags, dry_run=options.dry_run)
     verb = "would be tagged" if options.dry_run else "were tagged"
@@ -59,7 +59,7 @@ def merge(options: argparse.Namespace) -> Answer:
 def split(options: argparse.Namespace) -> Answer:
     folders = merge_split.split(
         options.data_dir,
-        option_values("split", options.parts) or None,
+        option_values(options.parts) or None,
         options.to,
         seed=options.seed,
         progress=options.progress,
@@ -143,9 +143,10 @@ def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
     if not ids and not options.select:
         if options.undo:
             return None
-        place = f"trajectories of {options.data_dir!r}"
-        advice = f"'rollout-data ls {options.data_dir}' lists them"
-        raise UsageError(in_parts(options.command, place, "ids or --select", "neither", advice))
+        raise UsageError(
+            f"no trajectories of {options.data_dir!r} are chosen. Pass ids or --select; "
+            f"'rollout-data ls {options.data_dir}' lists the ids."
+        )
     if options.select:
         recording = open_recording(options.data_dir)
         if ids:

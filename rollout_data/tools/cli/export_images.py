@@ -98,10 +98,11 @@ def _picture_field(episode: Episode, field: str | None) -> str:
     """
     names = [name for name, declared in episode.schema.items() if axes_of(declared.shape)]
     if not names or (field is not None and field not in names):
-        got = repr(field) if field else "none"
+        if not names:
+            raise UsageError(f"episode {episode.id!r} has no fields of pictures.")
         raise UsageError(
-            f"cannot show pictures of episode {episode.id!r}: expected a field of pictures, "
-            f"{nearest(field or '', names)}, got {got}."
+            f"field {field!r} of episode {episode.id!r} has no pictures. "
+            f"Choose one of {nearest(field or '', names)}."
         )
     return field or names[0]
 

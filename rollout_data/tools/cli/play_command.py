@@ -77,7 +77,7 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
     wanted = episode or "0"
     ids = recording.ids
     if not ids:
-        raise UsageError(f"cannot play {str(recording.path)!r}: expected an episode, got none.")
+        raise UsageError(f"{str(recording.path)!r} has no episodes.")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
         return recording, int(wanted)
     # Raises `UsageError` if there is no such episode.
@@ -138,8 +138,8 @@ def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
     for prefix in prefixes:
         if not any(_is_below(name, prefix) for name in known):
             raise UsageError(
-                f"cannot play the field of episode {episode.id!r}: expected "
-                f"{nearest(prefix, known)}, got {prefix!r}."
+                f"episode {episode.id!r} has no field {prefix!r}. "
+                f"Choose from {nearest(prefix, known)}."
             )
     return [name for name in episode.schema if any(_is_below(name, prefix) for prefix in prefixes)]
 

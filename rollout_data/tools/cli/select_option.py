@@ -81,6 +81,5 @@ def _column_value(name: str, text: str) -> Any:
             "time": "a time such as 2026-05-01T12:00",
         }
         raise UsageError(
-            f"cannot select episodes by {name!r}: expected {examples.get(name, 'a number')}, "
-            f"got {text!r}."
+            f"--select {name} must be compared with {examples.get(name, 'a number')}, got {text!r}."
         ) from cause

@@ -71,8 +71,8 @@ def doctor(
     """
     action = "call rollout_data.doctor"
     progress = arguments.flag("progress", progress)
-    rules = chosen_rules(action, only, skip)
-    changed = _changed_thresholds(action, settings)
+    rules = chosen_rules(only, skip)
+    changed = _changed_thresholds(settings)
     if sample is not None:
         arguments.whole("sample", sample, 1)
     recording, failure = opened(action, path)
@@ -148,7 +148,7 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
                 return None, error
-            return None, DataFileError(f"cannot open {str(path)!r}: got {error}.")
+            return None, DataFileError(f"{str(path)!r} cannot be opened: {error}.")
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
@@ -159,7 +159,7 @@ def _is_refused(error: Exception, path: DataDir) -> bool:
     return isinstance(reason, OSError) and reason.errno in _REFUSED
 
 
-def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
+def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
     """Return the rules whose codes begin with the given texts.
 
     Raises:
@@ -171,8 +171,8 @@ def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[
             is_known = any(code.startswith(prefix) for code in codes)
             if not prefix or not is_known:
                 raise UsageError(
-                    f"cannot {action}: expected {argument} with codes of rules, "
-                    f"{nearest(prefix, codes)}, got {prefix!r}."
+                    f"{argument} has the unknown rule {prefix!r}. "
+                    f"The rules are {nearest(prefix, codes)}."
                 )
     rules = list(RULES)
     if only:
@@ -182,18 +182,17 @@ def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[
     return rules
 
 
-def _changed_thresholds(action: str, settings: Any) -> dict[str, dict[str, float]]:
+def _changed_thresholds(settings: Any) -> dict[str, dict[str, float]]:
     """Return {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
     if not isinstance(settings, Mapping | None):
-        raise UsageError(
-            f"cannot {action}: expected settings as a mapping of thresholds, got {settings!r}."
-        )
+        raise UsageError(f"settings must be a mapping of thresholds, got {settings!r}.")
     known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
     changed: dict[str, dict[str, float]] = {}
     for key, value in (settings or {}).items():
         if key not in known:
             raise UsageError(
-                f"cannot {action}: expected settings among {nearest(str(key), known)}, got {key!r}."
+                f"settings has the unknown threshold {key!r}. "
+                f"The thresholds are {nearest(str(key), known)}."
             )
         number = arguments.real(f"settings[{key!r}]", value, "a number", _is_any_number)
         code, name = known[key]

@@ -95,9 +95,7 @@ class Files:
             except RolloutDataError as problem:
                 self.bad[name] = problem
             except OSError as error:
-                self.bad[name] = CorruptFileError(
-                    f"cannot read the block {name!r}: expected a readable file, got {error}."
-                )
+                self.bad[name] = CorruptFileError(f"block {name!r} cannot be read: {error}.")
 
     def _is_block_folder(self) -> bool:
         if not self.path.is_dir():

@@ -86,7 +86,7 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
     """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        return _drop(edits, _chosen("drop", index, edits, ids))
+        return _drop(edits, _chosen(index, edits, ids))
 
     return _edited(path, "drop", change, dry_run)
 
@@ -95,7 +95,7 @@ def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
     """Drop all other trajectories that the folder has now. See `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        kept = _chosen("keep", index, Edits(), ids)
+        kept = _chosen(index, Edits(), ids)
         return _drop(edits, {*index.keys()}.difference(kept))
 
     return _edited(path, "keep", change, dry_run)
@@ -123,7 +123,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         restored = edits.dropped
         if ids is not None:
-            restored = edits.dropped & set(_chosen("undrop", index, edits, ids))
+            restored = edits.dropped & set(_chosen(index, edits, ids))
         edits.dropped = edits.dropped - restored
         return len(restored)
 
@@ -162,22 +162,19 @@ def tagged(
     data = json.loads(episode_json(notes, _call("tag"), ""))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
-        expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
-        raise UsageError(
-            f"cannot {_call('tag')}: expected {expected}, got "
-            f"{repr(reserved) if notes else 'none'}."
-        )
+        if not notes:
+            raise UsageError("no facts are set. Pass names and values, such as success=False.")
+        raise UsageError(f"the names {reserved} are reserved. Choose other names.")
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        chosen = _chosen("tag", index, edits, ids)
+        chosen = _chosen(index, edits, ids)
         for key in chosen:
             edits.notes[key] = {**edits.notes.get(key, {}), **data}
             num_bytes = len(json.dumps(edits.notes[key]))
             if num_bytes > MAX_NOTE_BYTES:
                 raise UsageError(
-                    f"cannot {_call('tag')} for trajectory {_name(key)!r}: expected at most "
-                    f"{MAX_NOTE_BYTES} bytes of notes, got {num_bytes}. Record large data as a "
-                    "field."
+                    f"the notes of trajectory {_name(key)!r} have {num_bytes} bytes, and the "
+                    f"limit is {MAX_NOTE_BYTES}. Record large data as a field."
                 )
         return len(chosen)
 
@@ -199,7 +196,7 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         chosen = list(edits.notes)
         if ids is not None:
-            named = _chosen("untag", index, edits, ids)
+            named = _chosen(index, edits, ids)
             chosen = [key for key in named if key in edits.notes]
         for key in chosen:
             del edits.notes[key]
@@ -361,43 +358,42 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         DataFileError: A block of edits is damaged.
     """
     if hasattr(path, "origin"):  # A `Recording` may have other places and ids than its folder.
-        expected = "path as a folder of block files"
-        advice = "Give its path, and names of trajectories, such as its ids"
-        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {path!r}. {advice}.")
+        raise UsageError(
+            f"path must be a folder of block files, got {path!r}. "
+            "Pass the path of the recording, and ids of its trajectories."
+        )
     origin, *others = origins_of(path, "path")
     if others or isinstance(origin.path, RemotePath):
-        expected = "path as one folder of this machine"
-        advice = "Edit it, then push it"
-        got = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
-        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {got}. {advice}.")
+        number = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
+        raise UsageError(
+            f"path must be one folder on this machine, got {number}. "
+            "Edit a local folder, then push it."
+        )
     check_single(origin.path)
     if scanner_of(origin) is not BlockScanner:
-        expected = "path as a folder of block files"
-        advice = "Convert it first: rollout_data.convert(path, new_path)"
-        got = f"{str(path)!r}, which is of another format"
-        raise UsageError(f"cannot {_call(action)}: expected {expected}, got {got}. {advice}.")
+        raise UsageError(
+            f"{str(path)!r} has another format than block files. "
+            "Convert it with rollout_data.convert(path, new_path)."
+        )
     folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
-            advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
             error = DataFileError(
-                f"cannot {action} {str(path)!r}: expected intact edits, got {name!r}. {advice}."
+                f"the edits {name!r} in {str(path)!r} are damaged. "
+                f"Run 'rollout-data verify --repair {folder.data_dir}' first."
             )
             raise error from problem
     return folder
 
 
-def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
+def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
     """Return (writer, number) of trajectories of the folder, or of dropped ones.
 
     Raises:
         UsageError: A trajectory does not exist.
     """
-    action = _call(function)
     if not isinstance(ids, Iterable) and not is_whole(ids):
-        raise UsageError(
-            f"cannot {action}: expected ids as names or places of trajectories, got {ids!r}."
-        )
+        raise UsageError(f"ids must be names or numbers of trajectories, got {ids!r}.")
     is_single = isinstance(ids, str) or not isinstance(ids, Iterable)
     items: list[Any] = [ids] if is_single else list(ids)  # type: ignore[arg-type]
     known = dict.fromkeys(index.keys())
@@ -405,19 +401,20 @@ def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> li
     for item in items:
         if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
             if not -len(index) <= item < len(index):
-                expected = f"ids with places in {-len(index)}:{len(index)}"
-                raise UsageError(f"cannot {action}: expected {expected}, got {item}.")
+                raise UsageError(
+                    f"ids must be names, or numbers in {-len(index)}:{len(index)}, got {item}."
+                )
             (key,) = index.keys(np.array([item]))
             chosen[key] = None
             continue
         writer, _, number = str(item).rpartition(":")
         key = writer, int(number) if number.isdecimal() else -1
         if key not in known and key not in edits.dropped:
-            expected = f"ids with names such as {nearest(str(item), map(_name, known), _NUM_SHOWN)}"
             if not known:
-                expected = "path with trajectories, of which there are none"
+                raise UsageError(f"the id {item!r} is unknown, since path has no trajectories.")
             raise UsageError(
-                f"cannot {action}: expected {expected}, got {item!r}. 'rollout-data ls' lists them."
+                f"the id {item!r} is unknown. Choose ids such as "
+                f"{nearest(str(item), map(_name, known), _NUM_SHOWN)}; 'rollout-data ls' lists all."
             )
         chosen[key] = None
     return list(chosen)

@@ -29,7 +29,6 @@ from storage.errors import (
     SchemaError,
     TargetError,
     UsageError,
-    in_parts,
 )
 
 from ...blocks.annotation_table import EPISODES, TEXTS
@@ -117,39 +116,38 @@ def new_folder(
     verb = action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
-            expected = f"{name} as a place outside of {str(source)!r}"
-            raise UsageError(f"cannot {action}: expected {expected}, got {str(target)!r}.")
+            raise UsageError(
+                f"{name} is {str(target)!r}, which lies in the source {str(source)!r}. "
+                "Choose a folder outside of it."
+            )
     made = None
     try:
         with only_writer_of(place):
             if place.is_dir() and any(place.iterdir()):
-                expected = f"{name} as a new or empty folder"
                 raise UsageError(
-                    f"cannot {action}: expected {expected}, got files in {str(target)!r}."
+                    f"{name} is {str(target)!r}, which has files. Choose a new or empty folder."
                 )
             with replace_folder(place, ()) as made:
                 yield made
     except (DataFileError, OSError) as cause:
         if made is None:
-            raise _target_error(verb, target, cause) from cause
+            raise _target_error(target, cause) from cause
         if isinstance(cause, DataFileError):
             raise
         if _names_one_of(cause, sources):
-            advice = "If it was removed meanwhile, as by prune, call it again"
-            where = repr(cause.filename)
-            expected = "a file that can be read"
             raise DataFileError(
-                in_parts(verb, where, expected, str(cause.strerror), advice)
+                f"{cause.filename!r} cannot be read: {cause.strerror}. "
+                "If prune deleted it meanwhile, call again."
             ) from cause
-        raise _target_error(verb, target, cause) from cause
+        raise _target_error(target, cause) from cause
 
 
-def _target_error(verb: str, target: str | os.PathLike[str], cause: Exception) -> TargetError:
+def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetError:
     """Return the error of a target that cannot be written."""
-    got = f"{type(cause).__name__}: {cause}"
     if isinstance(cause, TargetError):
-        got = cause.message.rstrip(".")
-    error = TargetError(in_parts(verb, f"into {str(target)!r}", "a place that can be written", got))
+        error = TargetError(cause.message)
+    else:
+        error = TargetError(f"{str(target)!r} cannot be written: {type(cause).__name__}: {cause}.")
     error.errno = getattr(cause, "errno", None)
     return error
 
@@ -240,9 +238,7 @@ def split(
     selections = recording.split(parts, seed)
     for name in selections:
         if not name.strip(".") or {"/", "\0"} & set(name):
-            raise UsageError(
-                f"cannot {action}: expected parts with names that folders can have, got {name!r}."
-            )
+            raise UsageError(f"the part {name!r} is not a valid name of a folder.")
     results: dict[str, NewFolder] = {}
     with new_folder(action, "out", target, recording.path) as made:
         for name, selection in selections.items():
@@ -496,8 +492,8 @@ def _check_fields(
     difference = first_schema.difference(schema)
     if difference:
         raise SchemaError(
-            f"cannot merge {str(path)!r}: expected the fields of {str(first_path)!r}, got "
-            f"{difference}. Merge recordings with equal fields."
+            f"{str(path)!r} has other fields than {str(first_path)!r}: {difference}. "
+            "Merge recordings with equal fields."
         )
 
 

@@ -107,11 +107,10 @@ def open_folder(
     folder = folder_type.at(data_dir, verify)
     has_block_files = any(name.startswith("rollout_") for name in folder.problems)
     if folder.schema is None and not has_block_files:
-        action = "open the data folder"
         check_single(folder.data_dir)
         raise DataFileError(
-            f"cannot {action} {str(folder.data_dir)!r}: expected blocks (rollout_*.h5), or a "
-            f"{METADATA_NAME} that names fields, got neither."
+            f"{str(folder.data_dir)!r} has neither blocks (rollout_*.h5) nor a {METADATA_NAME} "
+            "with fields."
         )
     return folder
 
@@ -275,12 +274,11 @@ def _open_finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFol
     journals = sorted(folder.data_dir.glob(".rollout_*.journal"))
     if journals:
         raise UsageError(
-            f"cannot pack {where}: expected a folder that no writer records into, got a writer "
-            f"with {journals[0].name!r}."
+            f"a writer records into {where}, as {journals[0].name!r} shows. Close the writer first."
         )
     for name, problem in folder.problems.items():
         raise DataFileError(
-            f"cannot pack {where}: expected intact blocks, got {name!r}. Run 'rollout-data "
-            f"verify --repair {folder.data_dir}' first."
+            f"{name!r} in {where} is damaged. "
+            f"Run 'rollout-data verify --repair {folder.data_dir}' first."
         ) from problem
     return folder

@@ -162,7 +162,7 @@ def repair(
     action = "call rollout_data.repair"
     dry_run = arguments.flag("dry_run", dry_run)
     progress = arguments.flag("progress", progress)
-    chosen_rules(action, only, ())
+    chosen_rules(only, ())
     target = arguments.path("to", to)
     recording, failure = opened(action, path)
     if recording is None:
@@ -176,10 +176,8 @@ def repair(
     if dry_run:
         return Repaired(target, tuple(plan.actions), problems=problems or None)
     if len(plan.dropped) == len(recording):
-        got = "findings in all of them" if len(recording) else "none"
-        raise DataFileError(
-            f"cannot repair {str(path)!r}: expected a trajectory to keep, got {got}."
-        )
+        problem = "keeps no trajectory after the repair" if len(recording) else "is empty"
+        raise DataFileError(f"{str(path)!r} {problem}. Nothing is written.")
     repairs_blocks = not only or any(code.startswith(tuple(only)) for code in _BLOCK_RULES)
     with new_folder(action, "to", target, recording.path) as made:
         _write(plan, made, repairs_blocks, progress)
@@ -374,8 +372,7 @@ def _link_and_write(
         # Repaired episodes would be written with valid checksums for damaged rows.
         name = damaged[0]
         error = DataFileError(
-            f"cannot repair {str(folder.data_dir)!r}: expected intact blocks, got {name!r}. "
-            "Repair FIL and STR too."
+            f"{name!r} in {str(folder.data_dir)!r} is damaged. Repair FIL and STR too."
         )
         raise error from folder.problems[name]
     if repaired:

@@ -132,13 +132,10 @@ def _page_name(recording: Recording) -> str:
 def _check_recording(recording: Recording, target: Path) -> None:
     """Raise `UsageError` if a recording has no episode or contains the page."""
     if not len(recording):
-        raise UsageError(
-            f"cannot {_ACTION} of {str(recording.path)!r}: expected an episode at least, got none."
-        )
+        raise UsageError(f"{str(recording.path)!r} has no episodes to report.")
     if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
         raise UsageError(
-            f"cannot {_ACTION}: expected out at a place outside of the recording, got "
-            f"{str(target)!r}. Write it beside the recording."
+            f"out is {str(target)!r}, which lies in the recording. Choose a path outside of it."
         )
 
 
@@ -440,8 +437,7 @@ def _check_readable(scan: Scan) -> None:
         return
     cause = scan.unreadable[0][1]
     raise DataFileError(
-        f"cannot report of {str(scan.path)!r}: expected an episode that can be read, got none "
-        f"of {scan.num_episodes:,}. {cause}."
+        f"{str(scan.path)!r} has {scan.num_episodes:,} episodes, and none is readable. {cause}"
     ) from cause
 
 
