@@ -102,7 +102,7 @@ def test_an_error_of_a_link_is_one_of_the_source_or_of_the_target(
     with pytest.raises(DataFileError if number == errno.ENOENT else TargetError) as caught:
         calls[name](tmp_path / "out")
     if number == errno.ENOENT:
-        assert str(walk / "rollout_a_000000.h5") in str(caught.value) and "call it again" in str(
+        assert str(walk / "rollout_a_000000.h5") in str(caught.value) and "call again" in str(
             caught.value
         )
     assert not (tmp_path / "out").exists()
@@ -169,7 +169,7 @@ def test_the_parts_of_a_split_hide_unfinished_and_dropped_trajectories(tmp_path:
 def test_an_invalid_argument_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"shares >= 0 that add up to 1"):
         split(walk, {"a": 0.9}, tmp_path / "x")
-    with pytest.raises(UsageError, match=r"parts with names that folders can have, got '\.\./y'"):
+    with pytest.raises(UsageError, match=r"the part '\.\./y' is not a valid name of a folder"):
         split(walk, {"../y": 1.0}, tmp_path / "x")
     with pytest.raises(UsageError, match="sources is an empty list"):
         merge([], tmp_path / "x")
@@ -248,7 +248,7 @@ def test_a_target_within_its_source_is_refused(
     for call in [*calls, ["pack", str(walk), to], ["convert", str(walk), to]]:
         assert main(call) == 2
         out, error = capsys.readouterr()
-        assert not out and error.count("\n") == 1 and " as a place outside of " in error
+        assert not out and error.count("\n") == 1 and " outside of " in error
     assert files(walk) == before
 
 
@@ -260,7 +260,7 @@ def test_the_commands_merge_and_split(walk: Path, tmp_path: Path, capsys) -> Non
     assert main(["split", str(walk), "a=1", "a=0", "--to", str(tmp_path / "twice")]) == 2
     out, error = capsys.readouterr()
     assert (
-        "NAME=VALUE, each name once, got 'a=0'" in error
+        "'a' is set twice, the second time by 'a=0'" in error
         and '"num_trajectories": 18' in out
         and content(tmp_path / "whole") == content(walk)
     )

@@ -177,7 +177,7 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
     with pytest.raises(
         DataFileError,
-        match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Repair FIL and STR too",
+        match=r"'rollout_arm_000000.h5' in .* is damaged\. Repair FIL and STR too",
     ):
         repair(tmp_path / "walk", tmp_path / "other", only=["STA01"])
     walking(tmp_path / "sound")
@@ -467,7 +467,7 @@ def test_the_command_plans_repairs_and_lists_the_remaining_findings(tmp_path: Pa
     walking(tmp_path / "bad", num=1, change=lambda number, rows: _nan(3, rows))
     with (
         warnings.catch_warnings(),
-        pytest.raises(DataFileError, match="expected a trajectory to keep"),
+        pytest.raises(DataFileError, match="keeps no trajectory after the repair"),
     ):
         repair(tmp_path / "bad", tmp_path / "never")
     assert not (tmp_path / "never").exists()

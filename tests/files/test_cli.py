@@ -209,11 +209,11 @@ def test_pack_refuses_full_targets_recording_folders_and_damaged_blocks(tmp_path
     source = record(tmp_path / "data")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(UsageError, match="a new or empty folder"):
+    with pytest.raises(UsageError, match="Choose a new or empty folder"):
         pack_dataset(source, tmp_path / "full")
     with (
         RolloutWriter(source, N),
-        pytest.raises(UsageError, match="expected a folder that no writer records into"),
+        pytest.raises(UsageError, match="a writer records into"),
     ):
         pack_dataset(source)
     damage(sorted(source.glob("rollout_*.h5"))[0])
@@ -266,7 +266,7 @@ def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
 def test_retention_keeps_everything_while_there_are_too_few(tmp_path):
     record(tmp_path, num_steps=5)
     assert prune(tmp_path, trajectories=100) == []
-    with pytest.raises(UsageError, match="expected trajectories >= 1, got 0"):
+    with pytest.raises(UsageError, match="trajectories must be >= 1, got 0"):
         prune(tmp_path, trajectories=0)
 
 
@@ -331,7 +331,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     if command == "pack":
         assert main(["pack", str(tmp_path / "data"), str(inside_a_file)]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()
-        assert "expected a place that can be written" in line
+        assert "cannot be written" in line
     with open("/dev/full", "w") as full:
         assert "No space left" in the_line(run_cli(command, tmp_path / "data", *more, stdout=full))
     reader, writer = os.pipe()
@@ -376,7 +376,7 @@ def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call)
     told = capsys.readouterr()
     assert (
         told.out == ""
-        and "expected blocks (rollout_*.h5), or a metadata.json that names fields" in told.err
+        and "has neither blocks (rollout_*.h5) nor a metadata.json with fields" in told.err
     )
     assert len(told.err.splitlines()) == 1
 

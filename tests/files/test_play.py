@@ -101,7 +101,11 @@ def test_no_line_is_longer_than_the_terminal(walk: Path, width: int, bars: str) 
     ("episode", "fields", "message"),
     [
         ("7", [], "'7'"),
-        (None, ["observation/rmp"], "expected 'observation/ramp'"),
+        (
+            None,
+            ["observation/rmp"],
+            "has no field 'observation/rmp'. Choose from 'observation/ramp'",
+        ),
         (None, ["obs"], "'obs'"),
     ],
 )
@@ -157,7 +161,7 @@ def test_the_command_writes_files_at_the_rate_of_the_recording(
     with image.open(path) as file:
         assert file.info["duration"] == 100
     assert main(["play", str(walk), "--field", "action", "--gif", path]) == 2
-    assert "expected a field of pictures, 'observation/depth'" in capsys.readouterr().err
+    assert "has no pictures. Choose one of 'observation/depth'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

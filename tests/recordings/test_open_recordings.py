@@ -431,9 +431,11 @@ def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(
 def test_editing_refuses_an_open_recording_whose_places_are_others(walk: Path) -> None:
     selection = rollout_data.open(walk).select(["a:1"])
     for call in (drop, keep, undrop, untag):
-        with pytest.raises(UsageError, match=r"path as a folder of block files.*Give its path"):
+        with pytest.raises(
+            UsageError, match=r"path must be a folder of block files.*Pass the path"
+        ):
             call(selection, [0])
-    with pytest.raises(UsageError, match="Give its path"):
+    with pytest.raises(UsageError, match="Pass the path"):
         tag(selection, 0, task="push")
     assert len(rollout_data.open(walk)) == 10
 

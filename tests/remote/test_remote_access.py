@@ -348,7 +348,7 @@ def test_a_report_without_an_episode_that_can_be_read_is_one_error(tmp_path, is_
         path.unlink()
     with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
-        with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
+        with pytest.raises(DataFileError, match="has 3 episodes, and none is readable"):
             rollout_data.report(source, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
     # Means of no values

@@ -220,12 +220,14 @@ def test_a_page_inside_the_recording_is_an_error(
 ) -> None:
     folder = write(tmp_path / "walk")
     before = sorted(path.name for path in folder.iterdir())
-    with pytest.raises(UsageError, match="expected out at a place outside of the recording"):
+    with pytest.raises(
+        UsageError, match=r"which lies in the recording\. Choose a path outside of it"
+    ):
         report(folder, folder / "page.html")
     with pytest.raises(UsageError, match="nowhere"):
         report(tmp_path / "nowhere", tmp_path / "page.html")
     assert sorted(path.name for path in folder.iterdir()) == before
-    with pytest.raises(UsageError, match="expected an episode at least, got none"):
+    with pytest.raises(UsageError, match="has no episodes to report"):
         report(
             rollout_data.open(folder).filter(length=lambda length: length > 100),
             tmp_path / "page.html",

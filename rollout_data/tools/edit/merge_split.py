@@ -94,7 +94,6 @@ class NewFolder:
 
 @contextmanager
 def new_folder(
-    action: str,
     name: str,
     target: str | os.PathLike[str],
     *sources: Path | RemotePath,
@@ -102,7 +101,6 @@ def new_folder(
     """Yield an empty folder that replaces `target` if the block succeeds.
 
     Args:
-        action: The call that errors name.
         name: The argument that errors name.
         target: A new or empty folder.
         sources: Paths that are read.
@@ -113,7 +111,6 @@ def new_folder(
         TargetError: The target cannot be written.
     """
     place = arguments.path(name, target).resolve()
-    verb = action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
             raise UsageError(
@@ -144,10 +141,10 @@ def new_folder(
 
 def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetError:
     """Return the error of a target that cannot be written."""
-    if isinstance(cause, TargetError):
-        error = TargetError(cause.message)
-    else:
-        error = TargetError(f"{str(target)!r} cannot be written: {type(cause).__name__}: {cause}.")
+    problem = f"{type(cause).__name__}: {cause}."
+    if isinstance(cause, RolloutDataError):
+        problem = cause.message
+    error = TargetError(f"{str(target)!r} cannot be written: {problem}")
     error.errno = getattr(cause, "errno", None)
     return error
 
@@ -198,7 +195,7 @@ def merge(
         _check_source(recording)
     result = NewFolder(arguments.path("out", out))
     paths = [recording.path for recording in recordings]
-    with new_folder(action, "out", out, *paths) as made:
+    with new_folder("out", out, *paths) as made:
         _merge_into(recordings, made, result, progress)
     return result
 
@@ -240,7 +237,7 @@ def split(
         if not name.strip(".") or {"/", "\0"} & set(name):
             raise UsageError(f"the part {name!r} is not a valid name of a folder.")
     results: dict[str, NewFolder] = {}
-    with new_folder(action, "out", target, recording.path) as made:
+    with new_folder("out", target, recording.path) as made:
         for name, selection in selections.items():
             results[name] = NewFolder(target / name)
             (made / name).mkdir()

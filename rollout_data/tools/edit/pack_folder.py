@@ -221,7 +221,7 @@ def pack_dataset(
     if out_dir is None:
         return _pack_in_place(folder, writer, block_bytes, progress)
     source = folder.data_dir
-    with new_folder("pack", "out_dir", out_dir, source) as target:
+    with new_folder("out_dir", out_dir, source) as target:
         summary = write_packed(folder, target, writer, block_bytes, progress=progress)
         metadata = load_metadata(source)
         if metadata is not None:

@@ -179,7 +179,7 @@ def repair(
         problem = "keeps no trajectory after the repair" if len(recording) else "is empty"
         raise DataFileError(f"{str(path)!r} {problem}. Nothing is written.")
     repairs_blocks = not only or any(code.startswith(tuple(only)) for code in _BLOCK_RULES)
-    with new_folder(action, "to", target, recording.path) as made:
+    with new_folder("to", target, recording.path) as made:
         _write(plan, made, repairs_blocks, progress)
         _write_report(plan, made)
     folder = BlockFolder.at(target, verify_on_open=True)
