@@ -118,15 +118,11 @@ class Normalizer(torch.nn.Module):
             MissingFieldError: The normalizer has no field `name`.
             UsageError: A tensor does not have the shape of the field, or a tensor has no name.
         """
-        return self._applied(
-            "normalize", values, name, lambda x, offset, scale: (x - offset) / scale
-        )
+        return self._applied(values, name, lambda x, offset, scale: (x - offset) / scale)
 
     def unnormalize(self, values: Any, name: str | None = None) -> Any:
         """Return values in the original scale: the inverse of `normalize`, same arguments."""
-        return self._applied(
-            "unnormalize", values, name, lambda x, offset, scale: x * scale + offset
-        )
+        return self._applied(values, name, lambda x, offset, scale: x * scale + offset)
 
     def forward(self, values: Any, name: str | None = None) -> Any:
         """Normalize; see `normalize`."""

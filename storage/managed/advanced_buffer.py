@@ -18,7 +18,7 @@ from ..core import arguments
 from ..core.fields import flatten
 from ..core.memory import float32_of, own, sent
 from ..core.records import numbers
-from ..errors import BufferEmptyError, SchemaError, UsageError, in_parts
+from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.prioritized_ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.priority_rules import Limits, PriorityRule
 from ..saving.saved_store import State
@@ -38,7 +38,7 @@ from .used_data import UsedData, UsedQueue, checked_data_id
 
 _Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 #: Description of tracked objects in errors.
-_DATA = "that are data_ids"
+_DATA = "the data_ids"
 
 
 class AdvancedReplayBuffer(ManagedBuffer):
@@ -131,9 +131,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             Ids of the stored items, `[min(n, replay_buffer_size)]` int64.
         """
         if not isinstance(batch, Mapping):
-            raise SchemaError(
-                in_parts("add a batch", "", "batch as a mapping", type(batch).__name__)
-            )
+            raise SchemaError(f"batch must be a mapping, got {type(batch).__name__}.")
         start_s = time.monotonic()
         leaf: Any = next(iter(flatten(batch).values()), 0)
 
@@ -152,8 +150,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         iterations = []
         for item in items:
             if not isinstance(item, Mapping):
-                expected = "data as a mapping or a list of them"
-                raise SchemaError(in_parts("add an item", "", expected, type(item).__name__))
+                raise SchemaError(
+                    f"data must be a mapping or a list of mappings, got {type(item).__name__}."
+                )
             leaves = dict(item)
             priorities.append(leaves.pop("priority", None))
             if "collect_iter" in leaves:  # A Python number is stored as an object, not a column.
@@ -207,13 +206,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
             return None
         iterations = sent(numbers("collect_iter", collect_iter), self.device)
         if iterations.is_floating_point() or iterations.dtype is torch.bool:
-            raise UsageError(
-                f"cannot add a batch: expected collect_iter of integers, got {iterations.dtype}."
-            )
+            raise UsageError(f"collect_iter must have an integer dtype, got {iterations.dtype}.")
         if iterations.dim() > 1 or (iterations.dim() and len(iterations) != num_rows):
             raise UsageError(
-                f"cannot add a batch: expected a collect_iter, or {num_rows} of them, got "
-                f"shape {list(iterations.shape)}."
+                f"collect_iter has shape {list(iterations.shape)}, expected [] or [{num_rows}]."
             )
         return iterations.long().expand(num_rows)
 
@@ -275,18 +271,17 @@ class AdvancedReplayBuffer(ManagedBuffer):
             BufferEmptyError: There are not enough items, or the rate limiter rejects the sample (a
                 `ValueError`).
         """
-        action = arguments.calling(self, "sample_tensors")
         batch_size = arguments.whole("batch_size", batch_size, 1)
-        request = Request.checked(action, batch_size, cur_learner_iter)._replace(are_tensors=True)
+        request = Request.checked(batch_size, cur_learner_iter)._replace(are_tensors=True)
         batch: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
         if batch is None:
-            expected = f"items for a batch of {batch_size}"
-            if self.rate_limiter is not None:
-                expected += " that the rate limiter lets pass"
-            raise BufferEmptyError(
-                f"cannot sample from {self.name!r}: expected {expected}, got {self.count()} of "
-                f"{self.push_count} that were added. Add items first."
+            text = (
+                f"buffer {self.name!r} has {self.count()} of {self.push_count} added items left, "
+                f"too few for a batch of {batch_size}. Add items first."
             )
+            if self.rate_limiter is not None:
+                text += " The rate limiter may also delay samples."
+            raise BufferEmptyError(text)
         return batch
 
     def prepare_sample(self, request: Request) -> Act | None:
@@ -376,10 +371,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
         if not isinstance(info, Mapping):
-            action = arguments.calling(self, "update")
-            raise UsageError(
-                in_parts(action, f"of {self.name!r}", "info as a mapping", type(info).__name__)
-            )
+            raise UsageError(f"info must be a mapping, got {type(info).__name__}.")
         rows = self._rows_of(info.get(UNIQUE_ID))
         priorities = info.get("priority")
         if priorities is None:
@@ -407,8 +399,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         """
         if self._used is None:
             raise UsageError(
-                f"cannot track used data of {self.name!r}: expected "
-                "enable_track_used_data=True, got False."
+                f"buffer {self.name!r} does not track used data. "
+                "Create it with enable_track_used_data=True."
             )
         return self._used.queue
 
@@ -465,8 +457,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         text = numbers["used_data"]
         if (text is None) != (self._used is None):
             raise SchemaError(
-                f"cannot load a state: expected tracked data: {self._used is not None}, got "
-                f"{text is not None}."
+                f"the state has enable_track_used_data={text is not None}, and this buffer has "
+                f"{self._used is not None}."
             )
         super()._set_state(numbers, tensors)
         ring = self._make_ring()
@@ -479,7 +471,5 @@ def _earliest(collect_iter: Any) -> int:
     """Return an int, or the minimum of a list of ints; `UNKNOWN` for None or an empty list."""
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
-        raise UsageError(
-            in_parts("add an item", "", "a collect_iter of integers", repr(collect_iter)[:60])
-        )
+        raise UsageError(f"collect_iter must be integers, got {repr(collect_iter)[:60]}.")
     return min(iterations, default=UNKNOWN)

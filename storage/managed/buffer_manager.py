@@ -17,7 +17,7 @@ import torch
 
 from ..core import arguments
 from ..core.random_indices import generator_on
-from ..errors import ClosedError, SchemaError, UsageError, in_parts, nearest
+from ..errors import ClosedError, SchemaError, UsageError, nearest
 from ..saving.saved_store import State, Store
 from .advanced_buffer import AdvancedReplayBuffer
 from .episode_replay_buffer import EpisodeReplayBuffer
@@ -86,9 +86,7 @@ class BufferManager(Store):
         ratio = cfg.get("sample_ratio")
         if ratio is None and len(self._buffers) == 1:
             ratio = dict.fromkeys(self._buffers, 1.0)
-        self._ratio = (
-            None if ratio is None else checked_ratio(ratio, self._buffers, arguments.creating(self))
-        )
+        self._ratio = None if ratio is None else checked_ratio(ratio, self._buffers)
         self._is_closed = False
 
     @property
@@ -122,7 +120,7 @@ class BufferManager(Store):
             ValueError: There are several buffers, and an item has no key `buffer_name`.
             As `push`: An item does not match the earlier items of a buffer.
         """
-        self._check_open("call BufferManager.push_data")
+        self._check_open()
         if buffer_name is not None:
             arguments.instance("buffer_name", buffer_name, "a name or a list of names", Iterable)
         start_s = time.monotonic()
@@ -153,7 +151,7 @@ class BufferManager(Store):
         self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None
     ) -> bool:
         """Return whether `sample` would return items without waiting. Stale items are removed."""
-        Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
+        Request.checked(0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
@@ -241,8 +239,7 @@ class BufferManager(Store):
         """
         if set(ids) != set(priorities):
             raise UsageError(
-                "cannot call BufferManager.update_priorities: expected priorities of "
-                f"{sorted(ids)}, got {sorted(priorities)}."
+                f"priorities has the buffers {sorted(priorities)}, and ids has {sorted(ids)}."
             )
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
@@ -257,8 +254,8 @@ class BufferManager(Store):
 
         `buffer_name=None` means the only buffer.
         """
-        name = self._only("track used data") if buffer_name is None else buffer_name
-        return self._prioritized(name, "track used data of").used_data()
+        name = self._only() if buffer_name is None else buffer_name
+        return self._prioritized(name).used_data()
 
     # Counting and closing.
 
@@ -313,10 +310,7 @@ class BufferManager(Store):
         self.check_form(state)
         saved_cfg = state["arguments"].get("cfg")
         if saved_cfg is None:
-            raise SchemaError(
-                "cannot load a state: expected one of a BufferManager, got one of "
-                f"{state['class']!r}."
-            )
+            raise SchemaError(f"the state belongs to a {state['class']}, expected a BufferManager.")
         with locked(self._buffers.values()):
             places = {
                 name: place
@@ -373,39 +367,37 @@ class BufferManager(Store):
 
     # Inside.
 
-    def _prioritized(self, name: str, action: str = "use tensors of") -> AdvancedReplayBuffer:
+    def _prioritized(self, name: str) -> AdvancedReplayBuffer:
         buffer = self[name]
         if not isinstance(buffer, AdvancedReplayBuffer):
-            raise UsageError(in_parts(action, repr(name), "a buffer of type 'advanced'", "another"))
+            raise UsageError(
+                f"buffer {name!r} must have the type 'advanced', got {type(buffer).__name__}."
+            )
         return buffer
 
-    def _only(self, action: str) -> str:
+    def _only(self) -> str:
         if len(self._buffers) > 1:
             raise UsageError(
-                f"cannot {action}: expected the name of one of "
-                f"{', '.join(map(repr, self._buffers))}, got none. Give buffer_name."
+                "buffer_name is missing, and there are several buffers: "
+                f"{', '.join(map(repr, self._buffers))}. Pass buffer_name."
             )
         return next(iter(self._buffers))
 
-    def _check_open(self, action: str) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedError(
-                f"cannot {action}: expected an open manager, got a closed one. Make a new one."
-            )
+            raise ClosedError("the manager is closed. Create a new BufferManager.")
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
         """Return the pushed items by buffer."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
-            buffer_name = self._only("call BufferManager.push_data")
+            buffer_name = self._only()
         if buffer_name is not None:
             return {self[name]: self[name].as_list(data) for name in _names(buffer_name)}
         routed: dict[ManagedBuffer, list[Any]] = {}
         for item, named in zip(items, names, strict=True):
-            targets = (
-                [self._only("call BufferManager.push_data")] if named is None else _names(named)
-            )
+            targets = [self._only()] if named is None else _names(named)
             for name in targets:
                 routed.setdefault(self[name], []).append(item)
         return routed
@@ -417,19 +409,15 @@ class BufferManager(Store):
 
         The order is None if `batch_size` is a mapping.
         """
-        action = "call BufferManager.sample"
         if isinstance(batch_size, Mapping):
             sizes = {}
             for name, number in batch_size.items():
                 sizes[name] = arguments.whole(f"batch_size of {name!r}", number, 0)
             return None, sizes
         size = arguments.whole("batch_size", batch_size, 0)
-        shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers, action)
+        shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers)
         if shares is None:
-            raise UsageError(
-                f"cannot {action}: expected a sample_ratio, got none. Give it here or in the "
-                "configuration."
-            )
+            raise UsageError("sample_ratio is missing. Pass it here or in the configuration.")
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
@@ -441,12 +429,10 @@ class BufferManager(Store):
             (order, samples). The order of the items, None if `batch_size` is a mapping; and the
             samples by name. (None, None) if nothing was drawn.
         """
-        request = Request.checked("call BufferManager.sample", 0, iteration)._replace(
-            are_tensors=are_tensors
-        )
+        request = Request.checked(0, iteration)._replace(are_tensors=are_tensors)
         start_s = time.monotonic()
         while True:
-            self._check_open("sample")
+            self._check_open()
             with self._choice_lock:
                 before = self.rng.get_state()
                 order, sizes = self._shared_out(batch_size, ratio)
@@ -475,26 +461,21 @@ def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Ac
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     """Create the buffers of a configuration, by name; see `BufferManager`."""
-    action = "create a BufferManager"
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
         raise UsageError(
-            f"cannot {action}: expected cfg as a mapping with 'buffer_name', a list of names, "
-            f"got {names!r}."
+            f"cfg must be a mapping with a list of names under 'buffer_name', got {names!r}."
         )
     buffers: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:
             raise UsageError(
-                f"cannot {action}: expected names that are different non-empty str and not one "
-                f"of {', '.join(_RESERVED)}, got {name!r}."
+                f"buffer_name {name!r} is empty, duplicate, reserved or not a str. "
+                f"Reserved are {', '.join(_RESERVED)}."
             )
         options = cfg.get(name)
         if not isinstance(options, Mapping):
-            raise UsageError(
-                f"cannot {action}: expected the arguments of {name!r} under its name, got "
-                f"{options!r}."
-            )
+            raise UsageError(f"cfg[{name!r}] must be the arguments of the buffer, got {options!r}.")
         options = {"device": device, **options}
         kind = options.pop("type", "advanced")
         arguments.choice(f"type of {name!r}", kind, _KINDS)
@@ -502,14 +483,13 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
             buffers[name] = _KINDS[kind](**options, name=name)
         except TypeError as cause:
             raise UsageError(
-                f"cannot {action} with {name!r}: expected arguments of "
-                f"{_KINDS[kind].__name__}, got {cause}."
+                f"cfg[{name!r}] does not fit {_KINDS[kind].__name__}: {cause}."
             ) from cause
     unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:
         raise UsageError(
-            f"cannot {action}: expected {nearest(unknown[0], [*buffers, *_RESERVED])}, got "
-            f"{unknown[0]!r}."
+            f"cfg has the unknown key {unknown[0]!r}. "
+            f"The keys are {nearest(unknown[0], [*buffers, *_RESERVED])}."
         )
     return buffers
 

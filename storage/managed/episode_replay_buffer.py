@@ -17,7 +17,7 @@ import torch
 from ..core import arguments
 from ..core.fields import unflatten
 from ..core.random_indices import uniform
-from ..errors import SchemaError, UsageError, in_parts
+from ..errors import SchemaError, UsageError
 from ..saving.saved_store import State
 from .item_store import SAMPLE_LEAVES, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 from .managed_buffer import Act, ManagedBuffer, Request
@@ -97,7 +97,6 @@ class EpisodeReplayBuffer(ManagedBuffer):
         Raises:
             ValueError: Every episode is shorter than `length`.
         """
-        action = arguments.calling(self, "sample_windows")
         num_windows = arguments.whole("num_windows", num_windows, 1)
         length = arguments.whole("length", length, 1)
         with self._lock:
@@ -106,8 +105,8 @@ class EpisodeReplayBuffer(ManagedBuffer):
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
                 raise UsageError(
-                    f"cannot {action} from {self.name!r}: expected an episode of {length} "
-                    f"steps, got a longest episode of {lengths.max(initial=0)}."
+                    f"the longest episode of {self.name!r} has {lengths.max(initial=0)} steps, "
+                    f"and a window has {length}."
                 )
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
@@ -124,7 +123,6 @@ class EpisodeReplayBuffer(ManagedBuffer):
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
         """Check episodes against stored steps and each other, and return a function to add them."""
-        action = "call EpisodeReplayBuffer.push"
         read: list[tuple[Items, bool]] = []
         for episode in items:
             form = self._store.form or (read[0][0].form if read else None)
@@ -137,15 +135,12 @@ class EpisodeReplayBuffer(ManagedBuffer):
             elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
                 rows = read_items(list(episode), form)
             else:
-                expected = "data as episodes, each a list of steps, or a stack"
                 raise SchemaError(
-                    in_parts(action, f"of {self.name!r}", expected, type(episode).__name__)
+                    "an episode must be a list of steps or a mapping of stacked steps, got "
+                    f"{type(episode).__name__}."
                 )
             if not rows.num_rows:
-                raise UsageError(
-                    f"cannot {action} of {self.name!r}: expected an episode of at least one "
-                    "step, got none."
-                )
+                raise UsageError("an episode has no steps.")
             read.append((rows, is_stack))
 
         def write() -> None:
@@ -218,12 +213,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         is_whole = (stops or [0])[-1] == total and all(length > 0 for length, _ in listed)
         if not is_whole or len(listed) != min(self._total, self.replay_buffer_size):
             raise SchemaError(
-                in_parts(
-                    "load a state",
-                    "with 'episodes'",
-                    f"episodes of {total} steps",
-                    str(listed)[:60],
-                )
+                f"'episodes' of the state must add up to {total} steps, got {str(listed)[:60]}."
             )
         places = zip(stops, listed, strict=True)
         self._episodes = deque(

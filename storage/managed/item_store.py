@@ -26,7 +26,6 @@ from ..errors import (
     MissingFieldError,
     SchemaError,
     UsageError,
-    in_parts,
     nearest,
 )
 from ..ring.ring_store import RingStore
@@ -36,7 +35,6 @@ UNIQUE_ID = "replay_unique_id"
 SLOT = "replay_buffer_idx"
 #: Leaves that `sample` adds to an item. `push` removes these leaves.
 SAMPLE_LEAVES = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
-_ACTION = "add an item"
 #: Immutable types of objects, which are not copied.
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
 #: Key that marks a JSON object as an encoded tuple, or as an encoded dict that has this key.
@@ -73,9 +71,7 @@ class UnknownNameError(MissingFieldError):
 def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
     """Raise `UnknownNameError`: no buffer has this name."""
     options = nearest(str(name), known)
-    raise UnknownNameError(
-        f"cannot find a buffer: expected buffer_name one of {options}, got {name!r}."
-    )
+    raise UnknownNameError(f"buffer_name must be one of {options}, got {name!r}.")
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
@@ -83,7 +79,7 @@ def split_unique_id(unique_id: Any) -> tuple[str, int]:
     name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
     is_row = row.isascii() and row.isdigit()
     if not name or not is_row:
-        raise UsageError(f"cannot read an id: expected '<name>_<row>', got {unique_id!r}.")
+        raise UsageError(f"ids must have the form '<name>_<row>', got {unique_id!r}.")
     return name, int(row)
 
 
@@ -95,7 +91,7 @@ def as_items(data: Any) -> list[Any]:
 def several(data: Any) -> list[Any]:
     """Convert several items to a list. Raises `SchemaError` for a single item, str or number."""
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
-        raise SchemaError(in_parts("push", "", "data as a list of items", type(data).__name__))
+        raise SchemaError(f"data must be a list of items, got {type(data).__name__}.")
     return list(data)
 
 
@@ -145,16 +141,17 @@ def read_batch(batch: Mapping[str, Any], form: Form | None) -> Items:
     """
     leaves, objects = _split_leaves(batch)
     if objects or not leaves:
-        got = f"{next(iter(objects))!r}" if objects else "no leaf"
+        if not objects:
+            raise FieldTypeError("batch has no fields.")
         raise FieldTypeError(
-            f"cannot add a batch: expected leaves that are tensors or arrays, got {got}. Use "
-            "push() for items."
+            f"field {next(iter(objects))!r} of batch must be a tensor or an array. "
+            "Use push() for items."
         )
     lead = next(iter(leaves.values())).shape[:1]
     for name, leaf in leaves.items():
         if not lead or leaf.shape[:1] != lead:
             raise SchemaError(
-                f"cannot add a batch with {name!r}: expected leaves of equal length, got "
+                f"fields of batch must have equal lengths, and {name!r} has shape "
                 f"{list(leaf.shape)}."
             )
     form = form or _form_of(leaves, 1)
@@ -287,24 +284,24 @@ class ItemStore:
             store.write(Items(len(slots), columns, self.objects(slots) or None, self.form))
         return store
 
-    def state(self, where: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def state(self, subject: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the state to save: numbers, and tensors that may share memory.
 
         Raises:
-            FieldTypeError: An object has no JSON form. The message contains `where`.
+            FieldTypeError: An object has no JSON form. The message starts with `subject`.
         """
         schema, arrays = self.form or (None, frozenset())
         num_live = self.ring.num_live
         views = [self.ring.slots_view(name)[:num_live, 0] for name in schema or ()]
         tensors = {f"column/{place}": view for place, view in enumerate(views)}
         if self._objects:
-            text = to_json([self._objects.get(slot, {}) for slot in range(num_live)], where)
+            text = to_json([self._objects.get(slot, {}) for slot in range(num_live)], subject)
             tensors["objects"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         written = None if schema is None else schema.to_json()
         return {"total": self.ring.total, "schema": written, "arrays": sorted(arrays)}, tensors
 
     def restore(
-        self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str
+        self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], subject: str
     ) -> ItemStore:
         """Load a result of `state` into this empty store and return the store.
 
@@ -329,12 +326,11 @@ class ItemStore:
         self.ring.put_slots(0, columns)
         self.ring.total = total
         if "objects" in tensors:
-            objects = from_json(tensors["objects"].cpu().numpy().tobytes(), where)
+            objects = from_json(tensors["objects"].cpu().numpy().tobytes(), subject)
             is_list = isinstance(objects, list) and len(objects) == num_live
             if not is_list or not all(type(of_item) is dict for of_item in objects):
                 raise CorruptFileError(
-                    f"cannot read objects {where}: expected a list of {num_live} dicts, got "
-                    "something else."
+                    f"{subject} are damaged: expected a list of {num_live} dicts."
                 )
             self._objects = {slot: of_item for slot, of_item in enumerate(objects) if of_item}
         return self
@@ -348,24 +344,22 @@ def put_leaf(item: dict[str, Any], name: str, value: Any) -> None:
     item[last] = value
 
 
-def to_json(value: Any, where: str) -> bytes:
+def to_json(value: Any, subject: str) -> bytes:
     """Encode an object as JSON for `from_json`, which preserves tuples.
 
     Raises:
         FieldTypeError: The object contains a type other than None, bool, int, float, str, list,
             tuple, and dict with str keys.
     """
-    return json.dumps(_encoded(value, where), separators=(",", ":")).encode()
+    return json.dumps(_encoded(value, subject), separators=(",", ":")).encode()
 
 
-def from_json(data: bytes, where: str) -> Any:
+def from_json(data: bytes, subject: str) -> Any:
     """Decode the JSON of `to_json`. Raises `CorruptFileError` for invalid bytes."""
     try:
         return _decoded(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
-        raise CorruptFileError(
-            f"cannot read objects {where}: expected JSON as it was written, got {cause}."
-        ) from cause
+        raise CorruptFileError(f"{subject} are damaged: {cause}.") from cause
 
 
 def _split_leaves(
@@ -424,19 +418,18 @@ def _rows(tree: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
     return [dict(zip(keys, values)) for values in zip(*parts)]  # noqa: B905
 
 
-def _encoded(value: Any, where: str) -> Any:
+def _encoded(value: Any, subject: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
-        entries = [_encoded(entry, where) for entry in value]
+        entries = [_encoded(entry, subject) for entry in value]
         return entries if type(value) is list else {_TAG: "tuple", "of": entries}
     if type(value) is dict and all(type(key) is str for key in value):
-        fields = {key: _encoded(entry, where) for key, entry in value.items()}
+        fields = {key: _encoded(entry, subject) for key, entry in value.items()}
         return {_TAG: "dict", "of": fields} if _TAG in value else fields
     raise FieldTypeError(
-        f"cannot save objects {where}: expected objects of None, bool, int, float, str, list, "
-        f"tuple and dict of str, got a {type(value).__name__}. Keep numbers in tensors or "
-        "arrays, and other objects elsewhere."
+        f"{subject} contain a {type(value).__name__}, which cannot be saved. Use None, bool, int, "
+        "float, str, list, tuple and dict of str; keep numbers in tensors or arrays."
     )
 
 

@@ -48,21 +48,14 @@ class Request(NamedTuple):
 
     @classmethod
     def checked(
-        cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False
+        cls, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False
     ) -> Request:
-        """Check the arguments of a call and return them, with numpy numbers as Python numbers.
-
-        Errors name the `action`, the call of the user.
-        """
+        """Check the arguments of a call and return them, with numpy numbers as Python numbers."""
         size = arguments.whole("size", size, 0)
         if not arguments.is_whole(iteration):
-            raise UsageError(
-                f"cannot {action}: expected cur_learner_iter as an int, got {iteration!r}."
-            )
+            raise UsageError(f"cur_learner_iter must be an integer, got {iteration!r}.")
         if sample_range is not None and not isinstance(sample_range, slice):
-            raise UsageError(
-                f"cannot {action}: expected sample_range as a slice or None, got {sample_range!r}."
-            )
+            raise UsageError(f"sample_range must be a slice or None, got {sample_range!r}.")
         return cls(size, int(iteration), sample_range, arguments.flag("replace", replace))
 
     def among(self, num_rows: int) -> range:
@@ -97,12 +90,9 @@ class ManagedBuffer(Store):
         monitor: BufferMonitor | None = None,
         rate_limiter: RateLimiter | Mapping[str, Any] | None = None,
     ) -> None:
-        action = arguments.creating(self)
         self.replay_buffer_size = arguments.whole("replay_buffer_size", replay_buffer_size, 1)
         if not isinstance(name, str) or not name:
-            raise UsageError(
-                f"cannot {action}: expected a name that is a non-empty str, got {name!r}."
-            )
+            raise UsageError(f"name must be a non-empty str, got {name!r}.")
         self.name = name
         self.device = arguments.device("device", device)
         self.output_device = None
@@ -164,8 +154,7 @@ class ManagedBuffer(Store):
 
         Stale items are removed.
         """
-        action = arguments.calling(self, "sample_check")
-        request = Request.checked(action, size, cur_learner_iter, sample_range, replace)
+        request = Request.checked(size, cur_learner_iter, sample_range, replace)
         with self._lock:
             passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
             return self.prepare_sample(request) is not None and passes and not self._is_closed
@@ -190,9 +179,7 @@ class ManagedBuffer(Store):
             A list of copies. None if the range has fewer than `size` items (with `replace`, no
             items), or if the rate limiter rejects the sample.
         """
-        request = Request.checked(
-            arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace
-        )
+        request = Request.checked(size, cur_learner_iter, sample_range, replace)
         items: list[Any] | None = self._alone(
             request.size, False, lambda: self.prepare_sample(request)
         )
@@ -312,7 +299,7 @@ class ManagedBuffer(Store):
 
     def _get_state(self) -> State:
         limiter = None if self.rate_limiter is None else self.rate_limiter.state_dict()
-        numbers, tensors = self._saved_items().state(f"of {self.name!r}")
+        numbers, tensors = self._saved_items().state(f"the objects of buffer {self.name!r}")
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
 
     def _saved_items(self) -> ItemStore:
@@ -321,7 +308,7 @@ class ManagedBuffer(Store):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         store = ItemStore(self._store.capacity, self.device)
-        self._store = store.restore(numbers, tensors, f"of {self.name!r}")
+        self._store = store.restore(numbers, tensors, f"the objects of buffer {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
 
@@ -391,18 +378,14 @@ class ManagedBuffer(Store):
             name, row = split_unique_id(unique_id)
             if name != self.name:
                 raise UnknownNameError(
-                    f"cannot update a buffer: expected ids of {self.name!r}, got {unique_id!r}."
+                    f"the id {unique_id!r} does not belong to buffer {self.name!r}."
                 )
             rows.append(row)
         return rows
 
     def _check_open(self, is_push: bool) -> None:
         if self._is_closed:
-            action = "push into" if is_push else "sample from"
-            raise ClosedError(
-                f"cannot {action} {self.name!r}: expected an open buffer, got a closed one. "
-                "Make a new one."
-            )
+            raise ClosedError(f"buffer {self.name!r} is closed. Create a new buffer.")
 
 
 class NaiveReplayBuffer(ManagedBuffer):
@@ -513,7 +496,7 @@ def together(
             continue
         if is_push:
             raise RateLimitedError(
-                f"cannot push into {refusing.name!r}: expected draws to keep up, got "
-                f"{numbers[refusing]} more items. Sample first, or raise the tolerance."
+                f"the rate limiter of buffer {refusing.name!r} rejects {numbers[refusing]} items, "
+                "since too few were sampled. Sample first, or increase the tolerance."
             )
         return None

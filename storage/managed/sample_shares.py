@@ -11,17 +11,15 @@ import torch
 
 from ..core import arguments
 from ..core.random_indices import RANDOM_BITS, random_bits, scaled, whole_weights
-from ..errors import UsageError, in_parts
+from ..errors import UsageError
 from .item_store import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
 #: Tolerance of the sum of shares.
 _SLACK = 1e-6
 
 
-def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, float]:
+def checked_ratio(ratio: Any, names: Collection[str]) -> dict[str, float]:
     """Check shares by name and return a share for every name, 0 for a missing name.
-
-    Errors name the `action`, the call of the user.
 
     Raises:
         KeyError: A name is unknown.
@@ -29,7 +27,7 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
     """
     if not isinstance(ratio, Mapping):
         raise UsageError(
-            in_parts(action, "", "sample_ratio as shares by name", type(ratio).__name__)
+            f"sample_ratio must be a mapping of names to shares, got {type(ratio).__name__}."
         )
     shares = dict.fromkeys(names, 0.0)
     for name, share in ratio.items():
@@ -39,8 +37,7 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
     total = math.fsum(shares.values())
     if abs(total - 1) > _SLACK:
         raise UsageError(
-            f"cannot {action}: expected sample_ratio with shares that sum to 1, got {total} of "
-            f"{dict(ratio)}."
+            f"the shares of sample_ratio must add up to 1, got {total} for {dict(ratio)}."
         )
     return shares
 
@@ -89,16 +86,12 @@ def share_out_update(
         UsageError: An id is malformed, or the numbers of priorities and ids differ.
     """
     if not isinstance(info, Mapping):
-        raise UsageError(
-            in_parts("call BufferManager.update", "", "info as a mapping", type(info).__name__)
-        )
+        raise UsageError(f"info must be a mapping, got {type(info).__name__}.")
     ids = listed(info.get(UNIQUE_ID))
     priorities = info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
-        raise UsageError(
-            f"cannot call BufferManager.update: expected {len(ids)} priorities, got {len(values)}."
-        )
+        raise UsageError(f"{len(values)} priorities are given for {len(ids)} ids.")
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):
         name, _ = split_unique_id(unique_id)

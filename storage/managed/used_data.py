@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError, in_parts
+from ..errors import UsageError
 from .item_store import plain_number
 
 
@@ -115,7 +115,5 @@ def checked_data_id(value: Any) -> Any:
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
     except TypeError:
-        raise UsageError(
-            in_parts("track data", "", "a data_id that is hashable", repr(value)[:60])
-        ) from None
+        raise UsageError(f"data_id must be hashable, got {repr(value)[:60]}.") from None
     return data_id

@@ -73,7 +73,6 @@ class DictBuffer(RowBuffer):
         output_device: torch.device | str | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = arguments.creating(self)
         self.num_envs = arguments.whole("num_envs", num_envs, 1)
         self.end_key = normal(end_key, "end_key")
         self.auto_unsqueeze = arguments.flag("auto_unsqueeze", auto_unsqueeze)
@@ -83,10 +82,7 @@ class DictBuffer(RowBuffer):
         arguments.instance("nested_key_separator", nested_key_separator, "a str", str)
         self.capacity = arguments.whole("capacity", capacity, 1)
         if self.capacity % self.num_envs:
-            raise UsageError(
-                f"cannot {action}: expected a capacity that num_envs={num_envs} divides, got "
-                f"{capacity}."
-            )
+            raise UsageError(f"capacity must be a multiple of num_envs={num_envs}, got {capacity}.")
         super().__init__(self._row_options(), self._reader(), device, generator)
         self.nested_key_separator = nested_key_separator
 
@@ -129,7 +125,7 @@ class DictBuffer(RowBuffer):
         """
         batch_size = arguments.whole("batch_size", batch_size, 1)
         with self._lock:
-            ring = self._filled("sample")
+            ring = self._filled()
             with self._order.reads:
                 places = draw_uniformly(ring, batch_size, self._rows.generator)
                 self._last_drawn = places, 1
@@ -159,12 +155,12 @@ class DictBuffer(RowBuffer):
             request = TransitionRequest.of(options) if options else _PLAIN
         elif options:
             raise UsageError(
-                "cannot sample transitions: expected a request or options, got both, "
-                f"{', '.join(options)}."
+                f"request and the options {', '.join(options)} exclude each other. "
+                "Pass them in the request."
             )
         arguments.instance("request", request, "a TransitionRequest", TransitionRequest)
         with self._lock:
-            self._filled("sample transitions")
+            self._filled()
             sampler = self._last_sampler
             if sampler is None or not sampler.serves(request, self._rows.boundaries):
                 sampler = self._last_sampler = self._new_sampler(request)
@@ -189,8 +185,7 @@ class DictBuffer(RowBuffer):
             has_turned = order == "time" and ring.oldest % ring.num_slots != 0
             if has_turned and not copy:
                 raise UsageError(
-                    "cannot show the full buffer in order of time: expected copy=True, got "
-                    "copy=False and a closed ring."
+                    "order='time' requires copy=True, since new rows have overwritten the oldest."
                 )
             columns = {}
             with self._order.reads:
@@ -214,8 +209,8 @@ class DictBuffer(RowBuffer):
         boundaries = self._rows.boundaries
         if boundaries is None:
             raise UsageError(
-                "cannot sample transitions: expected fields that end trajectories, got no "
-                "end_key. Create the buffer with end_key."
+                "the buffer has no end_key, so the ends of trajectories are unknown. "
+                "Create it with end_key."
             )
         # The sampler writes its reward weights to the device. Other streams wait for that write.
         with self._order.writes:
@@ -271,8 +266,8 @@ class ZBuffer(RowBuffer):
         values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "z")).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
             raise SchemaError(
-                f"cannot call ZBuffer.add: expected z of shape [n, {self.dim}], got "
-                f"{values.dtype} {list(values.shape)}."
+                f"z has dtype {values.dtype} and shape {list(values.shape)}, "
+                f"expected real numbers [n, {self.dim}]."
             )
         with self._lock, self._order.writes:
             self._vectors.write([values.unsqueeze(1)])
@@ -286,7 +281,7 @@ class ZBuffer(RowBuffer):
         num = arguments.whole("num", num, 1)
         device = arguments.optional_device("device", device)
         with self._lock:
-            ring: RingStore = self._filled("call ZBuffer.sample")
+            ring: RingStore = self._filled()
             with self._order.reads:
                 places = draw_uniformly(ring, num, self._rows.generator)
                 vectors: torch.Tensor = ring.gather(places, contiguous=True)[_NAME]
@@ -306,8 +301,8 @@ class ZBuffer(RowBuffer):
         super()._set_tables(numbers, tables)
         ring = self._rows.ring
         if ring is None or ring.schema != schema:
-            got = "none" if ring is None else repr(ring.schema)
-            raise SchemaError(f"cannot load vectors: expected {schema!r}, got {got}.")
+            saved = "no vectors" if ring is None else repr(ring.schema)
+            raise SchemaError(f"the state has {saved}, expected {schema!r}.")
         self._vectors = ring
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:

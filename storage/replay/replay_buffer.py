@@ -79,12 +79,11 @@ class ReplayBuffer(RowFront, Store):
             FieldTypeError: A dtype cannot be converted to float32 without loss. Nothing is written.
         """
         schema = self._ring.schema
-        action = "call ReplayBuffer.insert"
         first = fit(schema["states"], states, num_lead=1)
         following = fit(schema["next_states"], next_states, num_lead=1)
         if len(first) != len(following):
             raise SchemaError(
-                f"cannot {action}: expected {len(first)} next_states, got {len(following)}."
+                f"next_states has {len(following)} rows, and states has {len(first)}."
             )
         with self._lock, self._order.writes:
             self._ring.write([first.unsqueeze(1), following.unsqueeze(1)])
@@ -101,10 +100,9 @@ class ReplayBuffer(RowFront, Store):
             UsageError: An argument is out of range. Raised by this call, not by the first `next`.
             BufferEmptyError: There are no pairs. Raised by this call, not by the first `next`.
         """
-        action = "call ReplayBuffer.feed_forward_generator"
         num_mini_batch = arguments.whole("num_mini_batch", num_mini_batch, 0)
         mini_batch_size = arguments.whole("mini_batch_size", mini_batch_size, 1)
-        self._check_filled(action)
+        self._check_filled()
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     @torch.no_grad()
@@ -116,16 +114,14 @@ class ReplayBuffer(RowFront, Store):
         """
         size = arguments.whole("size", size, 1)
         with self._lock:
-            self._check_filled("call ReplayBuffer.sample")
+            self._check_filled()
             with self._order.reads:
                 pairs = self._ring.gather(draw_uniformly(self._ring, size, self._rows.generator))
             return pairs["states"], pairs["next_states"]
 
-    def _check_filled(self, action: str) -> None:
+    def _check_filled(self) -> None:
         if not self._ring.total:
-            raise BufferEmptyError(
-                f"cannot {action}: expected states, got an empty buffer. Call insert() first."
-            )
+            raise BufferEmptyError("the buffer is empty. Call insert() first.")
 
     def _get_state(self) -> State:
         rows = self._rows.state()

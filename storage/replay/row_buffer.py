@@ -97,14 +97,11 @@ class RowBuffer(RowFront, BufferStore):
     def _has_lanes_in_file(self) -> bool:
         return self.num_envs > 1
 
-    def _filled(self, action: str) -> RingStore:
+    def _filled(self) -> RingStore:
         """Return the ring. Raises `BufferEmptyError` if the ring has no rows."""
         ring = self._rows.ring
         if ring is None or not ring.total:
-            raise BufferEmptyError(
-                f"cannot {action} from a {type(self).__name__}: expected rows, got none. Call "
-                f"{self._WRITER}() first."
-            )
+            raise BufferEmptyError(f"the buffer is empty. Call {self._WRITER}() first.")
         return ring
 
     def _arguments(self) -> dict[str, Any]:
@@ -140,8 +137,7 @@ class RowBuffer(RowFront, BufferStore):
             numbers["has_finals"] = True
             if ROW_KEY in rows.final_columns:
                 raise SchemaError(
-                    f"cannot save final rows: expected fields of other names than {ROW_KEY!r}, "
-                    "got one of that name."
+                    f"the field name {ROW_KEY!r} is reserved for final rows. Rename the field."
                 )
             tensors[f"{FINALS}/{ROW_KEY}"] = rows.final_keys.unsqueeze(1)
             tensors |= {f"{FINALS}/{name}": column for name, column in rows.final_columns.items()}
@@ -162,8 +158,7 @@ class RowBuffer(RowFront, BufferStore):
         num_lanes = next(iter(table.shapes.values()))[1] if num_lead == 2 else 1
         if table.num_rows > num_slots:
             raise SchemaError(
-                f"cannot load rows: expected at most {num_slots} rows, the capacity, got "
-                f"{table.num_rows} rows."
+                f"the state has {table.num_rows} rows, and the capacity is {num_slots}."
             )
         total = rows_written(numbers, table.num_rows, num_slots, self.num_envs)
         rows.load(table.schema(num_lead), num_lanes, total, lane_parts(table, num_lead), numbers)

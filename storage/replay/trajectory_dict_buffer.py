@@ -22,7 +22,7 @@ from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import LateNumber, last_copies, lasting, sent
 from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
-from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError, in_parts
+from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
 from ..ring.row_store import RowFront, RowOptions, RowStore
 from ..saving.buffer_store import BufferStore
 from ..saving.hdf5_columns import Table
@@ -31,8 +31,6 @@ from ..saving.saved_store import State
 from .row_buffer import lane_parts, on_device
 from .trajectory_window_buffer import as_list, check_length, count_windows
 
-_ACTION = "sample windows"
-_MAKE = "make a trajectory buffer"
 _OPTIONS = (
     "seq_length",
     "output_key_t",
@@ -199,7 +197,6 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             idxs: Indices of episodes, `[num]`. For a repeated index the last priority is used. None
                 for all episodes.
         """
-        action = "update priorities"
         values = numbers("priorities", priorities).flatten()
         places = None if idxs is None else numbers("idxs", idxs).flatten()
         is_on_cpu = self.device.type == "cpu"
@@ -208,15 +205,9 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         elif places is None:
             places = torch.arange(self.num_episodes, device=self.device)
         if len(values) != len(places):
-            raise UsageError(
-                f"cannot {action}: expected {len(places)} priorities, one per index, got "
-                f"{len(values)}."
-            )
+            raise _count_differs(values, places)
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise UsageError(
-                f"cannot {action}: expected integers as indices, idxs, got {places.dtype}. A "
-                "mask has nonzero()."
-            )
+            raise _not_integers(places)
         with self._lock, self._order.writes:
             if is_on_cpu:
                 self._set_priorities(values, places)
@@ -230,30 +221,18 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         """Check priorities and indices on the CPU."""
         values = values.to(torch.float64)
         places = torch.arange(self.num_episodes, device="cpu") if places is None else places
-        action = "update priorities"
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise UsageError(
-                f"cannot {action}: expected integers as indices, idxs, got {places.dtype}. A "
-                "mask has nonzero()."
-            )
+            raise _not_integers(places)
         if len(values) != len(places):
+            raise _count_differs(values, places)
+        wrong_values = values[~torch.isfinite(values) | (values < 0)]
+        if len(wrong_values):
+            raise UsageError(f"priorities must be finite and >= 0, got {wrong_values[0].item()}.")
+        wrong_places = places[(places < 0) | (places >= self.num_episodes)]
+        if len(wrong_places):
             raise UsageError(
-                f"cannot {action}: expected {len(places)} priorities, one per index, got "
-                f"{len(values)}."
+                f"idxs must be in 0:{self.num_episodes}, got {wrong_places[0].item()}."
             )
-        for wrong, expected, shown in (
-            (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
-            (
-                (places < 0) | (places >= self.num_episodes),
-                f"idxs of episodes below {self.num_episodes}",
-                places,
-            ),
-        ):
-            if bool(wrong.any()):
-                place = int(wrong.nonzero()[0])
-                raise UsageError(
-                    in_parts(action, f"at index {place}", expected, str(shown[place].item()))
-                )
         return values, places
 
     def _set_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
@@ -290,9 +269,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             num_wrong = received[0] - self._num_wrong_raised
             self._num_wrong_raised = received[0]
             raise UsageError(
-                "cannot update priorities: expected finite priorities >= 0 of episodes below "
-                f"{self.num_episodes}, got {num_wrong} others at an earlier call, which were "
-                "left out."
+                f"an earlier call passed {num_wrong} invalid priorities or idxs, which were ignored. "
+                f"Priorities must be finite and >= 0, and idxs in 0:{self.num_episodes}."
             )
         received = self._late_empty.receive()
         if received is not None and received[0]:
@@ -340,7 +318,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         lengths = numbers["lengths"]
         if table.num_rows != sum(lengths):
             raise SchemaError(
-                f"cannot load episodes: expected {sum(lengths)} frames, got {table.num_rows}."
+                f"the state has {table.num_rows} frames, and its lengths add up to {sum(lengths)}."
             )
         self._set_up(lengths, numbers)
         self._load_rows(table.schema(1), lane_parts(table, 1))
@@ -352,8 +330,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         if priorities.shape != self.lengths.shape or not bool(
             (priorities >= 0).all() & priorities.isfinite().all()
         ):
-            expected = f"{self.num_episodes} finite priorities >= 0"
-            raise SchemaError(in_parts("load a state", "", expected, str(priorities.tolist())[:60]))
+            raise SchemaError(
+                f"priorities of the state must be {self.num_episodes} finite numbers >= 0, got "
+                f"{str(priorities.tolist())[:60]}."
+            )
         self.priorities = priorities
 
     def _set_devices(
@@ -408,8 +388,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             longest = int(self._frame_counts.max())
             if longest < needed:
                 raise UsageError(
-                    f"cannot {_ACTION}: expected an episode of at least {needed} frames, got a "
-                    f"longest one of {longest}."
+                    f"the longest episode has {longest} frames, and a window needs {needed}."
                 )
             is_long = self.lengths >= needed
             weights = torch.where(is_long, self.priorities, 0.0)
@@ -422,6 +401,16 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
                 weights = is_long.to(torch.float32)
             self._drawn_by[needed] = Weighted(weights)
         return self._drawn_by[needed]
+
+
+def _count_differs(values: torch.Tensor, places: torch.Tensor) -> UsageError:
+    return UsageError(f"{len(values)} priorities are given for {len(places)} idxs.")
+
+
+def _not_integers(places: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"idxs must be integers, got {places.dtype}. For a mask, pass mask.nonzero().flatten()."
+    )
 
 
 def _read(
@@ -439,12 +428,9 @@ def _read(
     """
     names = [None] * len(episodes) if file_names is None else list(file_names)
     if not episodes or len(names) != len(episodes):
-        expected = (
-            f"{len(episodes)} file names, one per episode" if episodes else "at least one episode"
-        )
-        raise UsageError(
-            f"cannot {_MAKE}: expected {expected}, got {str(len(names)) if episodes else 'none'}."
-        )
+        if not episodes:
+            raise UsageError("episodes is empty. Pass at least one episode.")
+        raise UsageError(f"{len(names)} file names are given for {len(episodes)} episodes.")
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
     # If an episode has no leaf of motion ids, they are stored in `motion_ids` and not as a column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
@@ -454,7 +440,7 @@ def _read(
         if not keeps_ids:
             columns.pop(motion_name, None)
         if not columns:
-            raise UsageError(f"cannot {_MAKE} of episode {number}: expected columns, got none.")
+            raise UsageError(f"episode {number} has no columns.")
         if end_name not in columns:
             length = len(next(iter(columns.values())))
             columns[end_name] = torch.zeros((length, 1), dtype=torch.bool, device="cpu")
@@ -464,13 +450,11 @@ def _read(
             error.message = f"episode {number}: {error.message}"
             raise
         if rows is None or not rows.num_rows:
-            raise UsageError(
-                f"cannot {_MAKE} of episode {number}: expected at least one frame, got none."
-            )
+            raise UsageError(f"episode {number} has no frames.")
         if reader.schema is None:
             reader.freeze(rows.schema, 1)
         place = list(rows.schema).index(end_name)
-        for piece in _split(rows.tensors, place, split_on_end, f"of episode {number}"):
+        for piece in _split(rows.tensors, place, split_on_end, number):
             found.append((piece, motion_id, names[number] or own_name))
     assert reader.schema is not None
     return reader.schema, found
@@ -490,14 +474,14 @@ def _take_apart(
 
 
 def _split(
-    rows: list[torch.Tensor], place: int, split_on_end: bool, where: str
+    rows: list[torch.Tensor], place: int, split_on_end: bool, number: int
 ) -> Iterator[list[torch.Tensor]]:
     """Split an episode after each set end flag and reset the end flags of the pieces."""
     inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
     if inside and not split_on_end:
         raise UsageError(
-            f"cannot {_MAKE} {where}: expected an end flag on the last frame only, got one on "
-            f"frame {inside[0]}. Cut it there, or give split_on_end=True."
+            f"episode {number} has an end flag on frame {inside[0]}, before its last frame. "
+            "Pass split_on_end=True to split it."
         )
     for start, stop in pairwise([0, *(step + 1 for step in inside), len(rows[0])]):
         piece = [leaf[start:stop] for leaf in rows]
@@ -525,7 +509,7 @@ class PrefixSum:
             whole("max_len", expected, 0)
         if not isinstance(lengths, Iterable):
             raise UsageError(
-                in_parts("create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60])
+                f"lengths must be a list of lengths or a number, got {repr(lengths)[:60]}."
             )
         #: End of each episode, as a running number of frames. `_ends[_first]` is the start of the
         #: oldest episode.
@@ -584,9 +568,7 @@ class PrefixSum:
         if not values.size:
             return
         if values.ndim != 1 or values.dtype.kind not in "iu" or (values < 0).any():
-            raise UsageError(
-                in_parts("add episodes", "", "lengths >= 0", repr(values.tolist())[:60])
-            )
+            raise UsageError(f"lengths must be integers >= 0, got {repr(values.tolist())[:60]}.")
         self._make_room(len(values))
         stop = self._last + len(values)
         self._ends[self._last + 1 : stop + 1] = self._ends[self._last] + np.cumsum(
@@ -602,8 +584,7 @@ class PrefixSum:
         """
         if not is_whole(num_episodes) or not 0 <= num_episodes <= len(self):
             raise OutOfRangeError(
-                f"cannot drop episodes: expected num_episodes in 0 to {len(self)}, got "
-                f"{num_episodes!r}."
+                f"num_episodes must be in 0:{len(self) + 1}, got {num_episodes!r}."
             )
         before = self.total
         self._first += int(num_episodes)
@@ -621,15 +602,12 @@ class PrefixSum:
         """
         wanted = np.asarray(index)
         if wanted.size and wanted.dtype.kind not in "iu":
-            raise OutOfRangeError(
-                f"cannot locate frames: expected an index of integers, got {wanted.dtype}."
-            )
+            raise OutOfRangeError(f"index must have an integer dtype, got {wanted.dtype}.")
         wanted = wanted.astype(np.int64)
         outside = (wanted < 0) | (wanted >= self.total)
         if outside.any():
             raise OutOfRangeError(
-                f"cannot locate a frame: expected an index in [0, {self.total}), got "
-                f"{wanted[outside].flat[0]}."
+                f"index must be in 0:{self.total}, got {wanted[outside].flat[0]}."
             )
         ends = self._ends[self._first : self._last + 1]
         episode = np.searchsorted(ends, wanted + ends[0], side="right") - 1

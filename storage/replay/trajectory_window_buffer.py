@@ -21,7 +21,6 @@ from .row_buffer import on_device
 
 #: Default end flags. Fields missing from the rows are ignored.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
-_ACTION = "sample windows"
 
 
 class TrajectoryDictBufferMultiDim(DictBuffer):
@@ -81,20 +80,17 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         generator: torch.Generator | int | None = None,
         num_envs: int = 1,
     ) -> None:
-        action = arguments.creating(self)
         arguments.choice("n_dim", n_dim, (1, 2))
         arguments.choice("start_mode", start_mode, ("uniform", "trajectory"))
         arguments.choice("at_end", at_end, ("exclude", "mark"))
         if arguments.whole("num_envs", num_envs, 1) != 1:
             raise UsageError(
-                f"cannot {action}: expected n_dim=2 for several environments, got "
-                f"num_envs={num_envs!r}."
+                f"num_envs must be 1, got {num_envs!r}. Pass n_dim=2 for several environments."
             )
-        check_length(seq_length, action)
+        check_length(seq_length)
         if seq_length > arguments.whole("capacity", capacity, 1):
             raise UsageError(
-                f"cannot {action}: expected a seq_length of at most capacity, {capacity}, got "
-                f"{seq_length}."
+                f"seq_length must be at most the capacity of {capacity}, got {seq_length}."
             )
         self.n_dim = n_dim
         self.seq_length = int(seq_length)
@@ -137,7 +133,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
         with self._lock:
-            self._filled("sample windows")
+            self._filled()
             boundaries = self._rows.boundaries
             assert boundaries is not None
             with self._order.reads:
@@ -160,8 +156,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         copy = arguments.flag("copy", copy)
         if order not in ("ring", "time") or not copy:
             raise UsageError(
-                "cannot get the full buffer: expected order 'ring' or 'time', and copy=True, "
-                f"got {order!r} and copy={copy}."
+                f"order must be 'ring' or 'time', with copy=True, got {order!r} and copy={copy}."
             )
         with self._lock:
             boundaries = self._rows.boundaries
@@ -209,8 +204,8 @@ def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
     names = [name for name in DEFAULT_END_KEYS if name in schema]
     if not names:
         raise SchemaError(
-            "cannot find what ends a trajectory: expected one of "
-            f"{', '.join(DEFAULT_END_KEYS)}, got {', '.join(schema)}. Give end_key."
+            f"the rows have no end flag ({', '.join(DEFAULT_END_KEYS)}) among their fields "
+            f"{', '.join(schema)}. Pass end_key."
         )
     return end_places(schema, names)
 
@@ -222,7 +217,7 @@ def as_list(keys: Sequence[Key], argument: str) -> list[str]:
     return [flat_name(key, argument) for key in listed]
 
 
-def check_length(length: Any, action: str = _ACTION) -> int:
+def check_length(length: Any) -> int:
     """Return a window length as an int. Raises `UsageError` if it is not an integer >= 1."""
     return arguments.whole("seq_length", length, 1)
 
@@ -232,8 +227,7 @@ def count_windows(batch_size: int, length: int) -> int:
     length = check_length(length)
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(
-            f"cannot {_ACTION}: expected a batch_size that is a multiple of seq_length "
-            f"{length}, got {batch_size!r}."
+            f"batch_size must be a multiple of seq_length {length}, got {batch_size!r}."
         )
     return int(batch_size) // length
 
@@ -272,26 +266,20 @@ def motion_priorities(
         Priorities `[E]`, not normalized: a new tensor on the device of the scores, with their
         floating dtype (float32 for integers and lists).
     """
-    action = "turn scores into priorities"
     arguments.choice("mode", mode, _MODES)
     for name, number in (("min_value", min_value), ("max_value", max_value), ("scale", scale)):
         arguments.real(name, number, "a number", lambda x: True)
     if not min_value <= max_value:
-        raise UsageError(
-            f"cannot {action}: expected min_value <= max_value, got {min_value} and {max_value}."
-        )
+        raise UsageError(f"min_value must be at most max_value, got {min_value} and {max_value}.")
     values = numbers("scores", scores)
     if values.dim() != 1:
         raise UsageError(
-            f"cannot {action}: expected scores of shape [E], one per trajectory, got "
-            f"{list(values.shape)}."
+            f"scores has shape {list(values.shape)}, expected [E], a score for each trajectory."
         )
     if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
         values = values.to(torch.float32)
     wrong = (~torch.isfinite(values)).nonzero()
     if len(wrong):
         place = int(wrong[0])
-        raise UsageError(
-            f"cannot {action} at index {place}: expected finite scores, got {float(values[place])}."
-        )
+        raise UsageError(f"scores must be finite, got {float(values[place])} at index {place}.")
     return _MODES[mode](values.clamp(min_value, max_value) * scale)
