@@ -30,7 +30,7 @@ from ..core.memory import (
     writes_in_order,
 )
 from ..core.records import numbers
-from ..errors import SchemaError, UsageError, in_parts
+from ..errors import SchemaError, UsageError
 from ..ring.ring_store import cells, keys_in
 from ..saving.saved_store import checked_count, checked_tensor
 from .priority_rules import Limits, PriorityRule
@@ -461,18 +461,17 @@ class PrioritizedRing:
             UsageError: A priority is negative, not finite or too large to be summed, or the number
                 of priorities is wrong.
         """
-        action = "take priorities"
         try:
             given = priorities
             if not isinstance(given, torch.Tensor):
                 given = torch.as_tensor(given, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
             raise UsageError(
-                in_parts(action, "", "priorities as numbers", type(priorities).__name__)
+                f"priorities must be numbers, got {type(priorities).__name__}."
             ) from cause
         if given.is_complex() or given.layout is not torch.strided:
             raise UsageError(
-                f"cannot {action}: expected real numbers, got {given.layout} {given.dtype}."
+                f"priorities must be real and dense, got {given.dtype}, {given.layout}."
             )
         if not given.is_cpu and given.device != self.device:
             given = given.to(self.device)
@@ -485,7 +484,7 @@ class PrioritizedRing:
         if found.ndim and found.shape != (num_rows,):
             if prod(found.shape) != num_rows:
                 raise UsageError(
-                    f"cannot {action}: expected {num_rows} of them, got shape {list(found.shape)}."
+                    f"priorities has shape {list(found.shape)}, expected [{num_rows}]."
                 )
             found = found.reshape(num_rows)
         if not num_rows:
@@ -496,10 +495,10 @@ class PrioritizedRing:
         largest = float(found.max())
         if not 0 <= least <= largest < inf:  # With a NaN, `least` and `largest` are NaN.
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
-            raise UsageError(f"cannot {action}: expected finite numbers >= 0, got {wrong}.")
+            raise UsageError(f"priorities must be finite and >= 0, got {wrong}.")
         if largest + self.rule.eps > self._largest_priority:
             raise UsageError(
-                f"cannot {action}: expected numbers whose weights can be summed, got {largest}."
+                f"the priority {largest} is too large, since the sum of all weights would overflow."
             )
         if not self._is_on_cpu:
             return sent(found, self.device).expand(num_rows), largest
@@ -519,10 +518,7 @@ class PrioritizedRing:
         if found.dim() != 1 or (
             len(found) and (found.is_floating_point() or found.dtype is torch.bool)
         ):
-            raise UsageError(
-                f"cannot update priorities: expected ids [n] of integers, got {found.dtype} "
-                f"{list(found.shape)}."
-            )
+            raise UsageError(f"ids must be integers [n], got {found.dtype} {list(found.shape)}.")
         found = found if found.dtype is torch.int64 else found.long()
         if found.device != self.device:
             found = sent(found, self.device)
@@ -591,22 +587,18 @@ class PrioritizedRing:
     def _read_numbers(self) -> None:
         """Raise `UsageError` for invalid priorities or missing weights of earlier calls."""
         received = self._late_wrong.receive()
-        num_wrong = 0 if received is None else received[0][0] - received[0][1]
-        if num_wrong > self._num_wrong_raised:
-            got = (
-                f"{num_wrong - self._num_wrong_raised} others at earlier calls, which were left out"
-            )
-            self._num_wrong_raised = num_wrong
+        if received is not None and received[0] > self._num_wrong_raised:
+            num_wrong = received[0] - self._num_wrong_raised
+            self._num_wrong_raised = received[0]
             raise UsageError(
-                "cannot take priorities: expected finite numbers >= 0 whose weights can be "
-                f"summed, got {got}."
+                f"earlier calls passed {num_wrong} invalid priorities, which were ignored. "
+                "Priorities must be finite and >= 0."
             )
         received = self._late_mass.receive()
         if received is not None and not received[0]:
             self._has_mass = False
-            got = "none at an earlier call, whose batch must not be used"
             raise UsageError(
-                f"cannot draw by priority: expected a row with a weight above 0, got {got}."
+                "an earlier call found no row with a weight above 0. Discard its batch."
             )
 
     def _set(
@@ -681,8 +673,7 @@ class PrioritizedRing:
         for name in ("max_priority", "num_draws", "num_dead_updates"):
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError(
-                    f"cannot load a state with {name!r}: expected a finite number >= 0, got "
-                    f"{numbers[name]!r}."
+                    f"{name} of the state must be finite and >= 0, got {numbers[name]!r}."
                 )
         self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
         weights = tensors["weights"]
@@ -690,14 +681,10 @@ class PrioritizedRing:
         counts = row_ids != _NO_ROW
         if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
             raise SchemaError(
-                "cannot load a state with 'weights': expected finite weights >= 0 of rows, got "
-                "others."
+                "weights of the state must be finite and >= 0, and 0 where there is no row."
             )
         if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
-            raise SchemaError(
-                "cannot load a state with 'row_ids': expected the ids of the rows in their "
-                "places, got others."
-            )
+            raise SchemaError("row_ids of the state do not match the slots of the rows.")
         self._weights.rebuild(weights)
         self._least.note_first(num_places)
         self.priorities[:num_places] = tensors["priorities"]

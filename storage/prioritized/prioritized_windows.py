@@ -62,15 +62,11 @@ class PrioritizedWindows(RowFront, Store):
         device: torch.device | str = "cpu",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = arguments.creating(self)
         self.capacity = arguments.whole("capacity", capacity, 1)
         self.seq_length = arguments.whole("seq_length", seq_length, 1)
         self.stride = arguments.whole("stride", stride, 1)
         if seq_length > capacity:
-            raise UsageError(
-                f"cannot {action}: expected a capacity of at least {seq_length}, one window, "
-                f"got {capacity}."
-            )
+            raise UsageError(f"capacity must be at least seq_length, {seq_length}, got {capacity}.")
         self.end_key = normal(end_key, "end_key")
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = arguments.device("device", device)
@@ -138,8 +134,7 @@ class PrioritizedWindows(RowFront, Store):
             drawn = self._windows.draw(num_windows, self._rows.generator)
             if ring is None or drawn is None:
                 raise BufferEmptyError(
-                    f"cannot sample windows: expected {self.seq_length} steps of a trajectory, "
-                    "got fewer."
+                    f"no trajectory has {self.seq_length} steps yet. Add more steps."
                 )
             lane, last = ring.named(drawn.ids)
             places = ring.place(lane, last - (self.seq_length - 1))
@@ -264,14 +259,13 @@ def sequence_priorities(
     Returns:
         eta * max |e| + (1 - eta) * mean |e|: `[S]` of the dtype of `errors`, a new tensor.
     """
-    action = "turn errors into priorities"
     arguments.instance("errors", errors, "a tensor [S, L]", torch.Tensor)
     arguments.real("eta", eta, "in [0, 1]", lambda share: 0 <= share <= 1)
     if mask is not None:
         arguments.instance("mask", mask, "a tensor [S, L]", torch.Tensor)
     if errors.dim() != 2 or (mask is not None and mask.shape != errors.shape):
         raise UsageError(
-            f"cannot {action}: expected errors [S, L], a mask like them, got "
+            "errors must have shape [S, L], and mask the shape of errors, got "
             f"{[list(x.shape) for x in (errors, mask) if x is not None]}."
         )
     sizes = errors.detach().abs()

@@ -12,7 +12,7 @@ import torch
 
 from ..core import arguments
 from ..core.records import numbers
-from ..errors import OutOfRangeError, UsageError, in_parts
+from ..errors import OutOfRangeError, UsageError
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
 #: Relative tolerance of a mass above the sum.
@@ -62,7 +62,7 @@ class SegmentTree:
 
     def __getitem__(self, index: Any) -> Any:
         """Return the number at an index as a float, or the numbers at indices as a tensor."""
-        wanted = self._indices(index, "read from")
+        wanted = self._indices(index)
         found = self._tree.read(wanted.flatten()).view(wanted.shape)
         return found if _is_many(index) else float(found)
 
@@ -76,21 +76,18 @@ class SegmentTree:
             IndexError: An index is out of range.
             ValueError: A value is NaN; in a tree of sums, also if a value is infinite.
         """
-        wanted = self._indices(index, "write to")
+        wanted = self._indices(index)
         values = numbers("value", value).to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
-            expected = f"one value, or values of shape {list(wanted.shape)}"
             raise UsageError(
-                f"cannot write to a segment tree: expected {expected}, got shape "
-                f"{list(values.shape)}."
+                f"values has shape {list(values.shape)}, expected [] or {list(wanted.shape)}."
             )
         is_sum = isinstance(self._tree, SumTree)
         wrong = ~torch.isfinite(values) if is_sum else torch.isnan(values)
         if bool(wrong.any()):
-            expected = "finite numbers" if is_sum else "numbers"
+            condition = "finite" if is_sum else "numbers other than NaN"
             raise UsageError(
-                f"cannot write to a segment tree: expected {expected}, got "
-                f"{float(values[wrong].flatten()[0])}."
+                f"values must be {condition}, got {float(values[wrong].flatten()[0])}."
             )
         self._may_be_negative |= bool((values < 0).any())
         self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
@@ -109,8 +106,7 @@ class SegmentTree:
             or not 0 <= start <= stop <= self.capacity
         ):
             raise OutOfRangeError(
-                f"cannot reduce a segment tree: expected 0 <= start <= end <= {self.capacity}, "
-                f"got [{start}, {stop})."
+                f"0 <= start <= end <= {self.capacity} must hold, got start {start} and end {stop}."
             )
         return self._tree.reduce(int(start), int(stop))
 
@@ -129,24 +125,18 @@ class SegmentTree:
             ValueError: The operation is not "sum", all numbers are 0, a number is negative, or a
                 mass is out of range.
         """
-        action = "find a mass"
         tree = self._tree
         if not isinstance(tree, SumTree):
             raise UsageError(
-                in_parts(action, "in a segment tree", "operation 'sum'", type(self).__name__)
+                f"find_prefixsum_idx requires a tree of sums, got a {type(self).__name__}."
             )
         masses = numbers("mass", mass).to(self.device, torch.float64)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
-            raise UsageError(
-                f"cannot {action} in a segment tree: expected numbers >= 0, got {least}."
-            )
+            raise UsageError(f"the values of the tree must be >= 0, got {least}.")
         total = tree.reduce()
         if total <= 0:
-            raise UsageError(
-                f"cannot {action} in a segment tree: expected a number above 0, got only "
-                "zeros. Set a weight first."
-            )
+            raise UsageError("all values of the tree are 0. Set a value above 0 first.")
         # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces
         # it.
         is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
@@ -154,8 +144,7 @@ class SegmentTree:
         outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
         if bool(outside.any()):
             raise UsageError(
-                f"cannot {action} in a segment tree: expected masses in [0, {total}], got "
-                f"{float(masses[outside].flatten()[0])}."
+                f"mass must be in [0, {total}], got {float(masses[outside].flatten()[0])}."
             )
         found = tree.find(masses.flatten())
         assert found is not None
@@ -165,18 +154,16 @@ class SegmentTree:
         """Check the invariants: return (whether all hold, a description of the first that does not)."""
         return self._tree.check_valid()
 
-    def _indices(self, index: Any, action: str) -> torch.Tensor:
+    def _indices(self, index: Any) -> torch.Tensor:
         """Check indices; return int64 indices >= 0. Negative indices count from the end."""
         wanted = numbers("index", index).to(self.device)
         if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
-            raise UsageError(
-                f"cannot {action} a segment tree: expected integer indices, got {wanted.dtype}."
-            )
+            raise UsageError(f"index must have an integer dtype, got {wanted.dtype}.")
         wanted = wanted.long()
         outside = (wanted < -self.capacity) | (wanted >= self.capacity)
         if bool(outside.any()):
             raise OutOfRangeError(
-                f"cannot {action} a segment tree: expected indices below {self.capacity}, got "
+                f"index must be in {-self.capacity}:{self.capacity}, got "
                 f"{int(wanted[outside].flatten()[0])}."
             )
         return torch.where(wanted < 0, wanted + self.capacity, wanted)

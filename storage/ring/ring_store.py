@@ -204,10 +204,7 @@ class RingStore:
                 for name in names_below(self.schema, key, argument)
             ]
             if next_keys and not apart and not self.num_guards:
-                raise UsageError(
-                    "cannot cut rows and those that follow: expected a ring with guards, got "
-                    "one without."
-                )
+                raise UsageError("this buffer cannot return rows together with their next rows.")
             if len(self._cuts) >= _MAX_CUTS:
                 self._cuts.clear()
             found = self._cuts[asked] = Cut(

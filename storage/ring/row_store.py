@@ -18,7 +18,7 @@ from ..core.fields import Schema, flatten
 from ..core.memory import StreamOrder, lasting, sent, sent_together
 from ..core.random_indices import uniform
 from ..core.records import RecordReader, Rows
-from ..errors import SchemaError, UsageError, in_parts
+from ..errors import SchemaError, UsageError
 from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
@@ -283,14 +283,12 @@ class RowStore:
         boundaries = self.boundaries
         if ring is None or boundaries is None:
             raise SchemaError(
-                "cannot load final rows: expected a buffer with end_key, and rows, got one without."
+                "the state has final rows, and this buffer has no end_key or no rows."
             )
         lane, row_id = ring.named(keys.long().to(ring.device))
         is_live = (row_id >= ring.oldest) & (row_id < ring.total)
         if not bool((is_live & boundaries.ended(lane, row_id)).all()):
-            raise SchemaError(
-                "cannot load final rows: expected keys of rows that ended a trajectory, got others."
-            )
+            raise SchemaError("the state has final rows for rows that do not end a trajectory.")
         with self.order.writes:
             boundaries.restore_finals(Schema(ring.schema[name] for name in columns), keys, columns)
 
@@ -302,7 +300,7 @@ class RowStore:
         """Check final observations and return them as rows."""
         if not places:
             raise UsageError(
-                "cannot add final rows: expected a buffer with end_key, got one without."
+                "final requires a buffer with end_key. Create the buffer with end_key."
             )
         finals = None if self.boundaries is None else self.boundaries.finals
         num_lanes = rows.tensors[0].shape[1]
@@ -316,11 +314,8 @@ class RowStore:
                 reader.freeze(finals.schema, num_lanes)
             read = reader.rows_again(final) or reader.read(final)
         if read is None or read.num_rows != rows.num_rows:
-            got = "none" if read is None else str(read.num_rows)
-            raise SchemaError(
-                f"cannot add final rows: expected {rows.num_rows} rows, as many as data has, "
-                f"got {got}."
-            )
+            num_finals = 0 if read is None else read.num_rows
+            raise SchemaError(f"final has {num_finals} rows, and data has {rows.num_rows}.")
         return read
 
     def _write(self, ring: RingStore, rows: Rows, last_rows: Rows | None) -> None:
@@ -387,7 +382,7 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
         raise SchemaError(
-            f"cannot load a state: expected an accepted_share above 0, at most 1, got {share}."
+            f"accepted_share of the state must be above 0 and at most 1, got {share}."
         )
     return max(share, _LEAST_SHARE)
 
@@ -401,6 +396,8 @@ def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch
         or ages.shape != (num_lanes,)
         or not bool(((ages >= 0) & (ages <= most)).all())
     ):
-        expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"
-        raise SchemaError(in_parts("load a state", "", expected, repr(listed)[:100]))
+        raise SchemaError(
+            f"oldest_ages of the state must be {num_lanes} integers in 0:{most + 1}, got "
+            f"{repr(listed)[:100]}."
+        )
     return ages

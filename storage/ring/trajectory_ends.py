@@ -342,22 +342,21 @@ class EndedRows:
         Raises:
             SchemaError: Keys or leaves have a wrong shape, dtype or order.
         """
-        action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(
-                f"cannot {action}: expected their keys as [num] int64, got {keys.dtype} "
-                f"{list(keys.shape)}."
+                f"keys of final rows have dtype {keys.dtype} and shape {list(keys.shape)}, "
+                "expected int64 [num]."
             )
         for name, leaf in leaves.items():
             field = self.schema[name]
             shape = [len(keys), *self.schema[name].shape]
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
                 raise SchemaError(
-                    f"cannot {action} with {name!r}: expected {field.torch_dtype} {shape}, got "
-                    f"{leaf.dtype} {list(leaf.shape)}."
+                    f"field {name!r} of final rows has dtype {leaf.dtype} and shape "
+                    f"{list(leaf.shape)}, expected {field.torch_dtype} {shape}."
                 )
         if not bool((keys[1:] > keys[:-1]).all()):
-            raise SchemaError(f"cannot {action}: expected ascending keys, got others.")
+            raise SchemaError("keys of final rows are not ascending.")
         device = self._ring.device
         self.num_places = max(self.num_places, len(keys))
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=device)

@@ -17,11 +17,10 @@ from ..core import arguments
 from ..core.fields import signed, unflatten
 from ..core.memory import LateNumber, lasting, sent
 from ..core.records import Key, names_below
-from ..errors import FieldTypeError, SchemaError, UsageError, in_parts, nearest
+from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 from .trajectory_ends import EndKinds
 from .window_bounds import Boundaries, Drawn, Extent
 
-_ACTION = "sample transitions"
 _GAMMA = 0.99
 
 
@@ -81,8 +80,8 @@ class TransitionRequest:
         for name in options:
             if name not in cls.__dataclass_fields__:
                 raise UsageError(
-                    f"cannot {_ACTION}: expected options "
-                    f"{nearest(name, cls.__dataclass_fields__)}, got {name!r}."
+                    f"the option {name!r} is unknown. The options are "
+                    f"{nearest(name, cls.__dataclass_fields__)}."
                 )
         if isinstance(options.get("gamma"), torch.Tensor):  # A tensor may change in place.
             return cls(**options)
@@ -123,16 +122,9 @@ class TransitionSampler:
         added += ["discount"] * self._has_discount + ["next_valid"] * (request.at_end == "mark")
         for name in added:
             if name in schema:
-                expected = "a name that no transition adds"
-                got = "that of something that is computed"
                 raise SchemaError(
-                    in_parts(
-                        _ACTION,
-                        f"with the field {name!r}",
-                        expected,
-                        got,
-                        "Add it under another name",
-                    )
+                    f"the field name {name!r} is reserved for a computed value of transitions. "
+                    "Rename the field."
                 )
         self._finals_given = boundaries.finals
         self._extent = Extent(
@@ -149,9 +141,9 @@ class TransitionSampler:
         if request.num_steps > 1:
             (self._reward_name,) = names_below(schema, request.reward_key, "reward_key")[:1]
             if not schema[self._reward_name].torch_dtype.is_floating_point:
-                got = schema[self._reward_name].dtype
                 raise FieldTypeError(
-                    in_parts("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
+                    f"reward field {self._reward_name!r} must have a floating dtype, got "
+                    f"{schema[self._reward_name].dtype}."
                 )
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
@@ -283,9 +275,8 @@ class TransitionSampler:
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
             raise UsageError(
-                f"cannot {_ACTION}: expected an end_key that names {named} too, got rows where "
-                "it is set and no trajectory ends. What follows such a row is of another "
-                "trajectory."
+                f"{named} is set on rows that do not end a trajectory, so the next row may belong "
+                "to another trajectory. Add it to end_key."
             )
 
     def _stack(
@@ -334,6 +325,6 @@ def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:
 
 def _no_transition() -> UsageError:
     return UsageError(
-        f"cannot {_ACTION}: expected a row whose next observation is known, got none. Add more "
-        "rows, give final observations to extend(), or ask for at_end='mark'."
+        "no row has a known next observation. Add more rows, pass final observations to "
+        "extend(), or pass at_end='mark'."
     )

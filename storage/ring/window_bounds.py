@@ -675,8 +675,7 @@ class Boundaries:
             kind.num_judged = 0
         if not num_accepted:
             raise UsageError(
-                "cannot sample from a ring: expected a valid row or window, got none at an "
-                "earlier call, whose batch must not be used. Add more rows."
+                "an earlier call found no valid row or window. Discard its batch and add more rows."
             )
 
     def _reject_without_waiting(

@@ -13,8 +13,6 @@ from ..errors import UsageError
 from .ring_store import RingStore
 from .window_bounds import Boundaries, Extent
 
-_ACTION = "sample windows"
-
 
 class WindowRequest(NamedTuple):
     """The contents of windows.
@@ -76,8 +74,8 @@ def draw_windows(
             return Windows(ring.windows(places, length, cut), tensor_of(places))
     if drawn is None:
         raise UsageError(
-            f"cannot {_ACTION} of {length}: expected a stretch of {length + num_later} rows in "
-            "one trajectory, got shorter ones only. Add more rows."
+            f"no trajectory has {length + num_later} rows, which a window of {length} rows needs. "
+            "Add more rows."
         )
     lane, last = drawn
     last = last - last_shift
