@@ -461,11 +461,11 @@ def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Ac
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     """Create the buffers of a configuration, by name; see `BufferManager`."""
-    names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
+    if not isinstance(cfg, Mapping):
+        raise UsageError(f"cfg must be a mapping, got {type(cfg).__name__}.")
+    names = cfg.get("buffer_name")
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise UsageError(
-            f"cfg must be a mapping with a list of names under 'buffer_name', got {names!r}."
-        )
+        raise UsageError(f"cfg['buffer_name'] must be a list of names, got {names!r}.")
     buffers: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:

@@ -201,5 +201,5 @@ def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
 
 def test_rows_that_follow_are_not_asked_of_a_ring_without_guards() -> None:
     ring = RingStore(4, 1, Schema([make_field("a", (2,), "float32")]), num_guards=0)
-    with pytest.raises(UsageError, match="guards"):
+    with pytest.raises(UsageError, match="rows together with their next rows"):
         ring.cut_of((), ("a",))

@@ -196,7 +196,7 @@ def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path
     buffer.sample(4)
     before = plain(buffer.state_dict())
     for wrong in ([1.0, float("inf"), 0.0], [1.0, -1.0, 0.0], [float("nan")] * 3):
-        with pytest.raises(SchemaError, match="finite priorities >= 0"):
+        with pytest.raises(SchemaError, match="finite numbers >= 0"):
             state = buffer.state_dict()
             buffer.load_state_dict({**state, "numbers": {**state["numbers"], "priorities": wrong}})
     assert plain(buffer.state_dict()) == before

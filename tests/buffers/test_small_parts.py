@@ -393,6 +393,6 @@ def test_indices_that_are_no_integers_are_refused_as_that() -> None:
     episodes = [{"observation": torch.zeros(3, 1)}] * 2
     with pytest.raises(
         UsageError,
-        match=r"expected integers as indices, idxs, got torch\.bool\. A mask has nonzero",
+        match=r"idxs must be integers, got torch\.bool\. For a mask, pass mask\.nonzero\(",
     ):
         TrajectoryDictBuffer(episodes).update_priorities([1.0, 2.0], [True, False])

@@ -142,14 +142,18 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan"), float("inf")])
 def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, share: float) -> None:
     buffer = MAKERS["DictBuffer"]()
-    with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
+    with pytest.raises(
+        SchemaError, match="accepted_share of the state must be above 0 and at most 1"
+    ):
         state = buffer.state_dict()
         buffer.load_state_dict({**state, "numbers": {**state["numbers"], "accepted_share": share}})
     buffer.save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
     config = config_of(path)
     path.write_text(json.dumps({**config, "accepted_share": share}))
-    with pytest.raises(SchemaError, match="accepted_share above 0, at most 1"):
+    with pytest.raises(
+        SchemaError, match="accepted_share of the state must be above 0 and at most 1"
+    ):
         load_buffer(tmp_path / "b")
     path.write_text(json.dumps({**config, "accepted_share": 5e-324}))
     assert (

@@ -106,7 +106,7 @@ def test_b6_episodes_that_are_too_short_leave_their_share_to_the_others() -> Non
 
 def test_b7_nothing_long_enough_is_a_clear_error() -> None:
     buffer = TrajectoryDictBuffer([episode(3), episode(5)], "cpu")
-    with pytest.raises(ValueError, match=r"at least 9 frames.*longest one of 5"):
+    with pytest.raises(ValueError, match=r"longest episode has 5 frames, and a window needs 9"):
         buffer.sample(8, 8)
 
 
@@ -374,15 +374,15 @@ def test_a_leaf_without_elements_is_kept(num_envs: int) -> None:
 
 
 def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> None:
-    with pytest.raises(UsageError, match="a seq_length of at most capacity, 5, got 8"):
+    with pytest.raises(UsageError, match="seq_length must be at most the capacity of 5, got 8"):
         TrajectoryDictBufferMultiDim(capacity=5, seq_length=8)
     with pytest.raises(
-        UsageError, match="create a TrajectoryDictBufferMultiDim: expected capacity >= 1, got 0"
+        UsageError, match="TrajectoryDictBufferMultiDim: capacity must be >= 1, got 0"
     ):
         TrajectoryDictBufferMultiDim(0)
     buffer = TrajectoryDictBufferMultiDim(capacity=5, seq_length=2)
     for options in ({"order": "nonsense"}, {"copy": False}):
-        with pytest.raises(UsageError, match="order 'ring' or 'time', and copy=True"):
+        with pytest.raises(UsageError, match="order must be 'ring' or 'time', with copy=True"):
             buffer.get_full_buffer(**options)
 
 

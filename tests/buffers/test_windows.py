@@ -111,7 +111,7 @@ def test_one_valid_window_among_very_many_rows_is_found(start_mode: str) -> None
     )
     batch = buffer.sample(30, 3)["observation"].view(10, 3)
     assert (batch == torch.tensor([700.0, 701, 702]) * 200 + 50).all()
-    with pytest.raises(UsageError, match="stretch of 4 rows"):
+    with pytest.raises(UsageError, match="no trajectory has 4 rows"):
         buffer.sample(4, 4)
 
 

@@ -64,7 +64,7 @@ def test_d1_ratios_are_compared_with_a_tolerance() -> None:
         [0.7, 0.2, 0.1],
     ]
     for ratio in wrong:
-        with pytest.raises(ValueError, match="cannot create a BufferManager: expected "):
+        with pytest.raises(ValueError, match=r"^BufferManager: "):
             make(ratio=ratio)
     with pytest.raises(KeyError, match="'agent'"):
         make(ratio={"agents": 1.0})
@@ -116,11 +116,11 @@ def test_unknown_buffers_are_key_errors_and_nothing_changes() -> None:
         with pytest.raises(KeyError, match=r"absent|agents|demo"):
             call()
     for bad in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="cannot take priorities"):
+        with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
             manager.update({"replay_unique_id": [one, "x_7_1"], "priority": [5.0, bad]})
-        with pytest.raises(ValueError, match="cannot take priorities"):
+        with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
             manager.update_priorities({"agent": [1], "x_7": [1]}, {"agent": [9.0], "x_7": [bad]})
-    with pytest.raises(ValueError, match="2 priorities"):
+    with pytest.raises(ValueError, match="1 priorities are given for 2 ids"):
         manager.update({"replay_unique_id": [one, "x_7_1"], "priority": [5.0]})
     assert_equal_states(manager.state_dict(), before)
 
@@ -135,11 +135,11 @@ def test_d3_a_ratio_counts_for_one_call_and_no_name_is_a_default() -> None:
         "agent",
         "x_7",
     }
-    with pytest.raises(ValueError, match="the name of one of 'agent', 'demo_of_a_human', 'x_7'"):
+    with pytest.raises(ValueError, match="several buffers: 'agent', 'demo_of_a_human', 'x_7'"):
         manager.push_data(item(1))
     manager["agent"].clear()
     assert manager.count() == 0 and manager.count("x_7") == 20
-    with pytest.raises(ValueError, match="a sample_ratio"):
+    with pytest.raises(ValueError, match="sample_ratio is missing"):
         make().sample(3)
     single = make(["only"])
     single.push_data(item(1))
@@ -193,7 +193,7 @@ def test_items_may_say_themselves_where_they_go() -> None:
     manager.push_data([item(1, buffer_name="x_7"), item(2, buffer_name=["agent", "x_7"])])
     manager.push_data(item(3, buffer_name="x_7"), "agent")  # who is told wins
     assert [manager.count(name) for name in NAMES] == [2, 0, 2]
-    with pytest.raises(ValueError, match="Give buffer_name"):
+    with pytest.raises(ValueError, match="Pass buffer_name"):
         manager.push_data([item(4, buffer_name="agent"), item(5)])
     assert [manager.count(name) for name in NAMES] == [2, 0, 2]
 
@@ -241,7 +241,7 @@ def test_a_request_larger_than_a_buffer_is_refused_and_zero_gives_nothing() -> N
     assert len(manager.sample(24)) == 24 and manager.sample(0) == []
     assert manager.sample({"agent": 0, "x_7": 2})["agent"] == []
     for wrong in (-1, 2.5, True, {"agent": -1}):
-        with pytest.raises(ValueError, match=r"cannot call BufferManager\.sample: "):
+        with pytest.raises(ValueError, match=r"^BufferManager\.sample: "):
             manager.sample(wrong)
 
 
@@ -257,7 +257,7 @@ def test_batches_of_tensors_come_by_name_and_are_updated_by_name() -> None:
     priorities = {name: batch["x"] % 7 for name, (batch, _, _) in found.items()}
     assert manager.update_priorities({n: ids for n, (_, _, ids) in found.items()}, priorities) == 64
     assert manager.sample_tensors({"agent": 200}) is None
-    with pytest.raises(ValueError, match="priorities of"):
+    with pytest.raises(ValueError, match="and ids has"):
         manager.update_priorities({"agent": [1]}, {})
 
 
@@ -302,15 +302,18 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         ({"buffer_name": []}, "a list of names"),
         ({"buffer_name": "agent"}, "a list of names"),
         ({"buffer_name": ["a", "a"], "a": {"replay_buffer_size": 1}}, "different"),
-        ({"buffer_name": [""], "": {"replay_buffer_size": 1}}, "non-empty"),
+        (
+            {"buffer_name": [""], "": {"replay_buffer_size": 1}},
+            "is empty, duplicate, reserved or not a str",
+        ),
         (
             {"buffer_name": ["sample_ratio"], "sample_ratio": {"replay_buffer_size": 1}},
-            "not one of",
+            "Reserved are",
         ),
-        ({"buffer_name": ["a"]}, "arguments of 'a'"),
+        ({"buffer_name": ["a"]}, "must be the arguments of the buffer"),
         (
             {"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "type": "advance"}},
-            "type of 'a' one of 'advanced'",
+            "type of 'a' must be one of 'advanced'",
         ),
         ({"buffer_name": ["a"], "a": {"replay_buffer_size": 1, "size": 2}}, "AdvancedReplayBuffer"),
         (

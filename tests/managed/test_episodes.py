@@ -101,9 +101,9 @@ def test_d13_d18_windows_are_uniform_over_all_the_last_one_too() -> None:
         valid
     ) + 4 * math.sqrt(2 * len(valid))
     assert buffer.sample_windows(3, 12)["z"][:, 0].tolist() == [5000] * 3
-    with pytest.raises(ValueError, match="a longest episode of 12"):
+    with pytest.raises(ValueError, match=r"the longest episode of .* has 12 steps"):
         buffer.sample_windows(1, 13)
-    with pytest.raises(ValueError, match="a longest episode of 0"):
+    with pytest.raises(ValueError, match=r"the longest episode of .* has 0 steps"):
         EpisodeReplayBuffer(2).sample_windows(1, 1)
 
 
@@ -119,10 +119,10 @@ def test_what_is_no_episode_adds_nothing() -> None:
         stack(1, 2),
     ]
     for bad in wrong:
-        with pytest.raises((ValueError, TypeError), match="cannot"):
+        with pytest.raises((ValueError, TypeError), match=r"^EpisodeReplayBuffer.push: "):
             buffer.push(bad)
     fresh = EpisodeReplayBuffer(4)
-    with pytest.raises(ValueError, match="cannot"):
+    with pytest.raises(ValueError, match=r"^EpisodeReplayBuffer.push: "):
         fresh.push([steps(0, 2), [{"other": torch.zeros(1)}]])
     assert buffer.episode_len == [3] and fresh.episode_len == [] and fresh.push_count == 0
     fresh.push(stack(0, 2))

@@ -170,7 +170,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     ]
     before = buffer.state_dict()
     for state in wrong:
-        with pytest.raises((SchemaError, DataFileError), match="cannot"):
+        with pytest.raises((SchemaError, DataFileError)):
             buffer.load_state_dict(state)
     after = buffer.state_dict()
     assert before["numbers"] == after["numbers"]
@@ -197,7 +197,8 @@ def test_objects_are_saved_as_json_and_others_refused_by_name(tmp_path: Path) ->
     for wrong in (Thing(), {1, 2}, b"bytes", [torch.zeros(1)], [{3: "x"}]):
         buffer.append({"x": torch.zeros(1), "thing": wrong})
         with pytest.raises(
-            FieldTypeError, match=r"cannot save objects of 'kept': expected objects of None, bool"
+            FieldTypeError,
+            match=r"the objects of buffer 'kept' contain a \w+, which cannot be saved",
         ):
             buffer.save(tmp_path / "buffer")
         assert NaiveReplayBuffer.load(tmp_path / "buffer").count() == 1, (

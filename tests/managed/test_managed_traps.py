@@ -114,7 +114,7 @@ def test_d10_a_buffer_of_used_up_items_refuses_instead_of_crashing() -> None:
     assert len(buffer.sample(4)) == 4
     assert buffer.count() == 0 and not buffer.sample_check(1) and buffer.sample(1) is None
     assert buffer.sample(0) == []
-    with pytest.raises(BufferEmptyError, match="0 of 4 that were added"):
+    with pytest.raises(BufferEmptyError, match="0 of 4 added items left"):
         buffer.sample_tensors(1)
     zeros = AdvancedReplayBuffer(3, generator=0)
     zeros.push([{"x": torch.zeros(1), "priority": 0.0}] * 2)
@@ -191,7 +191,7 @@ def test_a_priority_that_is_no_finite_number_changes_nothing(wrong: Any) -> None
         lambda: buffer.update({"replay_unique_id": ["buffer_77"], "priority": [wrong]}),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="cannot take priorities"):
+        with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
             call()
     assert_equal_states(buffer.state_dict(), before)
 
@@ -222,9 +222,11 @@ def test_ids_are_read_from_the_right_and_must_be_this_buffers() -> None:
     with pytest.raises(KeyError, match="a_b_c"):
         buffer.update({"replay_unique_id": ["a_b_0"], "priority": [3.0]})
     for wrong in ("a_b_c", "_3", "a_b_c_x", 3, "a_b_c_-1"):
-        with pytest.raises(ValueError, match="cannot"):
+        with pytest.raises(
+            ValueError, match=r"^AdvancedReplayBuffer.update: ids must have the form"
+        ):
             buffer.update({"replay_unique_id": [wrong], "priority": [3.0]})
-    with pytest.raises(ValueError, match="2 of them"):
+    with pytest.raises(ValueError, match=r"expected .2."):
         buffer.update({"replay_unique_id": ["a_b_c_0", "a_b_c_1"], "priority": [3.0]})
     assert (
         buffer.update_priorities(torch.tensor([0, -1, 5, 1, 1]), torch.tensor([1.0, 2, 3, 4, 5]))
@@ -251,7 +253,9 @@ def test_a_push_that_does_not_fit_adds_nothing(kind: Any) -> None:
     ]
     for bad in wrong:
         for call in (lambda b=bad: buffer.append(b), lambda b=bad: buffer.push([item(2), b])):
-            with pytest.raises((ValueError, TypeError), match="cannot"):
+            with pytest.raises(
+                (ValueError, TypeError), match=rf"^{kind.__name__}\.(append|push): "
+            ):
                 call()
     assert_equal_states(buffer.state_dict(), before)
     with pytest.raises(KeyError, match="reward"):
@@ -366,7 +370,7 @@ def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
     ],
 )
 def test_a_buffer_that_cannot_be_is_not_made(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cannot"):
+    with pytest.raises(ValueError, match=r"^AdvancedReplayBuffer: "):
         AdvancedReplayBuffer(**{"replay_buffer_size": 4, **options})
 
 
@@ -381,6 +385,6 @@ def test_sizes_and_iterations_must_be_numbers() -> None:
         lambda: buffer.update_priorities(torch.tensor([0.5]), 1.0),
         lambda: buffer.append({**item(1), "collect_iter": "now"}),
     ):
-        with pytest.raises(ValueError, match="cannot"):
+        with pytest.raises(ValueError, match=r"^AdvancedReplayBuffer[.]"):
             call()
     assert buffer.push_count == 4

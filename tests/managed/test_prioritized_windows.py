@@ -159,7 +159,7 @@ def test_what_is_loaded_gives_the_same_next_hundred_samples(tmp_path: Path) -> N
 
 def test_what_cannot_be_raises_and_changes_nothing() -> None:
     for arguments in ((3, 4), (0, 1), (4, 0)):
-        with pytest.raises(ValueError, match="cannot create"):
+        with pytest.raises(ValueError, match=r"^PrioritizedWindows: "):
             PrioritizedWindows(*arguments)
     buffer = PrioritizedWindows(10, 2, generator=0)
     assert buffer.update_priorities([1, 2], [1.0, 2.0]) == 0 and buffer.num_dead_updates == 2
@@ -167,7 +167,7 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
         buffer.extend({"x": torch.zeros(3, 1, 1)})
     buffer.extend(steps(0, [[False]] * 5))
     for bad in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="cannot take priorities"):
+        with pytest.raises(ValueError, match="priorities must be finite and >= 0"):
             buffer.update_priorities([1, 2], [1.0, bad])
     with pytest.raises(ValueError, match="cannot add"):
         buffer.extend(steps(0, [[False, True]]))

@@ -192,20 +192,20 @@ def test_arrays_of_a_prefix_sum_are_new():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: PrefixSum(-1), "create PrefixSum: expected max_len >= 0, got -1"),
+        (lambda: PrefixSum(-1), "PrefixSum: max_len must be >= 0, got -1"),
         (
             lambda: PrefixSum(max_len=1.5),
-            "create PrefixSum: expected max_len >= 0 and a whole number, got 1.5",
+            "PrefixSum: max_len must be an integer >= 0, got 1.5",
         ),
         (
             lambda: PrefixSum(2.5),
-            "create PrefixSum: expected lengths, or a number max_len, got 2.5",
+            "PrefixSum: lengths must be a list of lengths or a number, got 2.5",
         ),
-        (lambda: PrefixSum().add(-1), "call PrefixSum.add: expected val >= 0, got -1"),
+        (lambda: PrefixSum().add(-1), "PrefixSum.add: val must be >= 0, got -1"),
     ],
 )
 def test_a_wrong_argument_of_a_prefix_sum_is_named(call, text):
-    with pytest.raises(UsageError, match=f"^cannot {text}"):
+    with pytest.raises(UsageError, match=f"^{text}"):
         call()
 
 

@@ -49,57 +49,51 @@ def manager():
     return BufferManager({"buffer_name": ["agent"], "agent": {"replay_buffer_size": 4}})
 
 
-GENERATOR = "expected generator as a torch.Generator, None or a seed"
+GENERATOR = "generator must be a torch.Generator, None or a seed"
 CALLS = {
-    f"create a DictBuffer: {GENERATOR}": lambda: DictBuffer(4, generator="x"),
-    f"create a ReplayBuffer: {GENERATOR}": lambda: ReplayBuffer(3, 4, generator="x"),
-    f"create a PrioritizedWindows: {GENERATOR}": lambda: PrioritizedWindows(4, 2, generator="x"),
-    f"create a BufferManager: {GENERATOR}": lambda: BufferManager(
-        {"buffer_name": []}, generator="x"
+    f"DictBuffer: {GENERATOR}": lambda: DictBuffer(4, generator="x"),
+    f"ReplayBuffer: {GENERATOR}": lambda: ReplayBuffer(3, 4, generator="x"),
+    f"PrioritizedWindows: {GENERATOR}": lambda: PrioritizedWindows(4, 2, generator="x"),
+    f"BufferManager: {GENERATOR}": lambda: BufferManager({"buffer_name": []}, generator="x"),
+    f"NaiveReplayBuffer: {GENERATOR}": lambda: NaiveReplayBuffer(4, generator="x"),
+    f"RolloutStorage: {GENERATOR}": lambda: RolloutStorage(2, 3, [3], None, [2], generator="x"),
+    "RolloutStorage: policy_outputs must be a mapping of names to shapes, got 3": lambda: (
+        RolloutStorage(2, 3, [3], None, [2], policy_outputs=3)
     ),
-    f"create a NaiveReplayBuffer: {GENERATOR}": lambda: NaiveReplayBuffer(4, generator="x"),
-    f"create a RolloutStorage: {GENERATOR}": lambda: RolloutStorage(
-        2, 3, [3], None, [2], generator="x"
-    ),
-    "create a RolloutStorage: expected policy_outputs": lambda: RolloutStorage(
-        2, 3, [3], None, [2], policy_outputs=3
-    ),
-    "create a ZBuffer: expected dim >= 1, got 0": lambda: ZBuffer(4, 0, "cpu"),
-    "call ZBuffer.add: expected z of shape [n, 3]": lambda: ZBuffer(4, 3, "cpu").add(
+    "ZBuffer: dim must be >= 1, got 0": lambda: ZBuffer(4, 0, "cpu"),
+    "ZBuffer.add: z has dtype torch.float32 and shape [2]": lambda: ZBuffer(4, 3, "cpu").add(
         torch.zeros(2)
     ),
-    "call ZBuffer.sample: expected num >= 1, got 0": lambda: ZBuffer(4, 3, "cpu").sample(0),
-    "call DictBuffer.sample_transitions: expected batch_size": lambda: DictBuffer(
+    "ZBuffer.sample: num must be >= 1, got 0": lambda: ZBuffer(4, 3, "cpu").sample(0),
+    "DictBuffer.sample_transitions: batch_size must be >= 1, got 0": lambda: DictBuffer(
         4
     ).sample_transitions(0),
-    "call ReplayBuffer.sample: expected size >= 1, got 0": lambda: ReplayBuffer(3, 4).sample(0),
-    "call ReplayBuffer.feed_forward_generator: expected mini_batch_size": lambda: ReplayBuffer(
+    "ReplayBuffer.sample: size must be >= 1, got 0": lambda: ReplayBuffer(3, 4).sample(0),
+    "ReplayBuffer.feed_forward_generator: mini_batch_size must be >= 1": lambda: ReplayBuffer(
         3, 4
     ).feed_forward_generator(1, 0),
-    "call NaiveReplayBuffer.sample: expected size >= 0, got -1": lambda: NaiveReplayBuffer(
-        4
-    ).sample(-1),
-    "call AdvancedReplayBuffer.sample: expected cur_learner_iter": lambda: AdvancedReplayBuffer(
-        4
-    ).sample(1, "x"),
-    "call AdvancedReplayBuffer.update of 'buffer': expected info": lambda: AdvancedReplayBuffer(
+    "NaiveReplayBuffer.sample: size must be >= 0, got -1": lambda: NaiveReplayBuffer(4).sample(-1),
+    "AdvancedReplayBuffer.sample: cur_learner_iter must be an integer": lambda: (
+        AdvancedReplayBuffer(4).sample(1, "x")
+    ),
+    "AdvancedReplayBuffer.update: info must be a mapping, got int": lambda: AdvancedReplayBuffer(
         4
     ).update(3),
-    "call AdvancedReplayBuffer.sample_tensors: expected batch_size": lambda: AdvancedReplayBuffer(
+    "AdvancedReplayBuffer.sample_tensors: batch_size must be >= 1": lambda: AdvancedReplayBuffer(
         4
     ).sample_tensors(0),
-    "call EpisodeReplayBuffer.sample_windows: expected length": lambda: EpisodeReplayBuffer(
+    "EpisodeReplayBuffer.sample_windows: length must be >= 1, got 0": lambda: EpisodeReplayBuffer(
         4
     ).sample_windows(1, 0),
-    "call EpisodeReplayBuffer.push of 'buffer': expected data": lambda: EpisodeReplayBuffer(4).push(
-        [3]
+    "EpisodeReplayBuffer.push: an episode must be a list of steps": lambda: EpisodeReplayBuffer(
+        4
+    ).push([3]),
+    "BufferManager: cfg must be a mapping, got int": lambda: BufferManager(3),
+    "BufferManager.sample: batch_size must be >= 0, got -1": lambda: manager().sample(-1),
+    "BufferManager.sample: the shares of sample_ratio must add up to 1, got 0.5": lambda: (
+        manager().sample(1, sample_ratio={"agent": 0.5})
     ),
-    "create a BufferManager: expected cfg": lambda: BufferManager(3),
-    "call BufferManager.sample: expected batch_size >= 0, got -1": lambda: manager().sample(-1),
-    "call BufferManager.sample: expected sample_ratio": lambda: manager().sample(
-        1, sample_ratio={"agent": 0.5}
-    ),
-    "call BufferManager.update: expected info": lambda: manager().update(3),
+    "BufferManager.update: info must be a mapping, got int": lambda: manager().update(3),
 }
 
 
@@ -107,7 +101,7 @@ CALLS = {
 def test_an_error_names_the_class_the_call_and_the_argument(text):
     with pytest.raises(UsageError) as caught:
         CALLS[text]()
-    assert str(caught.value).startswith(f"cannot {text}")
+    assert str(caught.value).startswith(text)
 
 
 STORAGES = [RolloutStorage, QueueRolloutStorage, ActionLabelRollout, SarsaRolloutStorage]
@@ -285,9 +279,7 @@ def test_every_error_of_a_wrong_call_has_the_class_the_call_and_the_argument(cal
 def test_an_error_of_a_loaded_device_names_the_function_that_was_called(tmp_path):
     rows(DictBuffer(8)).save(tmp_path)
     for function in (storage.load_buffer, storage.load_store):
-        with pytest.raises(
-            UsageError, match=rf"device .*cuda:99.* Raised by {function.__name__}\.$"
-        ):
+        with pytest.raises(UsageError, match=rf"^{function.__name__}: device is 'cuda:99'"):
             function(tmp_path, "cuda:99")
 
 
@@ -328,8 +320,8 @@ def test_the_call_is_that_of_the_user_and_of_the_users_class():
     class Mine(DictBuffer):
         pass
 
-    with pytest.raises(UsageError, match=r"Raised by Mine\.sample_transitions\.$"):
+    with pytest.raises(UsageError, match=r"^Mine\.sample_transitions: "):
         rows(Mine(8, end_key="done")).sample_transitions(2, nope=1)
     with pytest.raises(UsageError) as caught:
-        raise UsageError("do this", "", "that", "nothing")
-    assert str(caught.value) == "cannot do this: expected that, got nothing."
+        raise UsageError("the buffer is empty.")
+    assert str(caught.value) == "the buffer is empty."

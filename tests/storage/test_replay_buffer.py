@@ -76,7 +76,7 @@ def test_wrong_calls_fail_at_once_and_change_nothing():
     for arguments in ((-1, 2), (1, 0), (1.0, 2)):
         with pytest.raises(UsageError):
             buffer.feed_forward_generator(*arguments)
-    with pytest.raises(UsageError, match="expected buffer_size >= 1, got 0"):
+    with pytest.raises(UsageError, match="buffer_size must be >= 1, got 0"):
         ReplayBuffer(3, 0)
 
 
@@ -119,9 +119,9 @@ def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_nam
         torch.ones(2, 2).to_sparse(),
         torch.ones(2, 2, device="meta"),
     ):
-        with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
+        with pytest.raises(SchemaError, match=r"^ReplayBuffer\.insert: "):
             buffer.insert(wrong, torch.ones(2, 2))
-        with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
+        with pytest.raises(SchemaError, match=r"^ReplayBuffer\.insert: "):
             buffer.insert(torch.ones(2, 2), wrong)
     assert torch.equal(buffer.states, before) and buffer.step == 3
 
