@@ -28,7 +28,6 @@ from storage.errors import (
     MissingFieldError,
     SchemaError,
     UsageError,
-    in_parts,
     nearest,
 )
 
@@ -124,10 +123,7 @@ class Window:
         """Return the names of the leaves at or below `keys` in any trajectory of the window."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
-            raise UsageError(
-                "cannot call TrajectoryReplayBuffer.sample: expected keys as a list of keys, "
-                f"got {keys!r}."
-            )
+            raise UsageError(f"keys must be a list of names, got {keys!r}.")
         there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
         found: dict[str, None] = {}
         for key in keys:
@@ -250,14 +246,10 @@ class LiveTrajectories:
                 numbers = numbers[np.array(is_recent, bool)]
                 entries = list(compress(entries, is_recent))
             if not entries:
-                got = (
-                    "none"
-                    if min_weights_version is None
-                    else f"none of version {min_weights_version} or later"
-                )
+                if min_weights_version is None:
+                    raise BufferEmptyError("the buffer is empty. Call add() first.")
                 raise BufferEmptyError(
-                    "cannot call TrajectoryReplayBuffer.sample: expected at least one "
-                    f"trajectory, got {got}."
+                    f"no trajectory has the weights_version {min_weights_version} or later."
                 )
             self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
         return self._window[1]
@@ -433,8 +425,10 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
     for one in fields:
         before = known.setdefault(one.name, one)
         if (before.dtype, before.shape) != (one.dtype, one.shape):
-            expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
-            raise SchemaError(in_parts("store the leaf", repr(one.name), expected, got))
+            raise SchemaError(
+                f"field {one.name!r} has {one.dtype}{list(one.shape)} per step, expected "
+                f"{before.dtype}{list(before.shape)}."
+            )
 
 
 @lru_cache(maxsize=256)
@@ -458,7 +452,6 @@ def _cut_of(
 
 def _missing(name: str, entry: Entry) -> MissingFieldError:
     return MissingFieldError(
-        "cannot call TrajectoryReplayBuffer.sample: expected keys among "
-        f"{nearest(name, entry.layout.schema)}, got {name!r} of trajectory "
-        f"{entry.trajectory_id}."
+        f"trajectory {entry.trajectory_id} has no field {name!r}. "
+        f"The fields are {nearest(name, entry.layout.schema)}."
     )

@@ -17,7 +17,7 @@ from storage.core.arguments import is_whole, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
 from storage.core.object_summary import Shown
-from storage.errors import MissingFieldError, UsageError, in_parts
+from storage.errors import MissingFieldError, UsageError
 
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
@@ -156,30 +156,29 @@ class TrajectoryCache(Shown):
             trajectory_id: Id of the trajectory.
             trajectory: Nested mapping of tensors `[n, ...]`; n may differ between the tensors.
         """
-        action = "cache the trajectory"
         if not is_whole(trajectory_id):
-            raise UsageError(
-                f"cannot {action}: expected trajectory_id as an integer, got {trajectory_id!r}."
-            )
-        where = str(trajectory_id)
+            raise UsageError(f"trajectory_id must be an integer, got {trajectory_id!r}.")
         if not isinstance(trajectory, Mapping):
-            got = type(trajectory).__name__
-            raise UsageError(in_parts(action, where, "a nested mapping of tensors", got))
+            raise UsageError(
+                f"trajectory must be a nested mapping of tensors, got {type(trajectory).__name__}."
+            )
 
         by_length: dict[int, dict[str, torch.Tensor]] = {}
         for name, leaf in flatten(trajectory).items():
-            place = f"{where}, key {name!r}"
             if not isinstance(leaf, (torch.Tensor, np.ndarray)):
-                raise UsageError(in_parts(action, place, "rows [n, ...]", type(leaf).__name__))
+                raise UsageError(
+                    f"field {name!r} of trajectory {trajectory_id} must be a tensor or an array, "
+                    f"got {type(leaf).__name__}."
+                )
             tensor = as_given(leaf)
             if not tensor.ndim or not len(tensor):
                 raise UsageError(
-                    f"cannot {action} {place}: expected rows [n, ...], got shape "
-                    f"{list(tensor.shape)}."
+                    f"field {name!r} of trajectory {trajectory_id} has shape "
+                    f"{list(tensor.shape)}, expected [n, ...] with n >= 1."
                 )
             by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
         if not by_length:
-            raise UsageError(f"cannot {action} {where}: expected at least one tensor, got none.")
+            raise UsageError(f"trajectory {trajectory_id} has no tensors.")
 
         parts = {}
         for tensors in by_length.values():
@@ -235,8 +234,7 @@ class TrajectoryCache(Shown):
         entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
             raise MissingFieldError(
-                "cannot find the trajectory in the cache: expected one of "
-                f"{len(self._entries)} cached ids, got {trajectory_id!r}."
+                f"trajectory {trajectory_id!r} is not in the cache of {len(self._entries)}."
             )
         return entry
 

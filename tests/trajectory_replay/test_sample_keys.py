@@ -54,13 +54,11 @@ def test_keys_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
         for keys in ("rewards", 3):
             with pytest.raises(
                 UsageError,
-                match=rf"^cannot call TrajectoryReplayBuffer.sample: expected keys as a list of keys, got {keys!r}",
+                match=rf"^TrajectoryReplayBuffer.sample: keys must be a list of names, got {keys!r}",
             ):
                 buffer.sample(40, keys=keys)
         for key in ((), ("curr_obs", 1), 3, None):
-            with pytest.raises(
-                UsageError, match=r"^cannot (name a leaf|call TrajectoryReplayBuffer\.sample)"
-            ):
+            with pytest.raises(UsageError, match=r"^TrajectoryReplayBuffer\.sample: "):
                 buffer.sample(40, keys=["rewards", key])
         for key, name in (
             ("curr", "curr"),
@@ -69,7 +67,7 @@ def test_keys_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
         ):
             with pytest.raises(
                 KeyError,
-                match=f"TrajectoryReplayBuffer.sample: expected keys among .*, got '{name}'",
+                match=f"TrajectoryReplayBuffer.sample: trajectory .* has no field '{name}'. The fields are ",
             ):
                 buffer.sample(40, keys=[key])
         assert torch.equal(buffer.rng.get_state(), state)

@@ -141,10 +141,10 @@ def test_keys_may_come_and_go(tmp_path: Path, kind: str) -> None:
         sample = buffer.sample(300, keys=["rewards", "curr_obs/states"])
         assert torch.equal(sample["curr_obs"]["states"][:, 0], sample["rewards"].flatten())
         assert set((sample["rewards"].flatten() // 10_000).int().tolist()) == {2, 3, 4}
-        with pytest.raises(KeyError, match=r"expected keys among .*, got 'extra' of trajectory 4"):
+        with pytest.raises(KeyError, match=r"trajectory 4 has no field 'extra'"):
             buffer.sample(300, keys=["extra"])
         with pytest.raises(
-            KeyError, match=r"expected keys among 'rewards', .*got 'reward' of trajectory \d"
+            KeyError, match=r"trajectory \d has no field 'reward'\. The fields are 'rewards', "
         ):
             buffer.sample(3, keys=["reward"])
 
@@ -270,11 +270,11 @@ def test_longer_flags_must_be_declared() -> None:
         ),
         (
             {"rewards": torch.zeros(5, 3, 2)},
-            r"'rewards': expected float32\[1\] per step, got float32\[2\] per step",
+            r"'rewards' has float32\[2\] per step, expected float32\[1\]",
         ),
         (
             {"rewards": torch.zeros(5, 3, 1).double()},
-            r"'rewards': expected float32\[1\] per step, got float64",
+            r"'rewards' has float64\[1\] per step, expected float32\[1\]",
         ),
         ({"what": object()}, r"'what' of a trajectory: expected a tensor, an array, a str"),
         ({"task": [object()]}, r"'task' of a trajectory: expected what JSON can hold"),
@@ -304,7 +304,7 @@ def test_other_wrong_trajectories() -> None:
         buffer.add({"rewards": torch.zeros(0, 2)})
     with pytest.raises(
         BufferEmptyError,
-        match=r"^cannot call TrajectoryReplayBuffer.sample: expected at least one trajectory, got none",
+        match=r"^TrajectoryReplayBuffer.sample: the buffer is empty. Call add",
     ):
         buffer.sample(1)
 
@@ -313,7 +313,7 @@ def test_other_wrong_trajectories() -> None:
 def test_the_number_of_rows_is_checked(number: Any) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.add(trajectory(0))
-    with pytest.raises(ValueError, match="num_chunks >= 1"):
+    with pytest.raises(ValueError, match="num_chunks must be >= 1"):
         buffer.sample(number)
 
 
@@ -400,7 +400,7 @@ def test_only_trajectories_of_a_recent_policy_are_drawn() -> None:
     buffer.add(trajectory(7) | {"weights_version": 2})
     values = check_sample(buffer.sample(300, min_weights_version=2), 300)
     assert set((values // 10_000).tolist()) == {4, 5, 7}
-    with pytest.raises(BufferEmptyError, match="none of version 3 or later"):
+    with pytest.raises(BufferEmptyError, match="no trajectory has the weights_version 3 or later"):
         buffer.sample(1, min_weights_version=3)
     assert (
         buffer.about(7)["weights_version"] == 2
