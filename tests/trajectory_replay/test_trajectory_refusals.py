@@ -116,7 +116,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
 
 
 def test_names_that_are_no_collection_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected drop_last as names of leaves, got 5"):
+    with pytest.raises(UsageError, match="drop_last must be a collection of field names, got 5"):
         TrajectoryReplayBuffer(drop_last=5)  # type: ignore[arg-type]
 
 

@@ -54,7 +54,7 @@ def folder(tmp_path):
         ({"stride": 10**30}, UsageError, "stride"),
         ({"validation_fraction": "x"}, UsageError, "in \\[0, 1\\], got 'x'"),
         ({"validation_fraction": None}, UsageError, "in \\[0, 1\\], got None"),
-        ({"fields": "action"}, UsageError, "fields must be names of leaves"),
+        ({"fields": "action"}, UsageError, "fields must be a collection of field names"),
         (
             {"fields": ["actions"]},
             MissingFieldError,
