@@ -218,7 +218,7 @@ def test_what_cannot_be_normalized_is_refused(folder, tmp_path):
     ):
         with pytest.raises((MissingFieldError, UsageError)):
             scale.normalize(*given)
-    with pytest.raises(UsageError, match=r"shape \[..., 2\]"):
+    with pytest.raises(UsageError, match=r"shape \(4, 3\), expected \[..., 2\]"):
         scale.normalize({"action": torch.ones(4, 3)})
     with pytest.raises(UsageError, match="the mode 'quantiles' requires two"):
         Normalizer(WindowDataset(folder, 1).statistics([0.5], progress=False), "quantiles")

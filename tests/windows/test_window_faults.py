@@ -66,7 +66,7 @@ def folder(tmp_path):
         (
             {"fields": ["action"], "next_observations": True},
             UsageError,
-            "an observation among the fields",
+            "requires an observation, and fields has only ",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
     with pytest.warns(RolloutDataWarning):
         dataset = WindowDataset(folder, 2)
     damaged, lacking = dataset.problems
-    assert isinstance(damaged, RolloutDataError) and paths[0].name in damaged.where
+    assert isinstance(damaged, RolloutDataError) and paths[0].name in damaged.message
     assert isinstance(lacking, DataFileError) and lacking.action == "read all trajectories"
     assert 0 < dataset.num_trajectories < whole.num_trajectories
 
@@ -113,19 +113,19 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
     [
         (
             {"length": 10},
-            "the 10 frames that one needs (length 10, stride 1), the longest of 3 has 9. Ask for fewer",
+            "length 10 and stride 1 requires 10 frames, and the longest of 3 trajectories has 9. Decrease length",
         ),
         (
             {"delta": {"action": [-6, 0]}, "length": 5, "stride": 2},
-            "the 11 frames that one needs (length 5, stride 2)",
+            "length 5 and stride 2 requires 11 frames",
         ),
         (
             {"split": "validation", "padding": "zero"},
-            "split 'validation' has none of 3 trajectories (0.1 for",
+            "split 'validation' has none of 3 trajectories (validation_fraction=0.1)",
         ),
         (
             {"split": "train", "validation_fraction": 1},
-            "split 'train' has none of 3 trajectories (1 for validation)",
+            "split 'train' has none of 3 trajectories (validation_fraction=1)",
         ),
     ],
 )
@@ -179,9 +179,7 @@ def test_a_loader_without_a_batch_says_so(folder):
 @pytest.mark.parametrize("number", [2**64 - 1, 2**63])
 def test_numbers_of_windows_do_not_wrap(folder, number):
     dataset = WindowDataset(folder, 2)
-    with pytest.raises(
-        IndexError, match=f"WindowDataset.batch: windows must be in .*, got {number}"
-    ):
+    with pytest.raises(IndexError, match=f"WindowDataset: windows must be in .*, got {number}"):
         dataset.__getitems__(np.array([number], np.uint64))
     assert len(dataset.__getitems__(np.array([0, 1], np.uint64))["reward"]) == 2
 
