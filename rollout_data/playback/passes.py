@@ -40,8 +40,6 @@ class Undecided(Exception):
     """A scan of the folders is due; the trajectories of the pass are not known before it."""
 
 
-#: The user's call with the options of passes, for errors.
-CREATE = "create a RolloutDataset"
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 #: Purposes of random keys: the order of a pass, and the first frames of its trajectories.

@@ -41,7 +41,6 @@ from ..sources.rows.row_source import RowSource
 from .chunked_order import ChunkedOrder, Route
 from .skipped_windows import OnError, WindowLosses
 from .window_index import (
-    CREATE,
     Padding,
     Split,
     SplitOptions,

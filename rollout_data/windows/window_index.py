@@ -25,7 +25,6 @@ from ..sources.rows.row_source import Rows
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
-CREATE = "create a WindowDataset"
 #: Low bits of a time of `arrivals`, which hold the time within a turn. The turn is above, in int64.
 _TURN_BITS = 60
 

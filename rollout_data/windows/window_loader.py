@@ -45,7 +45,6 @@ from .worker_batches import WindowBatches, collate_windows
 
 #: Version of the format of `state_dict`.
 _VERSION = 3
-_CREATE = "create a WindowLoader"
 _SAMPLER = "call WindowMixture.sampler"
 
 

@@ -587,11 +587,12 @@ class PrioritizedRing:
     def _read_numbers(self) -> None:
         """Raise `UsageError` for invalid priorities or missing weights of earlier calls."""
         received = self._late_wrong.receive()
-        if received is not None and received[0] > self._num_wrong_raised:
-            num_wrong = received[0] - self._num_wrong_raised
-            self._num_wrong_raised = received[0]
+        num_wrong = 0 if received is None else received[0][0] - received[0][1]
+        num_new = num_wrong - self._num_wrong_raised
+        if num_new > 0:
+            self._num_wrong_raised = num_wrong
             raise UsageError(
-                f"earlier calls passed {num_wrong} invalid priorities, which were ignored. "
+                f"earlier calls passed {num_new} invalid priorities, which were ignored. "
                 "Priorities must be finite and >= 0."
             )
         received = self._late_mass.receive()

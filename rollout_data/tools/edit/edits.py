@@ -88,7 +88,7 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         return _drop(edits, _chosen(index, edits, ids))
 
-    return _edited(path, "drop", change, dry_run)
+    return _edited(path, change, dry_run)
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
@@ -98,7 +98,7 @@ def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
         kept = _chosen(index, Edits(), ids)
         return _drop(edits, {*index.keys()}.difference(kept))
 
-    return _edited(path, "keep", change, dry_run)
+    return _edited(path, change, dry_run)
 
 
 def _drop(edits: Edits, keys: Iterable[Key]) -> int:
@@ -127,7 +127,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
         edits.dropped = edits.dropped - restored
         return len(restored)
 
-    return _edited(path, "undrop", change, dry_run)
+    return _edited(path, change, dry_run)
 
 
 def tag(path: str | os.PathLike[str], ids: Ids, /, **notes: Any) -> int:
@@ -159,7 +159,7 @@ def tagged(
     dry_run: bool = False,
 ) -> int:
     """Add notes like `tag`, with any names. With `dry_run`, only check and count."""
-    data = json.loads(episode_json(notes, _call("tag"), ""))
+    data = json.loads(episode_json(notes, "call rollout_data.tag", ""))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
         if not notes:
@@ -178,7 +178,7 @@ def tagged(
                 )
         return len(chosen)
 
-    return _edited(path, "tag", change, dry_run)
+    return _edited(path, change, dry_run)
 
 
 def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
@@ -202,7 +202,7 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
             del edits.notes[key]
         return len(chosen)
 
-    return _edited(path, "untag", change, dry_run)
+    return _edited(path, change, dry_run)
 
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         "dropped": names of the dropped trajectories; "said": name -> notes of `tag`.
     """
-    edits = read_edits(_folder(path, "edits_of"))
+    edits = read_edits(_folder(path))
     return {
         "dropped": [_name(key) for key in sorted(edits.dropped)],
         "said": {_name(key): notes for key, notes in sorted(edits.notes.items())},
@@ -325,7 +325,6 @@ def only_editor(path: Path) -> Iterator[None]:
 
 def _edited(
     path: str | os.PathLike[str],
-    action: str,
     change: Callable[[Edits, TrajectoryIndex], int],
     dry_run: bool,
 ) -> int:
@@ -334,7 +333,7 @@ def _edited(
     Nothing is written if nothing changes, or with `dry_run`.
     """
     dry_run = arguments.flag("dry_run", dry_run)
-    folder = _folder(path, action)
+    folder = _folder(path)
     if dry_run:
         return change(read_edits(folder), folder.index)
     with only_editor(folder.data_dir):
@@ -346,11 +345,7 @@ def _edited(
         return count
 
 
-def _call(function: str) -> str:
-    return f"call rollout_data.{function}"
-
-
-def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
+def _folder(path: str | os.PathLike[str]) -> BlockFolder:
     """Open a folder of block files.
 
     Raises:
