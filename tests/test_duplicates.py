@@ -76,7 +76,8 @@ def test_what_owns_files_or_threads_refuses_to_be_copied(tmp_path: Path) -> None
         for one in (writer, saver, collector, items, TrajectoryReplayBuffer()):
             for way in WAYS.values():
                 with pytest.raises(
-                    UsageError, match=f"cannot pickle or copy a {type(one).__name__}, which owns"
+                    UsageError,
+                    match=f"a {type(one).__name__} owns files or threads and cannot be pickled",
                 ):
                     way(one)
         assert list(items) == [1, 2, 3]

@@ -218,7 +218,7 @@ def _find(path: str | os.PathLike[str]) -> Path:
     if not existing:
         names = " nor ".join(repr(str(file)) for file in candidates)
         if len(candidates) > 1:
-            raise MissingCheckpointError(f"neither {names} exists.")
+            raise MissingCheckpointError(f"Neither {names} exists.")
         raise MissingCheckpointError(f"{names} does not exist.")
     return max(existing)[1]
 

@@ -153,11 +153,11 @@ def is_url(value: Any) -> bool:
 def path(name: str, value: Any) -> Path:
     """Check a local path, not a URL; `name` may be empty."""
     if not isinstance(value, (str, os.PathLike)):
-        raise UsageError(f"{name or 'the path'} must be a str or a path, got {value!r}.")
+        raise UsageError(f"{name or 'path'} must be a str or a path object, got {value!r}.")
     text = os.fsdecode(value)
     if is_url(text):
         raise UsageError(
-            f"{name or 'the path'} must be a local path, got the URL {text!r}. Copy the data to "
+            f"{name or 'path'} must be a local path, got the URL {text!r}. Copy the data to "
             "this machine, or mount the store."
         )
     return Path(text)

@@ -272,8 +272,8 @@ def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None
         deferred.note(
             is_lost.sum(),
             lambda count: FieldTypeError(
-                f"field {field.name!r} had {count} numbers outside {limits} in an earlier call. "
-                "They were stored as 0."
+                f"field {field.name!r} had numbers outside {limits} in an earlier call, which were "
+                f"stored as 0. Their count is {count}."
             ),
         )
         return kept.masked_fill_(is_lost, 0)

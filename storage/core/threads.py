@@ -148,7 +148,7 @@ class Worker:
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
-            raise ClosedError(f"{self.name}: the worker is closed.")
+            raise ClosedError(f"the thread of {self.name} is closed.")
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
@@ -188,8 +188,7 @@ class Worker:
         """
         if left := wait(self._pending(), timeout).not_done:
             raise WaitTimeoutError(
-                f"{self.name}: {len(left)} jobs have not finished within {timeout} s. They continue "
-                "in the background."
+                f"{self.name} did not finish within {timeout} s. Pending jobs: {len(left)}."
             )
         self.check()
 

@@ -61,7 +61,7 @@ def refused(calls: Iterable[Callable[[], Any]]) -> None:
         try:
             call()
         except UsageError as error:
-            assert f"a call in the process {PARENT} that made it" in str(error), error
+            assert f"runs only in process {PARENT}, not in" in str(error), error
             assert f"its child {os.getpid()}" in str(error), error
         else:
             raise AssertionError(f"call {number} is not refused")

@@ -136,7 +136,7 @@ def test_the_newer_of_two_files_is_read(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         MissingCheckpointError,
-        match=r"^cannot load the checkpoint '.*a.pt': expected '.*a.pt' or '.*lz4'",
+        match=r"^Neither '.*a.pt' nor '.*a.pt.lz4' exists\.",
     ):
         load_checkpoint(tmp_path / "a.pt")
     with pytest.raises(FileNotFoundError):
@@ -157,7 +157,7 @@ def test_only_weights_are_loaded_unless_the_caller_says_otherwise(
         saver.save_async({"x": Path("a")}, tmp_path / "a.pt", compress=compress, weights_only=False)
     for load in LOADERS:
         with pytest.raises(
-            UnsafeFileError, match=r"expected tensors and plain containers.*weights_only=False"
+            UnsafeFileError, match=r"not loaded by default: pathlib.*weights_only=False"
         ):
             load(tmp_path / "a.pt")
         assert load(tmp_path / "a.pt", weights_only=False) == {"x": Path("a")}
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_reported_or_harmless(
     try:
         found = load(path)
     except DataFileError as error:
-        assert str(error).startswith("cannot ") and str(path) in str(error)
+        assert str(error).startswith(repr(str(path)))
     else:
         assert equal(found, example())
 
@@ -202,7 +202,7 @@ def test_a_file_that_was_cut_off_is_reported(
     for stop in sorted(
         {0, 1, 3, 4, 7, 20, 100, size // 3, size // 2, size - 5, size - 4, size - 1}
     ):
-        with pytest.raises(DataFileError, match=r"^cannot "):
+        with pytest.raises(DataFileError, match=rf"^'{tmp_path / name}' "):
             load(written(tmp_path, name, saved[name][:stop]))
 
 
@@ -238,9 +238,7 @@ def test_a_hostile_frame_is_one_clear_error_and_takes_no_memory(
     path = written(tmp_path, "a.pt.lz4", hostile()[name])
     tracemalloc.start()
     try:
-        with pytest.raises(
-            DataFileError, match=r"^cannot [a-z ]+ '.*a.pt.lz4'.*: expected .*, got .*\."
-        ):
+        with pytest.raises(DataFileError, match=r"^'.*a.pt.lz4' (is|needs|starts|cannot) .*\.$"):
             load(path)
         # One block and a zip reader's buffer; nothing near what is declared.
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
@@ -260,7 +258,7 @@ def zip64_of(size: int) -> bytes:
 @pytest.mark.parametrize("size", [1 << 60, 1 << 33, 1 << 20, 0])
 def test_a_hostile_archive_is_one_clear_error(tmp_path: Path, size: int) -> None:
     path = written(tmp_path, "a.pt", zip64_of(size))
-    with pytest.raises(CorruptFileError, match=r"^cannot load the checkpoint '.*a.pt'"):
+    with pytest.raises(CorruptFileError, match=r"^'.*a.pt' is truncated or damaged: "):
         load_checkpoint(path)
 
 
@@ -278,14 +276,14 @@ def test_a_member_that_lies_outside_the_archive_is_one_clear_error(
         )
         path = written(tmp_path, "x", directory)
         for load in (*LOADERS, load_checkpoint_meta):
-            with pytest.raises(DataFileError, match="cannot load the checkpoint"):
+            with pytest.raises(DataFileError, match=rf"^{str(path)!r} is truncated or damaged"):
                 load(path)
 
 
 def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
-    with pytest.raises(CorruptFileError, match="expected stored members"):
+    with pytest.raises(CorruptFileError, match=r"member 'archive/data.pkl' has 16777216 bytes"):
         load_checkpoint(tmp_path / "bomb.pt")
 
 
@@ -304,7 +302,7 @@ def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -
                     assert content.count(b"K\n") == 2
                     content = content.replace(b"K\n", number)
                 target.writestr(member.filename, content)
-        with pytest.raises(DataFileError, match=r"^cannot load the checkpoint"):
+        with pytest.raises(DataFileError, match=r"^'.*b.pt' "):
             load_checkpoint(tmp_path / "b.pt")
 
 
@@ -326,9 +324,7 @@ def test_a_pickle_that_is_none_is_one_clear_error(
                 member.filename,
                 content if member.filename.endswith("data.pkl") else source.read(member),
             )
-    with pytest.raises(
-        DataFileError, match=r"^cannot load the checkpoint '.*b.pt': expected .*, got ."
-    ):
+    with pytest.raises(DataFileError, match=r"^'.*b.pt' (is|contains|cannot) .*: ."):
         load_checkpoint(tmp_path / "b.pt", weights_only=weights_only)
 
 
@@ -337,14 +333,14 @@ def test_a_pickle_that_is_none_is_one_clear_error(
 )
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(
-        ForeignFileError, match=r"expected a zip archive of torch.save or an LZ4 frame"
+        ForeignFileError, match=r"A checkpoint is a zip archive of torch.save or an LZ4 frame"
     ):
         load_checkpoint(written(tmp_path, "a.pt", content))
 
 
 @pytest.mark.parametrize("num_threads", [0, True, 1.5])
 def test_the_number_of_threads_is_checked(num_threads: Any) -> None:
-    with pytest.raises(UsageError, match="num_threads >= 1"):
+    with pytest.raises(UsageError, match=r"num_threads must be .*>= 1"):
         load_checkpoint_parallel("a.pt", num_threads=num_threads)
 
 
@@ -418,9 +414,13 @@ def test_a_writer_that_fails_says_what_its_file_said() -> None:
 @pytest.mark.parametrize("path", [5, None, b"file", ["file"]])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     for load in (load_checkpoint, load_checkpoint_parallel, load_checkpoint_meta):
-        with pytest.raises(UsageError, match=r"^cannot load the checkpoint: expected a path, got "):
+        with pytest.raises(
+            UsageError, match=r"^load_checkpoint.*: path must be a str or a path object, got "
+        ):
             load(path)
     with AsyncCheckpointSaver() as saver:
-        with pytest.raises(UsageError, match=r"^cannot save the checkpoint: expected a path, got "):
+        with pytest.raises(
+            UsageError, match=r"save_async: path must be a str or a path object, got "
+        ):
             saver.save_async({}, path)
         assert saver.num_pending == 0

@@ -89,17 +89,19 @@ def test_it_is_a_mapping() -> None:
     assert "obs/m" not in packed and 3 not in packed and "ob" not in packed
     assert packed["obs/task"] == packed[("obs", "task")] == packed["obs"]["task"] == "walk"
     assert packed.get("nothing") is None
-    with pytest.raises(MissingFieldError, match=r"^cannot read 'obs/maks': expected 'obs/mask'"):
+    with pytest.raises(
+        MissingFieldError, match=r"unknown field 'obs/maks'. The fields are 'obs/mask'"
+    ):
         packed["obs/maks"]
     with pytest.raises(KeyError):
         packed["nothing"]
 
 
 def test_a_missing_key_is_an_error_unless_it_may_be_missing() -> None:
-    with pytest.raises(KeyError, match=r"cannot compress 'obs/maks': expected 'obs/mask'"):
+    with pytest.raises(KeyError, match=r"no tensor has the name 'obs/maks' .* 'obs/mask'"):
         CompressedTensorDict(record(), ["obs/maks"])
     with pytest.raises(
-        UsageError, match=r"^cannot compress the leaf 'obs/task': expected a tensor, got str"
+        UsageError, match=r"field 'obs/task' of compress_keys must be a tensor, got a str"
     ):
         CompressedTensorDict(record(), ["obs/task"])
     assert CompressedTensorDict(
@@ -186,7 +188,7 @@ def test_damaged_bytes_are_one_clear_error() -> None:
     assert saved.count(block) == 1
     for damaged in (b"\xff" * len(block), bytes(len(block)), block[1:] + block[:1]):
         packed = pickle.loads(saved.replace(block, damaged))
-        with pytest.raises(CorruptFileError, match=r"^cannot decompress the leaf 'x'"):
+        with pytest.raises(CorruptFileError, match=r"^Field 'x' is damaged: the LZ4 block "):
             packed["x"]
 
 
@@ -209,8 +211,8 @@ def test_tensors_come_back_to_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("data", "keys", "text"),
     [
-        (5, (), "expected tensordict as a nested mapping, got int"),
-        ({"a": torch.ones(2)}, 5, "expected compress_keys as names"),
+        (5, (), "tensordict must be a nested mapping, got a int"),
+        ({"a": torch.ones(2)}, 5, "compress_keys must be field names, got 5"),
     ],
 )
 def test_what_is_no_record_is_refused(data: Any, keys: Any, text: str) -> None:

@@ -220,7 +220,7 @@ def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(
     with AsyncCheckpointSaver() as saver:
         with pytest.raises(UsageError) as caught:
             saver.save_async({"w": torch.ones(2), "agent": [0, {"x": part}]}, tmp_path / "a.pt")
-        assert f"as checkpoint['agent'][1]{where}, got" in str(caught.value)
+        assert f"checkpoint['agent'][1]{where} of " in str(caught.value)
         assert saver.num_pending == 0 and not list(tmp_path.iterdir())
 
 
@@ -234,7 +234,7 @@ def test_a_class_itself_is_refused_by_save_and_load(tmp_path: Path, part: type) 
             saver.save_async(checkpoint, tmp_path / "saved.pt")
         saver.save_async(checkpoint, tmp_path / "saved.pt", weights_only=False)
     with pytest.raises(
-        UnsafeFileError, match=r"a class or a function as checkpoint\['agent'\]\[1\]\['kind'\]"
+        UnsafeFileError, match=r"checkpoint\['agent'\]\[1\]\['kind'\] is a class or a function"
     ):
         load_checkpoint(tmp_path / "saved.pt")
     assert load_checkpoint(tmp_path / "saved.pt", weights_only=False)["agent"][1]["kind"] is part
@@ -249,7 +249,9 @@ def test_the_dtype_of_an_array_that_is_not_loaded_is_named(tmp_path: Path) -> No
 def test_a_key_that_would_not_be_loaded_is_named(tmp_path: Path) -> None:
     with (
         AsyncCheckpointSaver() as saver,
-        pytest.raises(UsageError, match=r"as key \(1, .*Path\('a'\)\) of checkpoint"),
+        pytest.raises(
+            UsageError, match=r"key \(1, .*Path\('a'\)\) of checkpoint\[1\] of .* is pathlib"
+        ),
     ):
         saver.save_async({(1, Path("a")): 1}, tmp_path / "a.pt")
 
@@ -265,7 +267,7 @@ def test_anything_is_saved_for_those_who_load_anything(tmp_path: Path) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": Config(2.0)}, tmp_path / "a.pt", weights_only=False)
     with pytest.raises(
-        UnsafeFileError, match=r"got tests\.checkpoint\.test_what_is_loaded\.Config"
+        UnsafeFileError, match=r"default: tests\.checkpoint\.test_what_is_loaded\.Config\."
     ):
         load_checkpoint(tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt", weights_only=False) == {"x": Config(2.0)}
@@ -282,7 +284,7 @@ def test_an_enum_that_is_not_imported_is_named(tmp_path: Path) -> None:
     failed = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert failed.returncode and "UnsafeFileError" in failed.stderr
     assert (
-        "got tests.checkpoint.imported_later.Phase. If it is an enum, import 'tests.checkpoint.imported_later'"
+        "tests.checkpoint.imported_later.Phase. For an enum, import 'tests.checkpoint.imported_later'"
         in (failed.stderr)
     )
     asked[2] = (
@@ -351,7 +353,7 @@ def test_a_hostile_pickle_is_one_clear_error(tmp_path: Path, name: str, loader: 
         UnsafeFileError if "class" in name or "module" in name else Exception
     ) as caught:
         loader(path)
-    assert str(caught.value).startswith(f"cannot load the checkpoint {str(path)!r}: expected ")
+    assert str(caught.value).startswith(repr(str(path)))
     assert "code ran" not in str(caught.value)
 
 
@@ -401,8 +403,8 @@ def test_device_is_another_name_of_map_location(tmp_path: Path) -> None:
         assert loader(tmp_path / "a.pt", "meta")["w"].device.type == "meta"
         assert loader(tmp_path / "a.pt", device=torch.device("cpu"))["w"].device.type == "cpu"
         with pytest.raises(
-            UsageError, match="expected device or map_location, got 'cpu' and 'meta'"
+            UsageError, match=r"device is 'cpu' and map_location is 'meta'. Pass only one"
         ):
             loader(tmp_path / "a.pt", "meta", device="cpu")
-        with pytest.raises(UsageError, match="device a torch device"):
+        with pytest.raises(UsageError, match="device must be a torch device"):
             loader(tmp_path / "a.pt", device="nowhere")

@@ -72,7 +72,7 @@ def test_noise_is_stored_as_it_is_where_video_would_not_be_smaller(coder):
 
 def test_names_and_fields_are_checked():
     for name in ("h264:crf=52", "h264:crf=-1", "h264+lz4", "uint16+h264", "h265", "av1:preset=3"):
-        with pytest.raises(UsageError, match="cannot use the codec"):
+        with pytest.raises(UsageError, match="codec"):
             find_codec(name)
     check_codec(Field("observation/rgb", (48, 64, 3), "uint8", "h264:crf=20"))
     for shape, dtype in (
@@ -81,7 +81,10 @@ def test_names_and_fields_are_checked():
         ((7,), "uint8"),
         ((0, 4, 3), "uint8"),
     ):
-        with pytest.raises(FieldTypeError, match="expected uint8 pictures"):
+        with pytest.raises(
+            FieldTypeError,
+            match=r"field 'observation/rgb' is .* A video codec needs uint8 pictures",
+        ):
             check_codec(Field("observation/rgb", shape, dtype, "h264"))
 
 
@@ -104,7 +107,7 @@ def test_damage_is_an_error_or_pictures_of_the_same_size(coder):
     with pytest.raises(CorruptFileError):  # a small picture by its field, a large one by its stream
         decoded(coder, large, frames)
     more, _ = chunk_codec(coder).encode(scene((5, 64, 64, 3)))
-    with pytest.raises(CorruptFileError, match="expected 4 frames, got 5"):
+    with pytest.raises(CorruptFileError, match="video has 5 frames, expected 4"):
         decoded(coder, more, frames)
 
 

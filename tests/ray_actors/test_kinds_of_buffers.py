@@ -145,13 +145,13 @@ def test_what_cannot_be_kept_in_actors_is_refused_when_it_is_made(cluster: Any) 
         (
             manager,
             2,
-            "expected one shard of a BufferManager, got 2. .* make a RemoteBuffer of each",
+            "a BufferManager cannot be divided into 2 shards. Create one RemoteBuffer for each",
         ),
-        (limited, 1, "Give rate_limiter to RemoteBuffer"),
+        (limited, 1, "Pass rate_limiter to RemoteBuffer"),
         (
             partial(RolloutStorage, 1, 1, 1, None, 1),
             1,
-            "one with a method sample, got a RolloutStorage",
+            "a RolloutStorage has no method sample",
         ),
     ):
         with pytest.raises(UsageError, match=reason):

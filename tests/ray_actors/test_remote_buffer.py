@@ -46,7 +46,7 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
         sample["number"] += 1  # a copy
         with pytest.raises(AttributeError, match=r"call\('clear', \.\.\.\)"):
             buffer.clear()
-        with pytest.raises(UsageError, match="the number of rows >= 1"):
+        with pytest.raises(UsageError, match="the number of rows must be >= 1"):
             buffer.sample(0)
         buffer.extend({"number": torch.zeros(2, 1)})
         with pytest.raises(MissingFieldError, match="'flag'"):
@@ -55,7 +55,7 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
         assert held(buffer) == list(range(70))
     buffer.close()
     for call in (lambda: buffer.sample(1), lambda: buffer.extend(rows(0, 1))):
-        with pytest.raises(ClosedError, match="an open RemoteBuffer"):
+        with pytest.raises(ClosedError, match="needs an open buffer"):
             call()
 
 
@@ -109,7 +109,7 @@ def test_windows_keep_their_order_and_two_collectors_may_not_mix_steps(cluster: 
 
     make = partial(TrajectoryDictBufferMultiDim, capacity=1000, seq_length=5, output_key_tp1=())
     with RemoteBuffer(make, 2, **NO_CPUS) as buffer:
-        with pytest.raises(UsageError, match="a client after pin"):
+        with pytest.raises(UsageError, match=r"Call pin\(shard\) first"):
             buffer.extend(steps(0))
         for shard in (0, 1):
             buffer.pin(shard)
@@ -130,7 +130,7 @@ def test_windows_keep_their_order_and_two_collectors_may_not_mix_steps(cluster: 
         other.extend(leaves)
         other.flush()
         buffer.extend(leaves)
-        with pytest.raises(UsageError, match="two in turns"):
+        with pytest.raises(UsageError, match="two collectors push steps to one shard"):
             buffer.flush()
 
 
@@ -199,15 +199,13 @@ def test_without_checkpoints_a_killed_actor_is_an_error_and_a_stopped_one_a_time
     process = process_of(buffer)
     os.kill(process, signal.SIGSTOP)
     try:
-        with pytest.raises(
-            WaitTimeoutError, match=r"ask shard 0 of 1: expected an answer within 10\.0 s"
-        ):
+        with pytest.raises(WaitTimeoutError, match=r"^shard 0 of 1 did not answer within 10\.0 s"):
             buffer.sample(4)
     finally:
         os.kill(process, signal.SIGCONT)
     assert len(check_rows(buffer.sample(4))) == 4
     os.kill(process, signal.SIGKILL)
-    with pytest.raises(BackgroundError, match="Give checkpoint_dir"):
+    with pytest.raises(BackgroundError, match="Pass checkpoint_dir"):
         for _ in range(600):
             buffer.sample(4)
             time.sleep(0.1)
@@ -234,12 +232,12 @@ def test_rates_and_staleness_are_bounded(cluster: Any) -> None:
         with pytest.raises(BufferEmptyError, match="policy version 8 or later"):
             buffer.sample(10)
         buffer.set_version(2)
-        with pytest.raises(RateLimitedError, match="draw 100 rows"):
+        with pytest.raises(RateLimitedError, match="a draw of 100 rows"):
             for _ in range(10):
                 buffer.sample(100)
         for _ in range(10):
             buffer.extend(of_version(3))
-        with pytest.raises(RateLimitedError, match="insert 100 rows"):
+        with pytest.raises(RateLimitedError, match="an insertion of 100 rows"):
             buffer.flush()  # as does leaving the block: what was not let pass is not forgotten
 
 

@@ -38,7 +38,7 @@ def test_rows_of_two_processes_are_drawn_whole_until_they_are_forgotten(cluster:
         assert len(buffer) == 60 and len(numbers) == 6000
         counts = torch.bincount(numbers, minlength=60)
         assert float(((counts - 100) ** 2 / 100).sum()) < 59 + 5 * 118**0.5
-        with pytest.raises(UsageError, match="batch_size >= 1"):
+        with pytest.raises(UsageError, match="batch_size must be >= 1"):
             buffer.sample(0)
         buffer.clear()
         assert len(buffer) == 0
