@@ -108,8 +108,7 @@ def check_json(info: Mapping[str, Any]) -> None:
             json.dumps(leaf)
         except (TypeError, ValueError, RecursionError) as cause:
             raise SchemaError(
-                f"cannot store the leaf {name!r} of a trajectory: expected what JSON can hold, "
-                f"got {cause}."
+                f"field {name!r} of the trajectory cannot be saved as JSON: {cause}."
             ) from cause
 
 
@@ -205,7 +204,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         listed = ", ".join(map(str, missing[:10]))
         text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
         warnings.warn(
-            f"{text} have no file and are left out: {listed}", RolloutDataWarning, stacklevel=4
+            f"{text} have no file and are skipped: {listed}", RolloutDataWarning, stacklevel=4
         )
     return entries, counters
 
@@ -217,20 +216,20 @@ def _read_entry(
     shape = (num_steps, num_envs)
     block = None
 
-    def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
-        return CorruptFileError(
-            f"cannot read the trajectory {str(path)!r}: expected {expected}, got shape {list(got)}."
-        )
-
     if min(shape) < 1 or num_steps * num_envs != num_samples:
-        raise wrong(f"{num_samples} samples as its index says", shape)
+        raise CorruptFileError(
+            f"the index has shape {list(shape)} for {str(path)!r}, which does not match its "
+            f"{num_samples} samples."
+        )
     if path.suffix == ".h5":
         layout, block = find_block(path, trajectory_id, shape, verify)
         info = dict(item.get("info", {}))
     else:
         found = read_whole(path, trusted)
         if found.shape != shape:
-            raise wrong(f"shape {list(shape)}", found.shape)
+            raise CorruptFileError(
+                f"{str(path)!r} has shape {list(found.shape)}, expected {list(shape)}."
+            )
         layout = layout_of(found.tensors, f"of {str(path)!r}")
         info = found.info
     version = item.get("weights_version")

@@ -59,9 +59,9 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
         if path.exists():  # The error is about a different file.
             raise
         raise MissingTrajectoryError(
-            f"cannot {_READ} {trajectory_id} in {str(path)!r}: expected the file that it was "
-            "saved to or loaded from, got no file. Put it back, or load a checkpoint that has "
-            "it; files stay where they are while a buffer uses them."
+            f"the file {str(path)!r} of trajectory {trajectory_id} is missing. "
+            "Restore it, or load a checkpoint with this trajectory. "
+            "Do not move files while a buffer uses them."
         ) from cause
 
 
@@ -147,8 +147,8 @@ class Entry:
         words = np.fromfile(self.path, np.int32, num_words, offset=offset)
         if len(words) < num_words:
             raise CorruptFileError(
-                f"cannot {_READ} {str(self.path)!r}: expected {4 * num_words} bytes of column "
-                f"{name!r}, got {words.nbytes}."
+                f"{str(self.path)!r} is truncated: column {name!r} has {words.nbytes} of "
+                f"{4 * num_words} bytes."
             )
         return torch.from_numpy(words).view(num_rows, -1)
 
@@ -267,9 +267,9 @@ def find_block(
     )
     if not is_whole:
         raise CorruptFileError(
-            f"cannot {_READ} {str(path)!r}: expected trajectory {trajectory_id} of {num_envs} "
-            f"x {num_steps} frames, got trajectory {header.sequence} of lengths "
-            f"{fragments['length'].tolist()[:8]}."
+            f"{str(path)!r} has trajectory {header.sequence} with the lengths "
+            f"{fragments['length'].tolist()[:8]}, expected trajectory {trajectory_id} with "
+            f"{num_envs} x {num_steps} frames."
         )
     block = Block(
         path,

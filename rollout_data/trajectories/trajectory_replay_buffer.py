@@ -19,7 +19,7 @@ from storage.core.fields import unflatten
 from storage.core.object_summary import Shown
 from storage.core.records import Key
 from storage.core.threads import OwnCondition, Owned, Owner
-from storage.errors import ClosedError, MissingFieldError, UsageError, in_parts
+from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
 
 from ..blocks.row_layout import RowLayout
@@ -90,15 +90,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
         load_path: str | os.PathLike[str] | None = None,
         save_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        what = arguments.creating(self)
         if load_path is not None:
             load_path = arguments.path("load_path", load_path)
         if save_path is not None:
             save_path = arguments.path("save_path", save_path)
             if auto_save_path and os.fspath(auto_save_path) != os.fspath(save_path):
                 raise UsageError(
-                    f"cannot {what}: expected save_path or auto_save_path, got "
-                    f"{str(save_path)!r} and {str(auto_save_path)!r}."
+                    f"save_path is {str(save_path)!r} and auto_save_path is "
+                    f"{str(auto_save_path)!r}. Pass only save_path."
                 )
             auto_save = True
             auto_save_path = save_path
@@ -108,11 +107,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
         enable_cache = arguments.flag("enable_cache", enable_cache)
         if trajectory_format == "pkl" and not trusted:
             raise UsageError(
-                f"cannot {what} as 'pkl': expected trusted=True, got trusted=False. Reading "
-                "pickles runs what they say."
+                "trajectory_format='pkl' requires trusted=True, since reading a pickle can run "
+                "code."
             )
         if auto_save and not auto_save_path:
-            raise UsageError(f"cannot {what}: expected auto_save_path with auto_save, got none.")
+            raise UsageError("auto_save requires auto_save_path.")
         self.seed = arguments.seed("seed", seed)
         self.auto_save = auto_save
         self.auto_save_path = arguments.path("auto_save_path", auto_save_path or "").absolute()
@@ -126,7 +125,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         cache_size = arguments.whole("cache_size", cache_size, 0)
         self._cache_size = cache_size if enable_cache else None
         max_pending_saves = arguments.whole("max_pending_saves", max_pending_saves, 1)
-        rank, world_size = self._next_id, self._id_step = _rank_of(what, rank, world_size)
+        rank, world_size = self._next_id, self._id_step = _rank_of(rank, world_size)
         self._monitor = monitor
         self._is_closed = False
         self._owner = Owner("a buffer with auto_save")
@@ -184,7 +183,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
         """Copy a trajectory into the buffer; see `add_trajectories`. Returns its id."""
-        return self._add("call TrajectoryReplayBuffer.add", [trajectory], weights_version)[0]
+        return self._add([trajectory], weights_version)[0]
 
     def add_trajectories(
         self, trajectories: Iterable[Any], *, weights_version: int | None = None
@@ -206,26 +205,22 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 differs from earlier trajectories. No trajectory is added.
             BackgroundError: An earlier trajectory could not be saved. No trajectory is added.
         """
-        action = "call TrajectoryReplayBuffer.add_trajectories"
         if isinstance(trajectories, (str, Mapping)) or not isinstance(trajectories, Iterable):
-            expected = "trajectories as an iterable of mappings or dataclasses"
-            got = type(trajectories).__name__
-            raise UsageError(in_parts(action, "", expected, got))
-        return self._add(action, trajectories, weights_version)
+            raise UsageError(
+                "trajectories must be an iterable of mappings or dataclasses, got "
+                f"{type(trajectories).__name__}."
+            )
+        return self._add(trajectories, weights_version)
 
-    def _add(
-        self, action: str, trajectories: Iterable[Any], weights_version: int | None
-    ) -> list[int]:
+    def _add(self, trajectories: Iterable[Any], weights_version: int | None) -> list[int]:
         if weights_version is not None:
             weights_version = arguments.whole("weights_version", weights_version, _LEAST_VERSION)
-        taken = [
-            take_apart(one, self.drop_first, self.drop_last, action=action) for one in trajectories
-        ]
+        taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
         layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
         for one in taken:
             check_json(one.info)
         with self._lock:
-            self._check_usable("add a trajectory")
+            self._check_usable()
             fields = dict(self._live.fields)
             for layout in layouts:
                 check_fields(fields, layout.schema.values())
@@ -274,7 +269,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 "min_weights_version", min_weights_version, _LEAST_VERSION
             )
         with self._timed("sample"), self._lock:
-            self._check_usable("sample")
+            self._check_usable()
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
@@ -284,7 +279,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             MissingFieldError: The trajectory is not live (a `KeyError`).
         """
         with self._lock:
-            entry = self._find("get", trajectory_id)
+            entry = self._find(trajectory_id)
             return unflatten(
                 {**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)}
             )
@@ -292,7 +287,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def about(self, trajectory_id: int) -> dict[str, Any]:
         """Return the index entry of a live trajectory, with its shape, uuid and weights version."""
         with self._lock:
-            return self._find("about", trajectory_id).to_json()
+            return self._find(trajectory_id).to_json()
 
     def clear_cache(self) -> None:
         """Free the memory of the cache. Without `auto_save` this removes all trajectories."""
@@ -344,7 +339,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         with self._timed("save_checkpoint"):
             self.flush()
             with self._lock:
-                self._check_usable("save a checkpoint")
+                self._check_usable()
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
                     # The auto-save folder is a checkpoint, since `flush` wrote its index.
                     return
@@ -385,8 +380,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             UsageError: The rank or world size is invalid.
             DataFileError: A file is missing or damaged. The buffer is unchanged.
         """
-        action = "call TrajectoryReplayBuffer.load_checkpoint"
-        rank, step = _rank_of(action, local_rank, world_size, "local_rank")
+        rank, step = _rank_of(local_rank, world_size, "local_rank")
         is_distributed = arguments.flag("is_distributed", is_distributed)
         verify = arguments.flag("verify", verify)
         if min_weights_version is not None:
@@ -395,7 +389,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             )
         rank, step = (rank, step) if is_distributed else (0, 1)
         folder = arguments.path("directory", directory).absolute()
-        self._check_usable("load a checkpoint")
+        self._check_usable()
         with self._timed("load_checkpoint"):
             if self._saver is not None:
                 self._saver.wait()
@@ -405,7 +399,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             for entry in share_of(entries, rank, step)[-live.capacity or None :]:
                 live.append(entry, live.rows_of(entry) if self._saver is None else None)
             with self._lock:
-                self._check_usable("load a checkpoint")
+                self._check_usable()
                 if self._saver is not None:
                     self._saver.adopt(live.entries.values(), folder, is_distributed)
                 self._live = live
@@ -436,13 +430,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self._saver.submit(entry)  # `submit` may block, so the lock is not held.
         return entry.trajectory_id
 
-    def _find(self, method: str, trajectory_id: int) -> Entry:
-        self._check_usable("get the trajectory")
+    def _find(self, trajectory_id: int) -> Entry:
+        self._check_usable()
         entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
         if entry is None:
             raise MissingFieldError(
-                f"cannot call TrajectoryReplayBuffer.{method}: expected trajectory_id as one "
-                f"of {len(self)} live ids, got {trajectory_id!r}."
+                f"trajectory_id {trajectory_id!r} is not in the buffer of {len(self)} trajectories."
             )
         return entry
 
@@ -462,14 +455,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
             nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
         )
 
-    def _check_usable(self, action: str) -> None:
+    def _check_usable(self) -> None:
         if self._is_closed:
-            raise ClosedError(f"cannot {action}: expected an open buffer, got a closed one.")
+            raise ClosedError("the buffer is closed.")
         if self._saver is not None:
             self._saver.check()
 
 
-def _rank_of(action: str, rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
+def _rank_of(rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
     """Return the checked rank and world size; raise `UsageError` if they are invalid."""
     world_size = arguments.whole("world_size", world_size, 1)
     return arguments.whole(name, rank, 0, world_size - 1), world_size

@@ -50,8 +50,7 @@ def layout_for(fields: Iterable[Field]) -> RowLayout:
 def _layout_for(fields: tuple[Field, ...]) -> RowLayout:
     if any(field.name == PACKED for field in fields):
         raise SchemaError(
-            f"cannot store the leaf {PACKED!r}: expected another name: this is that of the "
-            f"packed rows, got {PACKED!r}."
+            f"the field name {PACKED!r} is reserved for packed rows. Rename the field."
         )
     return RowLayout(Schema(fields))
 
@@ -104,7 +103,6 @@ def take_apart(
     drop_first: Collection[str],
     drop_last: Collection[str],
     where: str = "of a trajectory",
-    action: str = "store the leaves",
 ) -> Leaves:
     """Check and flatten a nested mapping or dataclass of leaves `[T, B, ...]`, without copies.
 
@@ -116,15 +114,15 @@ def take_apart(
         drop_last: Names of leaves that may have `T + e` rows for e epochs: an additional row after
             the last step of each epoch. The additional rows are removed.
         where: Name of the trajectory in errors.
-        action: Call that stores the trajectory, for errors.
 
     Raises:
         SchemaError: The leading sizes of leaves differ, or there is no tensor.
     """
     tree = _as_mapping(trajectory)
     if not isinstance(tree, Mapping):
-        expected = "trajectory as a nested mapping or a dataclass"
-        raise SchemaError(in_parts(action, "", expected, type(trajectory).__name__))
+        raise SchemaError(
+            f"trajectory must be a nested mapping or a dataclass, got {type(trajectory).__name__}."
+        )
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
     for name, leaf in flatten(tree).items():
@@ -137,9 +135,9 @@ def take_apart(
         elif isinstance(leaf, INFO_TYPES):
             info[name] = leaf
         elif leaf is not None:
-            expected = "a tensor, an array, a str, a number or a list"
             raise SchemaError(
-                in_parts("store the leaf", f"{name!r} {where}", expected, type(leaf).__name__)
+                f"field {name!r} {where} must be a tensor, an array, a str, a number or a list, "
+                f"got {type(leaf).__name__}."
             )
     shape = _shape_of(tensors, {*drop_first, *drop_last}, where)
     for name, tensor in tensors.items():
@@ -170,14 +168,11 @@ def _shape_of(
     Leaves in `longer` may have additional rows, so the shape of another leaf is preferred.
     """
     if not tensors:
-        raise SchemaError(
-            f"cannot store the leaves {where}: expected at least one tensor, got none."
-        )
+        raise SchemaError(f"the fields {where} include no tensor.")
     for name, tensor in tensors.items():
         if tensor.ndim < 2 or not tensor.shape[0] or not tensor.shape[1]:
             raise SchemaError(
-                f"cannot store the leaf {name!r} {where}: expected [T, B, ...], got shape "
-                f"{list(tensor.shape)}."
+                f"field {name!r} {where} has shape {list(tensor.shape)}, expected [T, B, ...]."
             )
     names = [name for name in (*LENGTH_NAMES, *tensors) if name in tensors]
     exact = [name for name in names if name not in longer]

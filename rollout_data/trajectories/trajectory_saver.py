@@ -96,9 +96,11 @@ class TrajectorySaver:
         number = len(self._earlier)
         self._earlier = set()
         if number:
-            text = f"{number} trajectories of an earlier run are in {str(self.folder)!r}"
-            advice = "the index will not name them. Load that folder first to go on with them"
-            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
+            text = (
+                f"{str(self.folder)!r} has {number} trajectories of an earlier run, which the new "
+                "index omits. Load this folder first to continue the run"
+            )
+            warnings.warn(text, RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
         """Announce an entry that will be submitted. Call this under the lock."""
@@ -153,9 +155,11 @@ class TrajectorySaver:
             self._earlier if is_own else {one.trajectory_id for one in entries if self._has(one)}
         )
         if number := places.count(None):
-            text = f"{number} trajectories of {str(directory)!r} have the ids of others in {str(self.folder)!r}"
-            advice = "the index there will not name them. Choose an auto_save_path of its own for this run"
-            warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
+            text = (
+                f"{number} trajectories of {str(directory)!r} have ids that other trajectories in "
+                f"{str(self.folder)!r} use, so its index omits them. Choose another auto_save_path"
+            )
+            warnings.warn(text, RolloutDataWarning, stacklevel=3)
 
     def check(self) -> None:
         """Raise the error of an earlier failed save, once."""
@@ -163,10 +167,10 @@ class TrajectorySaver:
             failure = self._failure
             self._failure = None
         if failure is not None:
-            got = str(failure).rstrip(".") or repr(failure)
+            cause = str(failure).rstrip(".") or repr(failure)
             raise BackgroundError(
-                f"cannot save a trajectory to {str(self.folder)!r}: got {got}. It stays in "
-                "memory and is tried again at the next checkpoint or close()."
+                f"a trajectory could not be saved to {str(self.folder)!r}: {cause}. It stays in "
+                "memory and is saved again at the next checkpoint or close()."
             ) from failure
 
     def wait(self) -> None:

@@ -61,7 +61,7 @@ def test_the_two_names_of_the_folder_must_agree(tmp_path):
         assert buffer.auto_save_path == tmp_path
     with pytest.raises(
         UsageError,
-        match="create a TrajectoryReplayBuffer: expected save_path or auto_save_path, got",
+        match=r"^TrajectoryReplayBuffer: save_path is .* and auto_save_path is .* Pass only save_path",
     ):
         TrajectoryReplayBuffer(auto_save_path=tmp_path / "a", save_path=tmp_path / "b")
 

@@ -153,7 +153,7 @@ def test_a_folder_that_is_gone_on_with_keeps_its_trajectories_under_any_name(
 def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
     filled(2, auto_save=True, auto_save_path=tmp_path).close()
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
-    with pytest.warns(RolloutDataWarning, match="2 trajectories of an earlier run"):
+    with pytest.warns(RolloutDataWarning, match="has 2 trajectories of an earlier run"):
         assert buffer.add(trajectory(9)) == 2
     buffer.close()
     assert {name.split("_")[1] for name in names_in(tmp_path) if name.endswith("h5")} == {
@@ -247,7 +247,7 @@ def test_variants_of_existing_folders_are_loaded(tmp_path: Path) -> None:
     assert one.total_samples == 32 and torch.equal(one.get(0)["dones"], flags["dones"][1:])
     (folder / "trajectory_2_w0.pt").unlink()
     with pytest.warns(
-        RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are left out: 2"
+        RolloutDataWarning, match=r"^1 of 3 trajectories .* have no file and are skipped: 2"
     ):
         one.load_checkpoint(folder)
     assert one.trajectory_ids == [0, 1]
@@ -401,7 +401,7 @@ def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         buffer.add(trajectory(0))
         with pytest.raises(
-            BackgroundError, match=r"^cannot save a trajectory to .*File too large"
+            BackgroundError, match=r"^a trajectory could not be saved to .*File too large"
         ) as caught:
             buffer.flush()
         assert isinstance(caught.value.__cause__, OSError)

@@ -32,7 +32,7 @@ def test_a_closed_buffer_says_so_whatever_it_is_asked(tmp_path: Path) -> None:
         lambda: buffer.about(0),
         lambda: buffer.load_checkpoint(tmp_path / "none"),
     ):
-        with pytest.raises(ClosedError, match="expected an open buffer"):
+        with pytest.raises(ClosedError, match="the buffer is closed"):
             ask()
 
 
@@ -51,7 +51,7 @@ def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -
 def test_what_is_no_trajectory_is_refused() -> None:
     for what in (5, [1, 2], None):
         with pytest.raises(
-            SchemaError, match="add: expected trajectory as a nested mapping or a dataclass"
+            SchemaError, match="add: trajectory must be a nested mapping or a dataclass"
         ):
             filled(0).add(what)
 
@@ -60,7 +60,7 @@ def test_what_is_no_trajectory_is_refused() -> None:
 def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
     with pytest.raises(
         UsageError,
-        match=r"^cannot create a TrajectoryReplayBuffer: expected seed as a whole number of 64 bits, got ",
+        match=r"^TrajectoryReplayBuffer: seed must be an integer of 64 bits, got ",
     ):
         TrajectoryReplayBuffer(seed=seed)
 
@@ -97,7 +97,7 @@ def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
     "name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"]
 )
 def test_what_is_no_whole_number_is_none(name: str, wrong: Any) -> None:
-    with pytest.raises(UsageError, match=rf"expected {name} .*, got "):
+    with pytest.raises(UsageError, match=rf"{name} must be .*, got "):
         TrajectoryReplayBuffer(**{name: wrong})
 
 
@@ -107,11 +107,11 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
     for call in (buffer.load_checkpoint, buffer.save_checkpoint):
         with pytest.raises(
             UsageError,
-            match=r"^cannot call TrajectoryReplayBuffer\.(load|save)_checkpoint: expected directory a path, got ",
+            match=r"^TrajectoryReplayBuffer\.(load|save)_checkpoint: directory must be a str or a path, got ",
         ):
             call(path)
     if path is not None:
-        with pytest.raises(UsageError, match=r"expected (auto_save_path )?a path"):
+        with pytest.raises(UsageError, match=r"must be a str or a path"):
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
 
 
