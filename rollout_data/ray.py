@@ -97,7 +97,7 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
     for name in _ADDED_COLUMNS:
         if name in fields:
             raise UsageError(
-                f"cannot read rollouts with the field {name!r}: expected other names than "
+                f"the field name {name!r} is reserved for an added column. Reserved names: "
                 f"{', '.join(_ADDED_COLUMNS)}."
             )
     columns = {name: on_host(leaf[:, 0]) for name, leaf in fields.items() if name != "mask"}
@@ -170,9 +170,8 @@ def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -
         length = int(trajectory[_LENGTH][0])
         if not np.array_equal(trajectory[_FRAME], np.arange(length)):
             raise UsageError(
-                f"cannot write trajectory {trajectory[_TRAJECTORY][0]}: expected frames "
-                f"0:{length} in one task, got {len(rows)} of them. Call "
-                "dataset.sort('trajectory') first."
+                f"a task has {len(rows)} of {length} frames of trajectory "
+                f"{trajectory[_TRAJECTORY][0]}. Call dataset.sort('trajectory') first."
             )
         done = trajectory.pop("done")[:, None].astype(bool)
         timeout = trajectory.pop("timeout")[:, None].astype(bool)

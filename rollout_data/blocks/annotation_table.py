@@ -91,8 +91,8 @@ class NoteTable:
         fits = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
         if not fits or (table["key"][1:] < table["key"][:-1]).any():
             raise CorruptFileError(
-                f"cannot read: expected notes of at most {MAX_NOTE_BYTES} bytes, in order, in "
-                f"{num_bytes} bytes, got {int(sizes.sum())} bytes."
+                f"the table of annotations has {int(sizes.sum())} bytes, expected {num_bytes} "
+                f"bytes in sorted entries of at most {MAX_NOTE_BYTES}."
             )
         bounds = offset + np.append(0, np.cumsum(sizes))
         return cls(table["key"].copy(), bounds, table["checksum"].copy())

@@ -98,7 +98,7 @@ class Notes:
                 for _, text in self._of_episodes(noted, block, key):
                     metadata |= parsed(block.path, text)
             except FileNotFoundError:
-                raise index.lost_block(number, "none") from None
+                raise index.lost_block(number) from None
         return metadata
 
     def _of_episodes(
@@ -232,8 +232,9 @@ def parsed(path: Path, text: str) -> Mapping[str, Any]:
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        got = f"{type(cause).__name__}: {cause}"
-        raise corrupt(path, "notes of episodes as JSON", got) from None
+        problem = f"an annotation of an episode is not JSON, {type(cause).__name__}: {cause}"
+        raise corrupt(path, problem) from None
     if not isinstance(metadata, dict):
-        raise corrupt(path, "notes of episodes as JSON objects", type(metadata).__name__)
+        name = type(metadata).__name__
+        raise corrupt(path, f"an annotation of an episode is not a JSON object but {name}")
     return metadata

@@ -34,7 +34,6 @@ from storage.errors import (
     MissingFolderError,
     RolloutDataError,
     UsageError,
-    in_parts,
 )
 
 from .block import Block, FragmentSums
@@ -56,7 +55,6 @@ from .write_block import TEMPORARY_PREFIX
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 4
-_OPEN = "open the data folder"
 #: Exceptions that damaged caches cause in the readers of zip, npy and JSON. RuntimeError is raised
 #: for unusual zip members.
 BAD_CACHE = (
@@ -106,22 +104,18 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
         UsageError: The folder does not exist.
         DataFileError: The folder cannot be listed.
     """
-    where = repr(str(folder))
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError as cause:
-        raise MissingFolderError(
-            f"cannot {_OPEN} {where}: expected a folder, got nothing there."
-        ) from cause
+        raise MissingFolderError(f"the data folder {str(folder)!r} does not exist.") from cause
     except NotADirectoryError as cause:
         raise UsageError(
-            f"cannot {_OPEN} {where}: expected a folder, got {kind_of_file(folder)}."
+            f"{str(folder)!r} is {kind_of_file(folder)}, expected a data folder."
         ) from cause
     except OSError as cause:
         raise DataFileError(
-            f"cannot {_OPEN} {where}: expected a folder that can be listed, got {cause}. See "
-            "to it that it may be read, and entered."
+            f"The data folder {str(folder)!r} cannot be listed: {cause}. Check its permissions."
         ) from cause
 
 
@@ -321,22 +315,17 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
         for name, (schema, block) in sorted(opened.items(), key=lambda item: item[0]):
             other = known.get((block.writer, block.sequence))
-            where = repr(str(block.path))
             difference = "" if self.schema is None else self.schema.difference(schema)
             if difference:
-                expected = "the fields of the blocks beside it"
-                advice = "Move it to a folder of its own"
-                problem = DataFileError(
-                    in_parts("read the block", where, expected, difference, advice)
+                self.problems[name] = DataFileError(
+                    f"The block {str(block.path)!r} has other fields than most blocks of the "
+                    f"folder: {difference}. It is left out. Move it to another folder to read it."
                 )
-                self.problems[name] = problem
             elif other is not None:
-                advice = "Remove one of them"
-                problem = DataFileError(
-                    f"cannot read the block {where}: expected each block once, got a second "
-                    f"copy of {other.path.name!r}. {advice}."
+                self.problems[name] = DataFileError(
+                    f"The block {str(block.path)!r} is a duplicate of {other.path.name!r}. It is "
+                    "left out. Remove one of the two files."
                 )
-                self.problems[name] = problem
             else:
                 self.blocks[name] = block
                 known[block.writer, block.sequence] = block
@@ -400,10 +389,9 @@ class BlockFolder:
             self.problems[name] = _unreadable(path, error)
             return None
         if stamp is None:  # Opening a pipe would wait.
-            problem = CorruptFileError(
-                f"cannot read the block {str(path)!r}: expected a file, got no file."
+            self.problems[name] = CorruptFileError(
+                f"The block {str(path)!r} is no regular file. It is left out."
             )
-            self.problems[name] = problem
         return stamp
 
     def _report_metadata(self, problem: RolloutDataError | None) -> None:
@@ -540,9 +528,8 @@ class BlockFolder:
 def _metadata_error(path: Path, got: str) -> CorruptFileError:
     """Return the error of a metadata.json that is damaged, or declares fields that no block has."""
     return CorruptFileError(
-        f"cannot use the metadata {str(path)!r}: expected the fields of the blocks beside it, "
-        f"got {got}. The blocks are read by the fields that they hold; 'rollout-data verify "
-        "--repair' makes this file anew."
+        f"{str(path)!r} does not contain the fields of the blocks: {got}. The blocks are read "
+        "without it. 'rollout-data verify --repair' writes it again."
     )
 
 
@@ -588,7 +575,7 @@ def _check_cached(
     is_bounded = bounds[0] == 0 and bounds[-1] == len(fragments)
     is_even = (row_counts[0] == num_rows[0][:, None]).all()
     if not (is_inside and has_fragments and is_bounded and is_even):
-        raise CorruptFileError("cannot use the index cache: expected rows within their files.")
+        raise CorruptFileError("The index cache has rows outside their files.")
 
     block = np.repeat(np.arange(len(located)), np.diff(bounds))
     check_fragments(fragments, num_rows[0][block], num_rows[1][block])
@@ -597,9 +584,7 @@ def _check_cached(
 
 def _unreadable(path: Path, error: OSError) -> CorruptFileError:
     """Return the problem of a file that the system cannot read."""
-    problem = CorruptFileError(
-        f"cannot read the block {str(path)!r}: expected a readable file, got {error}."
-    )
+    problem = CorruptFileError(f"The block {str(path)!r} cannot be read: {error}. It is left out.")
     problem.__cause__ = error
     return problem
 
@@ -616,8 +601,7 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     metadata = load_metadata(data_dir)
     if metadata is None:
         raise DataFileError(
-            f"cannot read the metadata of {str(data_dir)!r}: expected a {METADATA_NAME} or a "
-            "block, got neither."
+            f"{str(data_dir)!r} contains neither a {METADATA_NAME} nor a readable block."
         )
     return counted_metadata(BlockFolder.at(data_dir), metadata)
 

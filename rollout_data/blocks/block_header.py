@@ -109,14 +109,16 @@ FRAGMENT_DTYPE = np.dtype(
 )
 
 
-def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
+def corrupt(path: Path, problem: str, *, kind: str = "", episode: str = "") -> CorruptFileError:
     """Return the error of a damaged block."""
-    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside"
+    advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside."
     if is_url(path):
-        advice = "Publish it again from where it is intact"
-    advice += "; the other blocks stay readable"
+        advice = "Push an intact copy."
     return CorruptFileError(
-        f"cannot read the block {str(path)!r}: expected {expected}, got {got}. {advice}."
+        f"The block {str(path)!r} is damaged: {problem.rstrip('.')}. {advice} The other blocks "
+        "are read.",
+        kind=kind,
+        episode=episode,
     )
 
 
@@ -185,8 +187,8 @@ class BlockHeader:
         row_bytes = self.layouts[table].columns[column].row_bytes
         if not 0 <= start <= stop <= num_rows:
             raise CorruptFileError(
-                f"cannot read rows {start}:{stop} of {str(self.path)!r}: expected rows in "
-                f"0:{num_rows}."
+                f"{str(self.path)!r} has {num_rows} rows of {table}/{column}. Rows "
+                f"{start}:{stop} do not exist."
             )
         if column not in self.chunks[table]:
             data = self.read_bytes(offset + start * row_bytes, offset + stop * row_bytes)
@@ -194,7 +196,7 @@ class BlockHeader:
         try:
             return self.chunks[table][column].read(start, stop, self.read_bytes)
         except CorruptFileError as cause:
-            raise corrupt(self.path, f"intact rows of {table}/{column}", cause.message) from cause
+            raise corrupt(self.path, f"{table}/{column}, {cause.message}") from cause
 
     def stored_at(
         self,
@@ -229,11 +231,11 @@ class BlockHeader:
         for note_key, data in table.read(self.read_bytes, places):
             try:
                 if data is None:
-                    raise ValueError("another checksum")
+                    raise ValueError("wrong checksum")
                 text = data.decode()
             except ValueError as cause:
-                expected = f"the note {note_key} of {kind!r} as UTF-8 of its checksum"
-                raise corrupt(self.path, expected, str(cause)) from None
+                problem = f"annotation {note_key} of {kind!r} is damaged, {cause}"
+                raise corrupt(self.path, problem) from None
             yield note_key, text
 
     def read_bytes(self, start: int, stop: int) -> np.ndarray:
@@ -242,7 +244,7 @@ class BlockHeader:
             return self.fetch(start, stop)
         data = np.fromfile(self.path, np.uint8, stop - start, offset=start)
         if len(data) < stop - start:
-            raise corrupt(self.path, f"{stop - start} bytes at {start}", f"{len(data)}")
+            raise corrupt(self.path, f"{len(data)} of {stop - start} bytes at offset {start}")
         return data
 
 
@@ -287,24 +289,21 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except ForeignFileError:
         raise
     except UnsafeFileError as cause:
-        raise UnsafeFileError(f"The block {str(path)!r} is refused: {cause.message}") from cause
+        raise UnsafeFileError(f"The block {str(path)!r} is not opened: {cause.message}") from cause
     except CorruptFileError as cause:
         if "signature not found" in cause.message:
-            raise ForeignFileError(
-                f"cannot read the block {str(path)!r}: expected an HDF5 file, got another format."
-            ) from cause
-        error = corrupt(path, "an intact file", cause.message)
-        raise error.of(cause.kind, cause.episode) from cause
+            raise ForeignFileError(f"{str(path)!r} is no HDF5 file.") from cause
+        raise corrupt(path, cause.message, kind=cause.kind, episode=cause.episode) from cause
     except DataFileError:  # The file could not be fetched.
         raise
     except RolloutDataError as cause:
         # An invalid schema is usually a mistake of the caller. Here it is damage of the file.
-        raise corrupt(path, "an intact schema", str(cause)).of("header") from cause
+        raise corrupt(path, f"invalid schema, {cause.message}", kind="header") from cause
 
 
-def _header_error(expected: str, got: object) -> CorruptFileError:
+def _header_error(problem: str) -> CorruptFileError:
     """Return the error of a damaged header. `read_header` adds the name of the file."""
-    return CorruptFileError(f"cannot read: expected {expected}, got {got}.").of("header")
+    return CorruptFileError(f"{problem}.", kind="header")
 
 
 def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeader:
@@ -340,12 +339,11 @@ def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeade
     expected = int(attribute(file, "header_crc"))
     checksum = header_crc(fragments, reward_sums, about.values(), offsets)
     if checksum != expected:
-        raise _header_error(f"header checksum {expected:08x}", f"{checksum:08x}")
+        raise _header_error(f"expected header checksum {expected:08x}, got {checksum:08x}")
     writer = about["writer"]
     sequence = int(about["sequence"])
     if not isinstance(writer, str) or sequence < 0:
-        got = f"{writer!r} and {sequence}"
-        raise _header_error("a writer's name and a sequence number", got)
+        raise _header_error(f"writer {writer!r} or sequence number {sequence} is invalid")
     _check_rows(fragments, locations)
 
     return BlockHeader(
@@ -373,14 +371,15 @@ def _check_rows(
     for table, columns in locations.items():
         sizes[table] = {num_rows for _, num_rows in columns.values()}
     if any(len(counts) > 1 for counts in sizes.values()):
-        raise _header_error("as many rows in every column", sizes)
+        raise _header_error(f"columns have different numbers of rows, {sizes}")
     num_rows = next(iter(sizes[DATA]), 0)
     num_finals = next(iter(sizes[FINAL]), 0)
     check_fragments(fragments, num_rows, num_finals)
     num_frames = int(fragments["length"].sum())
     if num_frames > num_rows:
-        expected = f"each of {num_rows} rows in one fragment"
-        raise _header_error(expected, f"{num_frames} frames").of("shared")
+        raise _header_error(
+            f"the fragments have {num_frames} frames, and the table {num_rows} rows"
+        )
 
 
 def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
@@ -394,7 +393,9 @@ def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
         name = f"{kind}/{TABLE}"
         stored[name] = tables.read(name, NOTE_DTYPE, (-1,))
     if expected is None or tables_crc(stored) != int(expected):
-        raise _header_error(f"notes with the checksum {expected}", f"{tables_crc(stored)}")
+        raise _header_error(
+            f"expected checksum {expected} of the annotations, got {tables_crc(stored)}"
+        )
     notes = {}
     for kind in kinds:
         offset, num_bytes = tables.locate(f"{kind}/{BYTES}", np.dtype("u1"))
@@ -415,7 +416,7 @@ def _read_chunks(
     """
     offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
     if not len(offsets):
-        raise _header_error(f"offsets of {place}", "none")
+        raise _header_error(f"{place} has no offsets")
     start, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
     num_chunks = len(offsets) - 1
     sums = np.full(num_chunks, -1)  # Older blocks have no checksums of chunks.
@@ -434,7 +435,7 @@ def _read_chunks(
     )
     violated = chunk_table.check(*ranges, coding.frames_per_chunk, start, num_bytes)
     if violated:
-        raise _header_error(f"{violated} in {place}", "another table")
+        raise _header_error(f"the chunk table of {place} is invalid: expected {violated}")
     return chunk_table
 
 
@@ -453,7 +454,7 @@ class _Tables:
     def _find(self, name: str) -> h5py.Dataset:
         dataset = member(self.file, name, self._path)
         if not isinstance(dataset, h5py.Dataset) or dataset.chunks is not None:
-            raise _header_error(f"a dataset {name!r}, stored contiguously", type(dataset).__name__)
+            raise _header_error(f"{name!r} is no contiguous dataset")
         return dataset
 
     def read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -468,12 +469,15 @@ class _Tables:
         if is_shape:
             is_shape = all(n in (-1, m) for n, m in zip(shape, dataset.shape, strict=True))
         if dataset.dtype != dtype or not is_shape:
-            got = f"{dataset.dtype} of shape {dataset.shape}"
-            raise _header_error(f"{name!r} as {dtype} of shape {shape}", got)
+            raise _header_error(
+                f"{name!r} has dtype {dataset.dtype} and shape {dataset.shape}, expected {dtype} "
+                f"and {shape}"
+            )
         num_bytes = int(dataset.size) * dtype.itemsize
         if num_bytes > self.file_bytes:
-            expected = f"a table {name!r} within the {self.file_bytes} bytes of the file"
-            raise _header_error(expected, f"{num_bytes} bytes")
+            raise _header_error(
+                f"table {name!r} has {num_bytes} bytes, and the file {self.file_bytes} bytes"
+            )
 
         # A table with few bytes per fragment may consist of zeros, which a copy of the file may
         # store as a hole. The number of fragments is known from their own table, read before.
@@ -482,23 +486,28 @@ class _Tables:
         if num_bytes > max(MAX_HOLLOW_BYTES, of_fragments, of_rows):
             offset = dataset.id.get_offset()
             if offset is None or not self._guarded.is_written(num_bytes, offset):
-                got = f"{num_bytes} bytes with a hole in them"
-                raise _header_error(f"a table {name!r} that was written", got)
+                raise _header_error(
+                    f"table {name!r} was not written completely: a hole in its {num_bytes} bytes"
+                )
         return np.asarray(dataset[()])
 
     def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return the place of the rows of a column: (byte offset, number of rows)."""
         dataset = self._find(name)
         if dataset.dtype != dtype or dataset.ndim != 1:
-            got = f"{dataset.dtype} in {dataset.ndim} dimensions"
-            raise _header_error(f"{name!r} as one row of {dtype} per frame", got)
+            raise _header_error(
+                f"{name!r} has dtype {dataset.dtype} and {dataset.ndim} dimensions, expected "
+                f"{dtype} and 1"
+            )
         num_rows = int(dataset.shape[0])
         offset = dataset.id.get_offset()
         if num_rows == 0:
             return 0, 0
         if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > self.file_bytes:
-            where = f"at a multiple of 64 within {self.file_bytes} bytes"
-            raise _header_error(f"{num_rows} rows of {name!r} {where}", f"offset {offset}")
+            raise _header_error(
+                f"the {num_rows} rows of {name!r} are at offset {offset}, expected a multiple of "
+                f"64 within {self.file_bytes} bytes"
+            )
         return int(offset), num_rows
 
 
@@ -584,14 +593,14 @@ def _damage(
     start = int(fragment["start"])
     if table == DATA:
         frames = (start + first - low, start + last - low)
-        frames_text = f"{frames[0]}:{frames[1]}"
+        subject = f"Frames {frames[0]}:{frames[1]} of trajectory {trajectory}"
     else:
         length = start + int(fragment["length"])
         frames = (length, length)
-        frames_text = "after the last"
+        subject = f"Final values of trajectory {trajectory}"
     error = DamagedRowsError(
-        f"cannot read frames {frames_text} of trajectory {trajectory} in {str(header.path)!r}, field "
-        f"{' or '.join(map(repr, fields))}, column {table}/{column}: {wrong.message} Run "
+        f"{subject} in {str(header.path)!r} are damaged: field "
+        f"{' or '.join(map(repr, fields))}, column {table}/{column}, {wrong.message} Run "
         f"'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories."
     )
     error.trajectory = trajectory
@@ -613,26 +622,24 @@ def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Coding]]:
     """Check format and version; return the fields and their codings."""
-    where = repr(str(path))
     format_name = attribute(file, "format")
     if format_name != FORMAT_NAME:
-        expected = f"format {FORMAT_NAME!r}"
         raise ForeignFileError(
-            f"cannot read the block {where}: expected {expected}, got {format_name!r}."
+            f"{str(path)!r} has format {format_name!r}, expected {FORMAT_NAME!r}."
         )
     version = int(attribute(file, "version"))
     if version != FORMAT_VERSION:
-        expected = f"version {FORMAT_VERSION}"
         raise ForeignFileError(
-            f"cannot read the block {where}: expected {expected}, got {version}. Use the "
+            f"The block {str(path)!r} has version {version}, expected {FORMAT_VERSION}. Use the "
             "release that wrote it."
         )
-    texts = {"a schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
+    texts = {"schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
     for name, text in texts.items():
         if not isinstance(text, str) or len(text) > MAX_TEXT_BYTES:
-            expected = f"{name} as JSON text of at most {MAX_TEXT_BYTES} characters"
-            raise _header_error(expected, type(text).__name__)
-    schema = _schema_of(texts["a schema"])
+            raise _header_error(
+                f"the attribute {name!r} is no JSON text of at most {MAX_TEXT_BYTES} characters"
+            )
+    schema = _schema_of(texts["schema"])
     return schema, read_codings(texts["codecs"], schema)
 
 
@@ -660,8 +667,8 @@ def check_fragments(
     is_wrong = (signs < 0) | (row > num_rows - length) | (final >= num_finals)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        error = CorruptFileError(
-            "cannot read: expected fragments within the rows of their block, got "
-            f"{fragments[first]} at {first}."
+        raise CorruptFileError(
+            f"fragment {first} lies outside the rows of its block: {fragments[first]}.",
+            kind="outside",
+            episode=str(fragments["trajectory"][first]),
         )
-        raise error.of("outside", str(fragments["trajectory"][first]))

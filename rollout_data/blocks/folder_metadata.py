@@ -20,7 +20,7 @@ import numpy as np
 
 from storage.core.durable_files import read_text, replace_file, sync_path
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError, SchemaError, UsageError, in_parts
+from storage.errors import RolloutDataError, SchemaError, UsageError
 
 from .block_header import (
     FORMAT_NAME,
@@ -182,9 +182,8 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
             num_bytes += file.write(part)  # The JSON text is ASCII: one byte per character.
             if num_bytes > MAX_METADATA_BYTES:
                 raise UsageError(
-                    f"cannot record into {str(path.parent)!r}: expected metadata of at most "
-                    f"{MAX_METADATA_BYTES} bytes as JSON, got more. Keep large values "
-                    "elsewhere."
+                    f"the metadata of {str(path.parent)!r} exceed {MAX_METADATA_BYTES} bytes as "
+                    "JSON. Store large values in another file."
                 )
         file.flush()
         if durable:
@@ -210,23 +209,20 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
-    where = f"into {str(folder)!r}"
-    advice = "Record other data into another folder"
+    advice = "Record into another folder."
     if not len(present.schema):
-        raise SchemaError(
-            f"cannot record {where}: expected a {METADATA_NAME} of this format, got one of "
-            f"another format. {advice}."
-        )
+        raise SchemaError(f"{str(folder / METADATA_NAME)!r} belongs to another format. {advice}")
     if difference := present.schema.difference(mine.schema):
         raise SchemaError(
-            in_parts("record", where, "the fields that it already holds", difference, advice)
+            f"the fields differ from the fields in {str(folder)!r}: {difference}. {advice}"
         )
     for name in ("obs_segments", "obs_disassemble_mapping"):
-        there = getattr(present, name)
-        here = getattr(mine, name)
-        if list(there.items()) != list(here.items()):
+        stored = getattr(present, name)
+        new = getattr(mine, name)
+        if list(stored.items()) != list(new.items()):
             raise SchemaError(
-                f"cannot record {where}: expected {name} {dict(there)}, got {dict(here)}. {advice}."
+                f"{name} differs from {str(folder)!r}: expected {dict(stored)}, got {dict(new)}. "
+                f"{advice}"
             )
 
 

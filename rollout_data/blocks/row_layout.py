@@ -73,8 +73,7 @@ class RowLayout:
             check_codec(field)
             if field.num_elements == 0:
                 raise SchemaError(
-                    f"cannot store the field {field.name!r}: expected a row of at least one "
-                    f"value, got {field.shape}."
+                    f"field {field.name!r} has shape {field.shape}, which has no values."
                 )
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())

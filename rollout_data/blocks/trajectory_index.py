@@ -285,11 +285,9 @@ class TrajectoryIndex:
             ]
             named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
         more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
-        which = "; ".join(named[:_NUM_NAMED])
         return DataFileError(
-            f"cannot read all trajectories of {where}: expected whole ones, got "
-            f"{self.num_broken} without all of their blocks, where there is no block "
-            f"{which}{more}. They are left out; bring the blocks back, unless they were "
+            f"{where} has {self.num_broken} incomplete trajectories, which are left out. Missing "
+            f"blocks: {'; '.join(named[:_NUM_NAMED])}{more}. Restore the blocks, unless they were "
             "removed on purpose."
         )
 
@@ -323,19 +321,24 @@ class TrajectoryIndex:
         """Return writer -> number of the block of its edit, for writers with an edit."""
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
-    def lost_block(self, block: int, got: str, is_gone: bool = True) -> LostBlockError:
-        """Return the error of a deleted or damaged block. The error names the trajectories."""
+    def lost_block(self, block: int, reason: str = "", is_gone: bool = True) -> LostBlockError:
+        """Return the error of a deleted or damaged block. The error names the trajectories.
+
+        Args:
+            block: Number of the block.
+            reason: A sentence about the block; "" for a deleted block.
+            is_gone: Whether the dataset must be opened again.
+        """
+        path = str(self.blocks[block].path)
         keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
-        action = f"play trajectory {', '.join(named)}" if named else "read the block"
-        expected = "the file as it was when it was found"
-        advice = "A stream goes on with other trajectories"
-        advice += "; for windows, open the dataset again" if is_gone else ""
-        lost = LostBlockError(
-            f"cannot {action} in {str(self.blocks[block].path)!r}: expected {expected}, got "
-            f"{got}. {advice}."
-        )
+        advice = "A stream continues with the other trajectories."
+        if is_gone:
+            advice += " For windows, open the dataset again."
+        sentences = [f"Trajectory {', '.join(named)} cannot be read."] if named else []
+        sentences += [reason or f"{path!r} was removed.", advice]
+        lost = LostBlockError(" ".join(sentences))
         lost.key = self.blocks[block].key
         lost.block = block
         return lost

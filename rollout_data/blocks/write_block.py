@@ -71,10 +71,7 @@ def write_block(
     """
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():
-        raise UsageError(
-            f"cannot publish the block {str(path)!r}: expected a free name, got an existing "
-            "file. Use another writer name."
-        )
+        raise UsageError(f"the block {str(path)!r} exists already. Use another writer name.")
     # `recover_dead_writers` finds the temporary file of a killed writer by this name.
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:

@@ -237,14 +237,14 @@ class OwnWriter(ForeignWriter):
     def _report_changes(self, episode: EpisodeToWrite, schema: Schema) -> None:
         """Report the omitted, renamed and filled fields of an episode."""
         for name in self._fit.dropped.keys() & schema.keys():
-            expected = self._fit.dropped[name]
-            self.changed(f"field {name!r} is left out: expected {expected}", episode)
+            reason = self._fit.dropped[name]
+            self.changed(f"field {name!r} is left out: {reason}", episode)
         for name in episode.schema:
             free = _free_name(name)
             if free != name and free in self._fit.schema:
                 self.changed(f"field {name!r} is called {free!r}", episode)
         for name in set(episode.texts) - set(self._texts):
-            change = f"field {name!r} is left out: expected a field of all episodes"
+            change = f"field {name!r} is left out: some episodes do not have it"
             self.changed(change, episode)
         for name in self._fit.lacking.get(schema, ()):
             value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
@@ -394,7 +394,7 @@ def _without_inventions(fit: Fit) -> Fit:
         still_missing = [name for name in missing if name in kept]
         if still_missing:
             lacking[schema] = still_missing
-    dropped = {**fit.dropped, **dict.fromkeys(unfilled, "a field of all episodes")}
+    dropped = {**fit.dropped, **dict.fromkeys(unfilled, "some episodes do not have it")}
     return fit._replace(schema=kept, lacking=lacking, dropped=dropped)
 
 

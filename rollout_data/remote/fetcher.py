@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import RolloutDataError, UnansweredError, in_parts
+from storage.errors import RolloutDataError, UnansweredError
 
 from .access_errors import AccessError, denial
 
@@ -29,23 +29,24 @@ class FetchError(UnansweredError):
     """A store did not answer any attempt of a request."""
 
 
-def access_error(
-    action: str, where: str, error: BaseException, cause: BaseException
-) -> AccessError:
+def access_error(location: str, error: BaseException, cause: BaseException) -> AccessError:
     """Return the error for a request that a store denied.
 
     Args:
-        action, where: Call and location, for the text of the error.
+        location: The requested data, for the text of the error.
         error: Error of the file system.
         cause: Error in its chain of causes that means denied access.
     """
     denied = AccessError(
-        f"cannot {action} {where}: expected permission, got "
-        f"{f'{type(cause).__name__}: {cause}'.removesuffix(': ')}. Renew the credentials or "
-        "ask for the access rights, and continue."
+        f"The store denies access to {location}: {_described(cause)}. Renew the credentials or "
+        "request the access rights, then continue."
     )
     denied.__cause__ = error
     return denied
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class Request:
@@ -53,7 +54,7 @@ class Request:
 
     Args:
         send: Sends the request and returns the answer.
-        action, where: Call and location, for the text of errors.
+        location: The requested data, for the text of errors.
 
     Attributes:
         is_done: Whether the request is completed or cancelled.
@@ -64,10 +65,9 @@ class Request:
         process: Id of the process whose thread sends the request.
     """
 
-    def __init__(self, send: Callable[[], Any], action: str, where: str) -> None:
+    def __init__(self, send: Callable[[], Any], location: str) -> None:
         self.send = send
-        self.action = action
-        self.where = where
+        self.location = location
         self.is_done = False
         self.value: Any = None
         self.error: BaseException | None = None
@@ -102,11 +102,11 @@ class Fetcher:
         self._queue: deque[Request] = deque()
         self._running: set[Request] = set()
 
-    def submit(self, send: Callable[[], Any], action: str, where: str) -> Request:
+    def submit(self, send: Callable[[], Any], location: str) -> Request:
         """Queue a request. `send` is called in a thread, once per attempt."""
         if self._process != os.getpid():  # A fork does not inherit threads.
             self._start()
-        request = Request(send, action, where)
+        request = Request(send, location)
         with self._changed:
             self._send(request)
         return request
@@ -181,17 +181,16 @@ class Fetcher:
         if isinstance(error, Exception) and not isinstance(error, RolloutDataError):
             denied = denial(error)
             if denied is not None:
-                error = access_error(request.action, request.where, error, denied)
+                error = access_error(request.location, error, denied)
         if isinstance(error, Exception) and not isinstance(error, _FINAL):
             if request.num_attempts <= self._num_retries:
                 return self._send(request, _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1))
-            got = (
-                f"{type(error).__name__}: {error}".removesuffix(": ")
-                + f", {request.num_attempts} times"
-            )
-            advice = "Try again, or check the connection and the access rights"
             cause = error
-            error = FetchError(in_parts(request.action, request.where, "an answer", got, advice))
+            attempts = "attempt" if request.num_attempts == 1 else "attempts"
+            error = FetchError(
+                f"{request.num_attempts} {attempts} to access {request.location} failed: "
+                f"{_described(cause)}. Try again, or check the connection and the access rights."
+            )
             error.__cause__ = cause
         request.value = value
         request.error = error

@@ -163,8 +163,8 @@ def _format_not_copied(listing: Listing) -> str | None:
 
 def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
     return ForeignFileError(
-        f"cannot open {where}: expected block files, a LeRobot set or HDF5 files at a URL, got "
-        f"the format {format_name}. Copy the data to this machine first."
+        f"{where} has the format {format_name}. At a URL, only block files, LeRobot sets and HDF5 "
+        "files are read. Copy the data to this machine."
     )
 
 
@@ -195,7 +195,7 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
     def find() -> Any:
         return files.system.find(url, detail=True)
 
-    entries = files.fetcher.wait(files.fetcher.submit(find, "list the files", f"of {url!r}"))
+    entries = files.fetcher.wait(files.fetcher.submit(find, repr(url)))
     root = url.partition("://")[2].strip("/")
     names = []
     for path in entries:
@@ -203,7 +203,7 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
         name = name.strip("/").removeprefix(root).strip("/")
         if ".." in name.split("/") or "\0" in name:
             raise UnsafeFileError(
-                f"cannot open {url!r}: expected files below it, got the name {name!r}."
+                f"{url!r} lists the file name {name!r}, which is outside of the URL."
             )
         names.append(name)
     return dict(zip(names, files.sizes_and_stamps(list(entries.values())), strict=True)), False
@@ -217,9 +217,7 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
         return files.system.info(url)
 
     try:
-        entry: Mapping[str, Any] = files.fetcher.wait(
-            files.fetcher.submit(info, "look up the file", repr(url))
-        )
+        entry: Mapping[str, Any] = files.fetcher.wait(files.fetcher.submit(info, repr(url)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     return entry
@@ -231,10 +229,9 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
     total = sum(size for size, _ in listing.values())
     limit = files.options.cache_bytes
     if total > limit:
-        advice = "Raise cache_bytes with RemoteOptions(cache_bytes=...), or copy the data to this machine"
         raise UsageError(
-            f"cannot open {str(files.path)!r}: expected at most cache_bytes = {limit} bytes, "
-            f"got {total}. {advice}."
+            f"{str(files.path)!r} has {total} bytes, and cache_bytes is {limit}. Pass "
+            "RemoteOptions(cache_bytes=...), or copy the data to this machine."
         )
     identity: list[Any] = [str(files.path), sorted(listing.items())]
     if any(stamp == NO_STAMP for _, stamp in listing.values()):
@@ -258,10 +255,9 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
                 (folder / _DONE_NAME).touch()
         os.utime(folder)
     except OSError as cause:
-        advice = "XDG_CACHE_HOME may name another folder"
         raise DataFileError(
-            f"cannot copy {str(files.path)!r}: expected room for {total} bytes in "
-            f"{str(cache)!r}, got {cause}. {advice}."
+            f"The {total} bytes of {str(files.path)!r} cannot be copied to {str(cache)!r}: "
+            f"{cause}. Set XDG_CACHE_HOME to use another folder."
         ) from cause
     return folder
 
@@ -272,14 +268,14 @@ def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None
     changed = [name for name, about in listing.items() if now.get(name) != about]
     if changed:
         shutil.rmtree(folder)
-        raise _changed(files, f"another {sorted(changed)[0]!r}")
+        raise _changed(files, f"{sorted(changed)[0]!r} was replaced")
 
 
-def _changed(files: RemoteFiles, got: str) -> DataFileError:
+def _changed(files: RemoteFiles, reason: str) -> DataFileError:
     """Return the error for a file that was replaced or removed while it was copied."""
     return DataFileError(
-        f"cannot open {str(files.path)!r}: expected files that do not change while they are "
-        f"copied, got {got}. Open it again."
+        f"The files of {str(files.path)!r} changed while they were copied: {reason}. Open them "
+        "again."
     )
 
 

@@ -68,7 +68,6 @@ _STAMPS = (
     "modificationTime", "last_write_time", "modify", "CRC", "chksum",
 )  # fmt: skip
 
-_FETCH = "fetch the bytes"
 #: Seconds for which a listing shows that access is granted.
 _RECENT_S = 1.0
 
@@ -105,7 +104,6 @@ class RemoteOptions:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        action = "create RemoteOptions"
         for name, low in (
             ("chunk_bytes", 1 << 12),
             ("num_chunks", 1),
@@ -116,10 +114,7 @@ class RemoteOptions:
             whole(name, getattr(self, name), low)
         real("timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
         if not isinstance(self.storage_options, Mapping):
-            raise UsageError(
-                f"cannot {action}: expected storage_options as a mapping, got "
-                f"{self.storage_options!r}."
-            )
+            raise UsageError(f"storage_options must be a mapping, got {self.storage_options!r}.")
 
     @property
     def kept_bytes(self) -> int:
@@ -241,8 +236,8 @@ class RemoteFiles:
                 self._system = os.getpid(), fsspec.filesystem(protocol, **options)
             except ImportError as cause:
                 raise UsageError(
-                    f"cannot open {str(self.path)!r}: expected the package of the file system "
-                    f"{protocol!r}, got {cause}. Install it with pip."
+                    f"the package for {protocol!r}, which reads {str(self.path)!r}, is not "
+                    f"installed: {cause}. Install it with pip."
                 ) from cause
         return self._system[1]
 
@@ -283,12 +278,11 @@ class RemoteFiles:
                 sums.check(data, low, kept + more)
             return use(data if (low, high) == (start, stop) else data[start - low : stop - low])
 
-        where = f"{start}:{stop} of {str(path)!r}"
-        return self.fetcher.submit(fetch, _FETCH, where)
+        return self.fetcher.submit(fetch, f"bytes {start}:{stop} of {str(path)!r}")
 
     def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
         """Return the result of `send`, which reads a file with `load`. Errors are as in `ask`."""
-        return self.fetcher.wait(self.fetcher.submit(send, _FETCH, f"of {str(path)!r}"))
+        return self.fetcher.wait(self.fetcher.submit(send, repr(str(path))))
 
     def load(self, path: Path, start: int, stop: int) -> bytes:
         """Fetch bytes of a file in this thread. Call `load` only inside a request with retries.
@@ -353,15 +347,13 @@ class RemoteFiles:
             return [entry for entry in self.system.ls(url, detail=True) if entry["type"] == "file"]
 
         try:
-            entries = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
+            entries = self.fetcher.wait(self.fetcher.submit(ls, repr(url)))
         except (FileNotFoundError, NotADirectoryError) as cause:
-            raise MissingFolderError(
-                f"cannot open the data folder {url!r}: expected a folder, got nothing there."
-            ) from cause
+            raise MissingFolderError(f"the data folder {url!r} does not exist.") from cause
         except OSError as cause:
             raise DataFileError(
-                f"cannot open the data folder {url!r}: expected a folder that can be listed, "
-                f"got {cause}. Check the connection and the access rights."
+                f"The data folder {url!r} cannot be listed: {cause}. Check the connection and the "
+                "access rights."
             ) from cause
         self._listed_s = time.monotonic()
         names = [entry["name"].rpartition("/")[2] for entry in entries]
@@ -378,9 +370,7 @@ class RemoteFiles:
 
         def ask(entry: Mapping[str, Any]) -> Request:
             name = entry["name"]
-            return self.fetcher.submit(
-                partial(self.system.info, name), "look up the file", repr(name)
-            )
+            return self.fetcher.submit(partial(self.system.info, name), repr(name))
 
         requests = {
             number: ask(entry) for number, entry in enumerate(entries) if entry.get("size") is None
@@ -390,8 +380,8 @@ class RemoteFiles:
             complete = self.fetcher.wait(requests[number]) if number in requests else entry
             if complete.get("size") is None:
                 raise DataFileError(
-                    f"cannot look up the file {entry['name']!r}: expected a size in the answer "
-                    "of the store, got none. Copy the data first."
+                    f"The store reports no size of the file {entry['name']!r}. Copy the data to "
+                    "this machine."
                 )
             sizes_and_stamps.append((int(complete["size"]), stamp_of_entry(complete)))
         return sizes_and_stamps
@@ -413,17 +403,15 @@ class RemoteFiles:
 def _missing_sums(path: Path) -> FetchError:
     """Return the error for a missing checksum file of an existing block."""
     return FetchError(
-        f"cannot compare the block with {str(path)!r}: expected the checksums that were "
-        "listed, got no file. Push the block again, or open the data again to read it without "
-        "checksums."
+        f"The checksum file {str(path)!r} was removed. Push the block again, or open the data "
+        "again to read it without checksums."
     )
 
 
 def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
     if len(data) != stop - start:
         raise CorruptFileError(
-            f"cannot {_FETCH} {start}:{stop} of {str(path)!r}: expected {stop - start} bytes, "
-            f"got {len(data)}."
+            f"{str(path)!r} is truncated: {len(data)} of {stop - start} bytes at offset {start}."
         )
     return data
 

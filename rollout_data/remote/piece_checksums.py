@@ -43,7 +43,6 @@ _PART_BYTES = 1 << 20
 _MAX_SPANS = 1 << 16
 #: Bytes of the first request to the file: the table of spans, and all checksums of a small block.
 FIRST_BYTES = 4096
-_DAMAGED = "Push the block again to replace its checksums"
 
 
 class Span(NamedTuple):
@@ -196,8 +195,7 @@ def _stop_of_spans(content: bytes, where: str) -> int:
 
 def _damaged(where: str) -> CorruptFileError:
     return CorruptFileError(
-        f"cannot read the checksums {where}: expected an intact checksum file, got a damaged "
-        f"file. {_DAMAGED}."
+        f"The checksum file {where} is damaged. Push the block again to replace it."
     )
 
 
@@ -278,9 +276,8 @@ class PieceSums:
                     raise _damaged(where)
                 if spans[-1].stop != self._num_bytes:
                     raise CorruptFileError(
-                        f"cannot read the checksums {where}: expected checksums of a block of "
-                        f"{self._num_bytes} bytes, got checksums of {spans[-1].stop} bytes. "
-                        "Push the block again."
+                        f"The checksum file {where} belongs to a block of {spans[-1].stop} bytes, "
+                        f"expected {self._num_bytes} bytes. Push the block again."
                     )
                 self._header = _Header(spans, first_pieces, offset, content)
             return self._header
@@ -347,7 +344,7 @@ class PieceSums:
                 if checksum != stored:
                     parse(self._load(0, self._file_bytes), repr(str(self.path)))
                     raise CorruptFileError(
-                        f"cannot read the block in bytes {low}:{high} of {str(self._path)!r}: "
-                        f"expected checksum {stored:08x}, got {checksum:08x}. Read it again. "
-                        "If the error stays, push the block again from an intact copy."
+                        f"Bytes {low}:{high} of the block {str(self._path)!r} are damaged: "
+                        f"expected checksum {stored:08x}, got {checksum:08x}. Read them again. If "
+                        "the error remains, push an intact copy."
                     )

@@ -64,29 +64,24 @@ def push(
         SchemaError: The URL has data with other fields.
         FetchError: All attempts of an upload failed.
     """
-    action = "call rollout_data.push"
     path = arguments.path("data_dir", data_dir)
     remote = checked_remote(remote)
     progress = arguments.flag("progress", progress)
     if not arguments.is_url(url):
-        raise UsageError(
-            f"cannot {action}: expected url as a URL, such as 's3://bucket/walk', got {url!r}."
-        )
+        raise UsageError(f"url must be a URL such as 's3://bucket/walk', got {url!r}.")
     folder = BlockFolder.at(path)
     files = RemoteFiles(remote_path(url), remote)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem
     if not folder.blocks or folder.schema is None:
-        raise UsageError(f"cannot push {str(data_dir)!r}: expected blocks, got none.")
+        raise UsageError(f"{str(data_dir)!r} contains no blocks.")
     remote_metadata = RemoteFolder(files).metadata_there()
     if remote_metadata is not None:
         difference = remote_metadata.schema.difference(folder.schema)
         if difference:
-            expected = "the fields that it already holds"
             raise SchemaError(
-                f"cannot push to {url!r}: expected {expected}, got {difference}. Push to "
-                "another URL."
+                f"the fields differ from the fields at {url!r}: {difference}. Push to another URL."
             )
     local_metadata = load_metadata(folder.data_dir)
     context = {} if local_metadata is None else local_metadata.context
@@ -98,26 +93,25 @@ def push(
     if remote_metadata is not None and ENDS in context and ENDS not in remote_metadata.context:
         marked = replace(remote_metadata, context={**remote_metadata.context, ENDS: context[ENDS]})
         overwrite = partial(files.system.pipe_file, target, _json(marked), mode="overwrite")
-        fetcher.wait(fetcher.submit(overwrite, "push", f"to {target!r}"))
+        fetcher.wait(fetcher.submit(overwrite, repr(target)))
     listed = there_now(files)
     uploads = []
     for name, block in sorted(folder.blocks.items()):
         path = folder.data_dir / name
         spans = spans_of(block, folder.schema)
         send = partial(_put_block, files, path, spans, name in listed)
-        uploads.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
+        uploads.append(fetcher.submit(send, f"{name!r} at {url!r}"))
     try:
         num_new: int = sum(
             map(fetcher.wait, tqdm(uploads, desc="push", unit=" blocks", disable=not progress))
         )
         with suppress(FileExistsError):
             create = partial(files.system.pipe_file, target, text, mode="create")
-            fetcher.wait(fetcher.submit(create, "push", f"to {target!r}"))
+            fetcher.wait(fetcher.submit(create, repr(target)))
     except OSError as cause:
-        expected = "blocks that are not deleted, and a writable URL"
         raise DataFileError(
-            f"cannot push {str(data_dir)!r} to {url!r}: expected {expected}, got "
-            f"{type(cause).__name__}: {cause}."
+            f"{str(data_dir)!r} could not be pushed to {url!r}: {type(cause).__name__}: {cause}. "
+            "Check that the blocks exist and that the URL is writable."
         ) from cause
     finally:
         for upload in uploads:
@@ -162,8 +156,7 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
     is_same = files.system.size(str(target)) == path.stat().st_size
     if not is_same or not np.array_equal(files.read(target, 0, len(head)), head):
         raise DataFileError(
-            f"cannot push to {str(target)!r}: expected nothing, or the same block, got another "
-            "file."
+            f"{str(target)!r} exists and has other content than the block. Push to another URL."
         )
 
 

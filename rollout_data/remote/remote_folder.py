@@ -217,8 +217,7 @@ class RemoteFolder(BlockFolder):
             raise FileNotFoundError(str(path))
         if num_bytes > MAX_METADATA_BYTES:
             raise CorruptFileError(
-                f"cannot read {str(path)!r}: expected at most {MAX_METADATA_BYTES} bytes, got "
-                f"{num_bytes}."
+                f"{str(path)!r} has {num_bytes} bytes, expected at most {MAX_METADATA_BYTES}."
             )
         document = json.loads(self.files.read(path, 0, num_bytes).tobytes())
         if not isinstance(document, dict):

@@ -202,11 +202,11 @@ class BlockScanner(Scanner):
         if not num_blocks or self._has_warned:
             return
         self._has_warned = True
-        where = repr(", ".join(map(str, self._source.paths)))
+        paths = ", ".join(map(str, self._source.paths))
         self._source.advise(
             DataFileError(
-                f"cannot compare what is fetched of {num_blocks} blocks of {where}: expected "
-                "checksums of their pieces beside them, got none. 'rollout-data push' writes them."
+                f"{num_blocks} blocks of {paths!r} have no file of checksums, so their rows are "
+                "not verified. 'rollout-data push' writes the checksums."
             )
         )
 

@@ -24,7 +24,7 @@ class Fit(NamedTuple):
         schema: The fields of the stream.
         left_out: Schema of left-out episodes -> difference from the fields of the stream.
         lacking: Schema of streamed episodes -> names of their missing fields, which read as NaN.
-        dropped: Name of a left-out field -> requirement that the field does not meet.
+        dropped: Name of a left-out field -> the reason.
         forms: Schemas of the streamed episodes, each once.
     """
 
@@ -51,7 +51,7 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
     counts = Counter(schemas)
     all_names = dict.fromkeys(name for schema in counts for name in schema)
     taken = [name for name in all_names if name.partition("/")[0] in RESERVED]
-    dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
+    dropped = dict.fromkeys(taken, "its name is reserved for batches")
     for schema, _ in counts.most_common():
         own_fields = {
             name: field
@@ -73,11 +73,13 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
             continue
         for name in missing:
             del fields[name]
-            dropped[name] = "a field of all episodes"
+            dropped[name] = "some episodes do not have it"
         new = [name for name in own_fields if name not in fields]
         if fields:
             dropped |= {
-                name: "a field of all episodes" for name in new if not _can_lack(own_fields[name])
+                name: "some episodes do not have it"
+                for name in new
+                if not _can_lack(own_fields[name])
             }
         fields |= {name: own_fields[name] for name in new if name not in dropped}
     kept = [schema for schema in counts if schema not in left_out]

@@ -99,8 +99,8 @@ class EpisodeSource(ABC):
     def read_final(self, number: int, name: str) -> Any:
         """Read a field of the final observation, see `EpisodeInfo.final`: `[*shape]` or a str."""
         raise UsageError(
-            f"cannot read the final observation of episode {self.episodes[number].name!r} of "
-            f"{str(self.path)!r}: expected a format with {name!r}, got no such observation."
+            f"episode {self.episodes[number].name!r} of {str(self.path)!r} has no final "
+            f"observation {name!r}."
         )
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:

@@ -81,9 +81,7 @@ def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.nda
     kept = np.ones(len(table), bool)
     for name, wanted in columns.items():
         if name not in COLUMNS:
-            raise UsageError(
-                f"cannot filter episodes: expected a column {nearest(name, COLUMNS)}, got {name!r}."
-            )
+            raise UsageError(f"unknown column {name!r}, expected one of {nearest(name, COLUMNS)}.")
         values = table[name]
         if callable(wanted):
             kept &= np.array([bool(wanted(value)) for value in values], bool)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.fields import Field, Schema
-from storage.errors import DataFileError, UsageError, in_parts, nearest
+from storage.errors import DataFileError, UsageError, nearest
 
 from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..remote.locations import Origin
@@ -28,7 +28,7 @@ from .rows.joined_files import EpisodeKey, JoinedFiles
 from .rows.row_source import RowSource
 from .scanner import BlocksInUse, Scanner
 
-_ADVICE = "Read it from the episodes of rollout_data.open"
+_ADVICE = "Read it from the episodes of rollout_data.open."
 
 
 class FileScanner(Scanner):
@@ -134,15 +134,11 @@ class FileScanner(Scanner):
             if is_free and count == len(infos):
                 fields.append(Field(name, (), "int64", is_text=True))
                 continue
-            expected = (
-                "texts in all episodes"
-                if is_free
-                else "a name that no other field and no batch has"
-            )
+            reason = "some episodes do not have them" if is_free else "their name is already used"
             self._source.report(
                 DataFileError(
-                    f"cannot stream the texts {name!r} of {str(self._source.paths[0])!r}: expected "
-                    f"{expected}, got another. {_ADVICE}."
+                    f"The texts {name!r} of {str(self._source.paths[0])!r} are left out of the "
+                    f"stream: {reason}. {_ADVICE}"
                 )
             )
         return Schema(fields)
@@ -151,23 +147,26 @@ class FileScanner(Scanner):
         """Report left-out episodes, fields that read as NaN, and left-out fields."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
         differences = [
-            (schema, "Left out of streams", difference)
+            (schema, difference, "It is left out of the stream.")
             for schema, difference in fit.left_out.items()
         ]
         for schema, missing in fit.lacking.items():
-            differences.append((schema, "Read as NaN", f"no {', '.join(map(repr, missing))}"))
-        for schema, advice, got in differences:
+            text = f"no {', '.join(map(repr, missing))}"
+            differences.append((schema, text, "The missing values read as NaN."))
+        for schema, difference, consequence in differences:
             names = [repr(info.name) for info in infos if info.schema == schema]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            action = f"stream all of episode {', '.join(names[:3])}{more}"
-            expected = "the fields of most episodes"
             self._source.report(
-                DataFileError(in_parts(action, f"of {where}", expected, got, advice))
+                DataFileError(
+                    f"Episode {', '.join(names[:3])}{more} of {where} differs from most episodes: "
+                    f"{difference}. {consequence}"
+                )
             )
-        for name, condition in fit.dropped.items():
-            action = f"stream the field {name!r}"
+        for name, reason in fit.dropped.items():
             self._source.report(
-                DataFileError(in_parts(action, f"of {where}", condition, "another", _ADVICE))
+                DataFileError(
+                    f"Field {name!r} of {where} is left out of the stream: {reason}. {_ADVICE}"
+                )
             )
 
 
@@ -191,7 +190,7 @@ def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path)
     for name in ids:
         if name not in number_of:
             raise UsageError(
-                f"cannot find the episode in {str(path)!r}: expected one of {len(number_of)} "
-                f"names, such as {nearest(name, number_of, 4)}, got {name!r}."
+                f"{str(path)!r} has no episode {name!r} among its {len(number_of)} episodes, such "
+                f"as {nearest(name, number_of, 4)}."
             )
     return [number_of[name] for name in ids]

@@ -222,12 +222,12 @@ class LiveSource(Origins):
                 return
             except DataFileError as problem:
                 self.leave_out(snapshot, np.array([trajectory]), problem, skips)
-        where = repr(", ".join(map(str, self.paths)))
-        cause = self.problems[-1] if self.problems else None
-        raise DataFileError(
-            f"cannot read another frame of {where}: expected a trajectory that can be read, "
-            f"got none of {len(trajectories)}. {cause or ''}."
-        ) from cause
+        paths = ", ".join(map(str, self.paths))
+        message = f"None of the {len(trajectories)} trajectories of {paths!r} can be read."
+        if not self.problems:
+            raise DataFileError(message)
+        cause = self.problems[-1]
+        raise DataFileError(f"{message} The last error: {cause.message}") from cause
 
     def note_loss(
         self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError
@@ -261,19 +261,16 @@ def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
     """
     is_remote = [arguments.is_url(origin.path) for origin in origins]
     if any(is_remote) and not all(is_remote):
-        raise UsageError(
-            "cannot open the folders together: expected folders of one kind, got some of this "
-            "machine and some URLs."
-        )
+        raise UsageError("local folders and URLs cannot be mixed in one dataset.")
     if all(is_remote):
         return BlockScanner
     scanners = {origin.path: scanner_of(origin) for origin in origins}
     known = {path: scanner for path, scanner in scanners.items() if scanner is not None}
     if len(set(known.values())) > 1:
+        kinds = [f"{scanner.description} in {path}" for path, scanner in known.items()]
         raise UsageError(
-            "cannot open the folders together: expected folders of one kind, got "
-            f"{'; '.join((f'{scanner.description} in {path}' for path, scanner in known.items()))}. "
-            "Convert one of them, or mix windows of both by a WindowMixture."
+            f"the folders have different formats: {'; '.join(kinds)}. Convert them to one format, "
+            "or mix their windows with a WindowMixture."
         )
     return next(iter(known.values()), None)
 

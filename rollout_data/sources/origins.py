@@ -12,7 +12,7 @@ from typing import Any
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, in_parts
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning
 
 from ..blocks.block import Key
 from ..blocks.edit_blocks import named_edit
@@ -111,12 +111,9 @@ class Origins:
         if self.schema is None:
             self.schema = schema
         elif difference := self.schema.difference(schema):
-            expected = f"the fields of {str(self.paths[0])!r}"
-            advice = "Open them as separate datasets"
             raise DataFileError(
-                in_parts(
-                    "open the folders together", repr(str(where)), expected, difference, advice
-                )
+                f"{str(where)!r} has other fields than {str(self.paths[0])!r}: {difference}. Open "
+                "the folders as separate datasets."
             )
 
 
@@ -140,19 +137,17 @@ def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
     orders = sorted(value for name, value in stated if name == ORDER_KEY)
     remarks = []
     if len(modes) > 1:
-        advice = "Convert the actions, or train on one of them"
         remarks.append(
             DataFileError(
-                f"cannot mix the actions: expected one control mode, got {', '.join(modes)}. "
-                f"{advice}."
+                f"The actions have different control modes: {', '.join(modes)}. Convert the "
+                "actions, or select the episodes with one control mode."
             )
         )
     if len(orders) > 1 or orders == [MIXED]:
-        advice = 'Open the clips with quaternions="wxyz" or "xyzw", or read those of one order'
         remarks.append(
             DataFileError(
-                f"cannot mix the quaternions: expected one order, got {', '.join(orders)}. "
-                f"{advice}."
+                f"The quaternions have different orders: {', '.join(orders)}. Pass "
+                'quaternions="wxyz" or "xyzw", or select the clips with one order.'
             )
         )
     return remarks

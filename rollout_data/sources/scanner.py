@@ -113,8 +113,8 @@ class Choice:
             writer, _, number = name.rpartition(":")
             if not number.isdecimal():
                 raise UsageError(
-                    f"cannot choose trajectories of {str(origin.path)!r}: expected "
-                    f"'writer:number', got {name!r}."
+                    f"{name!r} is no name of a trajectory of {str(origin.path)!r}, expected "
+                    "'writer:number'."
                 )
             assert self._numbers is not None
             self._numbers.setdefault(label + writer, []).append(int(number))

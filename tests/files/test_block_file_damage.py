@@ -323,7 +323,7 @@ def test_what_is_no_block_is_refused(tmp_path, data):
 def test_a_plain_hdf5_file_is_foreign(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["data"] = np.arange(3)
-    with pytest.raises(ForeignFileError, match="expected format 'rollout-data', got None"):
+    with pytest.raises(ForeignFileError, match="has format None, expected 'rollout-data'"):
         open_block(tmp_path / "x.h5")
 
 

@@ -228,7 +228,7 @@ def test_a_missing_folder_is_an_error_at_once_where_no_data_are_announced(
     tmp_path, monkeypatch, call
 ):
     waited = recorded_at_the_first_look(monkeypatch, tmp_path / "none", [3])
-    with pytest.raises(UsageError, match="none': expected a folder, got nothing there") as caught:
+    with pytest.raises(UsageError, match="none' does not exist") as caught:
         getattr(stream(tmp_path / "none"), call)()
     assert not waited.is_set() and isinstance(caught.value, FileNotFoundError)
 
@@ -241,7 +241,7 @@ def test_a_folder_that_was_removed_is_an_error_at_once(tmp_path, monkeypatch):
         path.unlink()
     (tmp_path / "walk").rmdir()
     waited = recorded_at_the_first_look(monkeypatch, tmp_path / "walk", [3])
-    with pytest.raises(UsageError, match="nothing there"):
+    with pytest.raises(UsageError, match="does not exist"):
         dataset.reset()
         dataset.get_batch(9)
     assert not waited.is_set()

@@ -132,7 +132,7 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
     refuse_to_list(folder.data_dir, monkeypatch)
     for _ in range(2):
         with pytest.raises(
-            DataFileError, match=r"cannot open the data folder '.*data'.*Permission denied"
+            DataFileError, match=r"The data folder '.*data' cannot be listed.*Permission denied"
         ):
             dataset.get_batch(2)
     monkeypatch.undo()
@@ -142,7 +142,7 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
 def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
     refuse_to_list(tmp_path / "secret", monkeypatch)
     with pytest.raises(
-        DataFileError, match=r"cannot open the data folder '.*secret'.*Permission denied"
+        DataFileError, match=r"The data folder '.*secret' cannot be listed.*Permission denied"
     ):
         opened(tmp_path / "secret").get_batch()
 
@@ -227,10 +227,9 @@ def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
         dataset.get_batch(10)
     (problem,) = dataset.problems
     assert len(caught) == 1 and isinstance(problem, DataFileError)
-    assert problem.got.startswith(
-        "1 without all of their blocks, where there is no block 1:3 of writer '"
-    )
-    with pytest.warns(RolloutDataWarning, match="cannot read all trajectories"):
+    assert "1 incomplete trajectories" in str(problem)
+    assert "Missing blocks: 1:3 of writer '" in str(problem)
+    with pytest.warns(RolloutDataWarning, match="incomplete trajectories"):
         assert len(WindowDataset(tmp_path).problems) == 1
 
 
@@ -244,7 +243,8 @@ def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_to
     paths[1].unlink()
     dataset.reset()
     assert dataset.source.num_vanished_blocks == 1
-    assert [problem.got[:27] for problem in dataset.problems] == ["1 without all of their bloc"]
+    (problem,) = dataset.problems
+    assert "1 incomplete trajectories" in str(problem)
     for path in set(tmp_path.glob("rollout_*.h5")) - set(paths):
         path.unlink()
     dataset.reset()

@@ -56,12 +56,12 @@ def test_the_blocks_are_read_and_the_file_is_named(tmp_path, what, has_cache):
         assert numbers_of(dataset) == [0, 1, 2]
     (problem,) = dataset.problems
     assert type(problem) is CorruptFileError
-    assert repr(str(path)) in str(problem) and problem.expected and problem.got and problem.advice
+    assert str(problem).startswith(repr(str(path))) and "verify --repair" in str(problem)
     assert list(dataset.metadata["obs_segments"]) == []
     assert dataset.metadata["fields"][0]["name"] == "observation"
 
 
-@pytest.mark.filterwarnings("ignore:cannot use the metadata")
+@pytest.mark.filterwarnings("ignore:.*does not contain the fields of the blocks")
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_a_stray_block_is_told_from_the_most_where_the_file_tells_nothing(tmp_path, has_cache):
     record(tmp_path, [4, 4], flush_every=4)
@@ -101,7 +101,7 @@ def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_
     if not has_cache:
         (tmp_path / INDEX_CACHE_NAME).unlink()
     dataset = opened(tmp_path)
-    with pytest.warns(RolloutDataWarning, match="the fields of the blocks beside it"):
+    with pytest.warns(RolloutDataWarning, match="does not contain the fields of the blocks"):
         assert numbers_of(dataset) == [0]
     assert len(dataset.problems) == 2
 
@@ -162,6 +162,6 @@ def test_a_folder_that_may_not_be_listed_is_one_clear_error(tmp_path, monkeypatc
 
     monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(
-        DataFileError, match=rf"cannot open the data folder '{tmp_path}'.*Permission denied"
+        DataFileError, match=rf"The data folder '{tmp_path}' cannot be listed.*Permission denied"
     ):
         opened(tmp_path).get_batch()

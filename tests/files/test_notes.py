@@ -448,10 +448,10 @@ def test_tables_that_cannot_be_are_refused_when_a_block_is_opened(block, tmp_pat
     huge["num_bytes"] = 1 << 30
     read_header(rewritten(block, tmp_path / "same.h5", table=table, bytes=data))
     for text, parts in {
-        "notes of at most": {"table": huge},
-        "in order": {"table": table[::-1].copy()},
-        "'episodes/table' as": {"table": np.arange(3)},
-        f"in {len(data) - 1} bytes": {"bytes": data[:-1]},
+        "in sorted entries of at most": {"table": huge},
+        "sorted entries": {"table": table[::-1].copy()},
+        "'episodes/table' has dtype": {"table": np.arange(3)},
+        f"expected {len(data) - 1} bytes": {"bytes": data[:-1]},
     }.items():
         with pytest.raises(CorruptFileError, match=text):
             read_header(rewritten(block, tmp_path / "other.h5", **parts))

@@ -64,7 +64,7 @@ def test_flipped_rows_are_found_when_asked_to_verify(tmp_path):
     flip(paths[1], offset + 5)
     with pytest.warns(
         RolloutDataWarning,
-        match=rf"read frames 0:1 of trajectory 1 in '.*{paths[1].name}'.*checksum",
+        match=rf"Frames 0:1 of trajectory 1 in '.*{paths[1].name}'.*checksum",
     ):
         assert numbers_of(opened(tmp_path, verify_on_open=True)) == [0, 2]
 
@@ -99,7 +99,7 @@ def test_a_problem_is_reported_once(tmp_path):
 def test_a_copied_block_does_not_deliver_its_frames_twice(tmp_path):
     paths = record_blocks(tmp_path)
     shutil.copy(paths[0], tmp_path / "zz_copy.h5")
-    with pytest.warns(RolloutDataWarning, match="second copy"):
+    with pytest.warns(RolloutDataWarning, match="is a duplicate of"):
         assert sum(len(frames_of(batch)) for batch in drain(opened(tmp_path), 4)) == 12
 
 

@@ -311,7 +311,7 @@ def test_folders_of_different_kinds_are_not_mixed(folders, tmp_path):
             action=np.zeros((1, 2), np.float32),
             done=[True],
         )
-    with pytest.raises(ValueError, match="folders of one kind"):
+    with pytest.raises(ValueError, match="the folders have different formats"):
         opened([folders / "ant", tmp_path / "new"]).reset()
 
 

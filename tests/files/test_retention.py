@@ -199,7 +199,7 @@ def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, cod
     gone = prune(tmp_path, frames=2000)
     assert still_mapped(tmp_path) > 100_000
     seen = []
-    with pytest.warns(RolloutDataWarning, match="it was removed"):
+    with pytest.warns(RolloutDataWarning, match="was removed"):
         wait_until(lambda: (seen.append(dataset.get_batch(1)), still_mapped(tmp_path) < 60_000)[1])
         for batch in iter(lambda: next_or_none(dataset), None):
             seen.append(batch)

@@ -264,7 +264,7 @@ def test_fewer_trajectories_than_envs_is_an_error_at_reset(tmp_path):
 def test_an_empty_folder_is_an_error_at_reset(tmp_path):
     with pytest.raises(UsageError, match="cannot start 1 envs"):
         open_cpu(tmp_path, 1, dataset_loops=0).reset()
-    with pytest.raises(UsageError, match="nothing there"):
+    with pytest.raises(UsageError, match="does not exist"):
         open_cpu(tmp_path / "none", 1).reset()
 
 

@@ -325,7 +325,9 @@ def test_metadata_that_is_missing_or_damaged_is_rebuilt_from_the_blocks(tmp_path
 
 
 def test_metadata_of_nothing_is_an_error(tmp_path):
-    with pytest.raises(DataFileError, match=r"expected a metadata\.json or a block, got neither"):
+    with pytest.raises(
+        DataFileError, match=r"contains neither a metadata\.json nor a readable block"
+    ):
         read_metadata(tmp_path)
 
 

@@ -194,7 +194,7 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {},
             {"sim": np.zeros((N, 0))},
-            "cannot store the field 'sim': expected a row of at least one value, got (0,).",
+            "field 'sim' has shape (0,), which has no values.",
         ),
     ],
 )
@@ -256,8 +256,8 @@ def test_a_second_writer_with_another_schema_is_told_the_difference(tmp_path):
         with pytest.raises(SchemaError) as caught:
             writer.add(**step(**other))
         assert str(caught.value) == (
-            f"cannot record into {str(tmp_path)!r}: expected the fields that it already holds, "
-            "got field 'action' is float32[5] instead of float32[2]. Record other data into another folder. "
+            f"the fields differ from the fields in {str(tmp_path)!r}: "
+            "field 'action' is float32[5] instead of float32[2]. Record into another folder. "
             "Raised by RolloutWriter.add."
         )
         writer.add(**step())  # it may still do right

@@ -112,7 +112,7 @@ def test_texts_that_some_episodes_lack_are_left_out_of_our_format_and_named(tmp_
             if number:
                 demo["words"] = ["a", "b", "c"]
     done = rollout_data.convert(tmp_path / "x.hdf5", tmp_path / "own", progress=False)
-    assert done.changes["field 'words' is left out: expected a field of all episodes"] == ["demo_1"]
+    assert done.changes["field 'words' is left out: some episodes do not have it"] == ["demo_1"]
     assert [one.texts for one in rollout_data.open(tmp_path / "own")] == [
         (),
         (),

@@ -121,7 +121,7 @@ def test_a_folder_that_is_about_to_be_filled_is_recognized_and_ignored(folder: N
 
 
 def test_what_is_not_a_folder_is_the_callers_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected a folder, got nothing there"):
+    with pytest.raises(UsageError, match="does not exist"):
         scan_trajectory_folder(tmp_path / "nowhere")
 
 

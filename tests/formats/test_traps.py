@@ -190,7 +190,7 @@ def test_sources_of_different_control_modes_do_not_mix_silently(
         lambda: rollout_data.WindowMixture(paths),
     ):
         with pytest.warns(
-            RolloutDataWarning, match="one control mode, got .*JOINT_POSITION.*, .*OSC_POSE"
+            RolloutDataWarning, match="different control modes: .*JOINT_POSITION.*, .*OSC_POSE"
         ):
             mix()
 
@@ -202,7 +202,7 @@ def test_episodes_of_different_control_modes_in_one_file_do_not_mix_silently(
     about = json.loads(path.with_suffix(".json").read_text())
     about["episodes"][0]["control_mode"] = "pd_joint_pos"
     path.with_suffix(".json").write_text(json.dumps(about))
-    with pytest.warns(RolloutDataWarning, match="one control mode, got pd_ee, pd_joint_pos"):
+    with pytest.warns(RolloutDataWarning, match="different control modes: pd_ee, pd_joint_pos"):
         rollout_data.WindowDataset(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RolloutDataWarning)

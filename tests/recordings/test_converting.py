@@ -146,10 +146,8 @@ def test_what_is_changed_is_in_the_report(tmp_path):
         done = convert(write_demos(tmp_path / "demos.hdf5", LENGTHS, more=more), tmp_path / "own")
     changes = {what: list(ids) for what, ids in done.changes.items()}
     assert done.num_episodes == 2
-    assert changes["field 'recorded_dones' is left out: expected a field of all episodes"] == [
-        "demo_2"
-    ]
-    assert changes["field 'observation/cam' is left out: expected a field of all episodes"] == [
+    assert changes["field 'recorded_dones' is left out: some episodes do not have it"] == ["demo_2"]
+    assert changes["field 'observation/cam' is left out: some episodes do not have it"] == [
         "demo_2"
     ]
     (left_out,) = [what for what in changes if what.startswith("the episode is left out")]

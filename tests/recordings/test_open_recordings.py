@@ -228,7 +228,7 @@ def test_a_replaced_file_is_refused_by_the_name_of_its_episode(walk: Path, tmp_p
     (other / block.name).replace(block)
     done = merge([recording], tmp_path / "merged")
     assert done.problems[0].episode == "a:0"
-    assert re.search(r"'a:0' of .* got another one at .*It was replaced", str(done.problems[0]))
+    assert re.search(r"'a:0' of .* its file .* was replaced", str(done.problems[0]))
     assert "a:0" not in rollout_data.open(tmp_path / "merged").ids
 
 

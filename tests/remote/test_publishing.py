@@ -128,7 +128,7 @@ def test_an_upload_that_is_never_answered_is_one_error_within_its_time_out(folde
     )
     try:
         with pytest.raises(
-            DataFileError, match=r"cannot push .* to 'store://walk': .*TimeoutError.*, 2 times"
+            DataFileError, match=r"2 attempts to access '.*' at 'store://walk' failed: TimeoutError"
         ):
             push(folder, "store://walk", remote=RemoteOptions(timeout_s=1.0, num_retries=1))
         assert not released.is_set()
@@ -149,12 +149,12 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ConnectionError("the line is down"), "the line is down, 2 times"),
+        (ConnectionError("the line is down"), "2 attempts to access .* failed: .*the line is down"),
         (
             FileNotFoundError("no such bucket"),
-            "a writable URL, got FileNotFoundError: no such bucket",
+            "FileNotFoundError: no such bucket. Check that",
         ),
-        (PermissionError("no right"), "permission, got PermissionError: no right"),
+        (PermissionError("no right"), "denies access to .*: PermissionError: no right"),
     ],
 )
 def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(
@@ -170,9 +170,7 @@ def test_another_file_of_that_name_is_never_replaced(folder, tmp_path):
     url, path = in_memory(folder, "taken"), min(other.glob("*.h5"))
     before = there("taken")
     fsspec.filesystem("memory").pipe_file(f"/taken/{path.name}", b"something else")
-    with pytest.raises(
-        DataFileError, match="expected nothing, or the same block, got another file"
-    ):
+    with pytest.raises(DataFileError, match="exists and has other content than the block"):
         push(other, url)
     found = there("taken")
     assert {name: found[name] for name in before} == {**before, path.name: b"something else"}
@@ -186,14 +184,14 @@ def test_other_fields_and_damaged_blocks_and_empty_folders_are_refused_before_an
         writer.add(observation=np.zeros((1, 9)), action=np.zeros((1, 1)), done=[True])
     url = in_memory(folder, "full")
     before = there("full")
-    with pytest.raises(SchemaError, match="the fields that it already holds"):
+    with pytest.raises(SchemaError, match="the fields differ from the fields at"):
         push(tmp_path / "other", url)
     assert there("full") == before
     next((tmp_path / "other").glob("*.h5")).write_bytes(b"nothing")
     with pytest.raises(DataFileError):
         push(tmp_path / "other", "memory://damaged")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="expected blocks, got none"):
+    with pytest.raises(UsageError, match="contains no blocks"):
         push(tmp_path / "empty", "memory://empty")
 
 

@@ -201,7 +201,7 @@ def test_a_stream_whose_blocks_are_all_gone_raises_and_one_that_lost_some_goes_o
     max((tmp_path / "some").glob("*.h5")).unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(DataFileError, match="a trajectory that can be read, got none of"):
+        with pytest.raises(DataFileError, match=r"None of the \d+ trajectories"):
             for _ in range(500):
                 gone.get_batch(5)
         num_valid = sum(int(left.get_batch(5).valid.sum()) for _ in range(10))
@@ -225,7 +225,10 @@ def test_a_local_stream_of_which_every_trajectory_is_damaged_raises(tmp_path):
         data[start] ^= 1
     with path.open("r+b") as file:  # the mapped file itself
         file.write(data)
-    with warnings.catch_warnings(), pytest.raises(DataFileError, match="got none of"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DataFileError, match=r"None of the \d+ trajectories"),
+    ):
         warnings.simplefilter("ignore")
         for _ in range(500):
             near.get_batch(5)
@@ -236,7 +239,7 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
     refused = refuse(
         ClientError("ExpiredToken", 400), lambda path, start, stop: path.endswith(".h5"), Store
     )
-    with pytest.raises(AccessError, match=f"cannot push .*{EXPIRED}"):
+    with pytest.raises(AccessError, match=f"denies access to .*{EXPIRED}"):
         push(folder, "store://walk", remote=OPTIONS)
     assert len(set(refused)) == len(refused)
 
@@ -334,7 +337,10 @@ def test_windows_of_which_nothing_can_be_read_raise(tmp_path):
     far = WindowDataset(lagging(tmp_path / "walk"), 4, on_error="skip", remote=OPTIONS)
     for path in (tmp_path / "walk").glob("*.h5"):
         path.unlink()
-    with warnings.catch_warnings(), pytest.raises(DataFileError, match="got none of"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DataFileError, match=r"None of the \d+ trajectories"),
+    ):
         warnings.simplefilter("ignore")
         for _ in WindowLoader(far, 16):
             pass

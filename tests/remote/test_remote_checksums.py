@@ -272,7 +272,7 @@ def test_other_bytes_of_whole_short_episodes_are_an_error_and_never_data(short_e
     for _ in range(2):
         assert (far.get_batch(30).observation == near.get_batch(30).observation).all()
     Lying.lie = staticmethod(LIES[lie])
-    with pytest.raises(DataFileError, match=r"expected checksum .* of rows .* of data/frames"):
+    with pytest.raises(DataFileError, match=r"rows .* of data/frames, expected checksum"):
         while True:
             assert (far.get_batch(30).observation == near.get_batch(30).observation).all()
 
@@ -283,7 +283,7 @@ def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
         far = far_windows(lagging(folder))
         check_epoch(WindowDataset(folder, 4), far)
         far.advice  # noqa: B018
-    texts = [str(one.message) for one in told if "checksums of their pieces" in str(one.message)]
+    texts = [str(one.message) for one in told if "have no file of checksums" in str(one.message)]
     assert len(texts) == 1 and "rollout-data push" in texts[0]
     assert far.problems == []
 
@@ -329,7 +329,7 @@ def test_no_checksums_are_put_beside_another_file(folder, tmp_path):
     (tmp_path / "walk").mkdir()
     name = min(path.name for path in folder.glob("*.h5"))
     (tmp_path / "walk" / name).write_bytes(b"something else")
-    with pytest.raises(DataFileError, match="another file"):
+    with pytest.raises(DataFileError, match="has other content"):
         push(folder, "store://walk")
     assert not (tmp_path / "walk" / f"{name}.sums").exists()
     assert Store.root == tmp_path
@@ -364,7 +364,7 @@ def test_damaged_checksums_are_named_and_not_the_block(recordings, tmp_path, pla
     path.write_bytes(content)
     with (
         warnings.catch_warnings(),
-        pytest.raises(DataFileError, match=r"\.sums'?: expected an intact checksum file"),
+        pytest.raises(DataFileError, match=r"checksum file .*\.sums'? is damaged"),
     ):
         warnings.simplefilter("ignore")
         list(WindowLoader(WindowDataset(lagging(tmp_path / "walk"), 4), 256))
@@ -442,7 +442,7 @@ def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(
         path.unlink()
     with (
         warnings.catch_warnings(),
-        pytest.raises(FetchError, match=r"\.sums'.*got no file\. Push the block again"),
+        pytest.raises(FetchError, match=r"\.sums' was removed\. Push the block again"),
     ):
         warnings.simplefilter("error")
         if way == "windows":
@@ -455,7 +455,7 @@ def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(
     assert (
         far.num_lost_trajectories == windows.num_lost_windows == far.source.num_vanished_blocks == 0
     )
-    with pytest.warns(RolloutDataWarning, match="checksums of their pieces"):
+    with pytest.warns(RolloutDataWarning, match="have no file of checksums"):
         again = RolloutDataset(url, 2, device="cpu", remote=remote)
         near = RolloutDataset(many_pieces, 2, device="cpu")
         for expected, got in zip(drain(near, 50), drain(again, 50), strict=True):
@@ -470,7 +470,7 @@ def test_checksums_that_vanish_before_the_header_is_read_hide_no_block(many_piec
             (tmp_path / path).unlink(missing_ok=True)
 
     LaggingFileSystem.fails = staticmethod(vanish)
-    with pytest.raises(FetchError, match=r"\.sums'.*got no file"):
+    with pytest.raises(FetchError, match=r"\.sums' was removed"):
         WindowDataset(url, 4)
 
 
@@ -482,6 +482,6 @@ def test_a_block_that_vanishes_with_its_checksums_is_played_around(many_pieces, 
     far.get_batch(3)
     for path in (tmp_path / "walk").glob(f"{max((tmp_path / 'walk').glob('*.h5')).name}*"):
         path.unlink()
-    with pytest.warns(RolloutDataWarning, match="cannot play trajectory"):
+    with pytest.warns(RolloutDataWarning, match=r"Trajectory .* cannot be read"):
         drain(far, 50)
     assert far.num_lost_trajectories > 0

@@ -89,7 +89,7 @@ def test_what_never_comes_is_one_error_within_the_time_of_all_attempts(folder, r
     far = far_windows(url, remote=QUICK)
     before = len(LaggingFileSystem.requests)
     fail_by(lambda path, start, stop: act())
-    with pytest.raises(DataFileError, match="3 times"):
+    with pytest.raises(DataFileError, match="3 attempts"):
         if read == "open":
             far_windows(url, remote=QUICK)
         elif read == "windows":
@@ -107,14 +107,16 @@ def test_a_block_that_vanishes_is_named_by_windows_and_played_around(folder, tmp
         record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
     far = far_windows(lagging(tmp_path / "gone"))
     min((tmp_path / "gone").glob("*.h5")).unlink()
-    with pytest.raises(DataFileError, match=r"cannot play trajectory .*lagging://gone/rollout_"):
+    with pytest.raises(
+        DataFileError, match=r"Trajectory .* cannot be read.*lagging://gone/rollout_"
+    ):
         for _ in WindowLoader(far, 16):
             pass
     played = RolloutDataset(lagging(tmp_path / "left"), 2, device="cpu")
     played.get_batch(3)
     max((tmp_path / "left").glob("*.h5")).unlink()
     played.source.snapshot()
-    with pytest.warns(UserWarning, match="cannot play trajectory"):
+    with pytest.warns(UserWarning, match=r"Trajectory .* cannot be read"):
         while True:
             try:
                 played.get_batch(5)
@@ -131,7 +133,7 @@ def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_i
     played = RolloutDataset(lagging(tmp_path / "images"), 1, device="cpu")
     played.get_batch(3)
     max((tmp_path / "images").glob("*.h5"), key=lambda path: path.stat().st_mtime_ns).unlink()
-    with pytest.warns(UserWarning, match="cannot play trajectory"):
+    with pytest.warns(UserWarning, match=r"Trajectory .* cannot be read"):
         num_valid = 3 + sum(int(batch.valid.sum()) for batch in drain(played, 5))
     assert 0 < num_valid < 3 * 4 * 90 and played.num_lost_trajectories > 0
 
@@ -166,7 +168,7 @@ def test_a_file_that_is_shorter_than_it_was_listed_is_damage(folder, tmp_path):
     path = next((tmp_path / "short").glob("*.h5"))
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 3])
-    with pytest.raises(DataFileError, match="bytes, got"):
+    with pytest.raises(DataFileError, match=r"is truncated: \d+ of \d+ bytes"):
         for _ in WindowLoader(far, 16):
             pass
 
@@ -242,7 +244,5 @@ def test_two_requests_open_a_block_and_large_tables_take_a_few_more(tmp_path, nu
 
 
 def test_a_url_with_nothing_below_it_is_named():
-    with pytest.raises(
-        UsageError, match="'memory://nowhere': expected a folder, got nothing there"
-    ):
+    with pytest.raises(UsageError, match="'memory://nowhere' does not exist"):
         WindowDataset("memory://nowhere")

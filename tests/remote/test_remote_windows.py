@@ -241,7 +241,7 @@ def test_a_url_is_a_path_whose_parts_are_urls():
 
 
 def test_urls_and_folders_together_are_refused(folder):
-    with pytest.raises(UsageError, match="folders of one kind"):
+    with pytest.raises(UsageError, match="local folders and URLs cannot be mixed"):
         WindowDataset([folder, in_memory(folder, "both")])
 
 

@@ -52,7 +52,7 @@ class GroupReader(Hdf5Reader):
             self._description = read_description(self.path, folder or path, root)
             self.metadata = {**self._description.metadata, **self.metadata}
             names = file.numbered("", MINARI_EPISODE)
-        episodes = self.checked_some(self.collect(path, "", names), "an episode")
+        episodes = self.checked_some(self.collect(path, "", names), "episode")
         check_totals(self, episodes)
         return episodes
 

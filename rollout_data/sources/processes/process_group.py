@@ -101,9 +101,8 @@ def refuse_second_split() -> None:
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
     if kinds & {"DataLoaderDispatcher", "IterableDatasetShard"}:
         raise UsageError(
-            "cannot share the data out: expected ranks that read a share each, got accelerate, "
-            "which splits. Do not prepare this loader, or give the dataset shard='none' and "
-            "as_dict=True."
+            "accelerate splits the batches between ranks, and the dataset does, too. Do not pass "
+            "this loader to prepare(), or create the dataset with shard='none' and as_dict=True."
         )
 
 
@@ -134,8 +133,7 @@ def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
         return None, problem
     except Exception as cause:  # noqa: BLE001 - other processes wait for any result
         wrapped = BackgroundError(
-            "cannot look at the folders for all processes: expected an answer, got "
-            f"{type(cause).__name__}: {cause}."
+            f"The folders could not be scanned for all processes: {type(cause).__name__}: {cause}."
         )
         wrapped.__cause__ = cause
         return None, wrapped
@@ -231,7 +229,7 @@ class Board:
                     if self.read(name) is None:
                         self.write(name, _told(look), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):
-                raise EOFError("the process that takes the batches takes no more")
+                raise EOFError("the process that iterates over the batches has ended")
             else:
                 time.sleep(_POLL_S)
         return _heard(note)

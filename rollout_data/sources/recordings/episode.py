@@ -5,7 +5,7 @@ Values that are not in the file are None; fields that are not in the file are ab
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -36,8 +36,7 @@ class Fields(dict[str, Any]):
         }
         if not below:
             raise MissingFieldError(
-                f"cannot read the field {name!r}: expected {nearest(name, self)}, got no such "
-                "field."
+                f"unknown field {name!r}, expected one of {nearest(name, self)}."
             )
         return Fields(below)
 
@@ -111,12 +110,11 @@ class Episode:
             DataFileError: The steps cannot be read.
         """
         end = self.length if stop is None else stop
-        action = "call Episode.read"
-        self._check_name(action, name)
+        self._check_name(name)
         if not (is_whole(start) and is_whole(end) and 0 <= start <= end <= self.length):
             raise UsageError(
-                f"cannot {action} of episode {self.id!r}: expected 0 <= start <= stop <= "
-                f"{self.length}, got {start!r}:{end!r}."
+                f"steps {start!r}:{end!r} of episode {self.id!r} are invalid: expected "
+                f"0 <= start <= stop <= {self.length}."
             )
         return self._source.read(self._number, name, start, end)
 
@@ -126,15 +124,17 @@ class Episode:
         Raises:
             UsageError: The field does not exist.
         """
-        self._check_name("call Episode.video", name)
+        self._check_name(name)
         return self._source.video(self._number, name)
 
-    def _check_name(self, action: str, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         if not isinstance(name, str) or (name not in self.schema and name not in self.texts):
-            raise UsageError(
-                f"cannot {action} of episode {self.id!r}: expected name among "
-                f"{nearest(str(name), [*self.schema, *self.texts])}, got {name!r}."
-            )
+            raise self._unknown_field(name, [*self.schema, *self.texts])
+
+    def _unknown_field(self, name: object, known: Iterable[str]) -> UsageError:
+        return UsageError(
+            f"episode {self.id!r} has no field {name!r}, expected one of {nearest(name, known)}."
+        )
 
     def rounded(self) -> dict[str, tuple[int, int]]:
         """Return the fields whose integers were rounded to floats in reads so far.
@@ -173,10 +173,7 @@ class Episode:
         """
         found = self._group(name)
         if found is None:
-            raise UsageError(
-                f"cannot read the field of episode {self.id!r}: expected "
-                f"{nearest(name, self.keys())}, got {name!r}."
-            )
+            raise self._unknown_field(name, self.keys())
         return found
 
     def keys(self) -> list[str]:

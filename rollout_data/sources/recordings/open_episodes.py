@@ -41,8 +41,8 @@ def open_episodes(origin: Origin) -> EpisodeSource:
         return open_foreign(origin.path, origin.format, **origin.options)
     if origin.options:
         raise UsageError(
-            f"cannot open {str(origin.path)!r}: expected no option (of {scanner.format}), got "
-            f"{next(iter(origin.options))!r}."
+            f"{scanner.format} has no option {next(iter(origin.options))!r}, which is passed for "
+            f"{str(origin.path)!r}."
         )
     return _open_folder(origin)
 
@@ -65,8 +65,7 @@ def _open_folder(origin: Origin) -> RowSource:
             listing = scanner, schema, num_present, placed
         return _described(source, origin, listing, live.metadata, live.problems, live.advice)
     raise DataFileError(
-        f"cannot open {str(origin.path)!r}: expected edits that stay while they are read, got "
-        "edits that were replaced at each look. Open it again later."
+        f"The edits of {str(origin.path)!r} changed while they were read. Open it again later."
     )
 
 

@@ -276,13 +276,13 @@ class Recording(Sequence[Episode]):
         """
         instance("ids", ids, "names of episodes", Iterable)
         wanted = {ids} if isinstance(ids, str) else set(map(str, ids))
-        there = self.ids
-        for one in wanted - set(there):
+        names = self.ids
+        for name in wanted - set(names):
             raise UsageError(
-                f"cannot call Recording.select of {str(self.path)!r}: expected ids with "
-                f"{_some(one, there)}, got {one!r}."
+                f"{str(self.path)!r} has no episode {name!r} among its {len(names)} episodes, such "
+                f"as {nearest(name, names, _NUM_SHOWN)}."
             )
-        return self._of(np.array([one in wanted for one in there], bool))
+        return self._of(np.array([name in wanted for name in names], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
         """Return the episodes for which `keeps` is true and whose columns of `table` match.
@@ -298,10 +298,7 @@ class Recording(Sequence[Episode]):
         kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
             if not callable(keeps):
-                raise UsageError(
-                    "cannot call Recording.filter: expected keeps as a function of an Episode, "
-                    f"got {keeps!r}."
-                )
+                raise UsageError(f"keeps must be a function of an Episode, got {keeps!r}.")
             kept &= np.array(
                 [bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool
             )
@@ -368,7 +365,3 @@ class Recording(Sequence[Episode]):
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _some(name: str, there: Sequence[str]) -> str:
-    return f"one of {len(there)} names, such as {nearest(name, there, _NUM_SHOWN)}"

@@ -174,8 +174,8 @@ def _check_room(needed_bytes: int) -> None:
     free = free_memory_bytes()
     if free is not None and needed_bytes > 0.9 * free:
         raise UsageError(
-            "cannot cache the dataset in memory: expected at most 90 % of the free "
-            f"{free / 2**30:.1f} GiB, got {needed_bytes / 2**30:.1f} GiB. Use cache='none'."
+            f"the dataset has {needed_bytes / 2**30:.1f} GiB, and the free memory "
+            f"{free / 2**30:.1f} GiB. At most 90 % of it is used. Use cache='none'."
         )
 
 

@@ -198,5 +198,6 @@ class ChunkFiles:
             check_sum(data, checksum)
             return table.decode(data, num_rows, out)
         except CorruptFileError as cause:
-            where = f"chunk {chunk - int(np.searchsorted(self._spots[0], number))} of {'/'.join(self.place)}"
-            raise corrupt(path, f"an intact {where}", cause.message) from cause
+            first = int(np.searchsorted(self._spots[0], number))
+            where = f"chunk {chunk - first} of {'/'.join(self.place)}"
+            raise corrupt(path, f"{where}, {cause.message}") from cause

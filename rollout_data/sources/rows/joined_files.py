@@ -184,8 +184,8 @@ def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> An
     """Return the values of a field; raise if their shape differs from `shape`."""
     if np.shape(values) != shape:
         raise CorruptFileError(
-            f"cannot read episode {block.fragments['trajectory'][0]} of {str(block.path)!r}: "
-            f"expected {name!r} of shape {shape}, got {np.shape(values)}."
+            f"{name!r} of episode {block.fragments['trajectory'][0]} in {str(block.path)!r} has "
+            f"shape {np.shape(values)}, expected {shape}."
         )
     return values
 

@@ -113,7 +113,7 @@ class FileMap:
             return
         header = read_header(block.path) if self.chunks else None
         if header is not None and header.file_bytes != block.file_bytes:
-            raise corrupt(block.path, f"{block.file_bytes} bytes", str(header.file_bytes))
+            raise corrupt(block.path, f"expected {block.file_bytes} bytes, got {header.file_bytes}")
         rows = {
             place: mapped.map_file(block.path, *self._at(block, place))
             for place, mapped in self.arenas.items()
@@ -169,7 +169,7 @@ class MappedBlocks(RowSource):
             return
         is_lost = self._is_unmapped[runs.block]
         if is_lost.any():
-            raise self.index.lost_block(int(runs.block[np.argmax(is_lost)]), "it was removed")
+            raise self.index.lost_block(int(runs.block[np.argmax(is_lost)]))
 
     def prefetch(self, rows: Rows) -> None:
         runs = self.locate(rows)

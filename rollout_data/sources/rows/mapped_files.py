@@ -70,11 +70,9 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
             return _map(None, num_bytes, _MAP_NOTHING), num_bytes
         except OSError as cause:
             if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
-                expected = f"{num_bytes >> 30} GiB of address space"
-                advice = "Raise the limit (ulimit -v)"
-                advice += " or close other datasets"
                 raise UsageError(
-                    f"cannot map the dataset: expected {expected}, got {cause}. {advice}."
+                    f"the dataset needs {num_bytes >> 30} GiB of address space: {cause}. Raise the "
+                    "limit (ulimit -v) or close other datasets."
                 ) from cause
             num_bytes //= 2
 
@@ -128,12 +126,12 @@ class Arena:
             needed = offset + num_rows * self.row_bytes
             if needed > size:  # reading a mapping beyond the end of its file kills the process
                 raise CorruptFileError(
-                    f"cannot map the block {str(path)!r}: expected {needed} bytes, got {size}."
+                    f"{str(path)!r} is truncated: it has {size} of {needed} bytes."
                 )
             if start + length + PAGE_BYTES > self._base + self._bytes:
                 raise UsageError(
-                    f"cannot map the block {str(path)!r}: expected at most {self._bytes >> 30} "
-                    "GiB in all, got more."
+                    f"the blocks exceed the {self._bytes >> 30} GiB reserved for them, at "
+                    f"{str(path)!r}. Open the dataset again."
                 )
             _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
         self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
@@ -178,8 +176,8 @@ class Arena:
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:
             raise RolloutDataError(
-                f"cannot map rows of {self.row_bytes} bytes at offset {inner} of a page: "
-                "expected an offset that rows can share."
+                f"Rows of {self.row_bytes} bytes at offset {inner} of a page cannot be mapped "
+                "next to the mapped rows."
             )
         num_units = self.row_bytes // unit
         return (

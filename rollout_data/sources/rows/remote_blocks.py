@@ -200,7 +200,7 @@ class RemoteBlocks(RowSource):
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
         if is_stand_in(at):
-            raise self.index.lost_block(block, "it was removed")
+            raise self.index.lost_block(block)
         ask = partial(self._folders[at.path.parent].files.ask, at.path)
         sums = self._sums_of(block)
         column = self.layouts[place[0]].columns[place[1]]
@@ -277,7 +277,7 @@ class RemoteBlocks(RowSource):
             yield
         except GONE as cause:
             self._folders[self.index.blocks[block].path.parent].files.check_access()
-            raise self.index.lost_block(block, str(cause) or "it was removed") from cause
+            raise self.index.lost_block(block) from cause
 
     def _table(self, block: int, place: Place) -> ChunkTable:
         """Return the chunk table of a coded column, read once from the header of the block."""
@@ -388,9 +388,10 @@ class FragmentRows:
 
     def _check(self, number: int, checksum: int) -> None:
         if checksum != self._sums[number]:
-            where = f"of rows {self._first[number]}:{self._stop[number]} of {'/'.join(self._place)}"
-            expected = f"checksum {int(self._sums[number]):08x} {where}"
-            raise corrupt(self._path, expected, f"{checksum:08x}")
+            rows = f"rows {self._first[number]}:{self._stop[number]} of {'/'.join(self._place)}"
+            expected = f"{int(self._sums[number]):08x}"
+            problem = f"{rows}, expected checksum {expected}, got {checksum:08x}"
+            raise corrupt(self._path, problem)
 
 
 def _put(rows: np.ndarray, data: bytes) -> None:
@@ -412,4 +413,4 @@ def _decode(
             *rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first]
         )
     except CorruptFileError as cause:
-        raise corrupt(path, f"intact rows of {'/'.join(place)}", cause.message) from cause
+        raise corrupt(path, f"{'/'.join(place)}, {cause.message}") from cause

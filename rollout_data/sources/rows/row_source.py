@@ -216,9 +216,9 @@ class RowSource(EpisodeSource):
         is_replaced = block.path.exists()
         change = "replaced" if is_replaced else "removed, as by prune"
         error = LostBlockError(
-            f"cannot read the episode {name!r} of {str(self.path)!r}: expected its file, got "
-            f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}. It "
-            f"was {change}; the other episodes are read, and refresh() lists what is there now."
+            f"Episode {name!r} of {str(self.path)!r} cannot be read: its file "
+            f"{str(block.path)!r} was {change}. The other episodes are read. Call refresh() to "
+            "list the present episodes."
         )
         error.key = block.key
         return error.of("", name)
@@ -277,8 +277,8 @@ class RowSource(EpisodeSource):
         missing = sorted(set(numbers.tolist()) - self._texts.keys())
         if missing:
             raise DataFileError(
-                f"cannot read the texts of {name!r} in {str(self.path)!r}: expected the text "
-                f"of each number, got none of {missing[0]}. It was damaged and set aside."
+                f"Text {missing[0]} of {name!r} in {str(self.path)!r} is missing. It was damaged "
+                "and set aside."
             )
         return [self._texts[number] for number in numbers.tolist()]
 

@@ -174,13 +174,22 @@ class UnmappedRows(RowSource):
                 raise
             raise self._lost(block, cause) from cause
         except self._losses as cause:
-            raise self.index.lost_block(block, _in_words(cause)) from cause
+            raise self.index.lost_block(block, self._reason(block, cause)) from cause
         except OSError as cause:
-            lost = self.index.lost_block(block, _in_words(cause))
+            lost = self.index.lost_block(block, self._reason(block, cause))
             raise DataFileError(f"{lost.message} Try again, or reset these envs.") from cause
 
     def _lost(self, block: int, cause: DataFileError) -> LostBlockError:
-        return self.index.lost_block(block, _in_words(cause), is_gone=False)
+        return self.index.lost_block(block, self._reason(block, cause), is_gone=False)
+
+    def _reason(self, block: int, cause: Exception) -> str:
+        """Return why a file cannot be read, as a sentence; "" if it was removed."""
+        if isinstance(cause, DataFileError):
+            return cause.message
+        if isinstance(cause, FileNotFoundError):
+            return ""
+        problem = (cause.strerror if isinstance(cause, OSError) else None) or cause
+        return f"{str(self.index.blocks[block].path)!r} cannot be read: {problem}."
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
         """Return the rows of a damaged block with zeros for damaged rows; None if no row is intact.
@@ -235,7 +244,7 @@ class BlockFiles(UnmappedRows):
 
     def read_block(self, block: Block, place: Place) -> np.ndarray:
         if is_stand_in(block):
-            raise FileNotFoundError("it was removed")
+            raise FileNotFoundError(str(block.path))
         offset, num_rows = block.places[place]
         column = self.layouts[place[0]].columns[place[1]]
         if column.is_coded:
@@ -243,10 +252,3 @@ class BlockFiles(UnmappedRows):
         if num_rows == 0:
             return np.zeros((0, column.row_bytes), np.uint8)
         return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))
-
-
-def _in_words(cause: Exception) -> str:
-    """Return a description of a cause for the message of another error."""
-    if isinstance(cause, DataFileError):
-        return cause.message.rstrip(".")
-    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
