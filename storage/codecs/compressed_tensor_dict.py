@@ -96,7 +96,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
             raise UsageError(
-                f"tensordict must be a nested mapping, got a {type(tensordict).__name__}."
+                f"tensordict must be a nested mapping, got {type(tensordict).__name__}."
             )
         leaves = flatten(tensordict)
         missing_ok = flag("missing_ok", missing_ok)
@@ -281,7 +281,7 @@ def _leaves_to_compress(
         name = flat_name(key)
         if name in leaves and not isinstance(leaves[name], torch.Tensor):
             raise UsageError(
-                f"field {name!r} of compress_keys must be a tensor, got a "
+                f"field {name!r} of compress_keys must be a tensor, got "
                 f"{type(leaves[name]).__name__}."
             )
         below = [leaf for leaf in _names_at(name, leaves) if isinstance(leaves[leaf], torch.Tensor)]

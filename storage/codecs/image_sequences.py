@@ -523,7 +523,7 @@ def _as_bytes(data: Any) -> Bytes:
     except (TypeError, ValueError, BufferError) as cause:
         if isinstance(data, (bytes, bytearray)):  # Empty bytes.
             return np.zeros(0, np.uint8)
-        raise UsageError(f"compressed_data must be bytes, got a {type(data).__name__}.") from cause
+        raise UsageError(f"compressed_data must be bytes, got {type(data).__name__}.") from cause
 
 
 def _check(is_valid: Any, problem: str) -> None:

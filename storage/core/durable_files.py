@@ -321,7 +321,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         raise CorruptFileError(f"{str(path)!r} is not valid JSON: {cause}.") from cause
     if not isinstance(content, dict):
         raise CorruptFileError(
-            f"{str(path)!r} must contain a JSON object, got a {type(content).__name__}."
+            f"{str(path)!r} must contain a JSON object, got {type(content).__name__}."
         )
     stored_checksum = content.pop(CHECKSUM, None)
     checksum = json_checksum(content)

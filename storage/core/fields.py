@@ -261,7 +261,7 @@ def flatten(
     """
     if not hasattr(tree, "items"):
         raise SchemaError(
-            f"a record must be a nested mapping of tensors, got a {type(tree).__name__}."
+            f"a record must be a nested mapping of tensors, got {type(tree).__name__}."
         )
     flat: dict[str, Any] = {}
     for key, value in tree.items():

@@ -144,7 +144,7 @@ def as_tensor(value: Any, subject: str) -> torch.Tensor:
         return as_given(np.asarray(value))
     except (TypeError, ValueError, RuntimeError) as cause:
         raise FieldTypeError(
-            f"{subject} must be a tensor or an array of numbers, got a {type(value).__name__}: "
+            f"{subject} must be a tensor or an array of numbers, got {type(value).__name__}: "
             f"{cause}."
         ) from cause
 
@@ -492,7 +492,7 @@ class RecordReader:
         """
         if not hasattr(record, "items"):
             raise SchemaError(
-                f"a record must be a nested mapping of tensors, got a {type(record).__name__}."
+                f"a record must be a nested mapping of tensors, got {type(record).__name__}."
             )
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:

@@ -397,7 +397,7 @@ def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.floa
             value = value.detach().to("cpu", torch.float64)
         values = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as cause:
-        raise UsageError(f"{name!r} must be numbers, got a {type(value).__name__}.") from cause
+        raise UsageError(f"{name!r} must be numbers, got {type(value).__name__}.") from cause
     if not values.size:
         return _NOTHING
     found = np.array([values.size, values.sum(), values.max(), values.min()])

@@ -105,7 +105,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
     ) -> None:
         if not isinstance(base_collector, Iterable) and not hasattr(base_collector, "__getitem__"):
             raise UsageError(
-                f"base_collector must be an iterable, got a {type(base_collector).__name__}."
+                f"base_collector must be an iterable, got {type(base_collector).__name__}."
             )
         self.base_collector = base_collector
         self.device = arguments.device("device", device)
@@ -114,7 +114,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
         for name, function in (("transform", transform), ("stamp", stamp)):
             if function is not None and not callable(function):
                 raise UsageError(
-                    f"{name} must be a function or None, got a {type(function).__name__}."
+                    f"{name} must be a function or None, got {type(function).__name__}."
                 )
         self.transform = transform
         self.stamp = stamp

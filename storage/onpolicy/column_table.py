@@ -411,7 +411,7 @@ def _leaves_of(
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"
         raise SchemaError(
-            f"field {column.source!r} is a {type(value).__name__}, expected {expected}."
+            f"field {column.source!r} has type {type(value).__name__}, expected {expected}."
         )
     if not is_mapping:
         return ((inputs[column.name], value),)
@@ -511,7 +511,7 @@ def _layout(states: Any) -> Any:
         names = [{"names": list(states._fields)}] if hasattr(states, "_fields") else []
         return [*names, *map(_layout, states)]
     raise SchemaError(
-        f"hidden_states must be None, a tensor or tuples of these, got a {type(states).__name__}."
+        f"hidden_states must be None, a tensor or tuples of these, got {type(states).__name__}."
     )
 
 

@@ -304,7 +304,7 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     """
     if not isinstance(masks, torch.Tensor) or masks.dim() != 2:
         is_tensor = isinstance(masks, torch.Tensor)
-        form = f"shape {tuple(masks.shape)}" if is_tensor else f"a {type(masks).__name__}"
+        form = f"shape {tuple(masks.shape)}" if is_tensor else type(masks).__name__
         raise SchemaError(f"masks must be a tensor of shape (T, n), got {form}.")
     num_steps, num_trajectories = masks.shape
     # Positions of data, sorted by trajectory. This is the order of env, then time.
@@ -334,7 +334,7 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
 def _check_steps(x: Any, num_steps: int, num_columns: int) -> None:
     if not isinstance(x, torch.Tensor):
         raise SchemaError(
-            f"x must be a tensor of shape ({num_steps}, {num_columns}, ...), got a "
+            f"x must be a tensor of shape ({num_steps}, {num_columns}, ...), got "
             f"{type(x).__name__}."
         )
     if tuple(x.shape[:2]) != (num_steps, num_columns):

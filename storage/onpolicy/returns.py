@@ -515,5 +515,5 @@ def _words(x: Any) -> str:
     return (
         f"{x.layout} {x.dtype} of shape {tuple(x.shape)}"
         if isinstance(x, torch.Tensor)
-        else f"a {type(x).__name__}"
+        else type(x).__name__
     )

@@ -155,7 +155,7 @@ class Store(Shown, ABC):
     def check_form(self, state: Mapping[str, Any]) -> None:
         """Raise `SchemaError` if a state does not have the form of this version."""
         if not isinstance(state, Mapping):
-            raise SchemaError(f"state must be a mapping, got a {type(state).__name__}.")
+            raise SchemaError(f"state must be a mapping, got {type(state).__name__}.")
         if state.get("version", VERSION) != VERSION:
             raise SchemaError(f"the state has version {state['version']!r}, expected {VERSION}.")
         for key in ("class", "arguments", "numbers", "tensors"):
@@ -165,7 +165,7 @@ class Store(Shown, ABC):
                 )
             if key != "class" and not isinstance(state[key], Mapping):
                 raise SchemaError(
-                    f"{key!r} of the state must be a mapping, got a {type(state[key]).__name__}."
+                    f"{key!r} of the state must be a mapping, got {type(state[key]).__name__}."
                 )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -254,7 +254,7 @@ class Store(Shown, ABC):
                 if key not in config:
                     raise CorruptFileError(f"{CONFIG_NAME} of {where} lacks the key {key!r}.")
                 raise CorruptFileError(
-                    f"{key!r} in {CONFIG_NAME} of {where} must be a {expected.__name__}, got a "
+                    f"{key!r} in {CONFIG_NAME} of {where} must be a {expected.__name__}, got "
                     f"{type(config[key]).__name__}."
                 )
         saved_class = STORES.get(config["class"])
@@ -303,8 +303,7 @@ class Store(Shown, ABC):
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(
-                            f"{name!r} of the state must be a tensor, got a "
-                            f"{type(tensor).__name__}."
+                            f"{name!r} of the state must be a tensor, got {type(tensor).__name__}."
                         )
                 rng = self._random_state(tensors["rng"].cpu())
                 torch.Generator(self.rng.device).set_state(rng)

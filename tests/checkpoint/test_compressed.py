@@ -101,7 +101,7 @@ def test_a_missing_key_is_an_error_unless_it_may_be_missing() -> None:
     with pytest.raises(KeyError, match=r"no tensor has the name 'obs/maks' .* 'obs/mask'"):
         CompressedTensorDict(record(), ["obs/maks"])
     with pytest.raises(
-        UsageError, match=r"field 'obs/task' of compress_keys must be a tensor, got a str"
+        UsageError, match=r"field 'obs/task' of compress_keys must be a tensor, got str"
     ):
         CompressedTensorDict(record(), ["obs/task"])
     assert CompressedTensorDict(
@@ -211,7 +211,7 @@ def test_tensors_come_back_to_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("data", "keys", "text"),
     [
-        (5, (), "tensordict must be a nested mapping, got a int"),
+        (5, (), "tensordict must be a nested mapping, got int"),
         ({"a": torch.ones(2)}, 5, "compress_keys must be field names, got 5"),
     ],
 )

@@ -317,7 +317,7 @@ def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
         (
             lambda: decompress_image_seq("text", (8, 8), 16, "f4"),
             UsageError,
-            "compressed_data must be bytes, got a str",
+            "compressed_data must be bytes, got str",
         ),
         (
             lambda: decompress_many([BLOB], (8, 8), 16, "f4", num_threads=0),

@@ -54,13 +54,13 @@ def test_a_pipelined_collector_is_made_by_keyword():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"base_collector": 3}, "base_collector as an iterable, got int"),
-        ({"base_collector": [], "prefetch_count": 0}, "prefetch_count >= 1, got 0"),
-        ({"base_collector": [], "device": "nowhere"}, "device a torch device"),
+        ({"base_collector": 3}, "base_collector must be an iterable, got int"),
+        ({"base_collector": [], "prefetch_count": 0}, "prefetch_count must be >= 1, got 0"),
+        ({"base_collector": [], "device": "nowhere"}, "device must be a torch device"),
     ],
 )
 def test_a_wrong_argument_of_a_pipelined_collector_is_named(options, text):
-    with pytest.raises(UsageError, match=f"^cannot create PipelinedDataCollector: expected {text}"):
+    with pytest.raises(UsageError, match=f"^PipelinedDataCollector: {text}"):
         PipelinedDataCollector(**options)
 
 
@@ -113,12 +113,12 @@ def test_a_key_that_a_record_lacks_is_an_error():
         list(CompressedDataCollector(records(), compress_keys=["observation"]))
     with pytest.raises(
         UsageError,
-        match="create CompressedDataCollector: expected base_collector as an iterable, got int",
+        match=r"^CompressedDataCollector: base_collector must be an iterable, got int",
     ):
         CompressedDataCollector(3)
     with pytest.raises(
         UsageError,
-        match="create CompressedDataCollector: expected compress True or False, got 'lz4'",
+        match=r"^CompressedDataCollector: compress must be True or False, got 'lz4'",
     ):
         CompressedDataCollector([], compress="lz4")
 
@@ -128,7 +128,7 @@ def test_a_compressed_tensordict_is_made_by_keyword():
     assert found.compressed_keys == ("obs",) and found["obs"].sum() == 0
     with pytest.raises(
         UsageError,
-        match="create CompressedTensorDict: expected tensordict as a nested mapping, got int",
+        match=r"^CompressedTensorDict: tensordict must be a nested mapping, got int",
     ):
         CompressedTensorDict(3)
 
@@ -229,7 +229,7 @@ def test_a_report_is_flat_and_in_seconds():
     assert monitor.timings["training"] == [1.0, 2.0, 3.0]
     with pytest.raises(
         UsageError,
-        match=r"call PerformanceMonitor\.record: expected duration >= 0, in finite seconds, got -1",
+        match=r"^PerformanceMonitor\.record: duration must be finite seconds >= 0, got -1",
     ):
         monitor.record("training", -1)
 
@@ -254,14 +254,12 @@ def test_an_image_comes_back_as_a_pil_image(channels):
 def test_images_that_would_come_back_as_others_are_refused():
     Image = pytest.importorskip("PIL.Image")
     for mode in ("P", "1", "CMYK", "YCbCr", "HSV", "I", "F"):
-        with pytest.raises(
-            UsageError, match=f"a PIL image of mode L, LA, RGB, RGBA, got mode '{mode}'"
-        ):
+        with pytest.raises(UsageError, match=f"image has mode '{mode}', expected L, LA, RGB, RGBA"):
             compress_image(Image.new(mode, (4, 4)))
-    with pytest.raises(FieldTypeError, match="expected uint8, got float32"):
+    with pytest.raises(FieldTypeError, match="image has dtype float32, expected uint8"):
         compress_image(np.zeros((4, 4), np.float32))
     for shape in ((4,), (2, 4, 4, 3), (4, 4, 5), (4, 4, 0)):
-        with pytest.raises(SchemaError, match=r"\[H, W\] or \[H, W, 1 to 4\]"):
+        with pytest.raises(SchemaError, match=r"expected \(H, W\) or \(H, W, 1 to 4\)"):
             compress_image(np.zeros(shape, np.uint8))
 
 
@@ -319,7 +317,7 @@ def test_plain_lz4_frames_are_read(linked, parts):
     ("shape", "batch_size"), [((4, 5, 3), 5), ((4, 5, 3), 7), ((4, 5), 6), ((400, 500, 300), 6)]
 )
 def test_lz4_frames_of_another_size_are_an_error(shape, batch_size):
-    with pytest.raises(CorruptFileError, match=f"{batch_size} images of uint8"):
+    with pytest.raises(CorruptFileError, match=f"{batch_size} images of dtype uint8"):
         decompress_image_seq(lz4.frame.compress(IMAGES.tobytes()), shape, batch_size)
 
 
@@ -337,7 +335,7 @@ def test_damaged_lz4_frames_are_an_error():
 
 def test_a_bomb_decodes_to_no_more_than_was_asked_for():
     bomb = lz4.frame.compress(bytes(64 << 20))
-    with pytest.raises(CorruptFileError, match="got more"):
+    with pytest.raises(CorruptFileError, match="decodes to more than 360 bytes"):
         decompress_image_seq(bomb, (4, 5, 3), 6)
 
 
@@ -368,5 +366,5 @@ def test_other_levels_are_refused_everywhere(tmp_path, level):
         lambda: CompressedDataCollector([], level=level),
         lambda: AsyncCheckpointSaver().save_async({}, tmp_path / "a.pt", True, level),
     ):
-        with pytest.raises(UsageError, match=rf"level in 0:17.*, got {level!r}"):
+        with pytest.raises(UsageError, match=rf"level must be .*in 0:17, got {level!r}"):
             call()

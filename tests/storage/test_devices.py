@@ -64,11 +64,11 @@ def test_a_device_that_is_not_there_is_refused_at_construction(name: str) -> Non
     make, arguments = getattr(storage, name), ARGUMENTS[name]
     for device in ("cuda", "cuda:1", torch.device("cuda")):
         with pytest.raises(
-            UsageError, match=r"device a device that is there, got 'cuda.*0 CUDA devices.*Use 'cpu'"
+            UsageError, match=r"device is 'cuda.*finds 0 CUDA devices. Choose 'cpu'"
         ):
             make(**arguments, device=device)
     if "output_device" in inspect.signature(make).parameters:
-        with pytest.raises(UsageError, match="output_device a device that is there"):
+        with pytest.raises(UsageError, match="output_device is 'cuda', but torch finds"):
             make(**arguments, output_device="cuda")
     with pytest.raises(UsageError, match="a torch device such as 'cpu' or 'cuda:0', got 'gpu'"):
         make(**arguments, device="gpu")
@@ -90,18 +90,17 @@ def test_a_device_that_is_not_there_is_refused_by_adapters_and_loaders(tmp_path:
         lambda: RslRlStorage("rl", 2, 3, {"policy": torch.zeros(2, 4)}, (2,), "cuda"),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match="a device that is there, got 'cuda'"):
+        with pytest.raises(UsageError, match="is 'cuda', but torch finds 0 CUDA devices"):
             call()
 
 
 def test_an_error_of_writing_is_an_os_error_that_survives_a_pickle() -> None:
-    error = WriteError(
-        "write", "'/x'", got="No space left on device", error_number=28, filename="/x"
-    )
+    text = "'/x' cannot be written: No space left on device."
+    error = WriteError(text, error_number=28, filename="/x")
     assert isinstance(error, (RolloutDataError, OSError)) and isinstance(error, OSError)
     copied = pickle.loads(pickle.dumps(error))
     assert (str(copied), copied.errno, copied.filename) == (str(error), 28, "/x")
-    assert str(error) == "cannot write '/x': got No space left on device."
+    assert str(error) == text
     assert (
         str(WriteError(message="as a DataLoader raises it again"))
         == "as a DataLoader raises it again"

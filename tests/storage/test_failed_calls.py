@@ -171,7 +171,7 @@ STATES = {
 def test_wrong_first_states_change_nothing(kind, states):
     storage = filled(kind, 0)
     before = everything(storage)
-    with pytest.raises(SchemaError, match="'hidden_states'"):
+    with pytest.raises(SchemaError, match="hidden_states"):
         storage.add_transitions(labelled(kind, whole(0, hidden_states=states), 0))
     assert_same(before, everything(storage))
 
@@ -182,7 +182,7 @@ def test_missing_bootstrap_values_leave_a_wrapped_queue_as_it_is():
         cut = torch.ones(3) * (step == 5)
         storage.add_transitions(whole(step, dones=cut, time_outs=cut, bootstrap_values=None))
     before = everything(storage)
-    with pytest.raises(UsageError, match="with truncation 'final'"):
+    with pytest.raises(UsageError, match="truncation 'final' needs them"):
         storage.compute_returns(torch.zeros(3), 0.9, 0.9, truncation="final")
     assert_same(before, everything(storage))
 
@@ -212,28 +212,52 @@ def test_nan_and_infinity_are_kept_as_they_are(kind):
 
 #: dtype of the field, what it cannot hold, what it can.
 OUT_OF_RANGE = [
-    ("uint8", torch.tensor([300, 0]), "uint8 from 0 to 255, got 300"),
-    ("uint8", torch.tensor([0, -1], dtype=torch.int8), "uint8 from 0 to 255, got -1"),
-    ("int8", torch.tensor([128, 3], dtype=torch.uint8), "int8 from -128 to 127, got 128"),
+    ("uint8", torch.tensor([300, 0]), r"contains 300, outside the range of uint8 \(0 to 255\)"),
+    (
+        "uint8",
+        torch.tensor([0, -1], dtype=torch.int8),
+        r"contains -1, outside the range of uint8 \(0 to 255\)",
+    ),
+    (
+        "int8",
+        torch.tensor([128, 3], dtype=torch.uint8),
+        r"contains 128, outside the range of int8 \(-128 to 127\)",
+    ),
     (
         "int16",
         torch.tensor([1, 2**15], dtype=torch.uint16),
-        "int16 from -32768 to 32767, got 32768",
+        r"contains 32768, outside the range of int16 \(-32768 to 32767\)",
     ),
     (
         "int64",
         np.array([2**63, 1], np.uint64),
-        "int64 from -9223372036854775808 to 9223372036854775807, got 922",
+        "contains 922.*, outside the range of int64 .-9223372036854775808 to 9223372036854775807",
     ),
-    ("uint64", torch.tensor([-1, 1]), "uint64 from 0 to 18446744073709551615, got -1"),
-    ("float16", torch.tensor([1.0, 7e4]), r"float16 from -65504\.0 to 65504\.0, got 70000"),
-    ("float16", torch.tensor([1, -70_000]), r"float16 from -65504\.0 to 65504\.0, got -70000"),
+    (
+        "uint64",
+        torch.tensor([-1, 1]),
+        "contains -1, outside the range of uint64 .0 to 18446744073709551615",
+    ),
+    (
+        "float16",
+        torch.tensor([1.0, 7e4]),
+        r"contains 70000.*, outside the range of float16 \(-65504\.0 to 65504\.0",
+    ),
+    (
+        "float16",
+        torch.tensor([1, -70_000]),
+        r"contains -70000.*, outside the range of float16 \(-65504\.0 to 65504\.0",
+    ),
     (
         "float32",
         torch.tensor([1e39, 0.0], dtype=torch.float64),
-        r"float32 from -3\.40.* got 1e\+39",
+        r"contains 1e\+39, outside the range of float32 \(-3\.40",
     ),
-    ("bfloat16", torch.tensor([3.4e38, 0.0]), r"bfloat16 from -3\.38.* got 3\.39"),
+    (
+        "bfloat16",
+        torch.tensor([3.4e38, 0.0]),
+        r"contains 3\.39.*, outside the range of bfloat16 \(-3\.38",
+    ),
 ]
 
 
@@ -249,7 +273,7 @@ def test_numbers_that_do_not_fit_their_field_are_refused_and_nothing_is_written(
     before = {name: x.clone() for name, x in storage.state_dict()["tensors"].items()}
     for name in ("observations", "next_observations"):
         with pytest.raises(
-            FieldTypeError, match=f"'{name}/x': expected {text}" if name == "observations" else text
+            FieldTypeError, match=f"'{name}/x' {text}" if name == "observations" else text
         ):
             storage.add_transitions(broken(good, name, {"x": values}))
     after = storage.state_dict()["tensors"]

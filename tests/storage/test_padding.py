@@ -97,21 +97,24 @@ def test_wrong_shapes_give_exact_errors():
     with pytest.raises(SchemaError) as caught:
         split_and_pad_trajectories(torch.zeros(3, 2), torch.zeros(3, 4))
     assert str(caught.value) == (
-        "cannot split trajectories: expected a tensor of shape [3, 4, ...], got [3, 2]. "
-        "Raised by split_and_pad_trajectories."
+        "split_and_pad_trajectories: x has shape (3, 2), expected (3, 4, ...)."
     )
     masks = torch.tensor([[True, True], [False, True], [False, False]])
     masks[0, 0] = False
     with pytest.raises(SchemaError) as caught:
         unpad_trajectories(torch.zeros(3, 2), masks)
     assert str(caught.value) == (
-        "cannot join trajectories: expected masks with a multiple of 3 True values, got 2. "
-        "Raised by unpad_trajectories."
+        "unpad_trajectories: masks have 2 True values, expected a multiple of 3, the number of steps."
     )
-    with pytest.raises(SchemaError, match=r"expected dones of shape \[T, B\] or \[T, B, 1\]"):
+    with pytest.raises(
+        SchemaError, match=r"dones have shape \(0, 2\), expected \(T, B\) or \(T, B, 1\)"
+    ):
         split_and_pad_trajectories(torch.zeros(0, 2), torch.zeros(0, 2))
-    for wrong, got in ((torch.ones(3, 2, 1, dtype=torch.bool), r"\[3, 2, 1\]"), ([True], "list")):
+    for wrong, got in (
+        (torch.ones(3, 2, 1, dtype=torch.bool), r"shape \(3, 2, 1\)"),
+        ([True], "list"),
+    ):
         with pytest.raises(
-            SchemaError, match=rf"join trajectories: expected masks of shape \[T, n\], got {got}"
+            SchemaError, match=rf"masks must be a tensor of shape \(T, n\), got {got}"
         ):
             unpad_trajectories(torch.zeros(3, 2), wrong)

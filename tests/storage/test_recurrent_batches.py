@@ -127,8 +127,8 @@ def test_i11_no_env_is_left_out_and_more_batches_than_envs_are_refused():
     with pytest.raises(UsageError) as caught:
         storage.recurrent_mini_batch_generator(8, 1)
     assert str(caught.value) == (
-        "cannot generate mini-batches: expected num_mini_batches <= 7, one env each, got 8. Ask for fewer "
-        "mini-batches. Raised by RolloutStorage.recurrent_mini_batch_generator."
+        "RolloutStorage.recurrent_mini_batch_generator: num_mini_batches must be at most 7, one env "
+        "each, got 8."
     )
     assert_same(before, everything(storage))
 
@@ -177,21 +177,21 @@ def test_saved_states_have_time_first_and_the_structure_of_what_was_added():
 @pytest.mark.parametrize(
     "wrong, text",
     [
-        (None, "expected the structure (tensor, tensor), got None."),
-        (torch.zeros(2, 5, 3), "expected the structure (tensor, tensor), got tensor."),
+        (None, "hidden_states have the structure None, expected (tensor, tensor)."),
+        (torch.zeros(2, 5, 3), "have the structure tensor, expected (tensor, tensor)."),
         (
             (torch.zeros(2, 5, 3), None),
-            "expected the structure (tensor, tensor), got (tensor, None).",
+            "have the structure (tensor, None), expected (tensor, tensor).",
         ),
         (
             (torch.zeros(2, 4, 3), torch.zeros(1, 5, 4)),
-            "expected torch.float32 of shape [2, 5, 3], got",
+            "is float32 of shape (2, 4, 3), expected float32 of shape (2, 5, 3).",
         ),
         (
             (torch.zeros(2, 5, 3).double(), torch.zeros(1, 5, 4)),
-            "got torch.float64 of shape [2, 5, 3]",
+            "a tensor of hidden_states is float64 of shape (2, 5, 3), expected float32",
         ),
-        ("text", "expected None, a tensor, or tuples of these, got str."),
+        ("text", "hidden_states must be None, a tensor or tuples of these, got str."),
     ],
 )
 def test_states_of_another_structure_are_refused_and_change_nothing(wrong, text):
@@ -211,7 +211,7 @@ def test_a_failed_first_add_does_not_fix_the_structure():
             broken(make_transition(0, 5, hidden_states=state_of(0, 5)), "actions", None)
         )
     assert storage.saved_hidden_states is None
-    with pytest.raises(SchemaError, match=r"expected torch.float32 of shape \[layers, 5, H\]"):
+    with pytest.raises(SchemaError, match=r"expected float32 of shape \(layers, 5, H\)"):
         storage.add_transitions(make_transition(0, 5, hidden_states=torch.zeros(5, 3)))
 
 

@@ -220,10 +220,8 @@ def test_a_result_with_gaps_is_refused():
         rollout_advantage(
             rewards, values, last_values, dones, 0.9, 0.8, out=torch.zeros(4, 3, 2)[..., :1]
         )
-    assert str(caught.value) == (
-        "cannot compute returns: expected a contiguous out, got one with strides (6, 2, 1). "
-        "Raised by rollout_advantage."
-    )
+    text = "rollout_advantage: out must be contiguous, got strides (6, 2, 1)."
+    assert str(caught.value) == text
 
 
 def test_gamma_zero_gives_the_reward_minus_the_value():
@@ -346,14 +344,14 @@ def test_wrong_shapes_and_rules_give_exact_errors():
     with pytest.raises(SchemaError) as caught:
         rollout_advantage(rewards, values, last_values[:2], dones, 0.9, 0.8)
     assert str(caught.value) == (
-        "cannot compute returns: expected last_values of shape [3, 1], got [2, 1]. Raised by rollout_advantage."
+        "rollout_advantage: last_values has shape (2, 1), expected (3, 1)."
     )
     with pytest.raises(SchemaError) as caught:
         generalized_advantage(rewards, values[:2], values, dones, 0.9, 0.8)
     assert str(caught.value) == (
-        "cannot compute returns: expected values of shape [4, 3, 1], got [2, 3, 1]. Raised by generalized_advantage."
+        "generalized_advantage: values has shape (2, 3, 1), expected (4, 3, 1)."
     )
-    with pytest.raises(UsageError, match="expected num_steps >= 1, got 0"):
+    with pytest.raises(UsageError, match="num_steps must be >= 1, got 0"):
         n_step_returns(rewards, values, last_values, dones, 0.9, 0)
 
 

@@ -107,56 +107,62 @@ def test_a_done_at_the_last_step_leaves_last_values_aside(last):
 
 
 WRONG_ARGUMENTS = {
-    "dones without heads": ({"dones": torch.zeros(4, 3)}, r"expected dones of shape \[4, 3, 1\]"),
+    "dones without heads": (
+        {"dones": torch.zeros(4, 3)},
+        r"dones has shape .*, expected \(4, 3, 1\)",
+    ),
     "dones of another env": (
         {"dones": torch.zeros(4, 1, 1)},
-        r"expected dones of shape \[4, 3, 1\]",
+        r"dones has shape .*, expected \(4, 3, 1\)",
     ),
     "dones as a list": (
         {"dones": [0, 1]},
-        "expected dones, a dense tensor of real numbers, got list",
+        "dones must be a dense tensor of real numbers, got list",
     ),
     "sparse dones": (
         {"dones": torch.zeros(4, 3, 1).to_sparse()},
-        "expected dones, a dense tensor of real numbers",
+        "dones must be a dense tensor of real numbers",
     ),
     "rewards as a list": (
         {"rewards": [1.0]},
-        "expected rewards, floating numbers of shape .*, got list",
+        "rewards must be floating-point numbers of shape .*, got list",
     ),
     "flat rewards": (
         {"rewards": torch.zeros(4, 3)},
-        r"expected dones of shape \[4, 3\], got \[4, 3, 1\]",
+        r"dones has shape \(4, 3, 1\), expected \(4, 3\)",
     ),
     "one axis": (
         {"rewards": torch.zeros(4)},
-        r"expected rewards, floating numbers of shape \[T, N, R\]",
+        r"rewards must be floating-point numbers of shape \(T, N, R\)",
     ),
     "whole rewards": (
         {"rewards": torch.zeros(4, 3, 2).long()},
-        "expected rewards, floating numbers of shape",
+        "rewards must be floating-point numbers of shape",
     ),
-    "other values": ({"values": torch.zeros(4, 3, 1)}, r"expected values of shape \[4, 3, 2\]"),
+    "other values": (
+        {"values": torch.zeros(4, 3, 1)},
+        r"values has shape .*, expected \(4, 3, 2\)",
+    ),
     "complex values": (
         {"values": torch.zeros(4, 3, 2) + 0j},
-        "expected values, a dense tensor of real numbers",
+        "values must be a dense tensor of real numbers",
     ),
     "one last value": (
         {"last_values": torch.zeros(3, 1)},
-        r"expected last_values of shape \[3, 2\]",
+        r"last_values.* has shape .*, expected \(3, 2\)",
     ),
     "a discount for three": (
         {"gamma": [0.1, 0.2, 0.3]},
-        r"with 'gamma': expected float32 of shape \[2\] or \[\], got shape \[3\]",
+        r"field 'gamma' has shape \(3,\), expected \(2,\) or \(\)",
     ),
-    "a large discount": ({"gamma": 1.5}, r"expected gamma in \[0, 1\], got 1\.5"),
+    "a large discount": ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1\.5"),
     "no trace": (
         {"lam": None},
-        "with 'lam': expected a tensor or an array of numbers, got NoneType",
+        "field 'lam' must be a tensor or an array of numbers, got NoneType",
     ),
-    "half a step": ({"num_steps": 1.5}, "expected num_steps >= 1 and a whole number, got 1.5"),
-    "a true step": ({"num_steps": True}, "expected num_steps >= 1 and a whole number, got True"),
-    "no step": ({"num_steps": "2"}, "expected num_steps >= 1 and a whole number, got '2'"),
+    "half a step": ({"num_steps": 1.5}, "num_steps must be an integer >= 1, got 1.5"),
+    "a true step": ({"num_steps": True}, "num_steps must be an integer >= 1, got True"),
+    "no step": ({"num_steps": "2"}, "num_steps must be an integer >= 1, got '2'"),
 }
 
 

@@ -210,13 +210,13 @@ def test_a_dict_observation_with_a_missing_or_extra_key_is_refused():
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ((0, 1), "expected num_mini_batches >= 1, got 0."),
+        ((0, 1), "num_mini_batches must be >= 1, got 0."),
         (
             (25, 1),
-            "expected num_mini_batches <= 24, one row each, got 25. Ask for fewer mini-batches.",
+            "num_mini_batches must be at most 24, one row each, got 25.",
         ),
-        ((2, 0), "expected num_epochs >= 1, got 0."),
-        ((2.0, 1), "expected num_mini_batches >= 1 and a whole number, got 2.0."),
+        ((2, 0), "num_epochs must be >= 1, got 0."),
+        ((2.0, 1), "num_mini_batches must be an integer >= 1, got 2.0."),
     ],
 )
 def test_wrong_numbers_are_refused_at_the_call(arguments, text):
@@ -225,8 +225,8 @@ def test_wrong_numbers_are_refused_at_the_call(arguments, text):
     with pytest.raises(UsageError) as caught:
         storage.mini_batch_generator(*arguments)
     call = "RolloutStorage.mini_batch_generator"
-    assert str(caught.value) == f"cannot generate mini-batches: {text} Raised by {call}."
-    with pytest.raises(UsageError, match="reshuffle one of"):
+    assert str(caught.value) == f"{call}: {text}"
+    with pytest.raises(UsageError, match="reshuffle must be one of"):
         storage.mini_batch_generator(1, 1, reshuffle="never")
     assert_same(before, everything(storage))
 
@@ -308,8 +308,8 @@ def test_no_mini_batch_is_of_two_rollouts(name):
     with pytest.raises(UsageError) as caught:
         next(batches)
     assert str(caught.value) == (
-        "cannot generate mini-batches: expected the rollout as it was when the first mini-batch was drawn, got one "
-        f"that was changed. Draw all of them before you add steps. Raised by {cls.__name__}."
+        "the rollout was changed after the first mini-batch was drawn. Draw all mini-batches before "
+        "you add steps."
     )
     kept, batches = half_way(cls, WIDE, num_steps, **options)
     assert len(list(batches)) == 3

@@ -65,9 +65,8 @@ def test_truncation_final_needs_the_values_of_the_final_observations():
     before = everything(storage)
     with pytest.raises(UsageError) as caught:
         storage.compute_returns(torch.zeros(4, 1), 0.9, 0.9, truncation="final")
-    assert "expected bootstrap_values, the values of the true final observations" in str(
-        caught.value
-    )
+    text = "bootstrap_values are missing at time-outs, and truncation 'final' needs them."
+    assert text in str(caught.value)
     assert_same(before, everything(storage))
 
 
@@ -77,7 +76,7 @@ def test_a_bootstrap_value_of_an_earlier_rollout_is_not_used_again():
     storage.compute_returns(torch.zeros(4), 0.9, 0.9, truncation="final")
     storage.clear()
     fill(storage, time_outs=torch.ones(4), dones=torch.ones(6, 4))
-    with pytest.raises(UsageError, match="got NaN"):
+    with pytest.raises(UsageError, match="bootstrap_values are NaN"):
         storage.compute_returns(torch.zeros(4), 0.9, 0.9, truncation="final")
 
 
@@ -86,15 +85,18 @@ def test_a_bootstrap_value_of_an_earlier_rollout_is_not_used_again():
     [
         (
             {"last_values": torch.zeros(3, 1)},
-            "with 'last_values': expected float32 of shape [4, 1] or [4], got shape [3, 1].",
+            "field 'last_values' has shape (3, 1), expected (4, 1) or (4,).",
         ),
-        ({"gamma": 1.5}, "expected gamma in [0, 1], got 1.5."),
+        ({"gamma": 1.5}, "gamma must be in [0, 1], got 1.5."),
         (
             {"lam": torch.zeros(2)},
-            "with 'lam': expected float32 of shape [1] or [], got shape [2].",
+            "field 'lam' has shape (2,), expected (1,) or ().",
         ),
-        ({"normalize": "all"}, "expected None or one of 'global', 'per_reward', got 'all'."),
-        ({"truncation": "none"}, "expected truncation one of 'cut', 'final', 'value', got 'none'."),
+        (
+            {"normalize": "all"},
+            "normalize must be None or one of 'global', 'per_reward', got 'all'.",
+        ),
+        ({"truncation": "none"}, "truncation must be one of 'cut', 'final', 'value', got 'none'."),
     ],
 )
 def test_wrong_arguments_of_compute_returns_change_nothing(arguments, text):
@@ -115,7 +117,7 @@ def test_partial_rollouts_need_to_be_asked_for():
     ):
         with pytest.raises(
             UsageError,
-            match=r"of a partial rollout: expected 6 steps, got 4\. Add the rest, or call",
+            match=r"the rollout has 4 of 6 steps\. Add the missing steps, or call",
         ):
             call()
     storage.compute_returns(torch.zeros(4), 0.9, 0.9, allow_partial=True, normalize=None)
@@ -135,7 +137,7 @@ def test_an_empty_storage_says_so_at_the_call():
         storage.get_statistics,
     ):
         with pytest.raises(
-            BufferEmptyError, match=r"expected a rollout, got no step since the last clear\(\)"
+            BufferEmptyError, match=r"the storage is empty\. Call add_transition\(\) first"
         ):
             call()
 

@@ -118,8 +118,8 @@ def test_the_last_step_needs_its_next_observations():
     with pytest.raises(MissingFieldError) as caught:
         storage.add_transitions(make_transition(0, 2))
     assert str(caught.value) == (
-        "cannot add a transition without 'next_observations'. Add it: the last step of a rollout needs it. "
-        "Raised by SarsaRolloutStorage.add_transitions."
+        "SarsaRolloutStorage.add_transitions: field 'next_observations' is missing. The last step of "
+        "a rollout needs it."
     )
     assert_same(before, everything(storage))
 
@@ -203,8 +203,8 @@ def test_validate_finds_observations_that_do_not_follow():
     with pytest.raises(SchemaError) as caught:
         storage.add_transitions(step(3))
     assert str(caught.value) == (
-        "cannot add a transition at step 3, env 0: expected next_observations of step 2, got other observations. "
-        "Raised by SarsaRolloutStorage.add_transitions."
+        "SarsaRolloutStorage.add_transitions: observations of step 3, env 0, differ from "
+        "next_observations of step 2."
     )
     assert_same(before, everything(storage))
 
@@ -239,7 +239,7 @@ def test_a_partial_rollout_needs_the_next_observations_of_its_last_step():
     storage.compute_returns(torch.zeros(2), 0.9, 0.9, allow_partial=True)
     for call in (storage.mini_batch_generator, storage.recurrent_mini_batch_generator):
         with pytest.raises(
-            UsageError, match="expected the next observations of step 1, the last one, got none"
+            UsageError, match="next observations of step 1, the last step, are missing"
         ):
             call(1, 1)
     later = make_transition(3, 2)
@@ -286,7 +286,9 @@ def test_validate_compares_numbers_of_every_dtype(dtype, shape):
         0, 2, critic_observations=None, observations=first, next_observations=first
     )
     storage.add_transitions(transition)
-    with pytest.raises(SchemaError, match="at step 1, env 0: expected next_observations of step 0"):
+    with pytest.raises(
+        SchemaError, match="observations of step 1, env 0, differ from next_observations of step 0"
+    ):
         storage.add_transitions(broken(transition, "observations", wrong))
     storage.add_transitions(transition)
 
@@ -300,7 +302,7 @@ def test_validate_takes_nan_for_the_same_nan_and_for_no_number():
     storage.add_transitions(transition)
     storage.add_transitions(transition)
     storage.add_transitions(broken(transition, "observations", odd.double()))
-    with pytest.raises(SchemaError, match="at step 3, env 0"):
+    with pytest.raises(SchemaError, match="observations of step 3, env 0, differ"):
         storage.add_transitions(broken(transition, "observations", odd.nan_to_num(nan=7.0)))
 
 
@@ -322,8 +324,8 @@ def test_assigning_to_a_shifted_column_writes_into_it(name, nested):
     before = whole.clone()
     wrong = {"a": value["a"], "b": torch.ones(2, 2, 1)} if nested else torch.ones(2, 2, 3)
     for bad in (wrong, None):
-        with pytest.raises(SchemaError, match=f"cannot assign to '{name}'"):
+        with pytest.raises(SchemaError, match=f"'{name}"):
             setattr(storage, name, bad)
     assert torch.equal(whole, before) and name not in vars(storage)
-    with pytest.raises(SchemaError, match="cannot assign to 'next_critic_observations'"):
+    with pytest.raises(SchemaError, match="next_critic_observations"):
         storage.next_critic_observations = torch.ones(3, 2, 3)

@@ -159,14 +159,16 @@ def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
     storage = make("plain", "full")
     before = everything(storage)
     with pytest.raises(
-        SchemaError, match="expected one of RolloutStorage, got one of QueueRolloutStorage"
+        SchemaError, match="the state belongs to a QueueRolloutStorage, expected a RolloutStorage"
     ):
         storage.load_state_dict(make("queue", "part").state_dict())
-    with pytest.raises(SchemaError, match="expected one with num_envs=3, got 4"):
+    with pytest.raises(SchemaError, match="the state has num_envs=4, this object has num_envs=3"):
         storage.load_state_dict(make_storage(4, 4).state_dict())
     state = make("plain", "full").state_dict()
     state["tensors"]["actions"] = state["tensors"]["actions"][:2]
-    with pytest.raises(SchemaError, match=r"with 'actions': expected float32 \[4, 3, 2\]"):
+    with pytest.raises(
+        SchemaError, match=r"'actions' of the state is .*, expected float32 of shape \(4, 3, 2\)"
+    ):
         storage.load_state_dict(state)
     assert_same(before, everything(storage))
     storage.save(tmp_path / "kept")
@@ -221,10 +223,10 @@ def test_saving_never_replaces_what_is_no_save(tmp_path):
     with pytest.raises(DataFileError) as caught:
         make("plain", "full").save(folder)
     assert str(caught.value) == (
-        f"cannot save to '{folder}': expected a new folder or an earlier save, got a folder with 'notes.txt' in it. "
-        "Choose another place."
+        f"'{folder}' contains 'notes.txt', which no save has written. Choose a new folder, or a "
+        "folder of an earlier save."
     )
-    with pytest.raises(DataFileError, match="got a file"):
+    with pytest.raises(DataFileError, match=r"file' is a file. Choose a new folder"):
         make("plain", "full").save(file)
     assert (folder / "notes.txt").read_text() == file.read_text() == "mine"
     (folder / "notes.txt").unlink()
@@ -265,7 +267,7 @@ def test_a_config_without_its_numbers_is_reported(tmp_path):
     make("sarsa", "full").save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.json"
     path.write_text(json.dumps({**config_of(path), "numbers": {}}))
-    with pytest.raises(CorruptFileError, match="cannot load a state without '"):
+    with pytest.raises(CorruptFileError, match="is damaged: the state lacks '"):
         load_store(tmp_path / "kept")
 
 
@@ -316,7 +318,7 @@ def test_a_changed_config_is_reported(tmp_path, change, error):
 def test_missing_and_foreign_folders_give_one_clear_error(tmp_path):
     with pytest.raises(DataFileError) as caught:
         RolloutStorage.load(tmp_path / "none")
-    assert str(caught.value).endswith("expected a folder with config.json, got none.")
+    assert str(caught.value).endswith("/none' does not exist, or lacks the file config.json.")
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(CorruptFileError):
         load_store(tmp_path)

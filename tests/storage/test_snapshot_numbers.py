@@ -72,7 +72,7 @@ def test_counts_of_a_state_are_ints_in_their_range(kind, name):
         refuse(
             storage,
             {**state, "numbers": {**state["numbers"], name: value}},
-            f"with '{name}': expected an int from",
+            f"'{name}' of the state must be an integer in",
         )
 
 
@@ -84,7 +84,7 @@ def test_the_layout_of_states_is_one_and_fits_their_tensors(kind):
         refuse(
             storage,
             {**state, "numbers": {**state["numbers"], "states": layout}},
-            "load a state with",
+            "state",
         )
     storage.load_state_dict(state)
     assert isinstance(storage.saved_hidden_states, HiddenStates)
@@ -101,7 +101,7 @@ def test_tensors_that_nobody_asked_for_are_refused(kind):
 
 @pytest.mark.parametrize("state", [None, [], "state", 5])
 def test_a_state_that_is_no_mapping_is_refused(state):
-    refuse(filled(RolloutStorage), state, "cannot load a state: expected state as a mapping, got ")
+    refuse(filled(RolloutStorage), state, "state must be a mapping, got ")
 
 
 @pytest.mark.parametrize("version", [2, 0, "1", None])
@@ -110,7 +110,7 @@ def test_a_state_of_another_version_is_refused(version):
     refuse(
         storage,
         {**storage.state_dict(), "version": version},
-        f"expected version 1, got {version!r}",
+        f"the state has version {version!r}, expected 1",
     )
 
 
@@ -119,13 +119,17 @@ def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
     state = queue.state_dict()
     for value in (1, None, "yes"):
         numbers = {**state["numbers"], "buffer_full": value}
-        refuse(queue, {**state, "numbers": numbers}, "with 'buffer_full': expected a bool")
+        refuse(
+            queue, {**state, "numbers": numbers}, "'buffer_full' of the state must be True or False"
+        )
     sarsa = filled(SarsaRolloutStorage)
     state = sarsa.state_dict()
     for name, values in (("finals", FINALS), ("has_next", HAS_NEXT)):
         for value in values:
             refuse(
-                sarsa, {**state, "numbers": {**state["numbers"], name: value}}, "load a state with"
+                sarsa,
+                {**state, "numbers": {**state["numbers"], name: value}},
+                f"'{name}' of the state",
             )
     wrong = {
         "finals/0/envs": [
@@ -145,9 +149,7 @@ def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
     }
     for name, values in wrong.items():
         for value in values:
-            refuse(
-                sarsa, {**state, "tensors": {**state["tensors"], name: value}}, "load a state with"
-            )
+            refuse(sarsa, {**state, "tensors": {**state["tensors"], name: value}}, f"'{name}")
     sarsa.load_state_dict(state)
 
 
@@ -160,5 +162,5 @@ def test_a_folder_with_such_numbers_is_called_damaged(tmp_path, name, value):
     config = config_of(path)
     config["numbers"][name] = value
     path.write_text(json.dumps(config))
-    with pytest.raises(CorruptFileError, match=f"with '{name}'"):
+    with pytest.raises(CorruptFileError, match=f"'{name}'"):
         load_store(tmp_path / "kept")

@@ -64,8 +64,10 @@ def test_values_of_wrong_kinds_in_a_config_are_reported_or_harmless(tmp_path, nu
             path.write_text(json.dumps(changed(config, place, value)))
             try:
                 load_store(tmp_path / "kept")
-            except (DataFileError, UsageError) as error:
-                assert str(error).startswith("cannot ")
+            except DataFileError as error:
+                assert str(tmp_path / "kept") in str(error)
+            except UsageError as error:
+                assert "load_store" in str(error)
             else:
                 assert len(place) == 2, (place, value)
     path.write_text("[" * 100_000)
@@ -82,7 +84,7 @@ def test_values_of_wrong_kinds_in_a_state_are_reported_or_harmless(number):
             try:
                 stores()[number].load_state_dict(changed(state, place, value))
             except UsageError as error:
-                assert str(error).startswith("cannot ")
+                assert ".load_state_dict: " in str(error)
             else:
                 assert place[0] in ("arguments", "numbers") and len(place) == 2, (place, value)
 
@@ -92,7 +94,7 @@ def test_a_number_that_cannot_be_is_reported(name):
     store = stores()[3]
     state = store.state_dict()
     for value in (float("nan"), float("inf"), -1, 10**400, True, None):
-        with pytest.raises(SchemaError, match=f"with '{name}': expected a finite number >= 0"):
+        with pytest.raises(SchemaError, match=f"{name}.* finite .*>= 0"):
             store.load_state_dict({**state, "numbers": {**state["numbers"], name: value}})
     assert store.sample(1) is not None
 
@@ -112,7 +114,7 @@ def test_a_pipe_in_the_place_of_a_file_is_reported_at_once(tmp_path, name):
     thread.start()
     try:
         with pytest.raises(
-            CorruptFileError, match=f"open '.*{name}': expected a file, got a folder, a pipe"
+            CorruptFileError, match=f"{name}' is a folder, a pipe or a device, not a file"
         ):
             load_store(tmp_path / "kept")
     finally:
