@@ -276,8 +276,8 @@ def test_longer_flags_must_be_declared() -> None:
             {"rewards": torch.zeros(5, 3, 1).double()},
             r"'rewards' has float64\[1\] per step, expected float32\[1\]",
         ),
-        ({"what": object()}, r"'what' of a trajectory: expected a tensor, an array, a str"),
-        ({"task": [object()]}, r"'task' of a trajectory: expected what JSON can hold"),
+        ({"what": object()}, r"'what' of a trajectory must be a tensor, an array, a str"),
+        ({"task": [object()]}, r"'task' of the trajectory cannot be saved as JSON"),
         ({"curr_obs": {"a/b": torch.zeros(5, 3)}}, r"without '/'"),
     ],
 )
@@ -313,7 +313,7 @@ def test_other_wrong_trajectories() -> None:
 def test_the_number_of_rows_is_checked(number: Any) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.add(trajectory(0))
-    with pytest.raises(ValueError, match="num_chunks must be >= 1"):
+    with pytest.raises(ValueError, match=r"num_chunks must be .*>= 1"):
         buffer.sample(number)
 
 

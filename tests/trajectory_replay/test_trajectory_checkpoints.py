@@ -202,7 +202,7 @@ def test_ranks_that_save_under_one_path_are_loaded_as_one(tmp_path: Path) -> Non
 )
 def test_a_bad_rank_is_refused(tmp_path: Path, rank: int, world_size: int, text: str) -> None:
     filled(2).save_checkpoint(tmp_path / "a")
-    with pytest.raises(ValueError, match=f"expected (a )?{text}"):
+    with pytest.raises(ValueError, match=f"load_checkpoint: {text} must be "):
         TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a", True, rank, world_size)
 
 
@@ -282,12 +282,12 @@ def test_damage_is_reported_and_changes_nothing(tmp_path: Path, file_format: str
     buffer = filled(1, seed=5)
     for stop in (0, 10, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:stop])
-        with pytest.raises(DataFileError, match=r"^cannot .*trajectory_1_w1"):
+        with pytest.raises(DataFileError, match=r"trajectory_1_w1"):
             buffer.load_checkpoint(tmp_path / "a")
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     path.write_bytes(flipped)
-    with pytest.raises(CorruptFileError, match=r"^cannot .*trajectory_1_w1"):
+    with pytest.raises(CorruptFileError, match=r"trajectory_1_w1"):
         buffer.load_checkpoint(tmp_path / "a")
     assert buffer.trajectory_ids == [0]
     drawn(buffer, 20)
@@ -321,7 +321,7 @@ def test_a_hostile_index_is_one_clear_error(tmp_path: Path, change: Any) -> None
     change(index)
     path.write_text(json.dumps(index))
     with pytest.raises(
-        CorruptFileError, match=r"^cannot (load trajectories from|read the trajectory) '.*a/traj"
+        CorruptFileError, match=r"'.*a/traj.*_w1.h5' |^cannot load trajectories from '.*a/traj"
     ):
         TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a")
 
