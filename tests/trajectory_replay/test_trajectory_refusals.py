@@ -40,7 +40,7 @@ def test_a_closed_buffer_says_so_whatever_it_is_asked(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"max_trajectories": 0}, "max_trajectories must be >= 1, got 0"),
-        ({"auto_save": True, "auto_save_path": None}, "none"),
+        ({"auto_save": True, "auto_save_path": None}, "auto_save requires auto_save_path"),
     ],
 )
 def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -> None:
@@ -107,7 +107,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
     for call in (buffer.load_checkpoint, buffer.save_checkpoint):
         with pytest.raises(
             UsageError,
-            match=r"^TrajectoryReplayBuffer\.(load|save)_checkpoint: directory must be a str or a path, got ",
+            match=r"^TrajectoryReplayBuffer\.(load|save)_checkpoint: directory must be a str or a path object, got ",
         ):
             call(path)
     if path is not None:
