@@ -468,11 +468,12 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
         raise UsageError(f"cfg['buffer_name'] must be a list of names, got {names!r}.")
     buffers: dict[str, ManagedBuffer] = {}
     for name in names:
-        if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:
-            raise UsageError(
-                f"buffer_name {name!r} is empty, duplicate, reserved or not a str. "
-                f"Reserved are {', '.join(_RESERVED)}."
-            )
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"names in cfg['buffer_name'] must be non-empty str, got {name!r}.")
+        if name in buffers:
+            raise UsageError(f"cfg['buffer_name'] has the duplicate name {name!r}.")
+        if name in _RESERVED:
+            raise UsageError(f"the name {name!r} in cfg['buffer_name'] is reserved.")
         options = cfg.get(name)
         if not isinstance(options, Mapping):
             raise UsageError(f"cfg[{name!r}] must be the arguments of the buffer, got {options!r}.")

@@ -47,7 +47,7 @@ def test_sizes_and_iterations_of_numpy_are_taken(make: Callable[..., NaiveReplay
 def test_what_is_no_count_is_refused(size: object) -> None:
     buffer = NaiveReplayBuffer(5)
     buffer.push(_item(0))
-    with pytest.raises(ValueError, match="size must be >= 0"):
+    with pytest.raises(ValueError, match=r"size must be .*>= 0"):
         buffer.sample(size)  # type: ignore[arg-type]
 
 

@@ -301,14 +301,14 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         ({}, "buffer_name"),
         ({"buffer_name": []}, "a list of names"),
         ({"buffer_name": "agent"}, "a list of names"),
-        ({"buffer_name": ["a", "a"], "a": {"replay_buffer_size": 1}}, "different"),
+        ({"buffer_name": ["a", "a"], "a": {"replay_buffer_size": 1}}, "the duplicate name 'a'"),
         (
             {"buffer_name": [""], "": {"replay_buffer_size": 1}},
-            "is empty, duplicate, reserved or not a str",
+            "must be non-empty str",
         ),
         (
             {"buffer_name": ["sample_ratio"], "sample_ratio": {"replay_buffer_size": 1}},
-            "Reserved are",
+            "is reserved",
         ),
         ({"buffer_name": ["a"]}, "must be the arguments of the buffer"),
         (
@@ -365,7 +365,7 @@ def test_d12_a_state_fits_strictly_or_by_name() -> None:
     state = manager.state_dict()
     other = make(["x_7", "new", "agent"], {"new": 1.0}, seed=3)
     before = other.state_dict()
-    with pytest.raises(ValueError, match="cannot load a state"):
+    with pytest.raises(ValueError, match=r"^BufferManager.load_state_dict: "):
         other.load_state_dict(state)
     assert_equal_states(other.state_dict(), before)
     other.load_state_dict(state, strict=False)
@@ -382,6 +382,6 @@ def test_d12_a_state_fits_strictly_or_by_name() -> None:
         "tensors": {k: v for k, v in state["tensors"].items() if k != "buffer/2/weights"},
     }
     before = manager.state_dict()
-    with pytest.raises(ValueError, match="cannot load a state"):
+    with pytest.raises(ValueError, match=r"^BufferManager.load_state_dict: "):
         manager.load_state_dict(broken)
     assert_equal_states(manager.state_dict(), before)
