@@ -387,7 +387,7 @@ def test_info_succeeds_without_frames_without_metadata_and_with_damaged_blocks(t
     assert main(["info", str(tmp_path)]) == 0 and "9 frames" in capsys.readouterr().out
     for path in tmp_path.glob("rollout_*.h5"):
         path.write_bytes(b"damaged")
-    assert main(["info", str(tmp_path)]) == 0 and "2 files left out" in capsys.readouterr().out
+    assert main(["info", str(tmp_path)]) == 0 and "2 files skipped" in capsys.readouterr().out
     for path in tmp_path.glob("rollout_*.h5"):
         path.unlink()
     (tmp_path / "kept").rename(tmp_path / "metadata.json")

@@ -30,9 +30,9 @@ def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
         return _counted(options, count, f"{count:,} trajectories {verb}")
     count = call(options.data_dir, ids or [], dry_run=options.dry_run)
     if options.dry_run:
-        return _counted(options, count, f"{count:,} trajectories would be left out")
-    undo = f"'rollout-data drop {options.data_dir} --undo' brings them back"
-    return _counted(options, count, f"{count:,} trajectories are left out; {undo}")
+        return _counted(options, count, f"{count:,} trajectories would be dropped")
+    undo = f"'rollout-data drop {options.data_dir} --undo' restores them"
+    return _counted(options, count, f"{count:,} trajectories are dropped; {undo}")
 
 
 def tag(options: argparse.Namespace) -> Answer:

@@ -180,7 +180,9 @@ def as_text(about: dict[str, Any]) -> list[str]:
         lines.append("  metadata:")
         lines += [f"    {key}: {_short(value)}" for key, value in about["metadata"].items()]
     if about["problems"]:
-        title = "files left out; `rollout-data verify` says why" if is_blocks else "problems"
+        title = (
+            "files skipped; run `rollout-data verify` for the reasons" if is_blocks else "problems"
+        )
         lines.append(f"  {len(about['problems'])} {title}:")
         texts = about["problems"] if is_blocks else about["problems"].values()
         lines += [f"    {text}" for text in texts]

@@ -56,15 +56,15 @@ Context = dict[str, Any]
 #: Rule code -> the action in words, and a function: (context, evidence) -> new context.
 _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]], Context]]] = {
     "STR07": (
-        "spaces are left out of the metadata",
+        "spaces are removed from the metadata",
         lambda context, _: _without_keys(context, "_space", "spaces"),
     ),
     "STR08": (
-        "totals are counted again",
+        "totals are recounted",
         lambda context, _: _without_keys(context, "total_", "num_", "size"),
     ),
     "STR10": (
-        "splits are left out of the metadata",
+        "splits are removed from the metadata",
         lambda context, _: _without_keys(context, "splits", "mask"),
     ),
     "FIL06": ("metadata.json is rebuilt", lambda context, _: context),
@@ -73,7 +73,7 @@ _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]]
         lambda context, evidence: _with_rate(context, evidence),
     ),
     "PRV02": ("secrets are masked", lambda context, _: masked(context)),
-    "STA02": ("stored statistics are left out", lambda context, _: _without_keys(context, "stat")),
+    "STA02": ("stored statistics are removed", lambda context, _: _without_keys(context, "stat")),
 }
 
 
@@ -254,10 +254,10 @@ class _Plan:
         if finding.repair == "-" or not finding.places:
             return Action(finding, f"nothing: {finding.advice}", "-")
         self.dropped.update(finding.places)
-        return Action(finding, "left out", "K", self._ids_at(finding.places))
+        return Action(finding, "dropped", "K", self._ids_at(finding.places))
 
     def _action_for_blocks(self, finding: Finding) -> Action:
-        says = "the intact trajectories of the blocks are kept, the others are left out"
+        says = "damaged trajectories of the blocks are dropped, intact trajectories are kept"
         if finding.code == "STR05" or str(finding.field).startswith("notes/"):
             return Action(finding, says, "K")
         places = list(finding.places)
@@ -278,7 +278,7 @@ class _Plan:
             named = range(len(self.recording))
         places = [place for place in named if place not in self.dropped]
         if not places:
-            return Action(finding, "nothing: the trajectories are left out for other findings", "-")
+            return Action(finding, "nothing: the trajectories are dropped for other findings", "-")
         for place in places:
             self.repairs.setdefault(place, []).append((code, finding))
         return Action(finding, rule.description, finding.repair, self._ids_at(places))

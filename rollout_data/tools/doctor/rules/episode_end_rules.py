@@ -110,7 +110,7 @@ def too_short(scan: Scan, settings: Settings) -> Iterator[Defect]:
     if not is_between.any():
         numbers = np.flatnonzero(is_short)
         yield Defect(
-            message=f"{len(numbers)} of {len(lengths)} are far shorter than {median:g} frames",
+            message=f"{len(numbers)} of {len(lengths)} episodes are far shorter than {median:g} frames",
             trajectories=numbers,
             frames=[(number, 0, lengths[number]) for number in numbers.tolist()],
             evidence={"longest": int(lengths[numbers].max()), "median": median},
@@ -139,7 +139,7 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
             duplicates.append(number)
             originals.append(original)
     if duplicates:
-        message = f"{len(duplicates)} repeat an earlier one"
+        message = f"{len(duplicates)} episodes repeat an earlier episode"
         yield Defect(None, message, duplicates, evidence={"of": originals})
 
 
@@ -338,7 +338,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
         chosen = numbers[is_unrewarded]
         yield Defect(
             "observation",
-            f"{len(chosen)} begin with a row of the reset before them",
+            f"{len(chosen)} episodes begin with the reset row of the previous episode",
             chosen,
             [(number, 0, 1) for number in chosen],
         )
@@ -358,7 +358,7 @@ def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Defect]:
     share_terminated = (ends[is_at_limit] == "terminated").mean()
     if share >= settings["share"] and limit >= 20 and share_terminated >= 0.95:
         yield Defect(
-            message=f"{share:.0%} have {limit} frames and are terminated",
+            message=f"{share:.0%} of the ended episodes have {limit} frames and are terminated",
             trajectories=np.flatnonzero(is_at_limit),
             evidence={"length": limit, "share": share},
         )
@@ -377,5 +377,5 @@ def finals_missing(scan: Scan, settings: Settings) -> Iterator[Defect]:
     lacking = np.flatnonzero((scan.columns["ends"] != "open") & ~has_final)
     if len(lacking) and has_final.any():
         num_final = int(has_final.sum())
-        message = f"{len(lacking)} have no final observation, {num_final} have one"
+        message = f"{len(lacking)} ended episodes have no final observation, {num_final} have it"
         yield Defect(None, message, lacking)

@@ -266,7 +266,7 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
     numbers = worst(np.flatnonzero(num_after > limit), num_after)
     if len(numbers) and len(numbers) >= settings["episodes"]:
         frames = [(number, first[number] + 1, scan.lengths[number]) for number in numbers.tolist()]
-        message = f"{len(numbers)} trajectories go on after success"
+        message = f"{len(numbers)} trajectories continue after success"
         evidence = {"frames_after": float(np.median(num_after[numbers]))}
         yield Defect(name, message, numbers, frames, evidence)
 
@@ -328,7 +328,7 @@ def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
     task, count = counts.most_common(1)[0]
     share = count / num_episodes
     if num_episodes >= settings["episodes"] and share >= settings["share"]:
-        message = f"{share:.0%} of the episodes are of one of {num_tasks} tasks: {task!r}"
+        message = f"{share:.0%} of the episodes have the task {task!r}, one of {num_tasks} tasks"
         yield Defect(None, message, evidence={"task": task, "share": share, "tasks": num_tasks})
 
 
@@ -349,13 +349,13 @@ def _unknown_texts(scan: Scan, texts: list[str], declared: list[str]) -> Iterato
     blank = [number for number, text in enumerate(texts) if not text.strip()]
     empty = [number for number in blank if number not in unread]
     if empty:
-        message = f"{len(empty)} trajectories have no task, others have"
+        message = f"{len(empty)} of {len(texts)} trajectories have no task"
         yield Defect(None, message, empty, evidence={"empty": len(empty)})
     if declared and not any(task.isdigit() for task in declared):
         tasks = {text for text in texts if text.strip()} - set(declared)
         strange = [number for number, text in enumerate(texts) if text in tasks]
         if strange:
-            message = f"{len(strange)} trajectories have a task that is not declared"
+            message = f"{len(strange)} trajectories have an undeclared task"
             evidence = {
                 "tasks": sorted(tasks)[:_MAX_LISTED],
                 "declared": sorted(set(declared))[:_MAX_LISTED],
@@ -376,7 +376,7 @@ def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Def
     numbers = facts.numbers[was_read & ~is_known]
     if len(numbers):
         strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)
-        message = f"{len(numbers)} trajectories have an index of no declared task"
+        message = f"{len(numbers)} trajectories have an undeclared index of a task"
         evidence = {"indices": strange[:_MAX_LISTED], "declared": len(declared)}
         yield Defect(name, message, numbers, scan.whole(numbers), evidence)
 

@@ -59,7 +59,7 @@ def sums(scan: Scan, settings: Settings) -> Iterator[Defect]:
         if len(wrong):
             stored = rewards.stored[wrong[0]]
             computed = rewards.computed[wrong[0]]
-            message = f"stored sums of {rewards.field!r} differ from those of the rows, "
+            message = f"stored sums of {rewards.field!r} differ from the rows, "
             message += f"such as {stored:.6g} and {computed:.6g}"
             evidence = {"largest": float(error[wrong].max())}
             yield Defect(rewards.field, message, rewards.numbers[wrong], evidence=evidence)
@@ -91,7 +91,7 @@ def _compared(
         if (error > allowed).any():
             dim = int(np.argmax(error - allowed))
             message = f"the stored {key} of {statistics.field!r}[{dim}] is {stored[dim]:.6g}, "
-            message += f"but that of the rows is {computed[dim]:.6g}"
+            message += f"and the rows have {computed[dim]:.6g}"
             evidence = {key: float(stored[dim]), "rows": float(computed[dim])}
             yield Defect(statistics.field, message, [place], evidence=evidence)
             return
@@ -109,7 +109,7 @@ def statistics(scan: Scan, settings: Settings) -> Iterator[Defect]:
         for key, is_wrong in _wrong_dims(stored, facts, settings).items():
             if is_wrong.any():
                 dims = np.flatnonzero(is_wrong).tolist()
-                message = f"the stored {key} of {stored.field!r} differs from that of the rows"
+                message = f"the stored {key} of {stored.field!r} differs from the rows"
                 message += f" in dimensions {dims[:9]}"
                 yield Defect(stored.field, message, evidence={key: dims})
 
@@ -278,7 +278,7 @@ def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
         try:
             read_document(path / METADATA_NAME)
         except FileNotFoundError:
-            yield Defect(message=f"there is no {METADATA_NAME}")
+            yield Defect(message=f"{METADATA_NAME} is missing")
         except BAD_METADATA as problem:
             yield Defect(message=f"{METADATA_NAME} cannot be read: {problem}")
 

@@ -53,7 +53,7 @@ def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
         for key, count in totals.items():
             declared = scan.metadata.get(key)
             if isinstance(declared, int) and declared != count:
-                yield Defect(message=f"{key} is {declared}, but the data have {count}")
+                yield Defect(message=f"{key} is {declared}, and the data have {count}")
 
 
 @checks("STR01")
@@ -201,7 +201,7 @@ def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
         if all(schema[name] == usual[name] for name in schema if name in usual):
             missing = {*usual} - {*schema}
             severity = "info" if missing <= _END_FLAGS else "warning"
-        message = f"fields differ from those of other episodes: {usual.difference(schema)}"
+        message = f"fields differ from other episodes: {usual.difference(schema)}"
         yield Defect(None, message, places, severity=severity)
 
 

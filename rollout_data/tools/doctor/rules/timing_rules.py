@@ -257,7 +257,7 @@ def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
         share_of_episode = repeats.count / np.maximum(1, scan.lengths - 1)
         numbers = np.flatnonzero(share_of_episode > settings["share"])
         yield Defect(
-            message=f"{share:.1%} of the frames repeat the one before",
+            message=f"{share:.1%} of the frames repeat the previous frame",
             trajectories=worst(numbers, share_of_episode),
             evidence={"share": share},
         )
@@ -276,7 +276,7 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
     step = float(np.nanmedian(scan.collected(Clocks).median[name]))
     step_s = step / (units[0] if units else 1.0)
     if step_s > 0 and abs(1 / step_s / declared - 1) > settings["share"]:
-        message = f"{name!r} runs at {1 / step_s:.4g} Hz, {declared:g} are declared"
+        message = f"{name!r} runs at {1 / step_s:.4g} Hz, and {declared:g} Hz are declared"
         yield Defect(name, message, evidence={"rate_hz": 1 / step_s, "declared_hz": declared})
 
 
@@ -476,7 +476,7 @@ def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
     is_rough &= above > np.log(settings["ratio"])
     if is_rough.any():
         numbers = worst(known[is_rough], above[is_rough], aligned=True)
-        message = f"actions of {len(numbers)} trajectories jerk more than others'"
+        message = f"actions of {len(numbers)} trajectories are rougher than in other trajectories"
         evidence = {"ratio": float(np.exp(above.max())), "deviations": above.max() / spread}
         yield Defect(None, message, numbers, scan.whole(numbers), evidence)
 

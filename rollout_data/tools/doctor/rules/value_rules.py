@@ -274,7 +274,7 @@ def _placeholders(
             has_value = (facts.low[:, dim] == value) | (facts.high[:, dim] == value)
             numbers = facts.numbers[has_value]
             frames = scan.runs(numbers, name, _equals, dim, value)
-            message = f"{name!r}[{dim}] is exactly {value:g} again and again"
+            message = f"{name!r}[{dim}] is exactly {value:g} in many frames"
             evidence = {"dimension": dim, "value": value, "count": count, "ranges": distance}
             yield Defect(name, message, numbers, frames, evidence)
 
