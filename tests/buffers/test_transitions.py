@@ -472,5 +472,5 @@ def test_options_of_transitions_may_be_numbers_of_numpy():
 def test_gamma_of_transitions_is_a_number_between_0_and_1(gamma):
     buffer = DictBuffer(capacity=4, end_key="done", generator=0)
     buffer.extend({"observation": torch.zeros(3, 1), "done": torch.zeros(3, 1)})
-    with pytest.raises(UsageError, match=r"The options are .*gamma"):
+    with pytest.raises(UsageError, match=r"gamma must be in \[0, 1\]"):
         buffer.sample_transitions(1, gamma=gamma)

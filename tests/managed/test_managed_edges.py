@@ -386,7 +386,7 @@ def test_a_draw_that_can_never_pass_is_refused_by_the_question_too() -> None:
     buffer = NaiveReplayBuffer(50, rate_limiter=RateLimiter(1.0, 4.0))
     buffer.push([item(number) for number in range(3)])
     for ask in (buffer.sample, buffer.sample_check):
-        with pytest.raises(UsageError, match="a tolerance of at least"):
+        with pytest.raises(UsageError, match="tolerance must be at least"):
             ask(20)
 
 

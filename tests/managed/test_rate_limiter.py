@@ -85,11 +85,11 @@ def test_waiting_ends_at_the_time_limit_and_at_close() -> None:
 
 def test_sizes_that_could_lock_both_sides_are_refused_with_the_tolerance_they_need() -> None:
     limiter = RateLimiter(2.0, 4.0)
-    with pytest.raises(ValueError, match="a tolerance of at least 17"):
+    with pytest.raises(ValueError, match="tolerance must be at least 17"):
         limiter.sample(32)
     assert limiter.snapshot()["num_sampled"] == 0 and limiter.insert(3)
     for options in ((0, 1), (1, 0), (math.nan, 1), (1, math.inf), (1, 1, -1), (1, 1, 1, True, -1)):
-        with pytest.raises(ValueError, match="cannot limit a rate"):
+        with pytest.raises(ValueError, match=r"^RateLimiter: "):
             RateLimiter(*options)
 
 
