@@ -39,6 +39,7 @@ import torch
 
 from rollout_data import RolloutDataset, RolloutWriter
 from storage import AdvancedReplayBuffer, DictBuffer, RolloutStorage
+from storage.adapters.fast_td3 import SimpleReplayBuffer
 from storage.core.fields import Field, Schema
 from storage.core.packed_rows import lay_out
 
@@ -775,6 +776,63 @@ def memory_lines(sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]
             "rows": num_lanes,
             "bytes": num_bytes and round(num_bytes / num_lanes / sizes.slots, 2),
         }
+    for transition in TRANSITIONS:
+        found = {name: round(num_bytes, 2) for name, num_bytes in transition.bytes(device).items()}
+        yield {"case": f"bytes of {transition}", **found}
+
+
+@dataclass(frozen=True)
+class TransitionSizes:
+    """Sizes of one transition. Without observations of the critic, `critic` is 0."""
+
+    observation: int
+    critic: int
+    action: int
+
+    def __str__(self) -> str:
+        return f"{self.observation} / {self.critic} / {self.action}"
+
+    def bytes(self, device: torch.device | str) -> dict[str, float]:
+        """Return the bytes per transition of our ring, and of rings that store observations twice."""
+        num_words = 2 * (self.observation + self.critic) + self.action + 1
+        return {
+            "ours": self._bytes_of_ours(device),
+            # `dones` and `truncations` are int64.
+            "FastTD3's fields": 4.0 * num_words + 2 * 8,
+            # `done`, `terminated` and `truncated` are bool.
+            "torchrl's fields": 4.0 * num_words + 3,
+        }
+
+    def _bytes_of_ours(self, device: torch.device | str) -> float:
+        num_envs = 64
+        num_slots = 512
+        ring = SimpleReplayBuffer(
+            num_envs,
+            num_slots,
+            self.observation,
+            self.action,
+            self.critic,
+            asymmetric_obs=self.critic > 0,
+            device=device,
+        )
+        columns = {"observations": torch.zeros(num_envs, self.observation, device=device)}
+        if self.critic:
+            columns["critic_observations"] = torch.zeros(num_envs, self.critic, device=device)
+        flags = torch.zeros(num_envs, device=device)
+        ends = {"rewards": flags, "dones": flags, "truncations": flags}
+        action = torch.zeros(num_envs, self.action, device=device)
+        for _ in range(2):  # The first step waits for the second.
+            ring.extend({**columns, "actions": action, "next": {**columns, **ends}})
+        return ring.num_bytes / num_envs / num_slots
+
+
+#: Transitions of the table in `storage/GPU.md`.
+TRANSITIONS = (
+    TransitionSizes(48, 0, 12),
+    TransitionSizes(48, 235, 12),
+    TransitionSizes(256, 0, 19),
+    TransitionSizes(6, 0, 2),
+)
 
 
 def allocated_bytes(device: torch.device) -> int:

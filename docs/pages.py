@@ -24,6 +24,7 @@ PAGES = {
     "storage/ONPOLICY.md": "guides/on-policy.md",
     "storage/BUFFERS.md": "guides/replay.md",
     "storage/MANAGED.md": "guides/prioritized.md",
+    "storage/GPU.md": "guides/gpu.md",
     "rollout_data/TRAJECTORIES.md": "guides/trajectories.md",
     "storage/CHECKPOINTS.md": "guides/checkpoints.md",
     "rollout_data/CODECS.md": "guides/codecs.md",

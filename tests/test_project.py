@@ -130,6 +130,7 @@ def test_demo_and_test_install_what_they_need_first(target: str, last: str) -> N
             "fuzz",
             ["-m pytest -m", "hypothesis or each_value or thorough", "--hypothesis-profile=fuzz"],
         ),
+        ("test-gpu", ["-m pytest -m gpu"]),
         ("soak", ["-m pytest -m soak"]),
         ("docs", ["-m mkdocs build"]),
     ],

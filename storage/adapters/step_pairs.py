@@ -58,14 +58,12 @@ class StepPairs:
             earlier = self._waiting or ({}, {})
             steps = {name: _joined(earlier[0].get(name), x) for name, x in steps.items()}
             following = {name: _joined(earlier[1].get(name), x) for name, x in following.items()}
-            is_cut = torch.stack([
-                (following[name][:-1] != steps[name][1:]).flatten(2).any(2) for name in following
-            ]).any(0)  # fmt: skip
-            for name in self._end_names & steps.keys():
-                is_cut &= (steps[name][:-1] == 0).flatten(2).all(2)
+            differences = [following[name][:-1] != steps[name][1:] for name in following]
+            flags = [steps[name][:-1] for name in self._end_names & steps.keys()]
+            is_cut = _any_set(differences) & _any_set(flags).logical_not()
             for name in self._cut_names & steps.keys():
-                flags = steps[name][:-1]
-                flags |= is_cut.view_as(flags)
+                flag = steps[name][:-1]
+                flag |= is_cut.view_as(flag)
             self.buffer.extend(_rows_before_last(steps), final=_rows_before_last(following))
             self._waiting = (
                 {name: x[-1:] for name, x in steps.items()},
@@ -82,6 +80,11 @@ class StepPairs:
 def _joined(earlier: torch.Tensor | None, later: torch.Tensor) -> torch.Tensor:
     """Return the waiting step and later ones in new memory, `[1 + T or T, num_envs, *event]`."""
     return torch.cat([later] if earlier is None else [earlier, later])
+
+
+def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether any value of a step is not 0: `[T, num_envs]`, from `[T, num_envs, *event]`."""
+    return torch.cat([flag.flatten(2) for flag in flags], 2).any(2)
 
 
 def _rows_before_last(columns: Mapping[str, torch.Tensor]) -> dict[str, object]:
