@@ -288,7 +288,7 @@ class RemoteBuffer:
         for link, reference, sizes in request:
             told, packed = link.answer(reference)
             if link.has_restarted(Ack(*told)):
-                raise LostActorError(f"the actor of {link.where} restarted during the request.")
+                raise LostActorError(f"The actor of {link.where} restarted during the request.")
             wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
             for batch, part in zip(wanted, packed, strict=True):
                 batch.append(unpack(part, self._options.copy))

@@ -49,7 +49,7 @@ def test_submit_waits_while_as_many_wait_as_may() -> None:
     assert more.is_alive() and worker.num_pending == 3
     with pytest.raises(
         WaitTimeoutError,
-        match=r"^test did not finish within 0.01 s. Pending jobs: 3",
+        match=r"^The jobs of test did not finish within 0.01 s. Pending jobs: 3",
     ):
         worker.drain(0.01)
     gate.set()

@@ -166,7 +166,9 @@ class SimpleReplayBuffer:
         column: torch.Tensor = columns[name]
         expected = [self.n_env, self._sizes[name]]
         if list(column.shape) != expected:
-            raise SchemaError(f"expected {name!r} of shape {expected}, got {list(column.shape)}.")
+            raise SchemaError(
+                f"field {name!r} has shape {tuple(column.shape)}, expected {tuple(expected)}."
+            )
         return column.unsqueeze(0)
 
     def _column(self, values: torch.Tensor) -> torch.Tensor:

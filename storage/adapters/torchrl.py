@@ -225,7 +225,7 @@ def _time_first(data: Any, num_envs: int | None) -> Any:
     if len(size) == 1 and num_envs in (None, size[0]):
         return data.unsqueeze(0)
     names = "num_envs" if num_envs is None else num_envs
-    raise SchemaError(f"expected the batch size [{names}] or [{names}, T], got {size}.")
+    raise SchemaError(f"the batch size is {size}, expected [{names}] or [{names}, T].")
 
 
 def _size(buffer: Any, batch_size: int | None) -> int:

@@ -230,7 +230,7 @@ class AsyncCheckpointSaver(Owned):
         except BaseException as cause:
             traceback.clear_frames(cause.__traceback__)
             problem = (str(cause) or repr(cause)).rstrip(".")
-            error = CheckpointError(f"checkpoint {str(path)!r} was not saved: {problem}.")
+            error = CheckpointError(f"Checkpoint {str(path)!r} was not saved: {problem}.")
             error.errno = getattr(cause, "errno", None)
             raise error from cause
         finally:

@@ -180,7 +180,7 @@ class Schema(Mapping[str, Field]):
             raise SchemaError(f"fields must be an iterable of Field, got {repr(fields)[:60]}.")
         if len(listed) > MAX_FIELDS:
             raise SchemaError(f"a schema has at most {MAX_FIELDS} fields, got more.")
-        self._fields = {field.name: field for field in listed}
+        self._fields: dict[str, Field] = {field.name: field for field in listed}
         if len(self._fields) != len(listed):
             counts = Counter(field.name for field in listed)
             twice = sorted(name for name, count in counts.items() if count > 1)

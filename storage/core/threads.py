@@ -188,7 +188,7 @@ class Worker:
         """
         if left := wait(self._pending(), timeout).not_done:
             raise WaitTimeoutError(
-                f"{self.name} did not finish within {timeout} s. Pending jobs: {len(left)}."
+                f"The jobs of {self.name} did not finish within {timeout} s. Pending jobs: {len(left)}."
             )
         self.check()
 

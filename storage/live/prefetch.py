@@ -134,7 +134,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
         with self._lock:
             if self._current is not None and not self._current.is_stopped:
                 self._current.worker.owner.check()
-                raise RuntimeError("another iteration over this collector is open. Close it first.")
+                raise RuntimeError("Another iteration over this collector is open. Close it first.")
             if self._current is not None:
                 # returns when the thread has ended: a source is never iterated by two
                 self._current.stop()

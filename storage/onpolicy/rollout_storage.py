@@ -217,7 +217,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._raise_deferred()
             if self.step >= self._table.num_rows:
                 raise RolloutOverflowError(
-                    f"the storage is full with {self._table.num_rows} steps. Call clear() after "
+                    f"The storage is full with {self._table.num_rows} steps. Call clear() after "
                     "each update."
                 )
             if self._taken is None:

@@ -227,7 +227,7 @@ class Shard:
             one = None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(
-                    f"the rate limiter refused a draw of {num_rows} rows until more rows are "
+                    f"The rate limiter refused a draw of {num_rows} rows until more rows are "
                     f"pushed: {limiter.snapshot()}."
                 )
             try:
@@ -290,7 +290,7 @@ class Shard:
         limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
             raise RateLimitedError(
-                f"the rate limiter refused an insertion of {num_rows} rows until more rows are "
+                f"The rate limiter refused an insertion of {num_rows} rows until more rows are "
                 f"drawn: {limiter.snapshot()}."
             )
         with self._applying:

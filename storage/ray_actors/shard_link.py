@@ -59,18 +59,18 @@ class Link:
             return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as cause:
             raise WaitTimeoutError(
-                f"{self.where} did not answer within {timeout_s} s. Check the log of its actor, or "
+                f"The actor of {self.where} did not answer within {timeout_s} s. Check its log, or "
                 "raise timeout_s."
             ) from cause
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.ActorUnavailableError as cause:
             self._sent = -1
-            raise LostActorError(f"the actor of {self.where} is restarting.") from cause
+            raise LostActorError(f"The actor of {self.where} is restarting.") from cause
         except ray.exceptions.RayActorError as cause:
             advice = "" if self._is_kept else " Pass checkpoint_dir, so that actors are restarted."
             problem = str(cause).strip().rstrip(".")
-            raise BackgroundError(f"the actor of {self.where} died: {problem}.{advice}") from cause
+            raise BackgroundError(f"The actor of {self.where} died: {problem}.{advice}") from cause
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call the actor and wait for the answer. Retry if the actor restarts."""
@@ -177,7 +177,7 @@ class Link:
             self._pending.clear()
             if ack.due < self._next and ack.due not in self._kept:
                 raise BackgroundError(
-                    f"the checkpoint of {self.where} lacks push {ack.due}, which this client no "
+                    f"The checkpoint of {self.where} lacks push {ack.due}, which this client no "
                     "longer stores. The rows of this push are lost."
                 )
         while self._kept and (oldest := next(iter(self._kept))) < (

@@ -272,12 +272,12 @@ def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
             is_found = True
             if length > MAX_HEAP_BYTES:
                 raise CorruptFileError(
-                    f"attribute {name.decode()!r} has a text of {length} bytes, expected at most "
+                    f"Attribute {name.decode()!r} has a text of {length} bytes, expected at most "
                     f"{MAX_HEAP_BYTES}."
                 )
     if not is_found:
         raise CorruptFileError(
-            f"the text of attribute {name.decode()!r} is not among the attributes of its object."
+            f"The text of attribute {name.decode()!r} is not among the attributes of its object."
         )
 
 

@@ -344,7 +344,7 @@ def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     buffer = DictBuffer(capacity=4)
     buffer.extend({"observation": torch.zeros(2, 3)})
-    with pytest.raises(DataFileError, match="an earlier save, got a folder with 'thesis"):
+    with pytest.raises(DataFileError, match=r"contains 'thesis.txt', which no save has written"):
         buffer.save(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -371,7 +371,7 @@ def test_a_key_that_a_file_cannot_hold_is_refused_before_anything_is_written(
 ) -> None:
     buffer = DictBuffer(capacity=4)
     buffer.extend({key: torch.ones(2, 3), "y": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match="cannot save the field"):
+    with pytest.raises(ValueError, match=r"would have the name .* in the file"):
         buffer.save(tmp_path / "b")
     assert not list(tmp_path.iterdir())
 

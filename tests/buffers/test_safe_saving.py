@@ -380,14 +380,15 @@ def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(
     changed["device"] = "cuda"
     path.write_text(json.dumps(changed))
     with pytest.raises(
-        CorruptFileError, match=rf"^cannot read '{path}': expected checksum [0-9a-f]{{8}}, got"
+        CorruptFileError,
+        match=rf"^'{path}' is damaged or was edited: expected checksum [0-9a-f]{{8}}, got",
     ):
         load(tmp_path / "b")
     path.write_text(json.dumps(config_of(path) | {"device": "cpu"}))  # as earlier saves are
     load(tmp_path / "b")
     os.truncate(path, 1 << 40)
-    too_large = f"expected at most {64 << 20} bytes, got {1 << 40}"
-    with pytest.raises(CorruptFileError, match=f"^cannot read '{path}': {too_large}"):
+    too_large = f"has {1 << 40} bytes, expected at most {64 << 20}"
+    with pytest.raises(CorruptFileError, match=f"^'{path}' {too_large}"):
         (load_buffer if name in BUFFERS else load_store)(tmp_path / "b")
 
 

@@ -390,5 +390,5 @@ def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> Non
 
 def test_final_rows_that_are_no_mapping_are_refused_by_name() -> None:
     buffer = DictBuffer(capacity=5, end_key="done")
-    with pytest.raises(SchemaError, match="must be a nested mapping of tensors, got a Tensor"):
+    with pytest.raises(SchemaError, match="must be a nested mapping of tensors, got Tensor"):
         buffer.extend({"x": torch.ones(1, 1), "done": torch.ones(1, 1)}, final=torch.ones(1, 1))

@@ -165,7 +165,7 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(
     bad = saver.save_async(state_of(1), tmp_path / "folder.pt", weights_only=False)
     good = saver.save_async(gate.state_of(2), tmp_path / "good.pt", weights_only=False)
     gate.open.set()
-    text = r"^checkpoint '.*folder.pt' was not saved: '.*folder.pt' is a folder, not a file"
+    text = r"^Checkpoint '.*folder.pt' was not saved: '.*folder.pt' is a folder, not a file"
     assert isinstance(bad.exception(20), CheckpointError)
     assert value_of(load_checkpoint(good.result(20))) == 2
     with pytest.raises(CheckpointError, match=text) as caught:
@@ -292,7 +292,7 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
         future = saver.save_async(gate.state_of(1), tmp_path / "a.pt", weights_only=False)
         with pytest.raises(
             WaitTimeoutError,
-            match=r"^checkpoints did not finish within 0.01 s. Pending jobs: 1",
+            match=r"^The jobs of checkpoints did not finish within 0.01 s. Pending jobs: 1",
         ):
             saver.wait(timeout=0.01)
         gate.open.set()

@@ -340,7 +340,7 @@ def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypa
         (folder / name).unlink()
     assert main(["verify", "--repair", str(folder)]) == 0, "checksums need no package"
     assert not (folder / "damaged").exists()
-    text = "cannot use the codec 'zstd': expected the package zstandard, got none. Install the extra 'codecs'"
+    text = "codec 'zstd' needs the package zstandard. Install the extra 'codecs'"
     with pytest.raises(UsageError, match=text):
         RolloutDataset(folder, 2, device="cpu").get_batch(3)
     with pytest.raises(UsageError, match="with the codec of 'rgb': expected the package zstandard"):

@@ -75,13 +75,13 @@ LOOP["again"] = LOOP
         (
             {"reward": None},
             MissingFieldError,
-            "cannot call RolloutWriter.add without the field 'reward': expected observation, action, reward, "
-            "got observation, action.",
+            "RolloutWriter.add: field 'reward' is missing: expected the fields observation, action, "
+            "reward, got observation, action.",
         ),
         (
             {"mu": np.zeros(N)},
             MissingFieldError,
-            "cannot call RolloutWriter.add with the field 'mu': expected observation, action, reward, "
+            "RolloutWriter.add: unknown field 'mu': expected the fields observation, action, reward, "
             "got observation, action, reward, mu.",
         ),
         (
@@ -97,7 +97,7 @@ LOOP["again"] = LOOP
         (
             {"action": np.array(["a"] * N)},
             FieldTypeError,
-            "with the field 'action': expected one of bool, uint8",
+            "of field 'action' is not supported. Convert the values to one of bool, uint8",
         ),
         (
             {"action": [[1], [1, 2], [3]]},
@@ -176,8 +176,8 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {"obs_segments": {"a": (3,)}},
             {"observation": {"b": np.zeros((N, 3))}},
-            "cannot call RolloutWriter.add without the field 'observation/a': "
-            "expected observation/a, got observation/b.",
+            "RolloutWriter.add: field 'observation/a' is missing: expected the fields observation/a, "
+            "got observation/b.",
         ),
         (
             {"obs_disassemble_mapping": {"dpth": "raw"}},
@@ -187,8 +187,8 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {"obs_disassemble_mapping": {"depth": "normalized_image"}},
             {"observation": {"depth": np.zeros((N, 3), int)}},
-            "cannot code the field as 'normalized_image' 'observation/depth': "
-            "expected a floating dtype or uint8, got int64.",
+            "field 'observation/depth' has dtype int64. Codec 'normalized_image' needs a floating "
+            "dtype or uint8.",
         ),
         ({}, {"frames": np.zeros(N)}, "cannot store the field 'frames'"),
         (

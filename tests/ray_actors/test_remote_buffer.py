@@ -199,7 +199,9 @@ def test_without_checkpoints_a_killed_actor_is_an_error_and_a_stopped_one_a_time
     process = process_of(buffer)
     os.kill(process, signal.SIGSTOP)
     try:
-        with pytest.raises(WaitTimeoutError, match=r"^shard 0 of 1 did not answer within 10\.0 s"):
+        with pytest.raises(
+            WaitTimeoutError, match=r"^The actor of shard 0 of 1 did not answer within 10\.0 s"
+        ):
             buffer.sample(4)
     finally:
         os.kill(process, signal.SIGCONT)

@@ -214,7 +214,7 @@ def test_a_second_iteration_at_once_is_refused() -> None:
     collector = PipelinedDataCollector(Source())
     items = iter(collector)
     assert next(items) == 0
-    with pytest.raises(RuntimeError, match="another iteration over this collector is open"):
+    with pytest.raises(RuntimeError, match="Another iteration over this collector is open"):
         iter(collector)
     assert next(items) == 1
     items.close()

@@ -118,7 +118,7 @@ def test_a_full_storage_refuses_one_more_and_changes_nothing():
         storage.add_transitions(make_transition(9, 4))
     assert isinstance(caught.value, OverflowError) and isinstance(caught.value, AssertionError)
     assert str(caught.value) == (
-        "the storage is full with 6 steps. Call clear() after each update."
+        "The storage is full with 6 steps. Call clear() after each update."
     )
     assert_same(before, everything(storage))
 
