@@ -200,15 +200,15 @@ class BlockFolder:
 
     def refresh(self) -> bool:
         """Open new blocks and remove deleted ones; return whether anything changed."""
-        has_changed = self._look()
+        has_changed = self._scan()
         for _ in range(_NUM_LOOKS):
             if not self._has_missed_edit:
                 break
             self._has_missed_edit = False
-            has_changed |= self._look()
+            has_changed |= self._scan()
         return has_changed
 
-    def _look(self) -> bool:
+    def _scan(self) -> bool:
         """Update the blocks by one listing of the folder; return whether anything changed."""
         listing = self.found_now()
         if listing is self._opened_listing:

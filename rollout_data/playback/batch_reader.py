@@ -1,8 +1,8 @@
 """`BatchReader`: gathers the rows of a plan as a `Transition`. `ReadAhead`: prefetches later rows.
 
 One gather per column copies the rows of a batch, time first. The fields of the batch are views of
-them, with two exceptions: coded components are decoded into new memory, and next observations are
-copied if a true final observation is among them. Prefetching advises the kernel, as long as probed
+these rows, with two exceptions. Coded components are decoded into new memory. Next observations are
+copied if the batch has a recorded final observation. `ReadAhead` advises the kernel while probed
 pages are not in memory.
 """
 
@@ -25,18 +25,18 @@ from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import FrameRows, Grid, RowLayout, leaves_of, put
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from
 from ..sources.rows.row_source import Rows, RowSource
-from .step_planner import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
+from .step_planner import Bools, PassOrder, Pieces, Plan, PlanPart, StreamState, plan_steps
 from .transition import Transition
 
 OBSERVATION = "observation"
 PRIVILEGED = "privileged_observation"
-#: Fields that have a place of their own in a `Transition`; all others are extras.
+#: Fields with an attribute of `Transition`. All other fields are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
 #: Flags of a batch. The last flag exists only if the end of a trajectory may be unknown.
 _FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
-#: Rows that are probed to learn whether the files are in memory.
+#: Number of rows that are probed to find out whether the files are in the page cache.
 _NUM_SAMPLES = 16
-#: Whether the files are in memory -> batches until the next probe.
+#: Whether the files are in the page cache -> number of batches until the next probe.
 _BATCHES_BETWEEN_PROBES = {True: 64, False: 16}
 
 
@@ -56,16 +56,16 @@ class BatchOptions:
 
 
 class BatchReader:
-    """Turns plans into batches, in memory that is used again."""
+    """Reads plans as batches, in reused memory."""
 
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
-        # With `contiguous` a batch takes a dozen buffers.
+        # With `contiguous`, a batch needs a dozen buffers.
         self._pool = BufferPool(24)
         self._layouts: Mapping[str, RowLayout] | None = None
 
-    def _know(self, layouts: Mapping[str, RowLayout]) -> None:
-        """Compute where each field of a batch lies in rows of these layouts, if they are new."""
+    def _use_layouts(self, layouts: Mapping[str, RowLayout]) -> None:
+        """Compute the offsets of the fields in rows of these layouts, if the layouts have changed."""
         if layouts is self._layouts:
             return
         joins = self.options.flatten_observations
@@ -74,13 +74,13 @@ class BatchReader:
         self._final_cuts = leaves_of(layouts[FINAL], (OBSERVATION, PRIVILEGED), joins)
 
     def read(self, plan: Plan, stream_id: int = 0, without_time: bool = False) -> Transition:
-        """Gather the batch of a plan: `[T, N, ...]`, or `[N, ...]` of its one step `without_time`."""
+        """Gather the batch of a plan: `[T, N, ...]`, or its single step `[N, ...]` `without_time`."""
         assert plan.parts, "a plan covers its envs"
-        self._know(plan.parts[0].deal.source.layouts)
+        self._use_layouts(plan.parts[0].pass_order.source.layouts)
         flags = _flags(plan, self.options.mark_first_frame)
         rows = self._gather(plan, flags[_FLAGS.index("valid")])
-        # Rows from one step to the next, and from one env to the next. With one step, the row of
-        # the next observation follows directly.
+        # Distances in rows between steps and between envs. With a single step, the row of the next
+        # observation follows directly.
         steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
         grid = (
             Grid((len(plan.num_valid),), steps[1:])
@@ -101,24 +101,24 @@ class BatchReader:
         nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
         has_own: set[str] = set()
         for part in plan.parts:
-            self._put_finals(part, nexts, has_own, without_time)
+            self._write_final_observations(part, nexts, has_own, without_time)
         tensors = sent(
             torch.from_numpy(flags[:, 0] if without_time else flags), self.options.device
         ).unbind()
         batch = _transition(own, nexts, tensors, stream_id)
-        return map_batch(self._owned, batch) if self.options.contiguous else batch
+        return map_batch(self._contiguous_copy, batch) if self.options.contiguous else batch
 
     def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
         """Gather the rows of a plan on the target device.
 
         Rows of lost trajectories are zeros; their flags in `valid` are cleared.
         """
-        snapshot: RowSource = plan.parts[0].deal.source
+        snapshot: RowSource = plan.parts[0].pass_order.source
         num_envs = len(plan.num_valid)
         length = plan.num_steps + 1
         parts: list[tuple[RowSource, Rows]] = []
         num_lost = 0
-        for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
+        for source, pieces in ((part.pass_order.source, part.pieces) for part in plan.parts):
             lost = source.is_lost[pieces.trajectory]
             if lost.any():
                 for env, time, _, _, count in zip(
@@ -154,15 +154,15 @@ class BatchReader:
             (num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu"
         )
 
-    def _put_finals(
-        self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool
+    def _write_final_observations(
+        self, part: PlanPart, nexts: dict[str, Any], has_own: set[str], without_time: bool
     ) -> None:
-        """Copy the true final observations of a part into next observations.
+        """Copy the recorded final observations of a part into next observations.
 
-        A field of next observations is copied before its first change. `has_own` names the copied
-        fields; grows.
+        A field of next observations is copied before its first change. `has_own` collects the names
+        of the copied fields.
         """
-        snapshot: RowSource = part.deal.source
+        snapshot: RowSource = part.pass_order.source
         index = snapshot.index
         ends = part.ends
         if not len(ends.trajectory):
@@ -175,7 +175,7 @@ class BatchReader:
         trajectory = ends.trajectory[which]
         device = self.options.device
         columns = list(snapshot.layouts[FINAL].columns)
-        # If no final privileged observation was recorded, the next frame of the stream stays.
+        # Without a recorded final privileged observation, the next frame of the stream is kept.
         has_privileged = (index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0
         privileged = has_privileged.nonzero()[0]
         places = [ends.time[which], ends.env[which]][without_time:]
@@ -202,17 +202,17 @@ class BatchReader:
             return tensor.clone(memory_format=torch.contiguous_format)
         return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is contiguous and alone in its memory; a copy if needed."""
+    def _contiguous_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor that shares no memory; copy it if needed."""
         is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_own else self._copied(tensor)
 
     def empty(self, snapshot: RowSource, num_steps: int | None, num_envs: int) -> Transition:
-        """Return a batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None.
+        """Return a batch of zeros, `[T, num_envs, ...]`; one step `[num_envs, ...]` for None.
 
-        Every field has memory of its own.
+        The fields share no memory.
         """
-        self._know(snapshot.layouts)
+        self._use_layouts(snapshot.layouts)
         sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
         rows = FrameRows({
             name: torch.zeros((1, column.row_bytes // 4), dtype=torch.int32, device=self.options.device)
@@ -231,45 +231,45 @@ class BatchReader:
         )
 
     def frames_at(
-        self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool
+        self, pass_order: PassOrder, trajectory: Int64s, position: np.ndarray, linear: bool
     ) -> Transition:
-        """Read single frames of trajectories, int64 `[K]`, at positions counted in frames, float64 `[K]`: `[K, ...]`.
+        """Read one frame `[K, ...]` per trajectory (int64 `[K]`), at positions in frames (float64 `[K]`).
 
-        The nearer frame is taken; with `linear`, floating-point fields are interpolated between the
-        two around it.
+        Returns the nearest frames. With `linear`, floating-point fields are interpolated between
+        the two neighbouring frames.
         """
-        nearest = self._single(deal, trajectory, np.floor(position + 0.5))
+        nearest = self._single(pass_order, trajectory, np.floor(position + 0.5))
         if not linear:
             return nearest
         lower = np.floor(position)
-        below, above = (self._single(deal, trajectory, frame) for frame in (lower, lower + 1))
+        below, above = (self._single(pass_order, trajectory, frame) for frame in (lower, lower + 1))
         weight = sent(torch.from_numpy(position - lower), self.options.device)
         return Transition(
             *(_mix(*values, weight) for values in zip(below, above, nearest, strict=True))
         )
 
-    def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
-        at = np.minimum(frame.astype(np.int64), deal.lengths[trajectory] - 1)
+    def _single(self, pass_order: PassOrder, trajectory: Int64s, frame: np.ndarray) -> Transition:
+        at = np.minimum(frame.astype(np.int64), pass_order.lengths[trajectory] - 1)
         none = np.zeros(0, np.int64)
         state = StreamState(
-            trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool)
+            trajectory, pass_order.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool)
         )
-        # A deal without further trajectories.
-        only = Deal(deal.lengths, none, none, deal.number, deal.source)
+        # A pass without further trajectories.
+        only = PassOrder(pass_order.lengths, none, none, pass_order.number, pass_order.source)
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
 
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
     """Return the flags of a plan: bool `[F, T, N]`, the first F of `_FLAGS`."""
-    has_unknown = any(part.deal.source.index.has_unknown_ends for part in plan.parts)
+    has_unknown = any(part.pass_order.source.index.has_unknown_ends for part in plan.parts)
     flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
     done, timeout, is_first, valid, is_last = flags[:5]
-    for deal, _, (env, time, trajectory) in plan.parts:
+    for pass_order, _, (env, time, trajectory) in plan.parts:
         if len(env):
             done[time, env] = is_last[time, env] = True
-            timeout[time, env] = deal.source.index.is_timeout(trajectory)
+            timeout[time, env] = pass_order.source.index.is_timeout(trajectory)
             if has_unknown:
-                flags[5, time, env] = deal.source.index.is_end_unknown(trajectory)
+                flags[5, time, env] = pass_order.source.index.is_end_unknown(trajectory)
     if len(plan.first_env):
         is_first[plan.first_time, plan.first_env] = True
         done[plan.first_time, plan.first_env] |= mark_first_frame
@@ -278,13 +278,13 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
 
 
 def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
-    """Return the `text_id` of the task of each transition: int64 `[N, T]`; 0 without a trajectory."""
+    """Return the `text_id` of the task of each transition, int64 `[N, T]`; 0 without a task."""
     num_envs = len(plan.num_valid)
     length = plan.num_steps + 1
     found = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
         env, time, trajectory, _, count = part.pieces
-        found[counted_from(env * length + time, count)] = notes.tasks(part.deal.source)[
+        found[counted_from(env * length + time, count)] = notes.tasks(part.pass_order.source)[
             trajectory
         ].repeat(count)
     return found.reshape(num_envs, length)[:, :-1]
@@ -311,7 +311,7 @@ def map_batch(function: Any, batch: Transition) -> Transition:
 
 
 def write_into(buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
-    """Copy every tensor of `batch` into `buffer`: into the rows `rows` of its first axis; None: all."""
+    """Copy every tensor of `batch` into the rows `rows` of the tensors of `buffer` (None: all rows)."""
     if not isinstance(buffer, Transition):
         raise UsageError(
             f"buffer must be a Transition, got {type(buffer).__name__}. Call get_buffer()."
@@ -352,34 +352,34 @@ def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
 
 
 class ReadAhead:
-    """Prefetches the rows that a stream reads next, from the disk or from behind a network."""
+    """Prefetches the rows that a stream reads next, from disk or over a network."""
 
     def __init__(self, num_envs: int) -> None:
         self._index: TrajectoryIndex | None = None
-        #: int64 `[N]`, the frames of each env that were prefetched last, counted over all
-        #: trajectories.
+        #: Range of frames that was prefetched last for each env, counted over all trajectories:
+        #: int64 `[N]`.
         self._begin = np.zeros(num_envs, np.int64)
         self._end = np.zeros(num_envs, np.int64)
         self._num_batches = 0
         self._is_warm = True
 
     def before(self, plan: Plan) -> None:
-        """Prefetch the frames of a plan and those after them, except those that were prefetched already."""
+        """Prefetch the frames of a plan and the frames after them, unless they were prefetched before."""
         for part in plan.parts:
-            source = part.deal.source
+            source = part.pass_order.source
             self._probe(source)
             if not self._is_warm:
                 self._prefetch(source, part.pieces)
 
     def _probe(self, source: RowSource) -> None:
-        """Check now and then whether the files are in memory."""
+        """Check every few batches whether the files are in the page cache."""
         if source.index is not self._index:
             self._index = source.index
             self._end[:] = 0
             self._num_batches = 0
         if self._num_batches % _BATCHES_BETWEEN_PROBES[self._is_warm] == 0 and len(source.index):
             frames = np.linspace(0, source.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
-            # Counted from the first trajectory on, since all stand one after the other.
+            # The frames of all trajectories follow each other, so they count from the first one.
             rows = Rows(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
             self._is_warm = source.is_resident(rows)
         self._num_batches += 1
@@ -399,13 +399,13 @@ class ReadAhead:
         is_due = (start < self._begin[env]) | (needed > self._end[env])
         if not is_due.any():
             return
-        # Envs that are due soon are included: with single frames some env would be due at nearly
-        # every batch.
+        # Envs that are due soon are included. Otherwise nearly every batch of single frames would
+        # have an env that is due.
         num_frames = source.stretch_bytes(len(self._end)) // source.layouts[DATA].frame_bytes
         is_due_soon = np.minimum(needed + num_frames // 4, stop) > self._end[env]
         due = np.flatnonzero(is_due | is_due_soon)
         stretch = np.maximum(num_frames, 2 * count[due])
-        # Frames that were prefetched already are not prefetched again.
+        # Skip the frames that were prefetched before.
         continues = (start[due] >= self._begin[env[due]]) & (start[due] < self._end[env[due]])
         first = np.where(continues, self._end[env[due]], start[due])
         last = np.minimum(start[due] + stretch, stop[due])

@@ -1,4 +1,4 @@
-"""Batches that a thread or worker processes prefetch, with the state of the delivered batches.
+"""Prefetching of batches by a thread or worker processes, with the state after the delivered batches.
 
 The process that receives the batches plans them and knows the position of the stream. It scans the
 folders when a pass begins, after it has delivered all earlier batches. So the stream does not
@@ -35,8 +35,8 @@ from .transition import Transition
 _MESSAGE = "told"
 #: Returned by `next` at the end of an iterator.
 _END = object()
-#: Iterators of the parent process of a fork. They are kept alive, since deleting one would end the
-#: parent's workers.
+#: Iterators of the parent of a forked process. They are kept alive, since deleting an iterator would
+#: stop the workers of the parent.
 _of_parents: list[Any] = []
 
 
@@ -44,8 +44,8 @@ class PrefetchedBatches(Unique):
     """Iterable over a dataset that a thread prefetches; created by `RolloutDataset.prefetch`.
 
     An iteration starts at the position of the dataset, or with the next epoch if an epoch is over.
-    During the iteration do not read from the dataset: only the thread may. A second iteration
-    raises `UsageError`. The position of the dataset is after the last delivered batch.
+    Only the thread may read from the dataset during the iteration. A second iteration raises
+    `UsageError`. The position of the dataset is after the last delivered batch.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PrefetchedBatches(Unique):
         )
 
     def _read(self) -> Iterator[Any]:
-        """Yield the planned batches, in the thread; None if no plan is waiting."""
+        """Yield the planned batches in the thread, and None while no plan is waiting."""
         dataset = self.dataset
         while True:
             batch = None
@@ -74,9 +74,9 @@ class PrefetchedBatches(Unique):
     def __iter__(self) -> Iterator[Transition]:
         dataset = self.dataset
         collector = self._collector
-        dataset.wait_for_left_reader()
-        if dataset.lent_to is not None:
-            dataset.lent_to.check()
+        dataset.wait_for_abandoned_reader()
+        if dataset.prefetch_thread is not None:
+            dataset.prefetch_thread.check()
             raise UsageError(
                 "another thread already reads ahead of this dataset. Leave its loop, close() it "
                 "or open another dataset."
@@ -89,7 +89,7 @@ class PrefetchedBatches(Unique):
         collector.base_collector = self._read()
         items = iter(collector)
         self._items = items
-        dataset.lent_to = items
+        dataset.prefetch_thread = items
         try:
             while True:
                 try:
@@ -103,14 +103,16 @@ class PrefetchedBatches(Unique):
                     if not ahead:
                         return
                 batch = next(items, _END)
-                if batch is _END:  # `close` was called
+                # `close` was called.
+                if batch is _END:
                     return
                 if batch is not None:
                     dataset.commit(ahead.popleft())
                     yield cast(Transition, batch)
-        finally:  # may run in the garbage collector, which must not wait for the thread
-            dataset.left_reader = items.abandon()
-            self._give_back(items)
+        finally:
+            # May run in the garbage collector, which must not wait for the thread.
+            dataset.abandoned_reader = items.abandon()
+            self._release_dataset(items)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last delivered batch; see `RolloutDataset.state_dict`."""
@@ -121,16 +123,16 @@ class PrefetchedBatches(Unique):
     def close(self) -> None:
         """Stop prefetching. Idempotent."""
         self._collector.close()
-        self._give_back(self._items)
+        self._release_dataset(self._items)
 
-    def _give_back(self, items: PrefetchedItems[Any] | None) -> None:
-        """Release the dataset for other readers, unless another iteration reads from it already."""
-        if self.dataset.lent_to is items:
-            self.dataset.lent_to = None
+    def _release_dataset(self, items: PrefetchedItems[Any] | None) -> None:
+        """Release the dataset for other readers, unless another iteration reads from it."""
+        if self.dataset.prefetch_thread is items:
+            self.dataset.prefetch_thread = None
 
 
 class _WithLosses(IterableDataset[Any]):
-    """Batches of a worker, each with the losses since the batch before it."""
+    """Batches of a worker, each with the unreadable trajectories since the last batch."""
 
     def __init__(self, stream: RolloutStream) -> None:
         self.stream = stream
@@ -147,19 +149,18 @@ def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any
 
 
 class RolloutLoader(Shown):
-    """Reads a dataset with worker processes and can be resumed; one iteration is one epoch.
+    """Resumable loader that reads a dataset with worker processes. One iteration is one epoch.
 
-    The batches are those of `iter(dataset)`, in the same order, for any number of workers, also
-    beside live writers. Data that workers cannot read are listed in the dataset's `problems` and
-    `num_lost_trajectories`, as without workers. Do not read from the dataset during an iteration.
-    The position of the dataset is after the last delivered batch. With workers, an iteration raises
-    `UsageError` after a newer one has begun. If a worker is killed, the iteration ends with a
-    `RuntimeError`: `BackgroundError`, or torch's, which may come at any time. A state taken then
-    resumes with the next batch.
+    For any number of workers, the batches and their order are the same as of `iter(dataset)`, also
+    beside live writers. The dataset's `problems` and `num_lost_trajectories` include the data that
+    workers cannot read. Do not read from the dataset during an iteration. The position of the
+    dataset is after the last delivered batch. With workers, an iteration raises `UsageError` after
+    a newer iteration has begun. If a worker is killed, the iteration raises `BackgroundError` or
+    torch's `RuntimeError`. A state from that moment resumes with the next batch.
 
     Args:
         dataset: A `RolloutDataset`.
-        num_workers: Worker processes; with 0 this process reads.
+        num_workers: Number of worker processes; 0: this process reads.
         **options: For `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`,
             `pin_memory` ...
     """
@@ -172,7 +173,7 @@ class RolloutLoader(Shown):
             )
         self.dataset = dataset
         self.num_workers = whole("num_workers", num_workers, 0)
-        # A DataLoader without a generator draws from torch's own.
+        # A DataLoader without a generator would draw from torch's global generator.
         self._options = {"generator": generator_on(None), **options}
         dataset.is_for_workers |= self.num_workers > 0
 
@@ -185,7 +186,7 @@ class RolloutLoader(Shown):
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`, with this or any other number of workers and ranks."""
+        """Resume from a `state_dict`, with any number of workers and ranks."""
         self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Transition]:
@@ -193,7 +194,7 @@ class RolloutLoader(Shown):
         yield from stream if self.num_workers == 0 else self._read()
 
     def _read(self) -> Iterator[Any]:
-        """Yield the batches of worker processes, which receive the results of scans from this process."""
+        """Yield the batches of worker processes. This process sends them the results of its scans."""
         dataset = self.dataset
         agree = dataset.agree
         board = Board()
@@ -206,11 +207,11 @@ class RolloutLoader(Shown):
 
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), partial(board.agree, _MESSAGE, is_told=True))
-        deal = dataset.position.deal
+        pass_order = dataset.position.pass_order
         last_scan = (dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot()))
-        board.write(f"{_MESSAGE}_{deal.turn}", (last_scan, None))
-        if isinstance(deal.source, CachedRows):
-            board.write(f"{_MESSAGE}_frames_{deal.turn}", (deal.source.shared(), None))
+        board.write(f"{_MESSAGE}_{pass_order.turn}", (last_scan, None))
+        if isinstance(pass_order.source, CachedRows):
+            board.write(f"{_MESSAGE}_frames_{pass_order.turn}", (pass_order.source.shared(), None))
         options = {
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
@@ -226,7 +227,7 @@ class RolloutLoader(Shown):
             while (position := dataset.next_position()) is not None:
                 batch, losses = self._next(batches)
                 for loss in losses:
-                    dataset.source.note_loss(dataset.position.deal.source, *loss)
+                    dataset.source.note_loss(dataset.position.pass_order.source, *loss)
                 dataset.commit(position)
                 dataset.release(position)
                 yield batch

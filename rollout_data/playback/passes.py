@@ -1,11 +1,11 @@
-"""Passes over a dataset: their trajectories, the order of these, and the frames at which they start.
+"""Passes over a dataset: their trajectories, the order of the trajectories, and their first frames.
 
 The position of a trajectory in a pass and its first frame depend only on (seed, pass) and on the
-trajectory. New, deleted or unreadable trajectories do not change the order of the others. So a
-resume needs only the trajectory that was dealt last. One process scans the folders for all
-processes (`sources/processes/process_group.py`): when a pass begins and, with `refresh_s`, within a
-pass. After such a scan a pass has two sections, each with its own order: the new trajectories, and
-the rest.
+trajectory. New, deleted or unreadable trajectories do not change the order of the other
+trajectories. So a stream resumes from the name of the trajectory that was assigned last. One
+process scans the folders for all processes (`sources/processes/process_group.py`): when a pass
+begins and, with `refresh_s`, within a pass. After such a scan a pass has two sections, each with
+its own order: the new trajectories, and the rest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..sources.processes.process_group import Agree, current_shard
 from ..sources.rows.cached_rows import CachedRows
 from ..sources.rows.row_source import RowSource
 from ..sources.scanner import BlocksInUse
-from .step_planner import Deal, Position, go_on_with
+from .step_planner import PassOrder, Position, switch_pass_order
 
 
 class Undecided(Exception):
-    """A scan of the folders is due; the trajectories of the pass are not known before it."""
+    """The next pass needs a scan of the folders first."""
 
 
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
@@ -46,7 +46,7 @@ Name = Sequence[Any]
 _ORDER = 0
 _STARTS = 1
 _MOST_FRAMES = 1 << 62
-#: Batches between two scans, at most.
+#: Maximum number of batches between two scans.
 _MOST_BATCHES = 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Numbers reserved for the passes of one epoch, so that passes of different epochs have different
@@ -77,8 +77,8 @@ class PassOptions:
         return self.dataset_loops < 1
 
     @property
-    def are_data_coming(self) -> bool:
-        """Whether trajectories may still be recorded, so that the first pass waits for them."""
+    def waits_for_data(self) -> bool:
+        """Whether the first pass waits for trajectories that may still be recorded."""
         return bool(self.keep_latest_n_trajs) or self.refresh_s is not None
 
     def has_pass(self, number: int) -> bool:
@@ -90,16 +90,17 @@ class Section(NamedTuple):
     """Trajectories of a pass from one scan; plain data.
 
     Attributes:
-        bounds: Names of the first and the last trajectory, in the order of completion; None if
-            there are none.
-        dealt: Name of the trajectory that was dealt last; None if none was.
-        upto: Only trajectories that are complete in the blocks up to this number of each writer;
-            None: all.
-        since: Only trajectories that are not; None: all.
+        bounds: Names of the first and the last trajectory, in the order of completion; None for an
+            empty section.
+        last_assigned: Name of the trajectory that was assigned last; None before the first one.
+        upto: Writer -> number of its last block. Only trajectories that are complete in these
+            blocks belong to the section. None: no limit.
+        since: Writer -> number of its last block. Trajectories that are complete in these blocks do
+            not belong to the section. None: no limit.
     """
 
     bounds: list[Name] | None
-    dealt: Name | None = None
+    last_assigned: Name | None = None
     upto: Mapping[str, int] | None = None
     since: Mapping[str, int] | None = None
 
@@ -123,11 +124,11 @@ def choose(
 ) -> Int64s:
     """Return the trajectories that a pass delivers: int64, in the order of completion.
 
-    `bounds` are the first and the last trajectory of a pass that has begun. Then only trajectories
-    between them are returned, without deleted ones.
+    `bounds` are the first and the last trajectory of a pass that has begun. Then the result has
+    the trajectories between them that still exist.
     """
     is_eligible = index.is_present()
-    if options.are_data_coming:
+    if options.waits_for_data:
         is_eligible &= index.is_complete()
     eligible = np.flatnonzero(is_eligible)
     if bounds is None:
@@ -139,7 +140,7 @@ def choose(
 
 
 def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
-    """Return the trajectories of a section without deleted ones: int64, in the order of completion."""
+    """Return the existing trajectories of a section: int64, in the order of completion."""
     trajectories = choose(index, options, section.bounds)
     if section.upto is not None:
         trajectories = trajectories[_was_complete(index, trajectories, section.upto)]
@@ -151,7 +152,7 @@ def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> I
 def _was_complete(
     index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]
 ) -> np.ndarray:
-    """Return which trajectories are complete in the blocks up to a number of each writer: bool."""
+    """Return which trajectories are complete in the blocks up to `upto`, by writer: bool."""
     present = index.blocks[: index.num_present]
     then = TrajectoryIndex(
         [block for block in present if block.sequence <= upto.get(block.writer, -1)]
@@ -160,28 +161,32 @@ def _was_complete(
     return np.asarray((place >= 0) & np.append(then.is_complete(), False)[place])
 
 
-def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
-    """Return the sections of a deal after `position` trajectories: the rest, and the section of the last scan."""
-    rest, fresh = deal.sections
-    num_new = min(position, deal.num_fresh)
+def sections_at(pass_order: PassOrder, position: int) -> tuple[Section, Section | None]:
+    """Return the sections of a pass after `position` trajectories: the rest, and the last scan's."""
+    rest, fresh = pass_order.sections
+    num_new = min(position, pass_order.num_fresh)
     if fresh is not None and num_new:
-        fresh = fresh._replace(dealt=deal.source.index.name(int(deal.order[num_new - 1])))
+        fresh = fresh._replace(
+            last_assigned=pass_order.source.index.name(int(pass_order.trajectories[num_new - 1]))
+        )
     if position > num_new:
-        rest = rest._replace(dealt=deal.source.index.name(int(deal.order[position - 1])))
+        rest = rest._replace(
+            last_assigned=pass_order.source.index.name(int(pass_order.trajectories[position - 1]))
+        )
     return rest, fresh
 
 
 def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
-    """Return the names of the first and the last trajectory; None without trajectories."""
+    """Return the names of the first and the last trajectory; None for an empty pool."""
     if not len(pool):
         return None
     return [index.name(int(pool[0])), index.name(int(pool[-1]))]
 
 
-def pass_order(
+def order_trajectories(
     index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int
 ) -> tuple[Int64s, Int64s]:
-    """Return the trajectories of a pass in their order, and the first frame of each.
+    """Return the trajectories of a pass in order, and the first frame of each.
 
     The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if
     that part is empty.
@@ -202,10 +207,10 @@ def pass_order(
     return pool[place], starts
 
 
-def num_dealt(
+def num_assigned(
     index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name
 ) -> int:
-    """Return the number of trajectories of a pass up to the one that was dealt `last`, which may be deleted."""
+    """Return the number of trajectories of a pass up to `last`, which may be deleted."""
     end, writer, trajectory = last
     if not options.random_shuffle_traj_order:
         return int(np.searchsorted(order, index.num_before(end, writer, trajectory + 1)))
@@ -218,7 +223,10 @@ def num_dealt(
 
 
 def _sort_keys(keys: np.ndarray) -> np.ndarray:
-    """Return the sort keys of a pass: the upper halves of random keys. Equal keys keep the order of the pool."""
+    """Return the sort keys of a pass: the upper halves of random keys.
+
+    Trajectories with equal keys keep the order of the pool.
+    """
     upper: np.ndarray = keys >> np.uint64(32)
     return upper
 
@@ -226,10 +234,10 @@ def _sort_keys(keys: np.ndarray) -> np.ndarray:
 def wait_for_trajectories(
     source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple
 ) -> None:
-    """Scan the folders until a pass can use `wanted` trajectories; with 0 scan once.
+    """Scan the folders until a pass can use `wanted` trajectories. 0: scan once.
 
     Raises:
-        WaitTimeoutError: There are fewer after `wait_timeout_s`.
+        WaitTimeoutError: The folders have fewer trajectories after `wait_timeout_s`.
     """
 
     def count() -> int:
@@ -272,20 +280,20 @@ def _not_in_time(
 
 
 @dataclass(eq=False)
-class Dealer:
-    """Orders the passes of one epoch.
+class PassScheduler:
+    """Orders the passes of one epoch and scans the folders for them.
 
     Attributes:
         source: The folders.
         options: Options that choose and order trajectories.
-        epoch: Number of the epoch; each has other permutations and first frames.
+        epoch: Number of the epoch, which changes permutations and first frames.
         keeps_on: Device to which the frames are copied first; None to read them from the files.
-        skips: Whether damaged trajectories are skipped; if not, they raise.
-        agree: Exchanges the result of a scan between the processes.
-        is_cut_off: Whether other ranks cannot exchange scans. Then the folders must not change from
-            pass to pass.
-        is_shared: Whether several processes share frames in memory: one copies them, and the others
-            map the copy.
+        skips: Whether damaged trajectories are skipped. Otherwise they raise an error.
+        agree: Function that exchanges the result of a scan between the processes.
+        is_cut_off: Whether ranks cannot exchange scans. Then the folders must not change from pass
+            to pass.
+        is_shared: Whether several processes share frames in memory. One process copies them, and
+            the other processes map the copy.
     """
 
     source: LiveSource
@@ -297,24 +305,24 @@ class Dealer:
     is_cut_off: bool
     is_shared: bool
     _listings: ListingMessages = field(default_factory=ListingMessages)
-    _looked_s: float = 0.0
-    _agreed_s: float = 0.0
+    _last_scan_s: float = 0.0
+    _last_synchronized_s: float = 0.0
     _num_batches: int = 1
 
-    def first(self) -> Deal:
+    def first(self) -> PassOrder:
         """Return the first pass."""
         return self._begin(0, None, np.zeros(0, np.int64))[0]
 
-    def following(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
-        """Return the pass after `deal` and the numbers of the trajectories `in_use` in it; None if there is none.
+    def following(self, pass_order: PassOrder, in_use: Int64s) -> tuple[PassOrder, Int64s] | None:
+        """Return the next pass and the numbers of the trajectories `in_use` in it; None after the last.
 
         Raises:
             UsageError: No trajectory is left.
         """
-        if not self.options.has_pass(deal.number + 1):
+        if not self.options.has_pass(pass_order.number + 1):
             return None
-        begun = self._begin(deal.number + 1, deal, in_use)
-        if not len(begun[0].order):
+        begun = self._begin(pass_order.number + 1, pass_order, in_use)
+        if not len(begun[0].trajectories):
             raise UsageError(f"{self._where} has no trajectories left for the next pass.")
         return begun
 
@@ -327,24 +335,24 @@ class Dealer:
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
     def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> RowSource:
-        """Return a snapshot for a pass that began in another process, with all trajectories that are `played`."""
-        self._agreed(turn, 0, tuple)
+        """Return a snapshot with all `played` trajectories, for a pass that began in another process."""
+        self._synchronize(turn, 0, tuple)
         snapshot = self.source.snapshot(upto)
         missing = lacking(snapshot.index, played)
         if missing and len(snapshot.index):
             return self.source.snapshot(upto, missing)
         return snapshot
 
-    def dealt(
+    def rest_of_pass(
         self,
         number: int,
         turn: int,
         snapshot: RowSource,
         in_use: Int64s,
         sections: tuple[Section, Section | None],
-        before: Deal | None = None,
-    ) -> Deal:
-        """Return the rest of pass `number` in a snapshot: first the section of the last scan, then the other one."""
+        before: PassOrder | None = None,
+    ) -> PassOrder:
+        """Return the rest of pass `number`: the section of the last scan, then the other section."""
         rest, fresh = sections
         ordinal = self.number_of(number)
         order, starts = self._left_of(snapshot.index, rest, ordinal)
@@ -352,60 +360,68 @@ class Dealer:
         if len(new):
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
-        snapshot = self._kept(turn, snapshot, (order, in_use), before)
-        return Deal(
+        snapshot = self._with_cached_rows(turn, snapshot, (order, in_use), before)
+        return PassOrder(
             snapshot.index.lengths, order, starts, number, snapshot, turn, sections, len(new)
         )
 
     def _left_of(
         self, index: TrajectoryIndex, section: Section | None, number: int
     ) -> tuple[Int64s, Int64s]:
-        """Return the trajectories of a section that were not dealt yet, in order, and their first frames."""
+        """Return the unassigned trajectories of a section, in order, and their first frames."""
         if section is None or section.bounds is None:
             return _NONE, _NONE
-        order, starts = pass_order(
+        order, starts = order_trajectories(
             index, members(index, self.options, section), self.options, number
         )
         done = (
             0
-            if section.dealt is None
-            else num_dealt(index, order, self.options, number, section.dealt)
+            if section.last_assigned is None
+            else num_assigned(index, order, self.options, number, section.last_assigned)
         )
         return order[done:], starts[done:]
 
     def needed(self, position: Position) -> Int64s:
         """Return the trajectories that stay readable after their files are deleted.
 
-        These are the played ones and, with `refresh_s`, the rest of the deal, which is used until
-        the next scan.
+        These are the played trajectories and, with `refresh_s`, the rest of the pass, which is used
+        until the next scan.
         """
         played = position.state.trajectory
         rest = (
-            position.deal.order[position.state.position :]
+            position.pass_order.trajectories[position.state.position :]
             if self.options.refresh_s is not None
             else _NONE
         )
         return np.union1d(played[played >= 0], rest)
 
     def is_due(self, position: Position, is_alone: bool) -> bool:
-        """Return whether a scan within the pass is due. It is not before the section of the last scan was dealt."""
+        """Return whether a scan within the pass is due.
+
+        No scan is due before all trajectories of the last scan are assigned.
+        """
         wait_s = self.options.refresh_s
-        if wait_s is None or position.state.position < position.deal.num_fresh:
+        if wait_s is None or position.state.position < position.pass_order.num_fresh:
             return False
         if is_alone:
-            return time.monotonic() - self._looked_s >= wait_s / 2
+            return time.monotonic() - self._last_scan_s >= wait_s / 2
         return position.left == 0
 
     def refreshed(self, position: Position) -> Position:
-        """Scan within a pass. New trajectories are dealt next, before the rest; none is dealt twice."""
-        state, deal, _ = position
-        snapshot, in_use, left = self._seen(deal.turn + 1, 0, deal, state.trajectory)
-        if snapshot.index is deal.source.index:
-            return Position(state, replace(deal, turn=deal.turn + 1), left)
-        rest, fresh = sections_at(deal, state.position)
-        # Also of writers whose blocks are not listed now, but may be listed again.
+        """Scan within a pass.
+
+        New trajectories are assigned before the rest of the pass, and no trajectory twice.
+        """
+        state, pass_order, _ = position
+        snapshot, in_use, left = self._next_snapshot(
+            pass_order.turn + 1, 0, pass_order, state.trajectory
+        )
+        if snapshot.index is pass_order.source.index:
+            return Position(state, replace(pass_order, turn=pass_order.turn + 1), left)
+        rest, fresh = sections_at(pass_order, state.position)
+        # Writers whose blocks are not listed now stay in the dict: a later scan may list them again.
         since = dict(fresh.since or {}) if fresh is not None else {}
-        for writer, sequence in deal.source.index.writers_upto().items():
+        for writer, sequence in pass_order.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
         pool = choose(snapshot.index, self.options)
         if self.options.keep_latest_n_trajs and rest.bounds is not None and len(pool):
@@ -415,36 +431,42 @@ class Dealer:
         pool = pool[~_was_complete(snapshot.index, pool, since)]
         rest = rest._replace(upto=rest.upto or since)
         sections = (rest, Section(_bounds(snapshot.index, pool), since=since))
-        new = self.dealt(deal.number, deal.turn + 1, snapshot, in_use, sections, deal)
-        return go_on_with(state, deal, new, in_use, self.following)._replace(left=left)
+        new = self.rest_of_pass(
+            pass_order.number, pass_order.turn + 1, snapshot, in_use, sections, pass_order
+        )
+        return switch_pass_order(state, pass_order, new, in_use, self.following)._replace(left=left)
 
-    def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
-        """Scan for trajectories and order a pass; return it and the numbers of the trajectories `in_use` in it."""
+    def _begin(
+        self, number: int, before: PassOrder | None, in_use: Int64s
+    ) -> tuple[PassOrder, Int64s]:
+        """Scan, and order a pass; return it and the numbers of the trajectories `in_use` in it."""
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
-        snapshot, in_use, _ = self._seen(turn, wanted, before, in_use)
+        snapshot, in_use, _ = self._next_snapshot(turn, wanted, before, in_use)
         pool = choose(snapshot.index, self.options)
-        order, starts = pass_order(snapshot.index, pool, self.options, self.number_of(number))
+        order, starts = order_trajectories(
+            snapshot.index, pool, self.options, self.number_of(number)
+        )
         sections = (Section(_bounds(snapshot.index, pool)), None)
-        snapshot = self._kept(turn, snapshot, (order, in_use), before)
-        return Deal(
+        snapshot = self._with_cached_rows(turn, snapshot, (order, in_use), before)
+        return PassOrder(
             snapshot.index.lengths, order, starts, number, snapshot, turn, sections, 0
         ), in_use
 
-    def _seen(
-        self, turn: int, wanted: int, before: Deal | None, in_use: Int64s
+    def _next_snapshot(
+        self, turn: int, wanted: int, before: PassOrder | None, in_use: Int64s
     ) -> tuple[RowSource, Int64s, int]:
         """Synchronize the snapshot across processes.
 
         Returns:
-            The snapshot; the numbers in it of the trajectories `in_use`, which stay readable; and
-            the number of batches until the next scan.
+            The snapshot, the numbers of the trajectories `in_use` in it, and the number of batches
+            until the next scan. The trajectories `in_use` stay readable.
         """
         index = before.source.index if before is not None else None
         blocks_in_use = (
             partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
         )
-        left = self._agreed(turn, wanted, blocks_in_use)
+        left = self._synchronize(turn, wanted, blocks_in_use)
         snapshot = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
             raise UsageError(
@@ -460,45 +482,46 @@ class Dealer:
             )
         if before is not None and index is not None and index is not snapshot.index:
             was_lost = before.source.is_lost[in_use]
-            in_use = _found_again(index, snapshot.index, in_use)
+            in_use = _numbers_in(index, snapshot.index, in_use)
             snapshot.is_lost[in_use[was_lost & (in_use >= 0)]] = True
         return snapshot, in_use, left
 
-    def _agreed(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
-        """Load the listing of the process that scans for all; return the number of batches until the next scan."""
-        message, left, spot = self.agree(turn, partial(self._look, wanted, in_use))
+    def _synchronize(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
+        """Load the listing of the scanning process; return the number of batches until the next scan."""
+        message, left, spot = self.agree(turn, partial(self._scan, wanted, in_use))
         listing = self._listings.restore(message)
         if listing is not None:
             self.source.adopt(listing, spot)
-            self._listings.last = self.source.listing()  # of the shared memory, not of the message
+            self._listings.last = (
+                self.source.listing()
+            )  # The listing in shared memory, not the one in the message.
         return int(left)
 
-    def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
+    def _scan(self, wanted: int, in_use: BlocksInUse) -> Any:
         """Scan the folders until they have `wanted` trajectories.
 
         Returns:
-            The listing, None if it has not changed; the number of batches that others may plan
-            before the next scan; and the shared memory with the index for other processes of this
-            machine.
+            The listing (None if unchanged), the number of batches that other processes may plan
+            before the next scan, and the shared memory with the index for processes of this machine.
         """
         wait_for_trajectories(self.source, wanted, self.options, in_use)
         now_s = time.monotonic()
-        self._looked_s = now_s
+        self._last_scan_s = now_s
         fitting = (
             self._num_batches
             * (self.options.refresh_s or 0.0)
             / 2
-            / max(now_s - self._agreed_s, 1e-9)
+            / max(now_s - self._last_synchronized_s, 1e-9)
         )
         self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
-        self._agreed_s = now_s
+        self._last_synchronized_s = now_s
         spot = None
         if self.is_shared or current_shard().total > 1:
             spot = self.source.shared(self.source.snapshot())
         return self._listings.shorten(self.source.listing()), self._num_batches, spot
 
-    def _kept(
-        self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: Deal | None
+    def _with_cached_rows(
+        self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: PassOrder | None
     ) -> RowSource:
         """Copy the frames of a pass into memory, or map the copy of another process of this machine."""
         device = self.keeps_on
@@ -541,8 +564,8 @@ def _content(index: TrajectoryIndex) -> Any:
     )
 
 
-def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-    """Return the numbers of trajectories in another index; -1 for deleted and for shortened trajectories."""
+def _numbers_in(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
+    """Return the numbers of trajectories in another index; -1 for deleted or shortened trajectories."""
     numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
     return np.where(has_shrunk, -1, numbers)

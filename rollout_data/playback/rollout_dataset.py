@@ -171,7 +171,7 @@ class RolloutDataset(RolloutStream):
             refresh_s=refresh_s,
         )
         self._notes = Notes()
-        self._look = {
+        self._batch_options = {
             "flatten_observations": flag("flatten_observations", flatten_observations),
             "mark_first_frame": flag("mark_first_frame", mark_first_frame),
             "contiguous": flag("contiguous", contiguous),
@@ -220,7 +220,7 @@ class RolloutDataset(RolloutStream):
 
     def _snapshot(self) -> RowSource:
         if self._position is not None:
-            snapshot: RowSource = self._position.deal.source
+            snapshot: RowSource = self._position.pass_order.source
             return snapshot
         self.source.refresh()
         return self.source.snapshot()
@@ -366,15 +366,17 @@ class RolloutDataset(RolloutStream):
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         ids = self._checked_ids(env_ids)
         self._ensure_started()
-        return torch.from_numpy(self.position.deal.lengths[self._played(ids)])
+        return torch.from_numpy(self.position.pass_order.lengths[self._played(ids)])
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
         ids = self._checked_ids(env_ids)
         self._ensure_started()
         frames = self._checked_frames(ids, position)
-        reader = BatchReader(BatchOptions(self.device, **{**self._look, "mark_first_frame": False}))
+        reader = BatchReader(
+            BatchOptions(self.device, **{**self._batch_options, "mark_first_frame": False})
+        )
         is_linear = self.interpolation == "linear"
-        return reader.frames_at(self.position.deal, self._played(ids), frames, is_linear)
+        return reader.frames_at(self.position.pass_order, self._played(ids), frames, is_linear)
 
     def _checked_frames(self, ids: torch.Tensor, position: Any) -> npt.NDArray[np.float64]:
         """Return the positions of `read_frames_at`: float64 `[len(ids)]`, each within its trajectory."""
@@ -393,7 +395,7 @@ class RolloutDataset(RolloutStream):
 
     def _played(self, env_ids: torch.Tensor) -> Int64s:
         """Return the trajectories that envs of this process play."""
-        played: Int64s = self.position.state.trajectory[self._mine][env_ids.numpy()]
+        played: Int64s = self.position.state.trajectory[self._own_envs][env_ids.numpy()]
         return played
 
 

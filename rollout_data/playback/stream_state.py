@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex
-from .passes import Dealer, Name, PassOptions, Section, sections_at
+from .passes import Name, PassOptions, PassScheduler, Section, sections_at
 from .step_planner import Bools, Position, StreamState
 
 _VERSION = 4
@@ -28,14 +28,14 @@ _KEYS = {
 
 def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, Any]:
     """Return a position as plain data (numbers, strings, lists, dicts)."""
-    state, deal, left = position
-    index = deal.source.index
-    rest, fresh = sections_at(deal, state.position)
+    state, pass_order, left = position
+    index = pass_order.source.index
+    rest, fresh = sections_at(pass_order, state.position)
     live = {
-        "turn": deal.turn,
+        "turn": pass_order.turn,
         "left": left,
         "upto": rest.upto,
-        "fresh": fresh and [fresh.bounds, fresh.dealt, fresh.since],
+        "fresh": fresh and [fresh.bounds, fresh.last_assigned, fresh.since],
     }
     keys = index.keys(state.trajectory)
     writers = sorted({writer for writer, _ in keys})
@@ -44,14 +44,14 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "is_started": True,
         "settings": {"num_envs": len(keys), **_settings(options)},
         "epoch": epoch,
-        "pass": deal.number,
+        "pass": pass_order.number,
         "upto": index.writers_upto(),
         "bounds": rest.bounds,
-        "dealt": rest.dealt,
+        "dealt": rest.last_assigned,
         "writers": writers,
         "trajectory": [[writers.index(writer), number] for writer, number in keys],
         "length": index.lengths[state.trajectory].tolist(),
-        "frame": state.frames(deal).tolist(),
+        "frame": state.frames(pass_order).tolist(),
         "is_first": state.is_first.tolist(),
         "is_exhausted": state.is_exhausted.tolist(),
         **({} if options.refresh_s is None else {"live": live}),
@@ -92,7 +92,7 @@ def check_settings(
             )
 
 
-def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
+def position_in(saved: Mapping[str, Any], scheduler: PassScheduler) -> Position:
     """Return the stream position that a saved state describes.
 
     Raises:
@@ -102,7 +102,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     turn = operator.index(live["turn"])
     left = operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    snapshot = dealer.resumed(turn, saved["upto"], _played(saved, keys))
+    snapshot = scheduler.resumed(turn, saved["upto"], _played(saved, keys))
     frame = np.array(saved["frame"], np.int64)
     is_first = np.array(saved["is_first"], bool)
     is_exhausted = np.array(saved["is_exhausted"], bool)
@@ -122,13 +122,15 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
         fresh = Section(
             bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since
         )
-    deal = dealer.dealt(int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh))
-    if deal.number < 0 or not dealer.options.has_pass(deal.number):
-        raise Misfit(f"it is in pass {deal.number}, which this dataset does not have.")
-    frames_left = np.where(is_exhausted, 0, deal.lengths[trajectory] - frame)
+    pass_order = scheduler.rest_of_pass(
+        int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh)
+    )
+    if pass_order.number < 0 or not scheduler.options.has_pass(pass_order.number):
+        raise Misfit(f"it is in pass {pass_order.number}, which this dataset does not have.")
+    frames_left = np.where(is_exhausted, 0, pass_order.lengths[trajectory] - frame)
     if ((frame < 0) | (frames_left < ~is_exhausted)).any():
         raise Misfit(f"its frames {frame.tolist()[:8]} are outside their trajectories.")
-    return Position(StreamState(trajectory, frames_left, is_first, is_exhausted), deal, left)
+    return Position(StreamState(trajectory, frames_left, is_first, is_exhausted), pass_order, left)
 
 
 def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:

@@ -24,7 +24,7 @@ def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: boo
     """
     for part in plan.parts:
         played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
-        snapshot = part.deal.source
+        snapshot = part.pass_order.source
         try:
             lost = source.leave_out(snapshot, played, problem, skips)
         except UnansweredError:
@@ -43,9 +43,15 @@ class ReadableCheck:
 
     def check(self, source: LiveSource, position: Position, batch: Transition, skips: bool) -> None:
         num_lost = source.num_lost_trajectories
-        state, deal, _ = position
-        if not num_lost or self._checked == (num_lost, deal.number) or bool(batch.valid.any()):
+        state, pass_order, _ = position
+        if (
+            not num_lost
+            or self._checked == (num_lost, pass_order.number)
+            or bool(batch.valid.any())
+        ):
             return
         playing = state.trajectory[state.trajectory >= 0]
-        source.check_readable(deal.source, np.union1d(playing, deal.order), skips)
-        self._checked = source.num_lost_trajectories, deal.number
+        source.check_readable(
+            pass_order.source, np.union1d(playing, pass_order.trajectories), skips
+        )
+        self._checked = source.num_lost_trajectories, pass_order.number

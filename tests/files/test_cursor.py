@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.playback.step_planner import Deal, StreamState, deal_next, plan_steps, share_of
+from rollout_data.playback.step_planner import (
+    PassOrder,
+    StreamState,
+    assign_next,
+    plan_steps,
+    share_of,
+)
 
 
 class NaiveStream:
@@ -63,9 +69,9 @@ def streams(draw):
     return num_envs, lengths, passes
 
 
-def deals_of(lengths, passes, source):
+def pass_orders_of(lengths, passes, source):
     return [
-        Deal(
+        PassOrder(
             np.array(lengths),
             np.array([t for t, _ in p]),
             np.array([f for _, f in p]),
@@ -113,14 +119,20 @@ def check_against_stepping(num_envs, lengths, passes, calls, has_one_source):
     sources = (
         ["one"] * len(passes) if has_one_source else [str(number) for number in range(len(passes))]
     )
-    deals = deals_of(lengths, passes, sources)
+    pass_orders = pass_orders_of(lengths, passes, sources)
 
-    def next_pass(deal, in_use):
-        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+    def next_pass(pass_order, in_use):
+        return (
+            (pass_orders[pass_order.number + 1], in_use)
+            if pass_order.number + 1 < len(pass_orders)
+            else None
+        )
 
-    state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    state, pass_order = assign_next(
+        StreamState.fresh(num_envs), np.arange(num_envs), pass_orders[0], next_pass
+    )
     for num_steps in calls:
-        plan, state, deal = plan_steps(state, deal, num_steps, next_pass)
+        plan, state, pass_order = plan_steps(state, pass_order, num_steps, next_pass)
         frames = dense(plan, num_envs)
         ends = {(e, t) for part in plan.parts for e, t, _ in zip(*part.ends, strict=True)}
         firsts = set(zip(plan.first_env.tolist(), plan.first_time.tolist(), strict=True))
@@ -138,15 +150,21 @@ def check_against_stepping(num_envs, lengths, passes, calls, has_one_source):
 @given(streams(), st.data())
 def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
     num_envs, lengths, passes = stream
-    deals = deals_of(lengths, passes, ["one"] * len(passes))
+    pass_orders = pass_orders_of(lengths, passes, ["one"] * len(passes))
 
-    def next_pass(deal, in_use):
-        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+    def next_pass(pass_order, in_use):
+        return (
+            (pass_orders[pass_order.number + 1], in_use)
+            if pass_order.number + 1 < len(pass_orders)
+            else None
+        )
 
-    before, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    before, pass_order = assign_next(
+        StreamState.fresh(num_envs), np.arange(num_envs), pass_orders[0], next_pass
+    )
     envs = np.array(sorted(data.draw(st.sets(st.integers(0, num_envs - 1), min_size=1))))
     others = np.setdiff1d(np.arange(num_envs), envs)
-    plan, after, _ = plan_steps(before, deal, 3, next_pass, envs)
+    plan, after, _ = plan_steps(before, pass_order, 3, next_pass, envs)
     assert {int(env) for part in plan.parts for env in part.pieces.env} == set(envs.tolist())
     for name in ("trajectory", "left", "is_first", "is_exhausted"):
         assert (getattr(after, name)[others] == getattr(before, name)[others]).all()
@@ -160,25 +178,33 @@ def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(
     stream, calls, num_shares, has_one_source
 ):
     num_envs, lengths, passes = stream
-    deals = deals_of(
+    pass_orders = pass_orders_of(
         lengths, passes, ["one" if has_one_source else str(number) for number in range(len(passes))]
     )
 
-    def next_pass(deal, in_use):
-        return (deals[deal.number + 1], in_use) if deal.number + 1 < len(deals) else None
+    def next_pass(pass_order, in_use):
+        return (
+            (pass_orders[pass_order.number + 1], in_use)
+            if pass_order.number + 1 < len(pass_orders)
+            else None
+        )
 
-    state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deals[0], next_pass)
+    state, pass_order = assign_next(
+        StreamState.fresh(num_envs), np.arange(num_envs), pass_orders[0], next_pass
+    )
     for num_steps in calls:
         shares = [
             slice(n * num_envs // num_shares, (n + 1) * num_envs // num_shares)
             for n in range(num_shares)
         ]
-        plan, after, deal_after = plan_steps(state, deal, num_steps, next_pass)
+        plan, after, pass_order_after = plan_steps(state, pass_order, num_steps, next_pass)
         for share in shares:
-            part, its_after, its_deal = plan_steps(state, deal, num_steps, next_pass, share=share)
+            part, its_after, its_pass_order = plan_steps(
+                state, pass_order, num_steps, next_pass, share=share
+            )
             assert (
                 all(np.array_equal(*pair) for pair in zip(its_after, after, strict=True))
-                and its_deal is deal_after
+                and its_pass_order is pass_order_after
             )
             expected = share_of(plan, np.arange(num_envs)[share])
             assert (part.num_valid == expected.num_valid).all() and part.is_full == (
@@ -190,23 +216,25 @@ def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(
             ]
             assert firsts[0] == firsts[1] and len(part.parts) == len(plan.parts)
             for mine, whole in zip(part.parts, expected.parts, strict=True):
-                assert mine.deal is whole.deal
+                assert mine.pass_order is whole.pass_order
                 assert all(
                     map(np.array_equal, (*mine.pieces, *mine.ends), (*whole.pieces, *whole.ends))
                 )
-        state, deal = after, deal_after
+        state, pass_order = after, pass_order_after
 
 
 def test_inputs_are_not_changed():
-    deal = Deal(np.array([2, 2, 2]), np.array([0, 1, 2]), np.zeros(3, np.int64))
-    state, _ = deal_next(StreamState.fresh(2), np.arange(2), deal, lambda deal, in_use: None)
+    pass_order = PassOrder(np.array([2, 2, 2]), np.array([0, 1, 2]), np.zeros(3, np.int64))
+    state, _ = assign_next(
+        StreamState.fresh(2), np.arange(2), pass_order, lambda pass_order, in_use: None
+    )
     kept = [
         state.trajectory.copy(),
         state.left.copy(),
         state.is_first.copy(),
         state.is_exhausted.copy(),
     ]
-    plan_steps(state, deal, 5, lambda deal, in_use: None)
+    plan_steps(state, pass_order, 5, lambda pass_order, in_use: None)
     for array, old in zip(
         (state.trajectory, state.left, state.is_first, state.is_exhausted), kept, strict=True
     ):
@@ -214,19 +242,19 @@ def test_inputs_are_not_changed():
 
 
 def test_an_env_whose_trajectory_is_gone_goes_on_with_another():
-    old = Deal(np.array([2, 9]), np.array([0, 1]), np.zeros(2, np.int64), 0, "old")
-    new = Deal(np.array([3, 4]), np.array([1, 0]), np.zeros(2, np.int64), 1, "new")
+    old = PassOrder(np.array([2, 9]), np.array([0, 1]), np.zeros(2, np.int64), 0, "old")
+    new = PassOrder(np.array([3, 4]), np.array([1, 0]), np.zeros(2, np.int64), 1, "new")
 
-    def next_pass(deal, in_use):
+    def next_pass(pass_order, in_use):
         return new, np.full(len(in_use), -1)
 
-    state, deal = deal_next(StreamState.fresh(2), np.arange(2), old, next_pass)
-    plan, state, deal = plan_steps(state, deal, 4, next_pass)
+    state, pass_order = assign_next(StreamState.fresh(2), np.arange(2), old, next_pass)
+    plan, state, pass_order = plan_steps(state, pass_order, 4, next_pass)
     shown = dense(plan, 2)
-    assert [part.deal.source for part in plan.parts] == ["old", "new"]
+    assert [part.pass_order.source for part in plan.parts] == ["old", "new"]
     assert shown[0].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]
     assert shown[1].tolist() == [[1, 0], [1, 1], [0, 0], [0, 1], [0, 2]]
-    assert state.trajectory.tolist() == [1, 0] and state.frames(deal).tolist() == [2, 2]
+    assert state.trajectory.tolist() == [1, 0] and state.frames(pass_order).tolist() == [2, 2]
     assert sorted(zip(plan.first_env.tolist(), plan.first_time.tolist(), strict=True)) == [
         (0, 0),
         (0, 2),
