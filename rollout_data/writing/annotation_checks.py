@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
-from storage.errors import FieldTypeError, SchemaError, UsageError, in_parts
+from storage.errors import FieldTypeError, SchemaError, UsageError
 
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
@@ -62,13 +62,10 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def text_ids(
-    action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]
-) -> np.ndarray:
+def text_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
     """Return the ids of texts, int64 of shape `lead`.
 
     Args:
-        action: The call, for errors.
         name: Name of the field.
         value: One text for all frames, or texts of shape `lead` or `[*lead, 1]`.
         lead: Leading shape of the record, `(N,)` or `(T, N)`.
@@ -85,8 +82,7 @@ def text_ids(
         listed = np.array(value, object)
         if listed.shape not in (lead, (*lead, 1)):
             raise SchemaError(
-                f"cannot {action} with the texts {name!r}: expected one text, or shape {lead}, "
-                f"got {listed.shape}."
+                f"text field {name!r} has shape {listed.shape}, expected one text or shape {lead}."
             )
     ids: dict[str, int] = {}
     for text in listed.reshape(-1).tolist():
@@ -97,16 +93,18 @@ def text_ids(
         except (AttributeError, UnicodeEncodeError):
             data = None
         if not isinstance(text, str) or data is None or len(data) > MAX_NOTE_BYTES:
-            expected = f"texts of Unicode, each of at most {MAX_NOTE_BYTES} bytes"
             got = type(text).__name__ if not isinstance(text, str) else ascii(text[:20])
-            raise UsageError(in_parts(action, f"with the texts {name!r}", expected, got))
+            raise UsageError(
+                f"text field {name!r} must contain Unicode texts of at most {MAX_NOTE_BYTES} "
+                f"bytes, got {got}."
+            )
         ids[text] = text_id(text)
         texts[ids[text]] = data
     numbers = np.array([ids[text] for text in listed.reshape(-1).tolist()], np.int64)
     return np.broadcast_to(numbers[0], lead).copy() if listed.shape == () else numbers.reshape(lead)
 
 
-def check_text_fields(action: str, schema: Schema, texts: Container[str]) -> None:
+def check_text_fields(schema: Schema, texts: Container[str]) -> None:
     """Raise `FieldTypeError` if a numeric field has texts or a text field has numbers."""
     for name, declared in schema.items():
         is_text = name in texts
@@ -114,18 +112,16 @@ def check_text_fields(action: str, schema: Schema, texts: Container[str]) -> Non
             expected = "texts" if declared.is_text else "numbers"
             got = "texts" if is_text else "numbers"
             raise FieldTypeError(
-                f"cannot {action} with the field {name!r}: expected {expected}, as in the "
-                f"first record, got {got}."
+                f"field {name!r} has {got}, expected {expected} as in the first record."
             )
 
 
 def episode_notes(
-    action: str, episode: Any, marks: np.ndarray, is_step: bool
+    episode: Any, marks: np.ndarray, is_step: bool
 ) -> tuple[tuple[int, int, bytes], ...]:
     """Check the metadata of episodes in a record and return (step, env, JSON object) of each.
 
     Args:
-        action: The call, for errors.
         episode: Argument `episode` of `RolloutWriter.add`, or of `add_rollout`.
         marks: uint8 `[T, N]`; 0 if an env has no frame in a step.
         is_step: Whether the record is a step.
@@ -135,38 +131,40 @@ def episode_notes(
     """
     num_envs = marks.shape[1]
     notes = []
-    steps = [episode] if is_step else _checked_list(action, episode, len(marks), "step")
+    steps = [episode] if is_step else _checked_list(episode, len(marks), "step")
     for step, step_values in enumerate(steps):
         if step_values is None:
             continue
         if num_envs == 1 and isinstance(step_values, Mapping):
             step_values = [step_values]
-        for env, metadata in enumerate(_checked_list(action, step_values, num_envs, "environment")):
+        for env, metadata in enumerate(_checked_list(step_values, num_envs, "environment")):
             if metadata is None or (isinstance(metadata, Mapping) and not metadata):
                 continue
             if not marks[step, env]:
                 raise UsageError(
-                    f"cannot {action} with episode= of environment {env}: expected a frame of "
-                    "it in the same step, got none, by env_mask."
+                    f"episode= has a value for environment {env}, which env_mask leaves out of "
+                    "this step. Pass None for it."
                 )
-            notes.append((step, env, episode_json(metadata, action, "with episode=")))
+            notes.append((step, env, episode_json(metadata)))
     return tuple(notes)
 
 
-def _checked_list(action: str, values: Any, count: int, item: str) -> Sequence[Any]:
+def _checked_list(values: Any, count: int, item: str) -> Sequence[Any]:
     """Return `values` if they are a list, tuple or object array of `count` items."""
     is_object_array = isinstance(values, np.ndarray) and values.dtype == object
     is_list = isinstance(values, (list, tuple)) or is_object_array
     if not is_list or len(values) != count:
         got = f"{len(values)} values" if is_list else type(values).__name__
-        hint = " (one mapping for a single environment)" if item == "environment" else ""
-        expected = f"a list with a mapping or None for each {item}, {count}{hint}"
-        raise UsageError(in_parts(action, "with episode=", expected, got))
+        hint = ", or one mapping for a single environment" if item == "environment" else ""
+        raise UsageError(
+            f"episode must be a list of {count} values, a mapping or None for each {item}{hint}, "
+            f"got {got}."
+        )
     checked: Sequence[Any] = values
     return checked
 
 
-def episode_json(metadata: Any, action: str, where: str) -> bytes:
+def episode_json(metadata: Any) -> bytes:
     """Check the metadata of an episode and return a JSON object.
 
     Raises:
@@ -174,7 +172,8 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
     """
     if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
         raise UsageError(
-            in_parts(action, where, "mappings with names that are texts", repr(metadata)[:80])
+            "the metadata of an episode must be a mapping with str names, got "
+            f"{repr(metadata)[:80]}."
         )
     values = {
         name: value.item() if isinstance(value, np.bool_) else value
@@ -182,14 +181,16 @@ def episode_json(metadata: Any, action: str, where: str) -> bytes:
     }
     for name, type_of_value in _TYPES.items():
         if not isinstance(values.get(name), (type_of_value, type(None))):
-            expected = f"{name!r} as a {type_of_value.__name__} or None"
-            raise UsageError(in_parts(action, where, expected, repr(values[name])[:80]))
+            raise UsageError(
+                f"{name!r} of the metadata of an episode must be {type_of_value.__name__} or "
+                f"None, got {repr(values[name])[:80]}."
+            )
     try:
         data = json.dumps(values, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as cause:
-        expected = "texts, numbers, lists and mappings of them"
         raise UsageError(
-            f"cannot {action} {where}: expected {expected}, got {type(cause).__name__}: {cause}."
+            "the metadata of an episode must be JSON values: texts, numbers, lists and mappings. "
+            f"{type(cause).__name__}: {cause}."
         ) from cause
     return data
 
@@ -199,7 +200,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 class NoteCount:
@@ -213,7 +214,7 @@ class NoteCount:
         self._num_bytes = np.zeros(num_envs, np.int64)
         self._is_used = False
 
-    def add(self, action: str, marks: np.ndarray, notes: StepNotes) -> None:
+    def add(self, marks: np.ndarray, notes: StepNotes) -> None:
         """Count the bytes of the metadata of a rollout; `marks` `[T, N]` has the ends of episodes.
 
         Raises:
@@ -231,9 +232,8 @@ class NoteCount:
             counts[env] += len(data)
             if counts[env] > MAX_NOTE_BYTES:
                 raise UsageError(
-                    f"cannot {action} with episode=: expected at most {MAX_NOTE_BYTES} bytes "
-                    f"of metadata per episode, got {counts[env]} of env {env}. Record large "
-                    "values as a field."
+                    f"the episode of environment {env} has {counts[env]} bytes of metadata, "
+                    f"expected at most {MAX_NOTE_BYTES}. Record large values as a field."
                 )
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts

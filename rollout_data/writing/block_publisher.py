@@ -124,9 +124,8 @@ class BlockPublisher:
         self.owner.check()
         if self.failure is not None:
             raise BackgroundError(
-                f"cannot publish a block in {str(self._folder)!r}: expected a writable folder "
-                f"with room, got {self.failure}. Blocks that were published before are intact; "
-                "close this writer and start another one."
+                f"A block could not be written to {str(self._folder)!r}: {self.failure}. The "
+                "published blocks are intact. Close this writer and create a new writer."
             ) from self.failure
 
     def close(self) -> None:
@@ -176,7 +175,7 @@ class BlockPublisher:
             self._save_index()
 
     def _save_index(self) -> None:
-        with self._warn_on_failure("the index cache of {} was not renewed"):
+        with self._warn_on_failure("the index cache of {} was not written"):
             save_index_cache(self._folder, self._writer)
             self._num_uncached = 0
 
@@ -195,16 +194,16 @@ def check_storable(schema: Schema) -> None:
         parts = name.split("/")
         is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
         if parts[0] == PACKED or not is_text or not all(part.strip(".") for part in parts):
-            expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
             raise SchemaError(
-                f"cannot store the field {name!a}: expected {expected}, got "
-                f"{name!a}. Rename the field."
+                f"field name {name!a} is invalid: expected Unicode text without NUL, other than "
+                f"{PACKED!r}, with no part that is empty or only dots. Rename the field."
             )
         for end in range(1, len(parts)):
             parent = "/".join(parts[:end])
             if parent in schema:
                 raise SchemaError(
-                    f"cannot store the field {name!r}: expected no field above it, got {parent!r}."
+                    f"field {name!r} is below {parent!r}, which is a field, too. Rename one of "
+                    "them."
                 )
     longest = {
         field.name: Coding(field.codec, 1 / 3, 8)
@@ -216,10 +215,9 @@ def check_storable(schema: Schema) -> None:
         types = [layout.numpy_dtype(column) for column in layout.columns.values()]
         sizes += [len(h5py.h5t.py_create(dtype, logical=True).encode()) for dtype in types]
     if max(sizes) > _MAX_ENTRY_BYTES:
-        expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
         raise SchemaError(
-            f"cannot store {len(schema)} fields: expected {expected}, got {max(sizes)} bytes. "
-            "Join fields to wider ones."
+            f"the description of {len(schema)} fields has {max(sizes)} bytes, expected at most "
+            f"{_MAX_ENTRY_BYTES}. Concatenate fields."
         )
 
 
@@ -236,8 +234,8 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
             header = read_header(path)
         except (RolloutDataError, OSError) as cause:  # OSError for a link without a target.
             raise UsageError(
-                f"cannot continue the writer {writer!r}: expected readable blocks, got {path}. "
-                "Use another writer_name."
+                f"block {str(path)!r} of writer {writer!r} cannot be read: {cause}. Use another "
+                "writer_name."
             ) from cause
         if not Block(path, writer, header.sequence, header.fragments).is_edit:
             sequence = max(sequence, header.sequence + 1)

@@ -12,15 +12,10 @@ from storage.core.arguments import is_whole
 from storage.core.fields import check_same_names
 from storage.errors import SchemaError, UsageError, nearest
 
-_MAKE = "create a RolloutWriter"
-
 
 def _checked_components(name: str, components: Any) -> dict[str, Any]:
     if not (components is None or isinstance(components, Mapping)):
-        raise UsageError(
-            f"cannot {_MAKE} with {name}: expected a mapping of component names, got "
-            f"{components!r}."
-        )
+        raise UsageError(f"{name} must be a mapping with component names, got {components!r}.")
     return dict(components or {})
 
 
@@ -36,14 +31,10 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
             shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
         except (TypeError, ValueError):
             raise UsageError(
-                f"cannot {_MAKE} with obs_segments: expected a shape for each component, got "
-                f"{segments!r}."
+                f"obs_segments must have a shape for each component, got {segments!r}."
             ) from None
         if not name or min(shapes[name], default=1) < 1:
-            raise UsageError(
-                f"cannot {_MAKE} with obs_segments: expected named, non-empty shapes, got "
-                f"{name!r}: {shapes[name]}."
-            )
+            raise UsageError(f"obs_segments has an empty name or shape: {name!r}: {shapes[name]}.")
     return shapes
 
 
@@ -64,14 +55,13 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
             ) from error
         if segments and name not in segments:
             raise UsageError(
-                f"cannot {_MAKE} with obs_disassemble_mapping: expected names of obs_segments "
-                f"({nearest(name, segments)}), got {name!r}."
+                f"obs_disassemble_mapping has the name {name!r}, which is not in obs_segments "
+                f"({nearest(name, segments)})."
             )
     return codecs
 
 
 def split_components(
-    action: str,
     leaves: dict[str, Any],
     head: str,
     segments: Mapping[str, tuple[int, ...]],
@@ -80,7 +70,6 @@ def split_components(
     """Replace a flat observation by one view per segment, or check the shapes of its components.
 
     Args:
-        action: The call, for errors.
         leaves: Values of a record by flat name.
         head: Name of the observation.
         segments: Component -> shape, in order.
@@ -97,10 +86,9 @@ def split_components(
         flat = parts[head]
         width = sum(map(prod, wanted.values()))
         if flat.ndim < 2 or flat.shape[-1] != width:
-            expected = f"{width} values in the last dimension, the sum of obs_segments"
             raise SchemaError(
-                f"cannot {action} with the field {head!r}: expected {expected}, got shape "
-                f"{tuple(flat.shape)}."
+                f"field {head!r} has shape {tuple(flat.shape)}, expected {width} values in the "
+                "last dimension, the sum of obs_segments."
             )
         parts = {}
         start = 0
@@ -115,10 +103,9 @@ def split_components(
             forms = (shape, (prod(shape),))
             leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
             if not leads:
-                expected = f"shape [..., {shape}] as in obs_segments"
                 raise SchemaError(
-                    f"cannot {action} with the field {name!r}: expected {expected}, got "
-                    f"{tuple(leaf.shape)}."
+                    f"field {name!r} has shape {tuple(leaf.shape)}, expected [..., {shape}] as in "
+                    "obs_segments."
                 )
             parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
         parts = {name: parts[name] for name in wanted}

@@ -485,7 +485,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; raise `ValueError` if a name is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a repeated name")
+        raise ValueError("duplicate name")
     return values
 
 

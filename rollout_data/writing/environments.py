@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from storage.core import arguments
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given, on_host
-from storage.errors import FieldTypeError, SchemaError, UsageError, in_parts, nearest
+from storage.errors import FieldTypeError, SchemaError, UsageError
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
-_FINALS = "read final observations"
 #: Names of final observations in infos. The next two tuples are names of the privileged part of
 #: final observations, and of time-outs.
 FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
@@ -39,26 +39,23 @@ class Simulator:
     values get an axis for envs, other values do not.
 
     Attributes:
-        action: The call that records, for errors.
         seen: Copies of the last `observation` and, if there is one, `privileged_observation`.
         is_over: bool `[N]`, envs whose episode has ended and that were not reset since.
         infos: Infos of the last reset, as `joined` returns them.
     """
 
-    def __init__(self, action: str, env: Any, autoreset: str | None = None) -> None:
+    def __init__(self, env: Any, autoreset: str | None = None) -> None:
         num_envs = _attribute(env, "num_envs")
         self._is_single = (
             num_envs is None and hasattr(env, "action_space") and hasattr(env, "reset")
         )
         if not hasattr(env, "step") or not (self._is_single or num_envs is not None):
-            expected = "a gymnasium.Env, or a vectorized environment with num_envs and step()"
-            raise UsageError(in_parts(action, "", f"env as {expected}", type(env).__name__))
-        if autoreset not in (None, *_MODES.values()):
             raise UsageError(
-                f"cannot {action}: expected autoreset "
-                f"{nearest(str(autoreset), _MODES.values())}, got {autoreset!r}."
+                "env must be a gymnasium.Env, or a vectorized environment with num_envs and "
+                f"step(), got {type(env).__name__}."
             )
-        self.action = action
+        if autoreset is not None:
+            arguments.choice("autoreset", autoreset, _MODES.values())
         self.env = env
         self.num_envs = 1 if self._is_single else int(num_envs)
         self.seen = dict[str, Any]()
@@ -98,8 +95,7 @@ class Simulator:
             observation = self.see(self.env.get_observations())
         if observation is None:
             raise UsageError(
-                f"cannot start {self.name!r}: expected an observation of reset() or "
-                "get_observations(), got none."
+                f"neither reset() nor get_observations() of {self.name!r} returned an observation."
             )
         return observation
 
@@ -150,14 +146,13 @@ class Simulator:
         """
         if len(result) not in (4, 5):
             raise UsageError(
-                f"cannot step the environments {self.name!r}: expected gymnasium's five "
-                "values, obs, rewards, dones, infos, or these with privileged_obs after obs, "
-                f"got {len(result)} values."
+                f"step() of {self.name!r} returned {len(result)} values, expected the five values "
+                "of gymnasium, or obs, [privileged_obs], rewards, dones, infos."
             )
         if self._is_single and self.is_over[0] and not self._is_mode_known:
             raise UsageError(
-                f"cannot step {self.name!r}: expected reset() after the end of an episode, got "
-                "none. Give autoreset='next_step' if the environment resets itself."
+                f"the episode of {self.name!r} has ended. Call reset() before step(), or pass "
+                "autoreset='next_step' if the environment resets itself."
             )
         observation, *middle, infos = result
         infos = joined(infos)
@@ -232,9 +227,9 @@ class Simulator:
         if is_same_step or (has_policy_group and isinstance(_leaf(observation), torch.Tensor)):
             return "same_step"
         raise UsageError(
-            f"cannot record the end of an episode of {self.name!r}: expected "
-            "metadata['autoreset_mode'] or infos['final_obs'], got neither. Give "
-            "autoreset='next_step', 'same_step' or 'disabled'."
+            f"{self.name!r} has neither metadata['autoreset_mode'] nor infos['final_obs'], so the "
+            "end of an episode is ambiguous. Pass autoreset='next_step', 'same_step' or "
+            "'disabled'."
         )
 
     def _as_env(self, value: Any) -> Any:
@@ -292,17 +287,15 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
     """
     for name in TIME_OUTS:
         if infos.get(name) is not None:
-            _check_time_outs(
-                f"with {name!r} of infos", infos[name], _mask(infos, name, num_envs), num_envs
-            )
+            _check_time_outs(name, infos[name], _mask(infos, name, num_envs), num_envs)
     first, second = TIME_OUTS
     first_flags, has_first = info_flags(infos, (first,), num_envs)
     second_flags, has_second = info_flags(infos, (second,), num_envs)
     differs = has_first & has_second & (first_flags != second_flags)
     if differs.any():
         raise SchemaError(
-            f"cannot read time-outs of environment {int(differs.argmax())} in infos: expected "
-            f"{first!r} and {second!r} that agree, got a time-out in one of them only."
+            f"{first!r} and {second!r} of infos contradict each other for environment "
+            f"{int(differs.argmax())}: only one of them is a time-out."
         )
     return first_flags | second_flags, has_first | has_second
 
@@ -314,20 +307,21 @@ def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
         return np.ones(num_envs, bool)
     flags = on_host(mask).reshape(-1)
     if len(flags) != num_envs or not all(flag is not None and _is_flag(flag) for flag in flags):
-        expected = f"{num_envs} flags, one per environment"
-        raise SchemaError(in_parts("read infos", f"with {'_' + name!r}", expected, repr(mask)[:60]))
+        raise SchemaError(
+            f"{'_' + name!r} of infos must be {num_envs} flags, one per environment, got "
+            f"{repr(mask)[:60]}."
+        )
     return flags.astype(bool)
 
 
-def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -> None:
+def _check_time_outs(name: str, values: Any, mask: np.ndarray, num_envs: int) -> None:
     """Raise `SchemaError` unless each env has a flag or None. `mask` marks the envs with a flag."""
     is_list = isinstance(values, (list, tuple))
     # An object array, as numpy converts flags to texts if the list has a text.
     flags = np.array([*values, None], object)[:-1] if is_list else on_host(values).reshape(-1)
     if len(flags) != num_envs:
         raise SchemaError(
-            f"cannot read time-outs {where}: expected {num_envs} flags, one per environment, "
-            f"got {len(flags)}."
+            f"{name!r} of infos has {len(flags)} flags, expected {num_envs}, one per environment."
         )
     is_wrong = (
         np.array([not _is_flag(flag) for flag in flags])
@@ -338,12 +332,8 @@ def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -
     if is_wrong.any():
         env = int(is_wrong.argmax())
         raise SchemaError(
-            in_parts(
-                "read time-outs",
-                f"{where}, environment {env}",
-                "a flag or None",
-                repr(flags[env])[:60],
-            )
+            f"{name!r} of infos must be a flag or None, got {repr(flags[env])[:60]} for "
+            f"environment {env}."
         )
 
 
@@ -451,8 +441,8 @@ def final_rows(
     if _is_listed(finals):
         if len(finals) != len(done):
             raise SchemaError(
-                f"cannot {_FINALS} with {name!r} of infos: expected {len(done)} final "
-                f"observations or None, one per environment, got {len(finals)}."
+                f"{name!r} of infos has {len(finals)} final observations, expected {len(done)}, "
+                "one or None per environment."
             )
         has_final &= [row is not None for row in finals]
     if not has_final.any():
@@ -485,15 +475,17 @@ def _stacked(rows: list[Any], like: Any) -> Any:
     if isinstance(like, dict):
         for row in rows:
             if not isinstance(row, dict) or not like.keys() <= row.keys():
-                expected = f"mappings with {', '.join(map(repr, like))}"
                 got = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-                raise SchemaError(in_parts(_FINALS, "of infos", expected, got))
+                raise SchemaError(
+                    "final observations of infos must be mappings with "
+                    f"{', '.join(map(repr, like))}, got {got}."
+                )
         return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
     dtype = as_given(like).dtype
     tensors = [_as_dtype(_numbers(row), dtype) for row in rows]
     if len({tensor.shape for tensor in tensors}) > 1:
         raise SchemaError(
-            f"cannot {_FINALS} of infos: expected one shape, got "
+            "final observations of infos have different shapes: "
             f"{', '.join(str(list(tensor.shape)) for tensor in tensors)}."
         )
     return torch.stack(tensors)
@@ -510,14 +502,14 @@ def _numbers(values: Any) -> torch.Tensor:
             if isinstance(values, np.ndarray)
             else type(values).__name__
         )
-        raise FieldTypeError(in_parts(_FINALS, "of infos", "numbers", got)) from cause
+        raise FieldTypeError(f"final observations of infos must be numbers, got {got}.") from cause
 
 
 def _checked_rows(leaf: Any) -> Any:
     """Return a leaf of final observations; raise `SchemaError` without an axis of envs."""
     if leaf is not None and not _numbers(leaf).ndim:
         raise SchemaError(
-            f"cannot {_FINALS} of infos: expected one row per environment, got a single "
+            "final observations of infos must have one row per environment, got a single "
             f"{type(leaf).__name__}."
         )
     return leaf
@@ -530,13 +522,13 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         FieldTypeError: The values are complex, or an integer dtype cannot hold them.
     """
     if row.is_complex() and not dtype.is_complex:
-        raise FieldTypeError(f"cannot {_FINALS} of infos: expected real numbers, got {row.dtype}.")
+        raise FieldTypeError(f"final observations of infos must be real, got {row.dtype}.")
     converted = row.to(dtype)
     if not dtype.is_floating_point and not torch.equal(converted.to(row.dtype), row):
         name = str(dtype).removeprefix("torch.")
         raise FieldTypeError(
-            f"cannot {_FINALS} of infos: expected numbers that the dtype of the observations, "
-            f"{name}, can hold, got other numbers of {row.dtype}."
+            f"final observations of infos have {row.dtype} values that do not fit {name}, the "
+            "dtype of the observations."
         )
     return converted
 

@@ -24,7 +24,7 @@ from storage.core import arguments
 from storage.core.late_copies import has_device_tensors
 from storage.core.memory import as_given, on_host
 from storage.core.threads import Owned, Owner
-from storage.errors import RolloutDataWarning, UsageError, in_parts
+from storage.errors import RolloutDataWarning, UsageError
 
 from ..blocks.annotation_table import TASK
 from ..blocks.block_folder import BlockFolder
@@ -33,7 +33,6 @@ from .environments import Simulator, info_flags, joined, mapped
 from .rollout_writer import RolloutWriter
 from .step_infos import needed_infos
 
-_RECORD = "call rollout_data.record_demonstrations"
 #: Methods of an env that are recorded.
 _RECORDED = (
     "reset",
@@ -143,7 +142,7 @@ class RecordingWrapper(Owned):
         takers = (RecordingWrapper.__init__, _Recorder, RolloutWriter)
         arguments.options_of("RecordingWrapper", options, *takers, but=_NO_OPTIONS)
         recorder = _Recorder(
-            Simulator("create a RecordingWrapper", env, autoreset),
+            Simulator(env, autoreset),
             data_dir,
             is_in_loop=True,
             **options,
@@ -236,10 +235,8 @@ def record_demonstrations(
     keep_unfinished = arguments.flag("keep_unfinished", keep_unfinished)
     data_dir = arguments.path("data_dir", data_dir)
     if min_timesteps <= 0 and min_trajectories <= 0:
-        raise UsageError(
-            f"cannot {_RECORD}: expected min_timesteps or min_trajectories above 0, got neither."
-        )
-    simulator = Simulator(_RECORD, env, autoreset)
+        raise UsageError("min_timesteps or min_trajectories must be above 0.")
+    simulator = Simulator(env, autoreset)
     act, policy_name = _policy(policy)
     start_s = time.monotonic()
     frames_before, trajectories_before, ended_before = _count(Path(data_dir))
@@ -317,11 +314,8 @@ class _Recorder:
         metadata: Mapping[str, Any] | None = None,
         **writer_options: Any,
     ) -> None:
-        action = simulator.action
         if keep is not None and not callable(keep):
-            raise UsageError(
-                in_parts(action, "", "keep a callable of an EpisodeSummary, or None", repr(keep))
-            )
+            raise UsageError(f"keep must be a callable of an EpisodeSummary or None, got {keep!r}.")
         num_envs = simulator.num_envs
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
@@ -480,10 +474,7 @@ class _Recorder:
         # After an error, the next step must follow a reset, so that no frame is missing.
         self._before = {}
         if not before:
-            raise UsageError(
-                "cannot record a step: expected reset() or get_observations() before it, got "
-                "neither."
-            )
+            raise UsageError("call reset() or get_observations() before step().")
         record, done, infos = self.simulator.read(result)
         present = record.get("env_mask", True)
         self._lengths += present
@@ -572,25 +563,22 @@ class _Recorder:
         limit = self._limit if can_succeed else min(self._limit, self._default_limit)
         if self._num_dropped_in_a_row < limit or (can_succeed and self._has_warned):
             return
-        advice = "Change the policy or keep, or raise max_dropped"
+        advice = "Change the policy or keep, or raise max_dropped."
         if not can_succeed:
             names = sorted(map(str, joined(infos.get("final_info", infos))))
-            reason = f"infos never have {' or '.join(map(repr, self._names))}, but {names}"
-            advice = "Name the success flag of the infos with success_key"
+            reason = f"infos have no {' or '.join(map(repr, self._names))}, only {names}"
+            advice = "Pass success_key=..., the name of the success flag in infos."
         elif self._success_only:
             reason = "they ended without success" + (
                 " or keep returned False" if self._keep else ""
             )
         else:
             reason = "keep returned False"
-        got = f"{self._num_dropped_in_a_row} dropped in a row: {reason}"
-        error = UsageError(
-            f"cannot continue to record: expected episodes to keep, got {got}. {advice}."
-        )
+        problem = f"{self._num_dropped_in_a_row} episodes in a row were dropped: {reason}."
         if not (can_succeed and self._only_warns):
-            raise error
+            raise UsageError(f"{problem} {advice}")
         self._has_warned = True
-        warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=6)
+        warnings.warn(f"Nothing is recorded. {problem} {advice}", RolloutDataWarning, stacklevel=6)
 
 
 def _copied(state: Any) -> Any:
@@ -615,8 +603,10 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
     act = next((method for method in methods if callable(method)), policy)
     if not callable(act):
-        expected = "a callable, or an object with act_inference or act"
-        raise UsageError(in_parts(_RECORD, "", f"policy as {expected}", type(policy).__name__))
+        raise UsageError(
+            "policy must be a callable, or an object with act_inference or act, got "
+            f"{type(policy).__name__}."
+        )
     owner = getattr(policy, "__self__", policy)
     name = getattr(owner, "__name__", type(owner).__name__)
     if not isinstance(policy, torch.nn.Module):

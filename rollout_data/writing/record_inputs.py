@@ -18,7 +18,7 @@ import torch
 from storage.core import arguments
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given
-from storage.errors import RolloutDataWarning, SchemaError, UsageError, in_parts
+from storage.errors import RolloutDataWarning, SchemaError, UsageError
 from storage.onpolicy.transition_columns import rollout_columns
 
 from ..playback.transition import Transition
@@ -45,7 +45,7 @@ _OTHER_NAMES = {
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}
 #: Values of other records that are not recorded -> the reason.
-_FOLLOWS = "it follows from the frames, and from final_observation where they end"
+_FOLLOWS = "it is derived from the frames and final_observation"
 _DERIVED = dict.fromkeys(
     ("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS
 )
@@ -71,7 +71,7 @@ def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
     Names of other libraries are translated ("actions" -> "action"). None values are left out.
@@ -85,7 +85,7 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
     for source, ignored in (
-        (_items_of(action, transition), _DERIVED.keys() | _CARRIED),
+        (_items_of(transition), _DERIVED.keys() | _CARRIED),
         (keywords, set()),
     ):
         for original, value in _with_next(source).items():
@@ -95,14 +95,12 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
             if value is None or name in ignored:
                 continue
             if name in _DERIVED:
-                text = (
-                    f"{name!r} is not recorded: {_DERIVED[name]}. To keep it, give it another name"
-                )
+                text = f"{name!r} is not recorded: {_DERIVED[name]}. Rename it to record it."
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
                 raise UsageError(
-                    f"cannot {action} with {name!r}: expected each value once, got "
-                    f"{merged[name][0]!r} and {original!r}."
+                    f"{merged[name][0]!r} and {original!r} are duplicates of {name!r}. Pass only "
+                    "one of them."
                 )
             else:
                 merged[name] = original, value
@@ -143,19 +141,19 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
                 known
             )
             if is_close and known not in name.split("_"):
-                text = f"{name!r} is recorded as an extra field. If it is {meant!r}, give it by that name"
+                text = f"{name!r} is recorded as an extra field. Rename it if it is {meant!r}."
                 warnings.warn(text, RolloutDataWarning, stacklevel=5)
                 break
 
 
-def _items_of(action: str, transition: Any) -> dict[str, Any]:
+def _items_of(transition: Any) -> dict[str, Any]:
     """Return the values of a record by the names in the record, before translation."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
         return dict(transition)
     if isinstance(transition, Transition):
-        values = {**transition._asdict(), "done": _recorded_done(action, transition)}
+        values = {**transition._asdict(), "done": _recorded_done(transition)}
         del values["stream_id"], values["is_last"], values["end_unknown"]
         return {**(values.pop("extras") or {}), **values}
     if hasattr(transition, "_asdict"):
@@ -164,11 +162,13 @@ def _items_of(action: str, transition: Any) -> dict[str, Any]:
         return {field.name: getattr(transition, field.name) for field in fields(transition)}
     if hasattr(transition, "__dict__"):
         return {name: value for name, value in vars(transition).items() if not name.startswith("_")}
-    expected = "transition as a mapping, named tuple or object with fields"
-    raise UsageError(in_parts(action, "", expected, type(transition).__name__))
+    raise UsageError(
+        "transition must be a mapping, a named tuple or an object with fields, got "
+        f"{type(transition).__name__}."
+    )
 
 
-def _recorded_done(action: str, batch: Transition) -> Any:
+def _recorded_done(batch: Transition) -> Any:
     """Return `done` of a batch as it was recorded, without the marks of first frames.
 
     A reader marks first frames in `done`. A first frame that is also a last frame keeps its mark.
@@ -186,10 +186,9 @@ def _recorded_done(action: str, batch: Transition) -> Any:
         if value is not None:
             flag = as_given(value)
             if flag.numel() != done.numel():
-                expected = f"shape {tuple(done.shape)} as of 'done'"
                 raise SchemaError(
-                    f"cannot {action} with the flag {name!r}: expected {expected}, got "
-                    f"{tuple(flag.shape)}."
+                    f"flag {name!r} has shape {tuple(flag.shape)}, expected {tuple(done.shape)} as "
+                    "of 'done'."
                 )
             flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
     if "is_last" in flags:
@@ -200,16 +199,14 @@ def _recorded_done(action: str, batch: Transition) -> Any:
     if "valid" in flags:  # Invalid entries are no frames.
         is_unclear &= flags["valid"]
     if is_unclear.any():
-        expected = "is_last, which separates first frames from ends"
         raise UsageError(
-            f"cannot {action} with is_first and done both true: expected {expected}, got None. "
-            "Set it with batch._replace(is_last=...): batch.done, where no first frame is "
-            "marked."
+            "is_first and done are both true, and is_last is None. Set is_last, which separates "
+            "first frames from ends, with batch._replace(is_last=...)."
         )
     return done
 
 
-def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
+def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     """Return the filled steps of a `RolloutStorage` as a mapping, in the order of time.
 
     Other transitions are returned unchanged.
@@ -219,9 +216,9 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
         transition, "add_transitions"
     ):
         if include:
-            where = f"with include={list(include)}"
-            expected = "transition as a RolloutStorage"
-            raise UsageError(in_parts(action, where, expected, type(transition).__name__))
+            raise UsageError(
+                f"include={list(include)} needs a RolloutStorage, got {type(transition).__name__}."
+            )
         return transition
     declared = (
         transition.declare_columns()
@@ -232,9 +229,7 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
     columns = {name: getattr(transition, name, None) for name in (*usual, *include)}
     missing = [name for name in include if columns[name] is None]
     if missing:
-        raise UsageError(
-            f"cannot {action}: expected include as fields of the storage, got {missing[0]!r}."
-        )
+        raise UsageError(f"include has {missing[0]!r}, which is no field of the storage.")
     step = transition.step
     is_full_queue = getattr(transition, "buffer_full", False)
 

@@ -58,10 +58,7 @@ def prune(
         UsageError: No limit is given, a limit is not an integer >= 1, or the folder only contains
             folders with recordings.
     """
-    action = "call rollout_data.prune"
-    limits = checked_limits(
-        action, {"trajectories": trajectories, "frames": frames, "bytes": bytes}
-    )
+    limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
     dry_run = arguments.flag("dry_run", dry_run)
     folder = BlockFolder.at(arguments.path("data_dir", data_dir))
     if not folder.blocks:
@@ -75,7 +72,7 @@ def prune(
     return paths
 
 
-def checked_limits(action: str, limits: Any) -> dict[str, int]:
+def checked_limits(limits: Any) -> dict[str, int]:
     """Return the limits of `prune` that are not None, by name.
 
     Raises:
@@ -83,13 +80,13 @@ def checked_limits(action: str, limits: Any) -> dict[str, int]:
     """
     expected = f"at least one of {', '.join(LIMITS)}"
     if not isinstance(limits, Mapping) or limits.keys() - {*LIMITS}:
-        raise UsageError(f"cannot {action}: expected a mapping with {expected}, got {limits!r}.")
+        raise UsageError(f"retention must be a mapping with {expected}, got {limits!r}.")
     checked = {}
     for name, limit in limits.items():
         if limit is not None:
             checked[name] = arguments.whole(name, limit, 1)
     if not checked:
-        raise UsageError(f"cannot {action}: expected {expected}, got none of them.")
+        raise UsageError(f"no limit was passed. Pass {expected}.")
     return checked
 
 

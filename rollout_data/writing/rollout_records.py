@@ -162,7 +162,6 @@ class RolloutReader:
 
     def read(
         self,
-        action: str,
         record: Mapping[str, Any],
         is_step: bool,
         has_final: np.ndarray | None = None,
@@ -170,7 +169,6 @@ class RolloutReader:
         """Check a record and return it as a rollout.
 
         Args:
-            action: The call, for errors.
             record: Values by name, as `merged_values` returns them: `[N, ...]` for a step, else
                 `[T, N, ...]`.
             is_step: Whether the record is a step.
@@ -185,7 +183,7 @@ class RolloutReader:
         success = values.pop("success", None) if self._success_only else None
         episode = values.pop("episode", None)
         texts = _pop_texts(values)
-        fields = _leaves(action, values, texts)
+        fields = _leaves(values, texts)
         final_texts = {
             name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS
         }
@@ -202,11 +200,9 @@ class RolloutReader:
         flag_leaves = [(name, fields.pop(name)) for name in self._flags]
         finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
-            _check_whole(action, fields, self._needed)
+            _check_whole(fields, self._needed)
         if self._segments:
-            fields = split_components(
-                action, fields, OBSERVATION, self._segments, 1 if is_step else 2
-            )
+            fields = split_components(fields, OBSERVATION, self._segments, 1 if is_step else 2)
         lead = (
             (self._num_envs,)
             if is_step
@@ -214,23 +210,21 @@ class RolloutReader:
         )
         texts_by_id: dict[int, bytes] = {}
         for name, value in texts.items():
-            fields[name] = text_ids(action, name, value, lead, texts_by_id)
+            fields[name] = text_ids(name, value, lead, texts_by_id)
         for name, value in final_texts.items():
-            finals[name] = text_ids(action, name, value, _shape_of(value, lead), texts_by_id)
-        schema = (
-            self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
-        )
+            finals[name] = text_ids(name, value, _shape_of(value, lead), texts_by_id)
+        schema = self._declared(fields, len(lead), texts) if self.schema is None else self.schema
         if not is_known:
-            _check_fields(action, schema, fields, lead)
-            check_text_fields(action, schema, texts)
-        flags = {name: _flag(action, name, leaf, lead) for name, leaf in flag_leaves}
+            _check_fields(schema, fields, lead)
+            check_text_fields(schema, texts)
+        flags = {name: _flag(name, leaf, lead) for name, leaf in flag_leaves}
         marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
         # In most steps no trajectory ends. With 64 envs this check takes 1 us, `_marks` 7 us.
         is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
         if not is_plain:
-            marks = _marks(action, flags, marks.shape)
+            marks = _marks(flags, marks.shape)
             if self._success_only:
-                marks |= ends_of(marks) * ~_kept(action, success, marks) * np.uint8(DROPPED)
+                marks |= ends_of(marks) * ~_kept(success, marks) * np.uint8(DROPPED)
         errors: dict[str, float] = {}
         stored = {}
         for name, leaf in fields.items():
@@ -240,23 +234,19 @@ class RolloutReader:
         if finals and not (is_known and is_plain):
             is_end = ends_of(marks) if has_final is None else ends_of(marks) & has_final
             marks = marks | is_end * np.uint8(HAS_FINAL)
-            picked = self._pick_ends(action, finals, schema, lead, is_end)
+            picked = self._pick_ends(finals, schema, lead, is_end)
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
             missing = [name for name in schema.below(PRIVILEGED) if name not in rows]
             if missing:
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
-        episodes = () if episode is None else episode_notes(action, episode, marks, is_step)
+        episodes = () if episode is None else episode_notes(episode, marks, is_step)
         notes = StepNotes(episodes, texts_by_id) if episodes or texts_by_id else NO_NOTES
-        rollout = Rollout(
-            schema, stored, marks, _version(action, version, lead), rows, errors, notes
-        )
+        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, errors, notes)
         self._form = form
         return rollout
 
-    def _declared(
-        self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]
-    ) -> Schema:
+    def _declared(self, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
         """Return the schema of a first record: observations, action, reward, then other fields."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
 
@@ -272,14 +262,11 @@ class RolloutReader:
         ]
         for name in self._codecs:
             if name not in components:
-                expected = (
-                    nearest(name, components)
-                    if components
-                    else "a dict as the observation, or obs_segments"
-                )
+                advice = "Pass a dict as the observation, or obs_segments."
+                if components:
+                    advice = f"Components: {nearest(name, components)}."
                 raise SchemaError(
-                    f"cannot {action} with obs_disassemble_mapping: expected {expected}, got "
-                    f"{name!r}."
+                    f"obs_disassemble_mapping has the unknown component {name!r}. {advice}"
                 )
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
         dtypes = {name: dtype_name(fields[name].dtype, f"field {name!r}") for name in names}
@@ -293,7 +280,6 @@ class RolloutReader:
 
     def _pick_ends(
         self,
-        action: str,
         leaves: dict[str, Leaf],
         schema: Schema,
         lead: tuple[int, ...],
@@ -302,7 +288,6 @@ class RolloutReader:
         """Return the final rows of the ends: field of the frames -> `[k, *shape]`.
 
         Args:
-            action: The call, for errors.
             leaves: Fields of `final_observation` and `final_privileged_observation`.
             schema: Fields of the frames.
             lead: Leading shape of the record.
@@ -316,26 +301,22 @@ class RolloutReader:
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
             num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
-            leaves = split_components(
-                action, leaves, "final_observation", self._segments, *num_leads
-            )
+            leaves = split_components(leaves, "final_observation", self._segments, *num_leads)
         rows = {}
         for name, leaf in leaves.items():
             head, slash, rest = name.partition("/")
             field_name = FINALS[head] + slash + rest
             if field_name not in schema:
-                expected = nearest(field_name, schema)
                 raise MissingFieldError(
-                    f"cannot {action} with the field {name!r}: expected {expected}, got "
-                    f"{field_name!r}."
+                    f"{name!r} is the final value of the unknown field {field_name!r}, expected "
+                    f"one of {nearest(field_name, schema)}."
                 )
-            rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
+            rows[field_name] = _ended_rows(name, leaf, schema[field_name], lead, is_end)
         for name in schema.below(OBSERVATION):
             if name not in rows:
-                expected = "all observation fields"
                 raise MissingFieldError(
-                    f"cannot {action} without the final value of {name!r}: expected "
-                    f"{expected}, got {', '.join(leaves)}."
+                    f"the final value of {name!r} is missing. Final values of all observations "
+                    f"are needed, got {', '.join(leaves)}."
                 )
         return rows
 
@@ -356,15 +337,12 @@ def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
     return shape if shape and shape != (*lead, 1) else lead
 
 
-def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
+def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
     """Return the leaves of a record by flat name, without None. Adds text leaves to `texts`."""
     result: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in result:
-            raise SchemaError(
-                f"cannot {action} with the field {name!r}: expected each place used once, got "
-                "two values."
-            )
+            raise _duplicate_field(name)
         if type(value) is np.ndarray:
             result[name] = value
         elif (
@@ -375,24 +353,21 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
             text_leaves = {leaf: item for leaf, item in leaves.items() if _is_text_leaf(item)}
             texts.update(text_leaves)
-            below = {
-                leaf: _leaf(action, leaf, leaves[leaf])
-                for leaf in leaves
-                if leaf not in text_leaves
-            }
+            below = {leaf: _leaf(leaf, leaves[leaf]) for leaf in leaves if leaf not in text_leaves}
             repeated = sorted(below.keys() & result.keys())
             if repeated:
-                raise SchemaError(
-                    f"cannot {action} with the field {repeated[0]!r}: expected each place used "
-                    "once, got two values."
-                )
+                raise _duplicate_field(repeated[0])
             result.update(below)
         elif value is not None:
-            result[name] = _leaf(action, name, value)
+            result[name] = _leaf(name, value)
     return result
 
 
-def _leaf(action: str, name: str, value: Any) -> Leaf:
+def _duplicate_field(name: str) -> SchemaError:
+    return SchemaError(f"field {name!r} has two values. Pass it once.")
+
+
+def _leaf(name: str, value: Any) -> Leaf:
     """Return a value as an array, or as a detached tensor if numpy cannot hold it.
 
     The result is a view if possible.
@@ -406,93 +381,80 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
             return dense(value, f"field {name!r}")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise SchemaError(
-            f"cannot {action} with the field {name!r}: expected an array without masked "
-            "values, got masked ones. Fill it, or mark envs without a frame with env_mask."
+            f"field {name!r} has masked values. Fill them, or mark environments without a frame "
+            "with env_mask."
         )
     try:
         return np.asarray(value)
     except ValueError as cause:
-        raise SchemaError(
-            f"cannot {action} with the field {name!r}: expected an array, got {cause}."
-        ) from cause
+        raise SchemaError(f"field {name!r} is no array: {cause}.") from cause
 
 
-def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
+def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
     """Raise `MissingFieldError` unless the record has all needed fields."""
     heads = {name.partition("/")[0] for name in fields}
     for name in needed:
         if name not in heads:
             raise MissingFieldError(
-                f"cannot {action} without the field {name!r}: expected a value for {name!r}, "
-                f"got only {', '.join(fields) or 'nothing'}. Give it as a keyword or in the "
-                "record."
+                f"field {name!r} is missing, got only {', '.join(fields) or 'no fields'}. Pass it "
+                "as a keyword or in the record."
             )
 
 
-def _check_fields(
-    action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]
-) -> None:
+def _check_fields(schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
             axes = "num_envs" if len(lead) == 1 else "time, num_envs"
             raise SchemaError(
-                f"cannot {action} with the field {name!r}: expected leading size {lead} "
-                f"({axes}), got shape {tuple(leaf.shape)}."
+                f"field {name!r} has shape {tuple(leaf.shape)}, expected the leading size {lead} "
+                f"({axes})."
             )
     check_same_names(schema, fields)
     for name, field in schema.items():
-        _check_row(action, name, field, fields[name], len(lead))
+        _check_row(name, field, fields[name], len(lead))
 
 
-def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
-    where = f"with the field {name!r}"
+def _check_row(name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
     got = dtype_name(leaf.dtype, f"field {name!r}")
     if leaf.shape[num_lead:] != field.shape:
         raise SchemaError(
-            f"cannot {action} {where}: expected rows of shape {field.shape}, got "
-            f"{tuple(leaf.shape[num_lead:])}."
+            f"field {name!r} has rows of shape {tuple(leaf.shape[num_lead:])}, expected "
+            f"{field.shape}."
         )
     if got != field.dtype:
         raise FieldTypeError(
-            f"cannot {action} {where}: expected dtype {field.dtype}, as declared by the first "
-            f"record, got {got}."
+            f"field {name!r} has dtype {got}, expected {field.dtype} as in the first record."
         )
 
 
-def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
+def _flag(name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
     """Return a flag as a `[T, N]` bool array."""
     if leaf.shape not in (lead, (*lead, 1)):
         raise SchemaError(
-            f"cannot {action} with the flag {name!r}: expected shape {lead} or {(*lead, 1)}, "
-            f"got {tuple(leaf.shape)}."
+            f"flag {name!r} has shape {tuple(leaf.shape)}, expected {lead} or {(*lead, 1)}."
         )
-    return _truth(action, name, leaf).reshape(-1, lead[-1])
+    return _truth(name, leaf).reshape(-1, lead[-1])
 
 
-def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
+def _truth(name: str, leaf: Leaf) -> np.ndarray:
     array = on_host(leaf)
     if array.dtype == bool:
         return array
     dtype_name(array.dtype, f"flag {name!r}")
     if array.dtype.kind == "f" and np.isnan(array).any():
-        raise UsageError(
-            f"cannot {action} with the flag {name!r}: expected true and false values, got NaN."
-        )
+        raise UsageError(f"flag {name!r} contains NaN, expected True and False.")
     is_true: np.ndarray = array != 0
     return is_true
 
 
-def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Return the marks of frames, uint8 `[T, N]`, from flags of a record, bool `[T, N]` each."""
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
     has_frame = True if mask is None else mask
     if truncated is None:
         truncated = timeout
     elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
-        raise UsageError(
-            f"cannot {action} with both timeout and truncated: expected the same values, got "
-            "different ones."
-        )
+        raise UsageError("timeout and truncated have different values. Pass one of them.")
     if done is not None and terminated is None:
         # A timeout without done is no end, as simulators do not reset old flags.
         truncated = None if truncated is None else truncated & done
@@ -500,10 +462,7 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
     elif done is not None and terminated is not None:
         truncated = done & ~terminated if truncated is None else truncated
         if ((terminated | truncated) & has_frame != done & has_frame).any():
-            raise UsageError(
-                f"cannot {action} with done, terminated and truncated: expected done = "
-                "terminated | truncated, got a contradiction."
-            )
+            raise UsageError("done differs from terminated | truncated.")
     marks = np.full(shape, PRESENT, np.uint8)
     for flag, mark in ((terminated, TERMINATED), (truncated, TRUNCATED)):
         if flag is not None:
@@ -513,20 +472,16 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
     return marks
 
 
-def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
+def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
     """Return `success` of a record as bool `[T, N]`; it may be None if no trajectory ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
-    flags = (
-        np.zeros(0)
-        if success is None
-        else _truth(action, "success", _leaf(action, "success", success))
-    )
+    flags = np.zeros(0) if success is None else _truth("success", _leaf("success", success))
     if flags.size != marks.size:
+        problem = f"success has shape {flags.shape}" if flags.size else "success is missing"
         raise SchemaError(
-            f"cannot {action} with success_only: expected success of shape {marks.shape[1:]} "
-            "for a step, true for trajectories to keep, got "
-            f"{f'shape {flags.shape}' * (flags.size > 0)}."
+            f"{problem}. With success_only, pass success of shape {marks.shape[1:]} for each "
+            "step, True for trajectories to keep."
         )
     return flags.reshape(marks.shape)
 
@@ -547,19 +502,17 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
     return leaf
 
 
-def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
+def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
     """Return policy versions as int64 `[T, N]`, or as one number; -1 for None."""
     if version is None:
         return -1
-    leaf = _leaf(action, "policy_version", version)
+    leaf = _leaf("policy_version", version)
     name = dtype_name(leaf.dtype, "policy_version")
     array = on_host(leaf)
     if array.dtype.kind not in "iu":
-        raise FieldTypeError(f"cannot {action} with policy_version: expected integers, got {name}.")
+        raise FieldTypeError(f"policy_version must be integers, got {name}.")
     if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
-        raise FieldTypeError(
-            f"cannot {action} with policy_version: expected numbers below 2**63, got {array.max()}."
-        )
+        raise FieldTypeError(f"policy_version must be below 2**63, got {array.max()}.")
     array = array.astype(np.int64)
     if array.ndim == 0:
         return int(array)
@@ -567,31 +520,28 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
         return np.broadcast_to(array.reshape(-1, 1), lead)
     if array.shape not in (lead, (*lead, 1)):
         raise SchemaError(
-            f"cannot {action} with policy_version: expected one integer or shape {lead}, got "
-            f"{array.shape}."
+            f"policy_version has shape {array.shape}, expected one integer or shape {lead}."
         )
     return array.reshape(-1, lead[-1])
 
 
 def _ended_rows(
-    action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray
+    name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray
 ) -> Leaf:
     """Return final rows `[k, *shape]` of the k ends, from `[*lead, *shape]` or `[k, *shape]`."""
     num_ends = int(is_end.sum())
     num_lead = leaf.ndim - len(field.shape)
     if num_lead == len(lead) and leaf.shape[:num_lead] == lead:
-        _check_row(action, name, field, leaf, num_lead)
+        _check_row(name, field, leaf, num_lead)
         rows = leaf.reshape(-1, *field.shape)
         places = np.flatnonzero(is_end)
         if isinstance(rows, np.ndarray):
             return rows[places]
         return rows[torch.from_numpy(places).to(rows.device)]
     if num_lead == 1 and len(leaf) == num_ends:
-        _check_row(action, name, field, leaf, 1)
+        _check_row(name, field, leaf, 1)
         return leaf
-    expected = f"shape {(*lead, *field.shape)}"
+    expected = str((*lead, *field.shape))
     if (num_ends,) != lead:
         expected += f", or {(num_ends, *field.shape)} for the ends of this record"
-    raise SchemaError(
-        f"cannot {action} with {name!r}: expected {expected}, got {tuple(leaf.shape)}."
-    )
+    raise SchemaError(f"{name!r} has shape {tuple(leaf.shape)}, expected {expected}.")

@@ -15,7 +15,6 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -45,7 +44,6 @@ MAX_NUM_ENVS = 1 << 24
 #: Steps without an end after which the writer warns. Most environments end an episode within 1,000
 #: steps.
 MAX_STEPS_WITHOUT_END = 2000
-_MAKE = "create a RolloutWriter"
 
 
 class RolloutWriter(Shown, Owned):
@@ -118,13 +116,11 @@ class RolloutWriter(Shown, Owned):
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
             raise UsageError(
-                f"cannot {_MAKE}: expected writer_name of 1 to 100 letters, digits and '-', "
-                f"got {writer_name!r}."
+                "writer_name must consist of 1 to 100 letters, digits and '-', got "
+                f"{writer_name!r}."
             )
         if "\0" in str(self.data_dir):
-            raise UsageError(
-                f"cannot {_MAKE}: expected data_dir without NUL characters, got {data_dir!r}."
-            )
+            raise UsageError(f"data_dir contains a NUL character: {data_dir!r}.")
         self.num_envs = arguments.whole("num_envs", num_envs, 1, MAX_NUM_ENVS)
         self.nonfinite_rewards = arguments.choice(
             "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse")
@@ -141,7 +137,7 @@ class RolloutWriter(Shown, Owned):
             if frames_per_chunk is None
             else arguments.whole("frames_per_chunk", frames_per_chunk, 1)
         )
-        limits = None if retention is None else checked_limits(f"{_MAKE} with retention", retention)
+        limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": self.success_only, **_checked_metadata(metadata)}
         is_optional = {
             "observation": arguments.flag("without_observation", without_observation),
@@ -284,7 +280,7 @@ class RolloutWriter(Shown, Owned):
             episode, infos: A list of T values, each as in `add`.
             include: Additional fields of a `RolloutStorage` to record: "values", "mu", "sigma", ...
         """
-        transition = unpack_storage("call RolloutWriter.add_rollout", transition, include)
+        transition = unpack_storage(transition, include)
         self._add(transition, keywords_of(locals()), is_step=False)
 
     def discard(
@@ -381,13 +377,14 @@ class RolloutWriter(Shown, Owned):
             self._journal.open()
         except OSError as cause:
             raise DataFileError(
-                f"cannot record into {str(self.data_dir)!r}: expected a writable folder, got "
-                f"{cause}."
+                f"The data folder {str(self.data_dir)!r} is not writable: {cause}."
             ) from cause
         remove_temporary_files(self.data_dir, self.name)
         for dead in recovered:
-            lost = f"{dead.num_lost_frames} frames that it had not published are lost; its published blocks are intact."
-            text = f"writer {dead.writer!r} ended without close() in {str(self.data_dir)!r}: {lost}"
+            text = (
+                f"Writer {dead.writer!r} of {str(self.data_dir)!r} ended without close(). Its last "
+                f"{dead.num_lost_frames} frames are lost. Its published blocks are intact."
+            )
             warnings.warn(text, RolloutDataWarning, stacklevel=3)
         return recovered
 
@@ -400,22 +397,21 @@ class RolloutWriter(Shown, Owned):
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
-        action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
-        values = merged_values(action, transition, keywords)
+        values = merged_values(transition, keywords)
         if is_step and "infos" in values:
             values["infos"] = needed_infos(values["infos"])
         is_late = self._late_ns is not None
         if is_step and not is_late and has_device_tensors(values):
-            self.record_late(values, partial(self._record_arrived, action))
+            self.record_late(values, self._record_arrived)
             return
         try:
             self.settle()
         finally:  # After an error of an earlier step, this step is recorded.
-            self._record(action, values, is_step)
+            self._record(values, is_step)
 
-    def _record_arrived(self, action: str, values: Mapping[str, Any]) -> None:
+    def _record_arrived(self, values: Mapping[str, Any]) -> None:
         # A copy, as the step is recorded again after a Ctrl-C.
-        self._record(action, dict(values), is_step=True)
+        self._record(dict(values), is_step=True)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
         """Copy values from a GPU without waiting; record the complete copy before later steps.
@@ -467,14 +463,14 @@ class RolloutWriter(Shown, Owned):
                 errors.append(error)
         return errors[0] if errors else None
 
-    def _record(self, action: str, values: dict[str, Any], is_step: bool) -> None:
+    def _record(self, values: dict[str, Any], is_step: bool) -> None:
         """Check a record and stage it."""
         infos = values.pop("infos", None)
         has_final = None
         if infos is not None:
-            info_values, has_final = self._infos.read(action, infos, values, is_step)
+            info_values, has_final = self._infos.read(infos, values, is_step)
             values |= info_values
-        rollout = self._reader.read(action, values, is_step, has_final)
+        rollout = self._reader.read(values, is_step, has_final)
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
@@ -484,11 +480,9 @@ class RolloutWriter(Shown, Owned):
             for name, count in nonfinite_rewards(
                 rollout.schema, rollout.fields, rollout.marks
             ).items():
-                raise UsageError(
-                    f"cannot {action} with the field {name!r}: expected finite values, got "
-                    f"{count} NaN or infinite ones."
-                )
-        self._note_count.add(action, rollout.marks, rollout.notes)
+                values = "value" if count == 1 else "values"
+                raise UsageError(f"field {name!r} has {count} NaN or infinite {values}.")
+        self._note_count.add(rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)
             warn_of_misspellings(values)
@@ -512,10 +506,10 @@ class RolloutWriter(Shown, Owned):
         if self._num_accepted > self._warn_at:
             self._warn_at = np.iinfo(np.int64).max
             if self._counted().num_open_frames >= self._num_accepted:
-                steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
-                advice = "Mark ends with done=, or with terminated= and truncated="
                 warnings.warn(
-                    f"no trajectory has ended in {steps}. {advice}",
+                    f"More than {MAX_STEPS_WITHOUT_END} steps were recorded in "
+                    f"{str(self.data_dir)!r}, and no trajectory has ended. Pass done=..., or "
+                    "terminated=... and truncated=...",
                     RolloutDataWarning,
                     stacklevel=4,
                 )
@@ -544,8 +538,7 @@ class RolloutWriter(Shown, Owned):
             )
         except OSError as cause:
             raise DataFileError(
-                f"cannot write the metadata of {str(self.data_dir)!r}: expected a writable "
-                f"folder, got {cause}."
+                f"The metadata of {str(self.data_dir)!r} could not be written: {cause}."
             ) from cause
         step_bytes = self.num_envs * layouts_of(schema)[DATA].frame_bytes
         self._max_steps = max(
@@ -583,10 +576,7 @@ class RolloutWriter(Shown, Owned):
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ClosedError(
-                f"cannot record into {str(self.data_dir)!r}: expected an open writer, got a "
-                "closed one."
-            )
+            raise ClosedError(f"the writer of {str(self.data_dir)!r} is closed.")
         self._publisher.check()
 
 
@@ -610,7 +600,6 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
         json.dumps(context, default=str)
     except (TypeError, ValueError, RecursionError) as cause:
         raise UsageError(
-            f"cannot {_MAKE}: expected metadata as a mapping that JSON can hold, got "
-            f"{metadata!r} ({cause})."
+            f"metadata must be a mapping of JSON values, got {metadata!r}: {cause}."
         ) from cause
     return context

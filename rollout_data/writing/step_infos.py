@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from storage.core.memory import as_given, on_host
-from storage.errors import RolloutDataWarning, SchemaError, UsageError, in_parts
+from storage.errors import RolloutDataWarning, SchemaError, UsageError
 
 from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined, time_out_flags
 
@@ -60,12 +60,11 @@ class InfoReader:
         self._warned_keys = set[str]()
 
     def read(
-        self, action: str, infos: Any, values: Mapping[str, Any], is_step: bool
+        self, infos: Any, values: Mapping[str, Any], is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return `timeout` and final observations from infos, unless they are in `values`.
 
         Args:
-            action: The call, for errors.
             infos: For a step, a list with a mapping for each environment, or one mapping for all.
                 For a rollout, a list of T such infos.
             values: Other values of the record, by their names in this library.
@@ -79,8 +78,8 @@ class InfoReader:
             SchemaError: Infos are not of N environments or T steps.
             UsageError: Only some of the final observations have a privileged part.
         """
-        infos_of_steps = [infos] if is_step else _listed(action, infos, values.get("observation"))
-        steps = [joined(self._checked(action, step_infos)) for step_infos in infos_of_steps]
+        infos_of_steps = [infos] if is_step else _listed(infos, values.get("observation"))
+        steps = [joined(self._checked(step_infos)) for step_infos in infos_of_steps]
         self._warn_of(steps)
         info_values: dict[str, Any] = {}
         if values.get("timeout") is None and values.get("truncated") is None:
@@ -92,19 +91,18 @@ class InfoReader:
         ended = self._ended({**values, **info_values}, len(steps))
         if values.get("final_observation") is not None or ended is None or not ended.any():
             return info_values, None
-        finals, has_final = self._finals(action, steps, values.get("observation"), ended, is_step)
+        finals, has_final = self._finals(steps, values.get("observation"), ended, is_step)
         return info_values | finals, has_final
 
-    def _checked(self, action: str, infos: Any) -> Any:
+    def _checked(self, infos: Any) -> Any:
         if isinstance(infos, Mapping):
             return infos
         is_list = _is_list(infos) and not isinstance(infos, (str, bytes))
         is_of_envs = is_list and len(infos) == self._num_envs
         if not is_of_envs or not all(isinstance(env_infos, Mapping | None) for env_infos in infos):
             raise SchemaError(
-                f"cannot {action}: expected infos as a mapping, or a list of {self._num_envs} "
-                "mappings, one per environment, got "
-                f"{type(infos).__name__}{f' of {len(infos)}' if is_list else ''}."
+                f"infos must be a mapping, or a list of {self._num_envs} mappings, one per "
+                f"environment, got {type(infos).__name__}{f' of {len(infos)}' if is_list else ''}."
             )
         return infos
 
@@ -117,7 +115,9 @@ class InfoReader:
         if ignored:
             self._warned_keys.update(ignored)
             listed = ", ".join(map(repr, ignored))
-            text = f"keys of infos are not recorded: {listed}. To keep a value, give it by a name of its own"
+            text = (
+                f"Keys of infos are not recorded: {listed}. Pass a value as a keyword to record it."
+            )
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
@@ -142,7 +142,6 @@ class InfoReader:
 
     def _finals(
         self,
-        action: str,
         steps: Sequence[Mapping[str, Any]],
         observation: Any,
         ended: np.ndarray,
@@ -172,8 +171,8 @@ class InfoReader:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
             raise UsageError(
-                f"cannot {action}: expected infos with final privileged observations in each "
-                "step with final observations, got some steps without."
+                "some steps of infos have final observations without final privileged "
+                "observations. Pass both in each step."
             )
         values = {"final_observation": _joined(rows)}
         if privileged_rows:
@@ -195,20 +194,15 @@ class InfoReader:
         return batched
 
 
-def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
+def _listed(infos: Any, observation: Any) -> list[Any]:
     """Return the infos of each step of a rollout, whose observation has leaves `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
         raise SchemaError(
-            in_parts(
-                action, "", "infos of a rollout as a list, one item per step", type(infos).__name__
-            )
+            f"infos of a rollout must be a list with one item per step, got {type(infos).__name__}."
         )
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
-        raise SchemaError(
-            f"cannot {action}: expected infos of {len(leaf)} steps, got infos of {len(infos)} "
-            "steps."
-        )
+        raise SchemaError(f"infos have {len(infos)} steps, expected {len(leaf)}.")
     return list(infos)
 
 

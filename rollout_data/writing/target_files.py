@@ -78,7 +78,7 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise changed_file(target, file, "a removed file") from None
     if not stat.S_ISREG(status.st_mode):
-        raise changed_file(target, file, "something that is not a file")
+        raise changed_file(target, file, "no regular file")
     if status.st_size != noted.size:
         raise changed_file(target, file, f"{status.st_size} bytes instead of {noted.size}")
     is_read = status.st_size <= ALWAYS_READ_BYTES or status.st_mtime_ns != noted.mtime_ns
@@ -86,12 +86,11 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
         raise changed_file(target, file, "other content")
 
 
-def changed_file(target: Path, file: Path, got: str) -> UsageError:
+def changed_file(target: Path, file: Path, change: str) -> UsageError:
     """Return the error for a file of a target that was changed after it was written."""
     return UsageError(
-        f"cannot convert into {str(target)!r}: its file {str(file)!r} was changed after it was "
-        f"written: expected the file as the conversion wrote it, got {got}. Choose another "
-        "place."
+        f"file {str(file)!r} of the target {str(target)!r} was changed after the conversion wrote "
+        f"it: {change}. Choose another target."
     )
 
 

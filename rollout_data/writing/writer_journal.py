@@ -71,9 +71,8 @@ class Journal:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if not _lock(self._descriptor):
                 raise UsageError(
-                    f"cannot record into {str(self.path.parent)!r}: expected a writer name not "
-                    f"in use, other than {self.writer!r}, got a living writer of that name. "
-                    "Leave writer_name out to get a free one."
+                    f"writer name {self.writer!r} is in use in {str(self.path.parent)!r} by "
+                    "another writer. Omit writer_name to choose a free name."
                 )
             if _is_linked(self._descriptor, self.path):
                 break

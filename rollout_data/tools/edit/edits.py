@@ -159,7 +159,7 @@ def tagged(
     dry_run: bool = False,
 ) -> int:
     """Add notes like `tag`, with any names. With `dry_run`, only check and count."""
-    data = json.loads(episode_json(notes, "call rollout_data.tag", ""))
+    data = json.loads(episode_json(notes))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
         if not notes:
