@@ -271,7 +271,7 @@ class ForeignWriter(ABC):
         is_finished |= note.finish is not None
         for name in cls.BEGUN if note.rows else ():
             if not (folder / name).exists():
-                raise changed_file(path, folder / name, "a removed file")
+                raise changed_file(path, folder / name, "it was removed")
         for episode in note.rows:
             files = note.files.get(episode, {})
             first = next(iter(files), None)

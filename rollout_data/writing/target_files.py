@@ -76,14 +76,14 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
     try:
         status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
-        raise changed_file(target, file, "a removed file") from None
+        raise changed_file(target, file, "it was removed") from None
     if not stat.S_ISREG(status.st_mode):
-        raise changed_file(target, file, "no regular file")
+        raise changed_file(target, file, "it is no regular file")
     if status.st_size != noted.size:
-        raise changed_file(target, file, f"{status.st_size} bytes instead of {noted.size}")
+        raise changed_file(target, file, f"it has {status.st_size} bytes, expected {noted.size}")
     is_read = status.st_size <= ALWAYS_READ_BYTES or status.st_mtime_ns != noted.mtime_ns
     if is_read and file_sum(file).checksum != noted.checksum:
-        raise changed_file(target, file, "other content")
+        raise changed_file(target, file, "its content differs")
 
 
 def changed_file(target: Path, file: Path, change: str) -> UsageError:

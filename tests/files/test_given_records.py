@@ -57,10 +57,10 @@ def test_a_wrong_final_value_is_named_as_it_was_given(tmp_path):
     with RolloutWriter(tmp_path, 3) as writer:
         with pytest.raises(
             SchemaError,
-            match=r"the field 'final_observation': expected dtype float32.* got float64",
+            match=r"field 'final_observation' has dtype float64, expected float32",
         ):
             writer.add(**ended, final_observation=torch.zeros(3, 4, dtype=torch.float64))
         with pytest.raises(
-            SchemaError, match=r"with 'final_observation': expected shape \(3, 4\), got \(5, 4\)"
+            SchemaError, match=r"'final_observation' has shape \(5, 4\), expected \(3, 4\)"
         ):
             writer.add(**ended, final_observation=torch.zeros(5, 4))

@@ -219,7 +219,7 @@ def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(
             SchemaError,
-            match=rf"read time-outs with '{name}' of infos, environment 1: expected a flag",
+            match=rf"'{name}' of infos must be a flag or None, got .* for environment 1",
         ):
             writer.add(**record(given))
         writer.add(**record(sb3_infos()))
@@ -230,7 +230,7 @@ def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
     "flags", [np.array([np.nan, 0, 0]), np.array(["a", "", ""]), torch.tensor([torch.nan, 0, 0])]
 )
 def test_an_array_of_time_outs_that_are_no_flags_is_refused(tmp_path, flags):
-    text = "with 'time_outs' of infos, environment 0: expected a flag or None, got"
+    text = "'time_outs' of infos must be a flag or None, got .* for environment 0"
     with (
         RolloutWriter(tmp_path, N, durable=False) as writer,
         pytest.raises(SchemaError, match=text),
@@ -260,7 +260,7 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
         RolloutWriter(tmp_path, N, durable=False) as writer,
         pytest.raises(
             SchemaError,
-            match=r"of environment 1 in infos: expected 'time_outs' and 'TimeLimit\.truncated' that",
+            match=r"'time_outs' and 'TimeLimit\.truncated' of infos contradict each other for environment 1",
         ),
     ):
         writer.add(**record(given))
@@ -316,75 +316,75 @@ def test_an_unknown_key_is_named_once(tmp_path):
         (
             [{}, {}],
             SchemaError,
-            "expected infos as a mapping, or a list of 3 mappings, .* got list of 2",
+            "infos must be a mapping, or a list of 3 mappings, .* got list of 2",
         ),
-        ("done", SchemaError, "expected infos as a mapping"),
-        ([{}, 3, {}], SchemaError, "expected infos as a mapping"),
+        ("done", SchemaError, "infos must be a mapping"),
+        ([{}, 3, {}], SchemaError, "infos must be a mapping"),
         (
             {"time_outs": np.ones(2, bool)},
             SchemaError,
-            "'time_outs' of infos: expected 3 flags, .* got 2",
+            "'time_outs' of infos has 2 flags, expected 3",
         ),
         (
             {"TimeLimit.truncated": True},
             SchemaError,
-            "'TimeLimit.truncated' of infos: expected 3 flags",
+            "'TimeLimit.truncated' of infos has . flags, expected 3",
         ),
         (
             {"final_obs": [last_seen(0)]},
             SchemaError,
-            "'final_obs' of infos: expected 3 final observations .* got 1",
+            "'final_obs' of infos has 1 final observations, expected 3",
         ),
         (
             {"final_obs": np.full((N, 2), "x", object)},
             FieldTypeError,
-            "observations of infos: expected numbers",
+            "observations of infos must be numbers",
         ),
         (
             {"final_obs": np.full((N, 2), None)},
             FieldTypeError,
-            "observations of infos: expected numbers",
+            "observations of infos must be numbers",
         ),
-        ({"final_obs": "walk"}, FieldTypeError, "observations of infos: expected numbers, got str"),
-        ({"final_obs": {1, 2}}, FieldTypeError, "observations of infos: expected numbers, got set"),
+        ({"final_obs": "walk"}, FieldTypeError, "observations of infos must be numbers, got str"),
+        ({"final_obs": {1, 2}}, FieldTypeError, "observations of infos must be numbers, got set"),
         ({"final_obs": 3.0}, SchemaError, "one row per environment, got a single float"),
-        ({"final_obs": np.array(None)}, FieldTypeError, "observations of infos: expected numbers"),
+        ({"final_obs": np.array(None)}, FieldTypeError, "observations of infos must be numbers"),
         (
             {"final_obs": [last_seen(0) * 1j] * N},
             FieldTypeError,
-            "expected real numbers, got torch.complex",
+            "must be real, got torch.complex",
         ),
         (
             {"final_obs": [last_seen(0), np.zeros(3), None]},
             SchemaError,
-            r"expected one shape, got \[2\], \[3\]",
+            r"different shapes: \[2\], \[3\]",
         ),
         (
             [{"terminal_observation": "x"}] * N,
             FieldTypeError,
-            "observations of infos: expected numbers, got str",
+            "observations of infos must be numbers, got str",
         ),
         (
             gymnasium_infos() | {"_final_obs": DONES[:1]},
             SchemaError,
-            "'_final_obs': expected 3 flags",
+            "'_final_obs' of infos must be 3 flags",
         ),
         (
             gymnasium_infos() | {"_final_obs": [True] * 4},
             SchemaError,
-            "'_final_obs': expected 3 flags",
+            "'_final_obs' of infos must be 3 flags",
         ),
         (
             gymnasium_infos() | {"_final_obs": np.array(["a"] * N)},
             SchemaError,
-            "'_final_obs': expected 3 flags",
+            "'_final_obs' of infos must be 3 flags",
         ),
         (
             gymnasium_infos() | {"_TimeLimit.truncated": [True]},
             SchemaError,
-            "'_TimeLimit.truncated': expected 3",
+            "'_TimeLimit.truncated' of infos must be 3 flags",
         ),
-        (np.array(3), SchemaError, "expected infos as a mapping"),
+        (np.array(3), SchemaError, "infos must be a mapping"),
     ],
 )
 def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, infos, error, text):
@@ -398,7 +398,7 @@ def test_a_rollout_needs_the_infos_of_each_step(tmp_path):
     values = {name: np.stack([value] * 3) for name, value in record().items()}
     infos = [[{"terminal_observation": last_seen(env)} for env in range(N)]] * 2
     with RolloutWriter(tmp_path, N, durable=False) as writer:
-        with pytest.raises(SchemaError, match="infos of 3 steps, got infos of 2 steps"):
+        with pytest.raises(SchemaError, match="infos have 2 steps, expected 3"):
             writer.add_rollout(values, infos=infos)
         assert writer.num_frames == 0
 
@@ -410,7 +410,7 @@ def test_final_observations_of_another_structure_are_refused(tmp_path, last):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(
             SchemaError,
-            match="observations of infos: expected mappings with 'state', 'height', got",
+            match="observations of infos must be mappings with 'state', 'height', got",
         ):
             writer.add(**values)
         assert writer.num_frames == 0
@@ -421,7 +421,7 @@ def test_final_observations_that_the_dtype_of_observations_cannot_hold_are_refus
     values = record([{"terminal_observation": np.full(2, last)}] * N)
     values["obs"] = observed(0).astype(np.uint8)
     with RolloutWriter(tmp_path, N, durable=False) as writer:
-        with pytest.raises(FieldTypeError, match="of the observations, uint8"):
+        with pytest.raises(FieldTypeError, match="values that do not fit uint8"):
             writer.add(**values)
         assert writer.num_frames == 0
 

@@ -200,7 +200,7 @@ def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
 
 @pytest.mark.parametrize("wrong", [-1, "x", float("nan"), True])
 def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
-    with pytest.raises(UsageError, match="expected refresh_s"):
+    with pytest.raises(UsageError, match="refresh_s must be"):
         opened(tmp_path, 1, refresh_s=wrong)
 
 

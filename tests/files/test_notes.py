@@ -319,23 +319,26 @@ def test_arrays_and_numbers_of_numpy_and_torch_are_taken(tmp_path):
 
 
 REFUSED = {
-    "for each environment, 2": {"episode": [{"a": 1}]},
-    "for each environment, 2 (one mapping for a single environment), got dict": {
+    "a list of 2 values": {"episode": [{"a": 1}]},
+    "for each environment, or one mapping for a single environment, got dict": {
         "episode": {"a": 1}
     },
     "got int64": {"episode": [np.int64(1), None]},
     "got array": {"episode": np.arange(2)},
-    "names that are texts": {"episode": [{1: 2}, None]},
-    "'task' as a str": {"episode": [{"task": 3}, None]},
-    "'success' as a bool": {"episode": [{"success": 1}, None]},
-    "object has no form in JSON": {"episode": [{"a": object()}, None]},
-    "a frame of it in the same step": {"episode": [None, {"a": 1}], "env_mask": [True, False]},
-    "1048576 bytes of metadata": {"episode": [{"a": "x" * MAX_NOTE_BYTES}, None]},
-    "one text, or shape (2,)": {"instruction": ["a"]},
-    "texts of Unicode": {"instruction": "\ud800"},
+    "a mapping with str names": {"episode": [{1: 2}, None]},
+    "'task' of the metadata of an episode must be str": {"episode": [{"task": 3}, None]},
+    "'success' of the metadata of an episode must be bool": {"episode": [{"success": 1}, None]},
+    "object is no JSON value": {"episode": [{"a": object()}, None]},
+    "environment 1, which env_mask leaves out": {
+        "episode": [None, {"a": 1}],
+        "env_mask": [True, False],
+    },
+    "bytes of metadata, expected at most 1048576": {"episode": [{"a": "x" * MAX_NOTE_BYTES}, None]},
+    "expected one text or shape (2,)": {"instruction": ["a"]},
+    "Unicode texts of at most": {"instruction": "\ud800"},
     "at most 1048576 bytes": {"instruction": "x" * (MAX_NOTE_BYTES + 1)},
     "got int": {"instruction": ["a", 1]},
-    "texts, as in the first record": {"instruction": np.zeros(2, np.int64)},
+    "expected texts as in the first record": {"instruction": np.zeros(2, np.int64)},
 }
 
 
@@ -347,7 +350,7 @@ def test_what_cannot_be_stored_is_refused_and_the_writer_goes_on(tmp_path, text)
             text = "got ndarray"
             given_now = REFUSED["got array"]
         elif text == "got int64":
-            text, given_now = "names that are texts", REFUSED["got int64"]
+            text, given_now = "a mapping with str names", REFUSED["got int64"]
         else:
             given_now = REFUSED[text]
         with pytest.raises((UsageError, SchemaError, FieldTypeError)) as caught:
@@ -361,7 +364,7 @@ def test_an_episode_is_said_a_mebibyte_of_at_most_and_the_next_one_as_much(tmp_p
     large = {"a": "x" * (MAX_NOTE_BYTES - 100)}
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         step(writer, 0, num_envs=1, episode=large)
-        with pytest.raises(UsageError, match="bytes of metadata per episode"):
+        with pytest.raises(UsageError, match="bytes of metadata, expected at most"):
             step(writer, 1, num_envs=1, episode=large)
         step(writer, 1, num_envs=1, done=[True], episode={"b": 1})
         step(writer, 2, num_envs=1, episode=large)

@@ -176,5 +176,5 @@ def test_only_a_gaussian_storage_has_means_to_include(tmp_path):
         name.startswith("policy_outputs") for name in found[0].fields
     )
     without = filled(RolloutStorage, policy_outputs=OUTPUTS)
-    with pytest.raises(UsageError, match="include as fields of the storage, got 'mu'"):
+    with pytest.raises(UsageError, match="include has 'mu', which is no field of the storage"):
         record(tmp_path / "none", without, include=("mu",))

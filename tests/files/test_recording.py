@@ -448,7 +448,7 @@ def test_segments_and_codecs_reach_the_files(tmp_path):
         (
             TensorEnvs(),
             3,
-            "expected policy as a callable, or an object with act_inference or act, got int.",
+            "policy must be a callable, or an object with act_inference or act, got int.",
         ),
     ],
 )
@@ -460,7 +460,7 @@ def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):
 
 
 def test_a_recording_needs_a_goal(tmp_path):
-    with pytest.raises(UsageError, match="min_timesteps or min_trajectories above 0, got neither"):
+    with pytest.raises(UsageError, match="min_timesteps or min_trajectories must be above 0"):
         record_demonstrations(TensorEnvs(), zeros, tmp_path)
 
 
@@ -563,7 +563,7 @@ def test_a_single_environment_that_resets_itself_is_told_apart(tmp_path):
         for _ in range(9):
             env.step(0)
 
-    text = r"expected reset\(\) after the end .* autoreset='next_step' if"
+    text = r"Call reset\(\) before step\(\), or pass autoreset='next_step' if"
     wrapper = RecordingWrapper(gymnasium.wrappers.Autoreset(Single()), tmp_path / "a")
     with wrapper, pytest.raises(UsageError, match=text):
         play(wrapper)

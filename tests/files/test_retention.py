@@ -113,12 +113,12 @@ def test_wrong_limits_are_refused(tmp_path, wrong):
     written(tmp_path / "data", 2)
     with pytest.raises(
         UsageError,
-        match=r"^cannot call rollout_data\.prune: expected (at least one of|trajectories >= 1|frames >= 1)",
+        match=r"^prune: (no limit was passed|(trajectories|frames) must be .*>= 1)",
     ):
         prune(tmp_path / "data", **wrong)
     with pytest.raises(
         UsageError,
-        match=r"^cannot create a RolloutWriter with retention: expected a mapping with at least one of trajectories",
+        match=r"^RolloutWriter: retention must be a mapping with at least one of trajectories",
     ):
         RolloutWriter(tmp_path / "new", 1, retention={"fames": 1} | wrong)
     assert not (tmp_path / "new").exists()

@@ -187,7 +187,8 @@ def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, for
     assert "autoreset='next_step', 'same_step' or 'disabled'" in str(caught.value)
     assert {end_of(one) for one in trajectories_of(tmp_path)} == {"open"}
     with pytest.raises(
-        UsageError, match="autoreset 'next_step', 'disabled', 'same_step', got 'nextstep'"
+        UsageError,
+        match="autoreset must be one of 'next_step', 'disabled', 'same_step', got 'nextstep'",
     ):
         RecordingWrapper(env, tmp_path / "x", autoreset="nextstep")
     assert not (tmp_path / "x").exists()
@@ -324,7 +325,7 @@ def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
         ({"keep": lambda episode: False, "max_dropped": 7}, "keep returned False"),
         (
             {"success_only": True, "success_key": "solved"},
-            "infos never have 'solved' or 'is_solved', but ['elapsed_steps', 'success']",
+            "infos have no 'solved' or 'is_solved', only ['elapsed_steps', 'success']",
         ),
         (
             {"success_only": True, "keep": lambda one: not one.success, "max_dropped": 9},
@@ -357,11 +358,12 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
         assert wrapper.rollout_writer.num_trajectories == 0
 
     with pytest.warns(
-        RolloutDataWarning, match="nothing is recorded: 100. dropped in a row: they ended without"
+        RolloutDataWarning,
+        match="Nothing is recorded. 100. episodes in a row were dropped: they ended without",
     ) as seen:
         play()
     assert len(seen) == 1, "once"
-    with pytest.raises(UsageError, match="500 dropped in a row"):
+    with pytest.raises(UsageError, match="500 episodes in a row were dropped"):
         play(max_dropped=500)
 
 
@@ -383,7 +385,7 @@ class Failing150:
 
 def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path):
     env = Failing150(success=np.zeros(150, bool))
-    with pytest.raises(UsageError, match="got 1500 dropped in a row"):
+    with pytest.raises(UsageError, match="1500 episodes in a row were dropped"):
         record_demonstrations(
             env, lambda observation: observation, tmp_path, min_trajectories=1, success_only=True,
             autoreset="same_step", show_progress=False,
@@ -394,7 +396,9 @@ def test_a_wrapped_loop_stops_where_infos_never_tell_a_success(tmp_path):
     wrapper = RecordingWrapper(Failing150(), tmp_path, success_only=True, autoreset="same_step")
     with (
         wrapper,
-        pytest.raises(UsageError, match="1500 dropped in a row: infos never have 'success'"),
+        pytest.raises(
+            UsageError, match="1500 episodes in a row were dropped: infos have no 'success'"
+        ),
     ):
         wrapper.reset()
         for _ in range(10):

@@ -97,7 +97,7 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
         storage.add_transitions(transition)
     with make(tmp_path) as writer:
         writer.add_rollout(storage, include=("values", "actions_log_prob"), policy_version=3)
-        with pytest.raises(UsageError, match="include as fields of the storage"):
+        with pytest.raises(UsageError, match="which is no field of the storage"):
             writer.add_rollout(storage, include=("nothing",))
     found = trajectories_of(tmp_path)
     assert [(one.env, one.length, end_of(one)) for one in found] == [
@@ -264,7 +264,7 @@ def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
         writer.discard(torch.tensor([1]))
         writer.add(**step(2, done=[1, 1, 1]))
         writer.discard([2])
-        with pytest.raises(UsageError, match="ids in 0:3"):
+        with pytest.raises(UsageError, match="ids must be in 0:3"):
             writer.discard([3])
     found = trajectories_of(tmp_path)
     assert [(one.env, one.column("observation")[:, 0].tolist()) for one in found] == [
@@ -283,8 +283,8 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
             success = {"success": [t == 1, t == 4, True]} if t in (1, 3, 4) else {}
             writer.add(**step(t, **ends), **success)
         for given, got in (
-            ({}, "expected success of shape"),
-            ({"success": [True]}, "got shape (1,)"),
+            ({}, "success is missing. With success_only, pass success of shape"),
+            ({"success": [True]}, "success has shape (1,)"),
         ):
             with pytest.raises(SchemaError) as caught:
                 writer.add(**step(6, done=[True, False, False]), **given)
@@ -342,7 +342,7 @@ def test_nonfinite_rewards_are_counted_or_refused(tmp_path):
         with pytest.raises(UsageError) as caught:
             writer.add(**step(reward=bad))
         writer.add(**step(reward=bad, env_mask=np.array([False, False, True])))
-    text = "cannot call RolloutWriter.add with the field 'reward': expected finite values, got 2 NaN or infinite ones."
+    text = "RolloutWriter.add: field 'reward' has 2 NaN or infinite values."
     assert str(caught.value) == text
     assert frames_in(tmp_path / "b") == 1 and writer.num_nonfinite_rewards == 0
 
@@ -358,7 +358,7 @@ def test_a_name_used_before_continues_its_numbering(tmp_path):
     for _ in range(2):
         with make(tmp_path, writer_name="robot-1") as writer:
             writer.add(**step(done=np.ones(N)))
-            with pytest.raises(UsageError, match="a living writer of that name"):
+            with pytest.raises(UsageError, match=r"is in use in .* by another writer"):
                 make(tmp_path, writer_name="robot-1")
     assert [header.sequence for header in blocks_of(tmp_path)] == [0, 1]
     assert [one.number for one in trajectories_of(tmp_path)] == list(range(2 * N))

@@ -68,9 +68,9 @@ def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, 
     with pytest.raises(BackgroundError) as caught:
         writer.close()
     assert str(caught.value) == (
-        f"cannot publish a block in {str(data)!r}: expected a writable folder with room, "
-        f"got [Errno 2] No such file or directory: '{data}/.tmp_rollout_{writer.name}_000001.h5'. "
-        "Blocks that were published before are intact; close this writer and start another one."
+        f"A block could not be written to {str(data)!r}: "
+        f"[Errno 2] No such file or directory: '{data}/.tmp_rollout_{writer.name}_000001.h5'. "
+        "The published blocks are intact. Close this writer and create a new writer."
     )
     writer.close()
     check_left(data, N)
@@ -96,9 +96,7 @@ def test_a_full_disk_ends_in_one_error(tmp_path):
         with open(folder / "filler", "wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
                 pass
-        with pytest.raises(
-            DataFileError, match=r"expected a writable folder, got .*No space left on device"
-        ):
+        with pytest.raises(DataFileError, match=r"is not writable: .*No space left on device"):
             RolloutWriter(data, N)
         check_left(data, frames_in(data))
         # Wherever it ends: journal, metadata, header, rows, checksums
@@ -134,7 +132,7 @@ def test_files_that_may_not_grow_end_in_one_error(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert (
-        "cannot publish a block in" in done.stdout
+        "A block could not be written to" in done.stdout
         and "File too large" in done.stdout
         and "at close" in done.stdout
     )
@@ -162,8 +160,8 @@ def test_a_folder_that_takes_no_journal_is_refused_at_once(tmp_path):
     with pytest.raises(DataFileError) as caught:
         RolloutWriter(tmp_path, N, writer_name="a")
     assert str(caught.value) == (
-        f"cannot record into {str(tmp_path)!r}: expected a writable folder, "
-        f"got [Errno 21] Is a directory: {str(journal)!r}."
+        f"The data folder {str(tmp_path)!r} is not writable: "
+        f"[Errno 21] Is a directory: {str(journal)!r}."
     )
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -175,9 +173,7 @@ def test_a_read_only_mount_is_refused_at_once(tmp_path):
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         for folder in (tmp_path, tmp_path / "new"):
-            with pytest.raises(
-                DataFileError, match=r"expected a writable folder, got .*Read-only file system"
-            ):
+            with pytest.raises(DataFileError, match=r"is not writable: .*Read-only file system"):
                 RolloutWriter(folder, N)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -195,22 +191,22 @@ def test_a_folder_that_becomes_read_only_ends_in_one_error(tmp_path):
         writer.add(**step(2))
         for call in (writer.flush, lambda: writer.add(**step(3)), writer.close):
             with pytest.raises(
-                BackgroundError, match=r"cannot publish a block in .*(not permitted|denied)"
+                BackgroundError, match=r"A block could not be written to .*(not permitted|denied)"
             ):
                 call()
-        with pytest.raises(DataFileError, match="expected a writable folder"):
+        with pytest.raises(DataFileError, match="is not writable"):
             RolloutWriter(data, N)
         assert frames_in(data) == N
     finally:
         subprocess.run(["chattr", "-i", str(data)], check=True)
-    with pytest.warns(RolloutDataWarning, match=f"{N} frames that it had not published are lost"):
+    with pytest.warns(RolloutDataWarning, match=f"Its last {N} frames are lost"):
         RolloutWriter(data, N).close()
     check_left(data, N)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataFileError, match="expected a writable folder"):
+    with pytest.raises(DataFileError, match="is not writable"):
         RolloutWriter(tmp_path / "file", N)
 
 
@@ -220,7 +216,7 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
             with pytest.raises(
-                DataFileError, match=r"cannot write the metadata of .* File too large"
+                DataFileError, match=r"The metadata of .* could not be written: .* File too large"
             ):
                 writer.add(**step())
         finally:
@@ -345,7 +341,7 @@ def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
     (tmp_path / "metadata.json").write_text('{"env": "Other", "total_timesteps": 3}')
     with (
         RolloutWriter(tmp_path, N) as writer,
-        pytest.raises(SchemaError, match="one of another format"),
+        pytest.raises(SchemaError, match="belongs to another format"),
     ):
         writer.add(**step())
     assert (tmp_path / "metadata.json").read_text().startswith('{"env": "Other"')
@@ -375,7 +371,7 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
     num_lost, start_ns = 0 if is_published else 20, time.time_ns() - 10**11
     with pytest.warns(
         RolloutDataWarning,
-        match=f"'dead' ended without .* {num_lost} frames that it had not published",
+        match=f"'dead' of .* ended without .* last {num_lost} frames are lost",
     ):
         writer = RolloutWriter(tmp_path, N)
     (dead,) = writer.recovered
@@ -390,9 +386,7 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
 
 def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
     (tmp_path / "rollout_a_000000.h5").write_bytes(b"damaged")
-    with pytest.raises(
-        UsageError, match="cannot continue the writer 'a': expected readable blocks"
-    ):
+    with pytest.raises(UsageError, match="of writer 'a' cannot be read"):
         RolloutWriter(tmp_path, N, writer_name="a")
     assert not list(tmp_path.glob(".rollout_*"))
 
@@ -402,9 +396,7 @@ def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
 )
 def test_a_name_whose_block_is_no_file_is_not_continued(tmp_path, make):
     make(tmp_path / "rollout_a_000000.h5")
-    with pytest.raises(
-        UsageError, match="cannot continue the writer 'a': expected readable blocks"
-    ):
+    with pytest.raises(UsageError, match="of writer 'a' cannot be read"):
         RolloutWriter(tmp_path, N, writer_name="a")
 
 

@@ -125,7 +125,7 @@ def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(
         }),
         "host step": lambda: writer.add(**steps[2]),
     }  # fmt: skip
-    with pytest.raises(SchemaError, match=r"call RolloutWriter\.add with the field 'reward'"):
+    with pytest.raises(SchemaError, match=r"RolloutWriter\.add: field 'reward'"):
         calls[end]()
     if end != "close":
         writer.add(**good[3])
@@ -256,7 +256,7 @@ def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_i
     wrapped.reset()
     wrapped.step(torch.zeros(NUM_ENVS, 1, device="cuda"))
     wrapped.step(torch.zeros(NUM_ENVS - 1, 1, device="cuda"))
-    with pytest.raises(SchemaError, match=rf"'action'.* Raised by RecordingWrapper\.{call}\.$"):
+    with pytest.raises(SchemaError, match=rf"^RecordingWrapper\.{call}: .*'action'"):
         if call == "step":
             for _ in range(200):
                 wrapped.step(torch.zeros(NUM_ENVS, 1, device="cuda"))

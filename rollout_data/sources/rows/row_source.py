@@ -218,10 +218,11 @@ class RowSource(EpisodeSource):
         error = LostBlockError(
             f"Episode {name!r} of {str(self.path)!r} cannot be read: its file "
             f"{str(block.path)!r} was {change}. The other episodes are read. Call refresh() to "
-            "list the present episodes."
+            "list the present episodes.",
+            episode=name,
         )
         error.key = block.key
-        return error.of("", name)
+        return error
 
     # Fields of episodes as arrays
 
