@@ -45,7 +45,7 @@ def copied_actions(
     schema: Schema,
     length: int,
     read: Callable[[str, int], Any],
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[str]:
     """Find action fields that equal an observation of the same or the next step, or never change.
 
     Such actions were copied from observations, for example while an arm was guided by hand, or have
@@ -57,7 +57,7 @@ def copied_actions(
         read: Function that reads the first steps of a field: (name, number of steps) -> rows.
 
     Yields:
-        The expected and the actual content of a suspicious field, as texts for an error.
+        A sentence about each suspicious field.
     """
     num_steps = min(length, _NUM_STEPS)
     if num_steps < 2:
@@ -65,16 +65,16 @@ def copied_actions(
     for name, action in _small_fields(schema, "action"):
         actions = read(name, num_steps)
         if (actions == actions[0]).all():
-            yield f"{name!r} that changes", "the same in all steps"
+            yield f"{name!r} is the same in all {num_steps} compared steps."
         for seen, observation in _small_fields(schema, "observation"):
             if observation.shape != action.shape:
                 continue
             rows = read(seen, num_steps).astype(actions.dtype)
-            expected = f"{name!r} that differs from {seen!r}"
+            suspicion = "The actions may be copied observations."
             if np.array_equal(actions, rows):
-                yield expected, "those of the same step"
+                yield f"{name!r} equals {seen!r} of the same step. {suspicion}"
             if np.array_equal(actions[:-1], rows[1:]):
-                yield expected, "those of the next step"
+                yield f"{name!r} equals {seen!r} of the next step. {suspicion}"
 
 
 def report_reset_rows(reader: FileSource) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from storage.core.fields import MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 MAX_ARRAY_BYTES = 1 << 32
 _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
@@ -56,9 +56,8 @@ class StoredArray:
         while done < len(data) and (count := file.readinto(view[done:])):
             done += count
         if done < len(data):
-            raise corrupt_pickle(
-                path, f"{len(data)} bytes at {self.offset}", f"{done}, the file has shrunk"
-            )
+            problem = f"the file has shrunk; {done} of {len(data)} bytes at {self.offset} are left"
+            raise corrupt_pickle(path, problem)
         axes = self.axes or tuple(range(len(self.shape)))
         stored_shape = [self.shape[axes.index(axis)] for axis in range(len(axes))]
         stored: np.ndarray = np.frombuffer(data, self.dtype).reshape(stored_shape, order=self.order)
@@ -84,18 +83,22 @@ class TruncatedPickleError(CorruptFileError):
     """A pickle is truncated, perhaps because it is being written."""
 
 
-def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
-    """Return the error of a damaged or truncated pickle."""
-    error_class = TruncatedPickleError if is_cut else CorruptFileError
-    return error_class(f"cannot read the pickle {str(path)!r}: expected {expected}, got {got}.")
+def corrupt_pickle(path: Path, problem: str) -> CorruptFileError:
+    """Return the error of a damaged pickle."""
+    return CorruptFileError(f"{str(path)!r} is damaged: {problem}.")
 
 
-def unsafe_pickle(
-    path: Path, got: str, expected: str = "arrays and plain containers only"
-) -> UnsafeFileError:
+def truncated_pickle(path: Path, problem: str) -> TruncatedPickleError:
+    """Return the error of a truncated pickle."""
+    return TruncatedPickleError(f"{str(path)!r} is truncated: {problem}.")
+
+
+def unsafe_pickle(path: Path, content: str) -> UnsafeFileError:
     """Return the error of a pickle that contains more than data."""
-    advice = "Nothing in the file was run; find out where it comes from"
-    return UnsafeFileError(in_parts("read the pickle", repr(str(path)), expected, got, advice))
+    return UnsafeFileError(
+        f"{str(path)!r} contains {content}, but a pickle may only contain arrays and plain "
+        "containers. No code of the file was run. Check where the file comes from."
+    )
 
 
 def kind(value: Any) -> str:
@@ -123,7 +126,7 @@ def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
         or tuple(rest[:6]) != plain
         or any(rest[6:])
     ):
-        raise unsafe_pickle(path, "the state of another dtype", "a dtype of plain numbers")
+        raise unsafe_pickle(path, "a dtype that is not a plain number")
     if order != "|":
         target.dtype = target.dtype.newbyteorder(order)
 
@@ -139,17 +142,18 @@ def _stored(
         or not isinstance(dtype, PickledDtype)
         or type(shape) is not tuple
     ):
-        raise TypeError(f"an array of {kind(data)}, {kind(dtype)} and {kind(shape)}")
+        raise TypeError(
+            f"an array has data of type {kind(data)}, dtype {kind(dtype)} and shape {kind(shape)}"
+        )
     if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError("a shape is a few sizes >= 0")
+        raise ValueError(f"a shape must be at most {MAX_DIMENSIONS} integers >= 0")
     if axes is not None and (type(axes) is not tuple or sorted(axes) != list(range(len(shape)))):
-        raise ValueError("axes are a permutation")
+        raise ValueError("the axes of an array are not a permutation")
     num_bytes = prod(shape) * dtype.dtype.itemsize
     if num_bytes != data.num_bytes or num_bytes > MAX_ARRAY_BYTES:
         size = "x".join(str(size)[:20] for size in shape[:8])
-        raise corrupt_pickle(
-            path, f"{data.num_bytes} bytes of an array, as the file holds", f"the shape {size}"
-        )
+        problem = f"an array of shape {size} and dtype {dtype.dtype} has {data.num_bytes} bytes"
+        raise corrupt_pickle(path, problem)
     if axes is not None:
         shape = tuple(shape[axis] for axis in axes)
     return StoredArray(dtype.dtype, shape, data.offset, order, axes)
@@ -161,7 +165,7 @@ def _stored(
 def _new_array(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
     subtype, _, _ = arguments
     if not isinstance(subtype, Global) or subtype.name != "numpy.ndarray":
-        raise unsafe_pickle(path, f"an array of the type {kind(subtype)}")
+        raise unsafe_pickle(path, f"an array of type {kind(subtype)}")
     return PickledArray()
 
 
@@ -169,7 +173,7 @@ def _array_of_buffer(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
     data, dtype, shape, order, *more = arguments
     axes = more[0] if more else None
     if order not in ("C", "F", "K") or len(more) > 1 or (order == "K") != (axes is not None):
-        raise ValueError("the order of an array is C, F, or K with axes")
+        raise ValueError("the order of an array must be C, F, or K with axes")
     return PickledArray(_stored(path, data, dtype, shape, "C" if order == "K" else order, axes))
 
 
@@ -186,8 +190,8 @@ def _new_dtype(path: Path, arguments: tuple[Any, ...]) -> PickledDtype:
         raise unsafe_pickle(path, "an array of objects")
     if code not in _DTYPE_CODES:
         raise DataFileError(
-            f"cannot read the pickle {str(path)!r}: expected arrays of one of "
-            f"{', '.join(_DTYPE_CODES)}, got dtype {code[:40]!r}."
+            f"{str(path)!r} has an array of dtype {code[:40]!r}, which is not supported. "
+            f"Supported dtypes are {', '.join(_DTYPE_CODES)}."
         )
     return PickledDtype(np.dtype(code))
 
@@ -199,7 +203,7 @@ def _no_call(path: Path, arguments: tuple[Any, ...]) -> Any:
 def _sequence(arguments: tuple[Any, ...]) -> list[Any]:
     (items,) = arguments or ([],)
     if type(items) not in (list, tuple):
-        raise TypeError(f"a container made of {kind(items)}")
+        raise TypeError(f"a container is built from {kind(items)}")
     return list(items)
 
 
@@ -212,7 +216,7 @@ def pairs(items: list[Any]) -> dict[str, Any]:
         type(item) not in (list, tuple) or len(item) != 2 or type(item[0]) is not str
         for item in items
     ):
-        raise TypeError("a dict needs texts as keys, each with a value")
+        raise TypeError("the keys of a dict must be texts")
     return dict(items)
 
 

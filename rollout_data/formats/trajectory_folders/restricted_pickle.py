@@ -18,7 +18,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, cast
 
-from storage.errors import ForeignFileError
+from storage.errors import ForeignFileError, UnsafeFileError
 
 from .pickled_arrays import (
     GLOBALS,
@@ -29,6 +29,7 @@ from .pickled_arrays import (
     kind,
     pairs,
     set_state,
+    truncated_pickle,
     unsafe_pickle,
 )
 
@@ -62,20 +63,17 @@ def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
         content = _Machine(file, path).run()
         if type(content) is not dict:
             raise ForeignFileError(
-                f"cannot read the pickle {str(path)!r}: expected a dict of arrays, got "
-                f"{kind(content)}."
+                f"{str(path)!r} contains a pickled {kind(content)}, expected a dict of arrays."
             )
         return {name: _described(value) for name, value in content.items()}
     except _DAMAGE as cause:
-        raise corrupt_pickle(
-            path, "an intact pickle", f"{type(cause).__name__}: {cause}"[:200]
-        ) from cause
+        raise corrupt_pickle(path, f"{type(cause).__name__}: {cause}"[:200]) from cause
 
 
 def _described(value: Any) -> Any:
     if isinstance(value, PickledArray):
         if value.stored is None:
-            raise ValueError("an array without a state")
+            raise ValueError("an array has no data")
         return value.stored
     if type(value) in (tuple, list) and len(value) == 1 and isinstance(value[0], PickledArray):
         return (_described(value[0]),)
@@ -108,9 +106,8 @@ class _Machine:
             code = self.read(1)
             operation = _OPERATIONS.get(code)
             if operation is None:
-                raise corrupt_pickle(
-                    self.path, f"a pickle operation at {self.position - 1}", repr(code)
-                )
+                problem = f"byte {self.position - 1} is {code!r}, which is no pickle operation"
+                raise corrupt_pickle(self.path, problem)
             name = operation.name
             argument: Any = None
             if name in _BYTES:
@@ -128,41 +125,44 @@ class _Machine:
                     self.find(argument)
                 raise unsafe_pickle(self.path, f"the operation {name}")
         if trailing := self.file_bytes - self.position:
-            raise corrupt_pickle(
-                self.path, "nothing behind the end of the pickle", f"{trailing} bytes"
-            )
+            problem = f"{trailing} bytes follow the end of the pickle"
+            raise corrupt_pickle(self.path, problem)
         return self.stack.pop()
 
     def spend(self, count: int) -> None:
         self.budget -= count
         if self.budget < 0:
-            raise unsafe_pickle(self.path, "more", f"at most {MAX_OPERATIONS} operations")
+            raise UnsafeFileError(
+                f"{str(self.path)!r} has more than {MAX_OPERATIONS} pickle operations, which is "
+                "not allowed. Check where the file comes from."
+            )
 
     def read(self, count: int) -> bytes:
         if count > MAX_TEXT_BYTES:
-            raise corrupt_pickle(self.path, f"a text of at most {MAX_TEXT_BYTES} bytes", f"{count}")
+            problem = f"a text has {count} bytes, more than {MAX_TEXT_BYTES}"
+            raise corrupt_pickle(self.path, problem)
         data = self.file.read(count)
         self.position += len(data)
         if len(data) < count:
-            raise corrupt_pickle(
-                self.path, f"{count} more bytes", f"the end of the file at {self.file_bytes}", True
-            )
+            raise truncated_pickle(self.path, f"the pickle ends early at byte {self.file_bytes}")
         return data
 
     def readline(self) -> bytes:
         line = self.file.readline(MAX_LINE_BYTES)
         self.position += len(line)
         if not line.endswith(b"\n"):
-            is_cut = self.position == self.file_bytes
-            raise corrupt_pickle(self.path, "a line", f"no end of it at {self.position}", is_cut)
+            problem = f"a line has no end at byte {self.position}"
+            is_truncated = self.position == self.file_bytes
+            error = truncated_pickle if is_truncated else corrupt_pickle
+            raise error(self.path, problem)
         return line
 
     def check(self, count: int) -> None:
         """Raise `CorruptFileError` if fewer than `count` bytes follow."""
-        if not 0 <= count <= (left := self.file_bytes - self.position):
-            raise corrupt_pickle(
-                self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True
-            )
+        left = self.file_bytes - self.position
+        if not 0 <= count <= left:
+            problem = f"an array has {left} of {count} bytes"
+            raise truncated_pickle(self.path, problem)
 
     def skip(self, count: int) -> Span:
         self.check(count)
@@ -185,7 +185,7 @@ class _Machine:
         module, _, name = named.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):
-            raise corrupt_pickle(self.path, "the name of a global", repr(full[:80]))
+            raise corrupt_pickle(self.path, f"{full[:80]!r} is no valid name of a global")
         if (module, name) not in GLOBALS:
             raise unsafe_pickle(self.path, f"the global {full[:200]!r}")
         return GLOBALS[module, name]
@@ -198,7 +198,7 @@ def _dict_of(items: list[Any]) -> dict[str, Any]:
 def _extend(m: _Machine, items: Any) -> None:
     target = m.stack[-1]
     if type(target) is not type(items):
-        raise TypeError(f"items for {kind(target)}")
+        raise TypeError(f"items are added to {kind(target)}")
     if isinstance(items, dict):
         target.update(items)
     else:
@@ -217,15 +217,15 @@ def _put(m: _Machine, key: int | None) -> None:
 def _stack_global(m: _Machine, _: None) -> Global:
     module, name = m.pop(2)
     if type(name) is not str or type(module) is not str:
-        raise TypeError("a global is named by two texts")
+        raise TypeError("the name of a global is no text")
     return m.find(f"{module} {name}")
 
 
 def _protocol(m: _Machine, version: int) -> None:
     if version > MAX_PROTOCOL:
         raise ForeignFileError(
-            f"cannot read the pickle {str(m.path)!r}: expected a protocol up to "
-            f"{MAX_PROTOCOL}, got {version}."
+            f"{str(m.path)!r} has pickle protocol {version}. Protocols up to {MAX_PROTOCOL} are "
+            "supported."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.fields import dtype_name
-from storage.errors import CorruptFileError, DataFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError
 
 from ...blocks.block_header import FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED
 from .pickled_arrays import StoredArray
@@ -34,8 +34,6 @@ TIMEOUTS = ("timeouts", "timeout")
 _UNREAD = {"values"}
 #: Most rows of a chunk. Its `dones` are read into memory when a dataset is opened.
 MAX_FRAMES = 1 << 26
-#: Repair of a chunk as texts: expected content, stored content, action.
-Repair = tuple[str, str, str]
 
 
 class StoredField(NamedTuple):
@@ -62,7 +60,7 @@ class Chunk:
         signature: Arrays that are fields.
         ends: Rows at which a trajectory ends, int64.
         is_timeout: Whether each end is a timeout, bool.
-        repairs: Repairs that were necessary.
+        repairs: A sentence for each repair that was necessary, without the name of the file.
     """
 
     file: ChunkFile
@@ -70,7 +68,7 @@ class Chunk:
     signature: Signature
     ends: np.ndarray
     is_timeout: np.ndarray
-    repairs: tuple[Repair, ...]
+    repairs: tuple[str, ...]
 
 
 class OpenChunk(NamedTuple):
@@ -80,7 +78,7 @@ class OpenChunk(NamedTuple):
     path: Path
     arrays: dict[str, StoredArray]
     num_frames: int
-    repairs: list[Repair]
+    repairs: list[str]
 
     @property
     def signature(self) -> Signature:
@@ -123,63 +121,57 @@ def scan_chunk(file: ChunkFile) -> Chunk:
         timeout_keys = [key for key in TIMEOUTS if key in chunk.arrays]
         is_timeout = _flags(chunk, timeout_keys[0]) if timeout_keys else np.zeros_like(is_done)
         if (is_timeout & ~is_done).any():
-            chunk.repairs.append(
-                ("timeouts only where dones are", "one without", "Taken as the end of a trajectory")
-            )
+            chunk.repairs.append("a timeout without a done is read as the end of a trajectory")
         ends = np.flatnonzero(is_done | is_timeout)
         return Chunk(
             file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs)
         )
 
 
-def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
-    """Return the error of a chunk that violates this layout."""
-    return DataFileError(in_parts("read the chunk", repr(str(path)), expected, got, advice))
-
-
 def _is_component(key: str) -> bool:
     return key.startswith(COMPONENT_PREFIX) and len(key) > len(COMPONENT_PREFIX) and "/" not in key
 
 
-def _known_arrays(
-    path: Path, content: dict[str, Any]
-) -> tuple[dict[str, StoredArray], list[Repair]]:
+def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[str]]:
     """Return the arrays of this layout, and repairs. The order is the same for all chunks.
 
     Optional arrays with empty rows are left out, since they were not recorded.
     """
-    repairs: list[Repair] = []
+    repairs: list[str] = []
     observations = (
         [OBSERVATIONS]
         if OBSERVATIONS in content
         else [key for key in content if _is_component(key)]
     )
     required = [*observations, ACTIONS, DONES]
-    there = f"{', '.join(map(repr, content))}"[:200]
+    keys = ", ".join(map(repr, content))[:200]
     for key in (ACTIONS, DONES):
         if key not in content:
-            raise chunk_problem(path, f"an array {key!r}", f"only {there}")
+            raise DataFileError(f"{str(path)!r} has no array {key!r}. Its keys are {keys}.")
     if not observations:
-        raise chunk_problem(path, f"{OBSERVATIONS!r} or components 'obs_*'", there)
+        raise DataFileError(
+            f"{str(path)!r} has no array {OBSERVATIONS!r} and no arrays 'obs_*'. Its keys are "
+            f"{keys}."
+        )
     wanted = [*observations, PRIVILEGED, ACTIONS, REWARDS, DONES, *TIMEOUTS]
     if ignored := [key for key in content if key not in wanted and key not in _UNREAD]:
-        repairs.append(
-            ("the arrays of this layout", f"also {', '.join(map(repr, ignored))}"[:200], "Left out")
-        )
+        repairs.append(f"unknown keys are ignored: {', '.join(map(repr, ignored))}"[:200])
     arrays = {}
     for key in wanted:
         value = content.get(key)
         if type(value) is tuple:  # The older writer has a stray comma after the array.
-            repairs.append((f"{key!r} as an array", "a tuple that holds it", "Taken as the array"))
+            repairs.append(f"{key!r} is a tuple, and the array in the tuple is read")
             value = value[0] if len(value) == 1 else value
         if not isinstance(value, StoredArray):
             if value is not None or key in required:
-                raise chunk_problem(path, f"{key!r} as an array", type(value).__name__)
+                got = type(value).__name__
+                raise DataFileError(f"{key!r} of {str(path)!r} is {got}, expected an array.")
         elif prod(value.shape[1:]):
             arrays[key] = value
         elif key not in (PRIVILEGED, REWARDS):
-            raise chunk_problem(
-                path, f"{key!r} with at least one value per frame", f"the shape {list(value.shape)}"
+            raise DataFileError(
+                f"{key!r} of {str(path)!r} has shape {list(value.shape)}. At least one value "
+                "per frame is needed."
             )
     return arrays, repairs
 
@@ -189,11 +181,15 @@ def _num_frames(path: Path, arrays: dict[str, StoredArray]) -> int:
     num_frames = lengths[DONES]
     for key, length in lengths.items():
         if length != num_frames or length < 0:
-            got = f"{length}" if length >= 0 else "a single value"
-            expected = f"{num_frames} frames in {key!r}, as in {DONES!r}"
-            raise chunk_problem(path, expected, got).of("counts")
+            got = f"{length} frames" if length >= 0 else "a single value"
+            expected = f"{num_frames} frames" if num_frames >= 0 else "a single value"
+            raise DataFileError(
+                f"{str(path)!r} has {got} in {key!r} and {expected} in {DONES!r}.", kind="counts"
+            )
     if num_frames > MAX_FRAMES:
-        raise chunk_problem(path, f"at most {MAX_FRAMES} frames", str(num_frames))
+        raise DataFileError(
+            f"{str(path)!r} has {num_frames} frames, more than the limit of {MAX_FRAMES}."
+        )
     return num_frames
 
 
@@ -201,10 +197,12 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
     """Read dones or timeouts of any numeric dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
     shape = chunk.arrays[key].shape
     if shape[1:] not in ((), (1,)):
-        raise chunk_problem(chunk.path, f"{key!r} of shape [T] or [T, 1]", f"{list(shape)}")
+        raise DataFileError(
+            f"{key!r} of {str(chunk.path)!r} has shape {list(shape)}, expected [T] or [T, 1]."
+        )
     values = chunk.read(key).reshape(-1)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise chunk_problem(chunk.path, f"finite {key!r}", "NaN or infinity")
+        raise DataFileError(f"{key!r} of {str(chunk.path)!r} contains NaN or infinity.")
     flags: np.ndarray = values.view(np.uint8) != 0 if values.dtype == bool else values != 0
     return flags
 
@@ -222,17 +220,15 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
     ):
         start = chunk.file.start
         if chunk.num_frames == 0:
-            problems.append(
-                chunk_problem(chunk.file.path, "at least one frame", "none", "Left out")
-            )
+            message = f"{str(chunk.file.path)!r} has no frames. The file is left out."
+            problems.append(DataFileError(message))
             continue
         if start in newest:
-            got = f"also the newer {chunk.file.path.name!r}"
-            advice = "The older one is left out"
-            wrong = chunk_problem(
-                newest[start].file.path, f"one chunk from frame {start} on", got, advice
+            message = (
+                f"{str(newest[start].file.path)!r} and {chunk.file.path.name!r} both start at "
+                f"frame {start}. The older file is left out."
             )
-            problems.append(wrong.of("overlap", folder.name))
+            problems.append(DataFileError(message, kind="overlap", episode=folder.name))
         newest[start] = chunk
     kept: list[Chunk] = []
     position = 0
@@ -242,27 +238,26 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
         file = kept[-1].file
         num_frames = kept[-1].num_frames
         if file.stop - file.start != num_frames:
-            expected = f"{file.stop - file.start} frames, as its name says"
-            advice = "Read at the length of its arrays"
-            problems.append(
-                chunk_problem(file.path, expected, f"{num_frames}", advice).of(
-                    "counts", folder.name
-                )
+            message = (
+                f"{str(file.path)!r} has {num_frames} frames, but {file.stop - file.start} "
+                "according to its name. The arrays are read at their full length."
             )
+            problems.append(DataFileError(message, kind="counts", episode=folder.name))
     if newest:
-        more = f" and {len(newest) - 1} more" if len(newest) > 1 else ""
-        advice = (
-            f"Read the first {position} frames and left out the rest"
-            if position
-            else "Skipped the folder"
-        )
-        expected = f"a chunk from frame {position} on"
-        got = f"only {newest[min(newest)].file.path.name!r}{more}"
+        first = newest[min(newest)].file.path.name
+        others = f"{first!r}"
+        if len(newest) > 1:
+            others += f" and {len(newest) - 1} more"
+        kept_part = f"Only the first {position} frames are read"
+        outcome = kept_part if position else "The folder is left out"
         kind = "overlap" if min(newest) < position else "gap"
-        wrong = CorruptFileError(
-            f"cannot read the trajectory {str(folder)!r}: expected {expected}, got {got}. {advice}."
+        problem = CorruptFileError(
+            f"{str(folder)!r} has no chunk that starts at frame {position}. The remaining chunks "
+            f"are {others}. {outcome}.",
+            kind=kind,
+            episode=folder.name,
         )
-        problems.append(wrong.of(kind, folder.name))
+        problems.append(problem)
     return kept, problems
 
 
@@ -308,9 +303,12 @@ def cut_trajectories(
     if len(firsts) == 1:
         return fragments, chunk, []
     inside = int((stops < total).sum())
-    wrong = DataFileError(
-        f"cannot read as one trajectory {str(folder)!r}: expected an end at the last frame, "
-        f"got {inside} inside{f', the first at frame {int(ends[0])}' if inside else ''}. Split "
-        f"into {len(firsts)} trajectories."
+    ends_text = f"{inside} end{'' if inside == 1 else 's'} before its last frame"
+    if inside:
+        ends_text += f", the first at frame {int(ends[0])}"
+    problem = DataFileError(
+        f"{str(folder)!r} has {ends_text}. It is read as {len(firsts)} trajectories.",
+        kind="inside",
+        episode=folder.name,
     )
-    return fragments, chunk, [wrong.of("inside", folder.name)]
+    return fragments, chunk, [problem]

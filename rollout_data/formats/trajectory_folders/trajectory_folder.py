@@ -23,7 +23,7 @@ import numpy as np
 from storage.codecs.codec_chains import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, in_parts, nearest
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
 
 from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
 from ...sources.episode_info import ABSENT
@@ -37,9 +37,7 @@ from .trajectory_chunks import (
     PRIVILEGED,
     REWARDS,
     Chunk,
-    Repair,
     Signature,
-    chunk_problem,
     cut_trajectories,
     join_chunks,
     open_chunk,
@@ -73,7 +71,7 @@ _WRITING_NS = 10 * 10**9
 #: A joined folder: its sort key, its chunks, and the fragments and chunk positions of
 #: `cut_trajectories`.
 _Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
-_CUT = "Left out, with what follows it in its trajectory"
+_CUT = "This chunk and the later chunks of its trajectory are left out."
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +156,11 @@ def scan_trajectory_folder(
                 problems += [] if is_new_end and is_cut and is_recent else [found]
             elif found.signature != signature:
                 expected, got = _difference(signature, found.signature)
-                advice = f"{_CUT}; move it to a dataset of its own to read it"
-                wrong = chunk_problem(file.path, f"{expected}, as in most chunks", got, advice)
-                problems.append(wrong.of("fields", folder.path.name))
+                message = (
+                    f"{str(file.path)!r} has {got}, but most chunks have {expected}. {_CUT} "
+                    "Move the file to a separate data folder to read it."
+                )
+                problems.append(DataFileError(message, kind="fields", episode=folder.path.name))
             else:
                 good.append(found)
         kept, chain_problems = join_chunks(folder.path, good)
@@ -228,13 +228,11 @@ def _fields(
     except ForeignFileError as problem:
         return signature, schema, [problem]
     if metadata and (difference := schema.difference(described)):
-        advice = "Read as before; to read it by these, open the dataset again"
-        expected = "the same description as when the dataset was opened"
-        problems = [
-            DataFileError(
-                in_parts("use the metadata", repr(str(path)), expected, difference, advice)
-            )
-        ]
+        message = (
+            f"{str(path)!r} has changed since the dataset was opened: {difference}. The earlier "
+            "content is used. Open the dataset again to use the new content."
+        )
+        problems = [DataFileError(message)]
     return signature, schema, problems
 
 
@@ -259,17 +257,15 @@ def _build_schema(
     """
     problems: list[DataFileError] = []
 
-    def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
-        wrong = DataFileError(
-            in_parts("use the metadata", repr(str(metadata_path)), expected, got, advice)
-        )
-        problems.append(wrong.of("description"))
+    def report(problem: str, outcome: str = "The description in the chunks is used.") -> None:
+        message = f"{str(metadata_path)!r} {problem}. {outcome}"
+        problems.append(DataFileError(message, kind="description"))
 
     segments: Any = metadata.get(SEGMENTS)
     mapping: Any = metadata.get(MAPPING)
     if segments is not None and not _are_shapes(segments):
-        advice = "Read without them: the components stand in the order of the chunks"
-        report(f"{SEGMENTS} as an object of name -> shape", "something else", advice)
+        problem = f"has invalid {SEGMENTS}, expected a JSON object of name -> shape"
+        report(problem, "The components are read in the order of the chunks.")
     segments = segments if _are_shapes(segments) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
     rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
@@ -279,31 +275,35 @@ def _build_schema(
         name = stored.key.removeprefix(COMPONENT_PREFIX)
         shape = tuple(segments.get(name, stored.shape))
         if segments and (name not in segments or prod(shape) != prod(stored.shape)):
+            described = "no shape"
+            if name in segments:
+                described = f"{prod(shape)} values"
             report(
-                f"{SEGMENTS} as in the chunks",
-                f"{name!r} of {prod(stored.shape)} values in the chunks",
+                f"has {described} for {name!r} in {SEGMENTS}, but the chunks have "
+                f"{prod(stored.shape)} values"
             )
             shape = stored.shape
         codec = mapping.get(name, "raw")
         if not isinstance(codec, str) or codec not in VALUE_CODECS:
             raise ForeignFileError(
-                f"cannot decode the component {name!r} of {str(metadata_path)!r}: expected "
-                f"{nearest(str(codec), VALUE_CODECS)}, got {codec!r}."
+                f"{str(metadata_path)!r} has the unknown codec {codec!r} for component {name!r}. "
+                f"Known codecs are {nearest(str(codec), VALUE_CODECS)}."
             )
         if codec == "raw" and not segments and stored.dtype == "uint8":
             codec = "normalized_image"
-            advice = "Taken as 'normalized_image', the only codec of this layout"
-            report(f"{MAPPING} for the uint8 {stored.key}", "none", advice)
+            problem = f"has no {MAPPING} for {stored.key!r} of dtype uint8"
+            report(problem, "The values are decoded as 'normalized_image'.")
         elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
-            expected = f"{needed} in {stored.key}, coded as {codec!r}"
-            report(expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
+            problem = f"has codec {codec!r} for {stored.key!r}, which needs dtype {needed}"
+            outcome = f"The chunks have dtype {stored.dtype}, and the values are not decoded."
+            report(problem, outcome)
             codec = "raw"
         fields.append(
             Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec)
         )
     missing = [key for key in rank if key not in {stored.key for stored in components}]
     if components and missing:
-        report(f"{SEGMENTS} as in the chunks", f"no {missing[0]} in them")
+        report(f"has {missing[0]!r} in {SEGMENTS}, but the chunks have no such array")
     fields += [
         Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY
     ]
@@ -331,29 +331,26 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
     except DataFileError as error:
         is_truncated = isinstance(error, TruncatedPickleError)
         error_class = CorruptFileError if is_truncated else type(error)
-        problem = error_class(f"{error.message} {_CUT}.")
+        problem = error_class(f"{error.message} {_CUT}")
         problem.__cause__ = error.__cause__ or error
         problem.of(error.kind)
     except OSError as error:
-        problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
+        reason = error.strerror or str(error)
+        problem = DataFileError(f"{str(file.path)!r} cannot be read: {reason}. {_CUT}")
         problem.__cause__ = error
     return problem.of("", file.path.parent.name)
 
 
 def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
     """Return one error per kind of repair, with the first file and the number of further files."""
-    paths: dict[Repair, list[Path]] = {}
+    paths: dict[str, list[Path]] = {}
     for chunk in chunks:
         for repair in chunk.repairs:
             paths.setdefault(repair, []).append(chunk.file.path)
     problems = []
     for repair, repaired in paths.items():
         more = f" and {len(repaired) - 1} more" if len(repaired) > 1 else ""
-        problems.append(
-            DataFileError(
-                in_parts("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair)
-            )
-        )
+        problems.append(DataFileError(f"{str(repaired[0])!r}{more}: {repair}."))
     return problems
 
 
@@ -414,10 +411,9 @@ def read_chunk_rows(
         num_rows = int((used["row"] + used["length"]).max(initial=0))
         if opened.num_frames < num_rows or not is_same:
             raise CorruptFileError(
-                f"cannot read the chunk {str(opened.path)!r}: expected at least {num_rows} "
-                f"frames of {scan.schema}, got {opened.num_frames} of "
-                f"{', '.join(map(str, opened.signature))}. It has changed since the dataset "
-                "was opened; open the dataset again."
+                f"{str(opened.path)!r} has changed since the dataset was opened: expected at "
+                f"least {num_rows} frames of {scan.schema}, got {opened.num_frames} frames of "
+                f"{', '.join(map(str, opened.signature))}. Open the dataset again."
             )
         rows = {}
         for name in layout.columns if columns is None else columns:

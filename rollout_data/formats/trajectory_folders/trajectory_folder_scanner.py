@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import Schema
-from storage.errors import DataFileError, in_parts
+from storage.errors import DataFileError
 
 from ...blocks.block import Block, Key
 from ...blocks.block_folder import block_entries
@@ -63,8 +63,8 @@ class TrajectoryFolderScanner(Scanner):
             where = repr(str(labelled[0]))
             source.advise(
                 DataFileError(
-                    f"cannot take the actions of {where}: expected those executed, got a "
-                    "teacher's. They label the states that another policy reached (DAgger)."
+                    f"{where} is a DAgger dataset. Its actions are labels of a teacher, not the "
+                    "actions that were executed."
                 )
             )
         for scan in self._scans:
@@ -141,8 +141,8 @@ class TrajectoryFolderScanner(Scanner):
 
         with suppress(DataFileError, OSError):  # Reading the episode raises the error again.
             for problem in copied_actions(layout.schema, int(one["length"]), read):
-                where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
-                self._source.advise(DataFileError(in_parts("take as commands", where, *problem)))
+                path = str(scan.chunk_paths[chunk])
+                self._source.advise(DataFileError(f"{path!r}: {problem}"))
 
     def _report_left_out(self) -> None:
         for scan in self._scans:
@@ -153,10 +153,9 @@ class TrajectoryFolderScanner(Scanner):
             if count := sum(entry.name.startswith("rollout_") for entry in found):
                 self._mixed.add(path)
                 problem = DataFileError(
-                    f"cannot read all of {str(path)!r}: expected data of one kind, got {count} "
-                    f"block file{'s' if count > 1 else ''} beside trajectory folders. Only the "
-                    "trajectory folders are read; move one or the other to a folder of their "
-                    "own."
+                    f"{str(path)!r} contains trajectory folders and {count} block "
+                    f"file{'s' if count > 1 else ''}. Only the trajectory folders are read. Move "
+                    f"the block file{'s' if count > 1 else ''} to another folder."
                 )
                 self._source.report(problem)
 

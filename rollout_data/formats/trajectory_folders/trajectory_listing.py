@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.core.durable_files import read_json
-from storage.errors import (
-    CorruptFileError,
-    DataFileError,
-    RolloutDataError,
-    UnsafeFileError,
-    in_parts,
-)
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 
 from ...blocks.block_folder import entries_of
 
@@ -129,8 +123,9 @@ def _walk(
         except RolloutDataError as cause:
             if path == data_dir:
                 raise
-            problems.append(_skipped(path, "a readable folder", cause.message))
-            problems[-1].__cause__ = cause
+            problem = DataFileError(f"{str(path)!r} is left out: {cause.message}")
+            problem.__cause__ = cause
+            problems.append(problem)
             continue
         others = []
         for entry in entries:
@@ -140,10 +135,11 @@ def _walk(
                 if not is_inside(entry.path, root):
                     problems.append(_outside(entry.path))
                 elif entry.name.startswith(FOLDER_PREFIX):
-                    advice = (
-                        "Skipped; its target is read where it lies, if that is a trajectory folder"
+                    message = (
+                        f"{entry.path!r} is a link to a folder and is not followed. The linked "
+                        "folder is read if it is a trajectory folder."
                     )
-                    problems.append(_skipped(entry.path, "a folder", "a link to one", advice))
+                    problems.append(DataFileError(message))
             else:
                 others.append(entry)
         yield path, others
@@ -162,7 +158,8 @@ def _chunk_files(
             elif entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(entry.path))
             elif not entry.is_file():  # Opening a pipe would block.
-                problems.append(_skipped(entry.path, "a plain file", "something else"))
+                message = f"{entry.path!r} is not a regular file and is left out."
+                problems.append(DataFileError(message))
             else:
                 stat = entry.stat()
                 frames = int(match[1]), int(match[2])
@@ -174,9 +171,14 @@ def _chunk_files(
         except OSError:  # The file was removed after it was listed.
             continue
     if strangers:
-        got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
-        wrong = _skipped(folder, "chunks called traj_START_END.pickle", got, "Skipped these files")
-        problems.append(wrong.of("stray", folder.name))
+        names = repr(strangers[0])
+        if len(strangers) > 1:
+            names += f" and {len(strangers) - 1} more"
+        message = (
+            f"{str(folder)!r} contains files that are not called traj_START_END.pickle: {names}. "
+            "These files are ignored."
+        )
+        problems.append(DataFileError(message, kind="stray", episode=folder.name))
     return files
 
 
@@ -200,6 +202,7 @@ def read_metadata(
     )
     problems: list[DataFileError] = []
     found: dict[str, Any] = {}
+    used_path = data_dir / METADATA_NAME
     for path in (parent / METADATA_NAME for parent in parents):
         if not os.path.lexists(path):
             continue
@@ -213,13 +216,16 @@ def read_metadata(
             continue
         if not found:
             found = content
+            used_path = path
         elif any(
             json.dumps(found.get(key)) != json.dumps(content.get(key))
             for key in (SEGMENTS, MAPPING)
         ):
-            expected = f"the {SEGMENTS} and {MAPPING} beside it"
-            advice = "Read with those; or open it by itself"
-            problems.append(_skipped(path, expected, "others", advice))
+            message = (
+                f"{str(path)!r} and {str(used_path)!r} differ in {SEGMENTS} or {MAPPING}. The "
+                "second file is used. Open the folders separately to use both."
+            )
+            problems.append(DataFileError(message))
     return found, problems
 
 
@@ -231,19 +237,15 @@ def _read_json(path: Path) -> dict[str, Any]:
             return read_json(path, MAX_METADATA_BYTES)
         except (OSError, CorruptFileError) as error:
             cause = error
-    advice = "Read without it: names, shapes and codecs are taken from the chunks"
-    got = cause.message if isinstance(cause, CorruptFileError) else str(cause)
+    reason = f"{str(path)!r} cannot be read: {cause}."
+    if isinstance(cause, CorruptFileError):
+        reason = cause.message
     raise CorruptFileError(
-        in_parts("read", repr(str(path)), "a JSON object", got[:200], advice)
-    ).of("metadata") from cause
-
-
-def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
-    return DataFileError(in_parts("read", repr(str(path)), expected, got, advice))
+        f"{reason} Names, shapes and codecs are read from the chunks.", kind="metadata"
+    ) from cause
 
 
 def _outside(path: str | Path) -> DataFileError:
     return UnsafeFileError(
-        f"cannot read {str(path)!r}: expected a file below the data folder, got a link that "
-        "leads out of it. Skipped."
+        f"{str(path)!r} is a link that leads out of the data folder. It is not followed."
     )
