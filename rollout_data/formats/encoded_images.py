@@ -131,7 +131,7 @@ def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None)
     if not picture_format(data):
         raise _damaged(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
     damage = (*_DAMAGE, image_module.DecompressionBombError)
-    opening = damage_named(_ACTION, where, "an intact picture", *damage)
+    opening = damage_named(where, *damage)
     with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
         width, height = image.size
         if shape is not None and (height, width) != shape[:2]:

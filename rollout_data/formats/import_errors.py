@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import Field, Schema
-from storage.errors import in_parts
 
 from ..sources.file_source import FileSource
 
@@ -36,9 +35,8 @@ def report_copied_actions(reader: FileSource) -> None:
         return reader.read(number, name, 0, num_steps)
 
     info = reader.episodes[number]
-    where = f"the actions of {info.name!r} of {str(reader.path)!r}"
-    for expected, got in copied_actions(info.schema, info.length, read):
-        reader.advise(in_parts("take as commands", where, expected, got))
+    for suspicion in copied_actions(info.schema, info.length, read):
+        reader.advise(f"Episode {info.name!r} of {str(reader.path)!r}: {suspicion}")
 
 
 def copied_actions(
@@ -83,10 +81,11 @@ def report_reset_rows(reader: FileSource) -> None:
     for number in range(1, min(len(reader.episodes), _NUM_ENDS + 1)):
         num_resets += _begins_with_reset(reader, number)
     if num_resets:
-        where = f"the ends of {str(reader.path)!r}"
-        got = f"the first one of the next episode, {num_resets} times"
-        advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
-        reader.advise(in_parts("believe", where, "observations of their own", got, advice))
+        episodes = f"{num_resets} episode" if num_resets == 1 else f"{num_resets} episodes"
+        reader.advise(
+            f"{episodes} of {str(reader.path)!r} start with the final observation of the previous "
+            "episode. Their first step may only reset the simulator (autoreset)."
+        )
 
 
 def _begins_with_reset(reader: FileSource, number: int) -> bool:

@@ -20,23 +20,23 @@ from storage.errors import (
     RolloutDataError,
     UnsafeFileError,
     UsageError,
-    in_parts,
 )
 
 from ..sources.recordings.natural_order import natural
 
 #: Errors that pyarrow raises for damaged files, besides its own.
 ARROW_DAMAGE = (OSError, ValueError, LookupError, TypeError, NotImplementedError)
+_REOPEN_ADVICE = "Call refresh() of the recording, or open it again."
 
 
-def optional(module: str, package: str, extra: str, what: str) -> Any:
+def optional(module: str, package: str, extra: str, purpose: str) -> Any:
     """Import the module of an optional package.
 
     Args:
         module: Module to import.
         package: Name of the package, for the error.
         extra: Extra of this library that installs the package.
-        what: Kind of data that needs the package, such as "video".
+        purpose: Kind of data that needs the package, such as "video".
 
     Raises:
         UsageError: The package is not installed. The error names the extra.
@@ -45,8 +45,8 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as cause:
         raise UsageError(
-            f"cannot read {what}: expected the package {package}, got {cause}. Install it "
-            f"with: pip install 'rollout-data[{extra}]'."
+            f"the package {package} is needed for {purpose} but cannot be imported: {cause}. "
+            f"Install it with: pip install 'rollout-data[{extra}]'."
         ) from cause
 
 
@@ -68,12 +68,13 @@ def file_inside(root: Path, name: str) -> Path:
         places.append(os.path.join(os.path.dirname(parent), "blobs"))
     if "\0" in name or not any(_is_below(os.path.realpath(path), place) for place in places):
         raise UnsafeFileError(
-            f"cannot open {name!r}: expected a file below {str(root)!r}, got a path that leads "
-            "out of it."
+            f"{str(root)!r} refers to the file {name!r}, which is outside of the folder. Files "
+            "outside are not read."
         )
+    if not path.exists():
+        raise CorruptFileError(f"{str(path)!r} is missing.")
     if not path.is_file():
-        got = "something else" if path.exists() else "nothing of that name"
-        raise CorruptFileError(f"cannot open {str(path)!r}: expected a file, got {got}.")
+        raise CorruptFileError(f"{str(path)!r} is not a regular file.")
     return path
 
 
@@ -115,10 +116,14 @@ class KnownFiles:
         except (FileNotFoundError, NotADirectoryError):
             if name not in self._states:
                 return
-            raise _changed(path, "none any more") from None
+            raise CorruptFileError(
+                f"{str(path)!r} has been removed since it was opened. {_REOPEN_ADVICE}"
+            ) from None
         now = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._states.setdefault(name, now) != now:
-            raise _changed(path, "another")
+            raise CorruptFileError(
+                f"{str(path)!r} has changed since it was opened. {_REOPEN_ADVICE}"
+            )
 
     @contextmanager
     def open(self, path: Path) -> Iterator[BinaryIO]:
@@ -131,13 +136,6 @@ class KnownFiles:
         with open(open_regular(path), "rb") as file:
             self.check(path, os.fstat(file.fileno()))
             yield file
-
-
-def _changed(path: Path, got: str) -> CorruptFileError:
-    return CorruptFileError(
-        f"cannot read {str(path)!r}: expected the file as it was when it was opened, got "
-        f"{got}. Call refresh() of the recording, or open it again."
-    )
 
 
 def _is_below(real_path: str, real_root: str) -> bool:
@@ -160,9 +158,8 @@ def parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as cause:
-        raise CorruptFileError(in_parts("read", repr(str(path)), "JSON", str(cause)[:200])).of(
-            "metadata"
-        ) from cause
+        message = f"{str(path)!r} is not valid JSON: {str(cause)[:200]}."
+        raise CorruptFileError(message, kind="metadata") from cause
 
 
 def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -173,10 +170,8 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """
     content = parse_json(read_text(path, max_bytes=max_bytes), path)
     if not isinstance(content, dict):
-        got = type(content).__name__
-        raise CorruptFileError(in_parts("read", repr(str(path)), "a JSON object", got)).of(
-            "metadata"
-        )
+        message = f"{str(path)!r} contains a {type(content).__name__}, expected a JSON object."
+        raise CorruptFileError(message, kind="metadata")
     return content
 
 
@@ -212,11 +207,11 @@ def of_kind(kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]) -> Iterator[None]:
+def damage_named(subject: str, *kinds: type[Exception]) -> Iterator[None]:
     """Convert the exceptions that a library raises for damaged files into `CorruptFileError`.
 
     Args:
-        action, where, expected: Parts of the error message.
+        subject: Subject of the error message, such as the name of the file in quotes.
         kinds: Exception types of the library.
 
     Raises:
@@ -227,9 +222,7 @@ def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]
     except kinds as cause:
         if isinstance(cause, RolloutDataError):
             raise
-        got = f"{type(cause).__name__}: {cause}".split("\n")[0][:200]
-        raise CorruptFileError(in_parts(action, where, expected, got)) from cause
+        reason = f"{type(cause).__name__}: {cause}".split("\n")[0][:200].rstrip(".")
+        raise CorruptFileError(f"{subject} is damaged: {reason}.") from cause
     except MemoryError as cause:
-        raise DataFileError(
-            f"cannot {action} {where}: expected {expected}, got more than the memory holds."
-        ) from cause
+        raise DataFileError(f"{subject} does not fit into memory.") from cause

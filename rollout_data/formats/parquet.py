@@ -297,17 +297,15 @@ class ParquetFile:
     def _damaged_footer(self) -> Any:
         """Convert errors of parsing a footer or a page header into `CorruptFileError`."""
         kinds = (OSError, LookupError, TypeError, ValueError, RecursionError)
-        expected = "an intact footer, and headers of pages"
-        return damage_named("read", repr(str(self.path)), expected, *kinds)
+        return damage_named(f"The footer of {str(self.path)!r}", *kinds)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         self._known.check(self.path)
         pyarrow, parquet = arrow()
         damage = (pyarrow.ArrowException, *ARROW_DAMAGE)
-        expected = "an intact Parquet file"
         with (
-            damage_named("read", repr(str(self.path)), expected, *damage),
+            damage_named(repr(str(self.path)), *damage),
             parquet.ParquetFile(os.fspath(self.path), metadata=self._footer) as file,
         ):
             yield file

@@ -73,7 +73,7 @@ class Writer(ForeignWriter):
             super().check_files(path, note, is_finished)
 
     def begin(self) -> set[str]:
-        self._rr = optional("rerun", "rerun-sdk", "rerun", "or write recordings of Rerun")
+        self._rr = optional("rerun", "rerun-sdk", "rerun", "recordings of Rerun")
         self._folder = self.note_folder
         return {episode.id for episode in self.episodes if self._part(episode).exists()}
 
@@ -205,7 +205,7 @@ class Writer(ForeignWriter):
         """Merge the files of the complete episodes into a stream, and append the note."""
         metadata = json.dumps(plain(self.metadata))
         stream.log("/recording", self._rr.AnyValues(metadata=metadata), static=True)
-        chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
+        chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "recordings of Rerun")
         for episode in self.episodes:
             if episode.id in self.written:
                 stream.send_chunks(chunks.RrdReader(self._part(episode)).stream())
@@ -230,10 +230,8 @@ def _time_field(episode: EpisodeToWrite) -> str | None:
 
 def _note_in(path: Path) -> str | None:
     """Return the text of the note in an `.rrd` file; None if there is no note."""
-    chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
-    with damage_named(
-        "read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError
-    ):
+    chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "recordings of Rerun")
+    with damage_named(repr(str(path)), OSError, RuntimeError, ValueError):
         for chunk in chunks.RrdReader(path).stream():
             if chunk.entity_path == _NOTE_ENTITY:
                 for name, values in chunk.to_record_batch().to_pydict().items():

@@ -265,7 +265,7 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
         AssertionError,
     )
     with (
-        damage_named("read", repr(str(path)), "an intact video", *damage),
+        damage_named(repr(str(path)), *damage),
         open(open_regular(path), "rb") as file,
         av.open(file, format="mp4") as container,
     ):

@@ -116,7 +116,7 @@ def check_valid(scan: FolderScan) -> None:
     for problem in scan.problems:
         assert isinstance(problem, DataFileError)
         assert str(scan.data_dir) in str(problem)
-        assert problem.expected and problem.got and problem.advice
+        assert str(problem).endswith(".")
 
 
 def scan_of(data_dir: Path) -> FolderScan:

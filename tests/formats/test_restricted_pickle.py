@@ -149,7 +149,8 @@ def test_code_is_refused_by_name_and_never_run(
         Gadget(function, f"open({str(marker)!r}, 'w')"),
     ):
         with pytest.raises(
-            UnsafeFileError, match=r"got the global '\w+(\.\w+)*'\. Nothing in the file was run"
+            UnsafeFileError,
+            match=r"contains the global '\w+(\.\w+)*',.* No code of the file was run",
         ) as error:
             describe(pickle.dumps(content, protocol=protocol))
         assert function.__name__ in str(error.value)
@@ -190,8 +191,8 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
     with pytest.raises(UnsafeFileError) as error:
         describe(call(module, name))
     assert str(error.value) == (
-        f"cannot read the pickle 'chunk.pickle': expected arrays and plain containers only, got the global "
-        f"'{module}.{name}'. Nothing in the file was run; find out where it comes from."
+        f"'chunk.pickle' contains the global '{module}.{name}', but a pickle may only contain "
+        "arrays and plain containers. No code of the file was run. Check where the file comes from."
     )
 
 
@@ -218,15 +219,15 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
         (call("numpy", "dtype", short("O8") + b"\x89\x88\x87"), "an array of objects"),
         (call("numpy", "dtype", short("O") + b"\x89\x88\x87"), "an array of objects"),
         (call("numpy", "dtype", b"N\x89\x88\x87"), "a dtype of NoneType"),
-        (call(f"{CORE}.multiarray", "_reconstruct", b"NNN\x87"), "an array of the type NoneType"),
+        (call(f"{CORE}.multiarray", "_reconstruct", b"NNN\x87"), "an array of type NoneType"),
         (array(b"K\x01\x85", b"](K\x01e"), "an array of objects"),
         (
             array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"NNN", b"N})")),
-            "the state of another dtype",
+            "a dtype that is not a plain number",
         ),
         (
             array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"K\x00tb", b"K\x3ftb")),
-            "the state of another dtype",
+            "a dtype that is not a plain number",
         ),
         (array(b"K\x01\x85")[:-2] + b"(K\x01K\x01\x85N\x89C\x00tbs.", "a state for PickledArray"),
     ],
@@ -245,7 +246,7 @@ def test_object_arrays_of_numpy_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["U3", "S3", "c8", "M8[s]", [("x", "f4")], "longdouble"])
 def test_arrays_of_other_than_plain_numbers_are_refused(dtype: Any) -> None:
-    with pytest.raises(DataFileError, match="expected arrays of one of b1, i1"):
+    with pytest.raises(DataFileError, match=r"not supported\. Supported dtypes are b1, i1"):
         describe(pickle.dumps({"a": np.zeros(2, dtype)}))
 
 
@@ -321,16 +322,14 @@ def test_a_memo_at_a_huge_index_costs_nothing() -> None:
     ],
 )
 def test_bombs_of_nesting_memo_and_copies_are_cut_off(bomb: bytes) -> None:
-    with pytest.raises(
-        UnsafeFileError, match=f"expected at most {MAX_OPERATIONS} operations, got more"
-    ):
+    with pytest.raises(UnsafeFileError, match=f"has more than {MAX_OPERATIONS} pickle operations"):
         describe(b"\x80\x04" + bomb)
 
 
 def test_nesting_within_the_limit_is_harmless() -> None:
     depth = MAX_OPERATIONS // 2
     assert "a" in describe(b"\x80\x04}" + short("a") + b")" + b"\x85" * depth + b"s.")
-    with pytest.raises(ForeignFileError, match="expected a dict of arrays, got tuple"):
+    with pytest.raises(ForeignFileError, match="a pickled tuple, expected a dict of arrays"):
         describe(b"\x80\x04)" + b"\x85" * depth + b".")
 
 
@@ -377,24 +376,22 @@ def test_noise_is_an_error_of_the_file(noise: bytes) -> None:
     ],
 )
 def test_garbage_is_reported_as_damage(garbage: bytes) -> None:
-    with pytest.raises(CorruptFileError, match=r"cannot read the pickle 'chunk\.pickle'"):
+    with pytest.raises(CorruptFileError, match=r"'chunk\.pickle' is (damaged|truncated): "):
         describe(garbage)
 
 
 def test_bytes_behind_the_end_are_reported() -> None:
-    with pytest.raises(
-        CorruptFileError, match="expected nothing behind the end of the pickle, got 3 bytes"
-    ):
+    with pytest.raises(CorruptFileError, match="is damaged: 3 bytes follow the end of the pickle"):
         describe(pickle.dumps({}) + b"abc")
 
 
 def test_a_newer_protocol_is_foreign() -> None:
-    with pytest.raises(ForeignFileError, match="expected a protocol up to 5, got 6"):
+    with pytest.raises(ForeignFileError, match=r"protocol 6\. Protocols up to 5 are supported"):
         describe(b"\x80\x06}.")
 
 
 def test_keys_other_than_text_are_refused() -> None:
-    with pytest.raises(CorruptFileError, match="texts as keys"):
+    with pytest.raises(CorruptFileError, match="the keys of a dict must be texts"):
         describe(pickle.dumps({1: 2}))
 
 

@@ -21,8 +21,8 @@ def test_a_gap_keeps_the_frames_before_it(folder: NaiveFolder) -> None:
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 6, OPEN)]
     assert one_problem(scan, CorruptFileError) == (
-        "cannot read the trajectory 'DIR/trajectory_0': expected a chunk from frame 6 on, "
-        "got only 'traj_000008_000009.pickle' and 1 more. Read the first 6 frames and left out the rest."
+        "'DIR/trajectory_0' has no chunk that starts at frame 6. The remaining chunks are "
+        "'traj_000008_000009.pickle' and 1 more. Only the first 6 frames are read."
     )
 
 
@@ -32,8 +32,8 @@ def test_a_folder_without_its_first_chunk_is_skipped(folder: NaiveFolder) -> Non
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(1000, 2, TERMINATED)]
     assert (
-        "expected a chunk from frame 0 on, got only 'traj_000004_000008.pickle'. Skipped the folder."
-        in one_problem(scan, CorruptFileError)
+        "has no chunk that starts at frame 0. The remaining chunk is 'traj_000004_000008.pickle'. "
+        "The folder is left out." in one_problem(scan, CorruptFileError)
     )
 
 
@@ -44,8 +44,8 @@ def test_of_chunks_with_one_start_the_newest_is_kept(folder: NaiveFolder) -> Non
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 8, TERMINATED)]
     assert one_problem(scan) == (
-        "cannot read the chunk 'DIR/trajectory_0/traj_000004_000009.pickle': expected one chunk from frame 4 on, "
-        "got also the newer 'traj_000004_000008.pickle'. The older one is left out."
+        "'DIR/trajectory_0/traj_000004_000009.pickle' and 'traj_000004_000008.pickle' both start "
+        "at frame 4. The older file is left out."
     )
 
 
@@ -71,7 +71,7 @@ def test_the_length_of_the_arrays_rules_over_the_name(folder: NaiveFolder) -> No
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 6, OPEN)]
     assert (
-        "expected 5 frames, as its name says, got 4. Read at the length of its arrays."
+        "has 4 frames, but 5 according to its name. The arrays are read at their full length."
         in one_problem(scan)
     )
 
@@ -89,7 +89,7 @@ def test_a_chunk_without_frames_is_left_out(folder: NaiveFolder) -> None:
     folder.chunk(0, 4, 4)
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN)]
-    assert "expected at least one frame, got none. Left out." in one_problem(scan)
+    assert "has no frames. The file is left out." in one_problem(scan)
 
 
 def test_ends_inside_a_folder_split_it(folder: NaiveFolder) -> None:
@@ -108,8 +108,8 @@ def test_ends_inside_a_folder_split_it(folder: NaiveFolder) -> None:
         (8, 1, OPEN),
     ]
     assert one_problem(scan) == (
-        "cannot read as one trajectory 'DIR/trajectory_0': expected an end at the last frame, "
-        "got 3 inside, the first at frame 1. Split into 4 trajectories."
+        "'DIR/trajectory_0' has 3 ends before its last frame, the first at frame 1. "
+        "It is read as 4 trajectories."
     )
     assert scan.fragments[["trajectory", "start", "length", "row"]].tolist() == [
         (0, 0, 2, 0), (1, 0, 1, 2), (2, 0, 3, 3), (2, 3, 2, 0), (3, 0, 1, 0)
@@ -160,9 +160,10 @@ def test_a_hostile_chunk_is_refused_and_the_good_ones_stream(
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(1000, 4, TERMINATED)]
     assert one_problem(scan, UnsafeFileError) == (
-        "cannot read the pickle 'DIR/trajectory_0/traj_000000_000004.pickle': expected arrays and plain containers "
-        f"only, got the global '{os.system.__module__}.system'. Nothing in the file was run; find out where it comes "
-        "from. Left out, with what follows it in its trajectory."
+        "'DIR/trajectory_0/traj_000000_000004.pickle' contains the global "
+        f"'{os.system.__module__}.system', but a pickle may only contain arrays and plain "
+        "containers. No code of the file was run. Check where the file comes from. This chunk and "
+        "the later chunks of its trajectory are left out."
     )
     assert not (tmp_path / "ran").exists()
 
@@ -184,7 +185,8 @@ def test_links_that_lead_out_are_refused(folder: NaiveFolder, tmp_path: Path) ->
     assert frames_of(scan) == [(0, 4, OPEN)]
     assert [type(problem) for problem in scan.problems] == [UnsafeFileError] * 4
     assert all(
-        "got a link that leads out of it. Skipped." in str(problem) for problem in scan.problems
+        "is a link that leads out of the data folder. It is not followed." in str(problem)
+        for problem in scan.problems
     )
 
 
@@ -198,15 +200,14 @@ def test_links_inside_are_followed_for_files_and_not_for_folders(folder: NaiveFo
     (folder.data_dir / "trajectory_1" / "traj_000002_000004.pickle").symlink_to("nothing")
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN), (1000, 2, OPEN)]
-    assert "got a link to one" in str(scan.problems[0]) and len(scan.problems) == 2
+    assert "is a link to a folder and is not followed" in str(scan.problems[0])
+    assert len(scan.problems) == 2
 
 
 def test_what_is_not_a_plain_file_is_not_opened(folder: NaiveFolder) -> None:
     path = folder.chunk(0, 0, 4)
     os.mkfifo(path.with_name("traj_000004_000008.pickle"))
-    assert "expected a plain file, got something else. Skipped." in one_problem(
-        scan_of(folder.data_dir)
-    )
+    assert "is not a regular file and is left out." in one_problem(scan_of(folder.data_dir))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -222,7 +223,7 @@ def test_a_chunk_that_is_gone_or_changed_after_the_scan_is_an_error(folder: Naiv
     for change in ({"actions": np.zeros((3, 9), np.float32)}, {"drop": ("rewards",)}):
         folder.chunk(0, 0, 3, name=path.name, **change)
         with pytest.raises(
-            CorruptFileError, match=r"as it was when it was opened, got another\. Call refresh\(\)"
+            CorruptFileError, match=r"has changed since it was opened\. Call refresh\(\)"
         ):
             read_chunk_rows(scan, 0)
     path.unlink()

@@ -157,8 +157,8 @@ def test_other_files_are_left_alone_and_named(folder: NaiveFolder) -> None:
     scan = scan_of(folder.data_dir)
     assert frames_of(scan) == [(0, 4, OPEN)]
     assert one_problem(scan) == (
-        "cannot read 'DIR/trajectory_0': expected chunks called traj_START_END.pickle, "
-        "got 'backup_traj_000004_000008.pickle' and 1 more. Skipped these files."
+        "'DIR/trajectory_0' contains files that are not called traj_START_END.pickle: "
+        "'backup_traj_000004_000008.pickle' and 1 more. These files are ignored."
     )
 
 

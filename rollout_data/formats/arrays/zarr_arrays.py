@@ -72,7 +72,7 @@ class Store:
             for name in self.names:
                 self._known.check(path / name)
         else:
-            opening = damage_named("open", repr(str(path)), "a zip file", *_DAMAGE)
+            opening = damage_named(repr(str(path)), *_DAMAGE)
             with opening, self._known.open(path) as file, zipfile.ZipFile(file) as archive:
                 self._listed = archive.infolist()
                 check_count(file, len(self._listed))
@@ -124,7 +124,7 @@ class Store:
 
     def json(self, name: str) -> Any:
         """Parse a small piece as JSON."""
-        with damage_named("read", f"{name!r} of {str(self._path)!r}", "an intact piece", *_DAMAGE):
+        with damage_named(f"{name!r} of {str(self._path)!r}", *_DAMAGE):
             text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
         return parse_json(text, self._path / name)
 
@@ -142,7 +142,7 @@ class Store:
             name = member.filename
             if counts[name] > 1 or not any(array.has_piece(name) for array in arrays):
                 others.append(member)
-        with damage_named("open", repr(str(self._path)), "intact names of its members", *_DAMAGE):
+        with damage_named(repr(str(self._path)), *_DAMAGE):
             if others:
                 with self._known.open(self._path) as file:
                     for member in others:
@@ -212,14 +212,13 @@ class ZarrArray:
 
     def read(self, store: Store, start: int, stop: int) -> Array:
         """Read the rows `start:stop`: `[stop - start, ...]`, little-endian, a new array."""
-        where = f"rows {start}:{stop} of {self.name!r}"
+        where = f"The part {start}:{stop} of {self.name!r}"
         bounds = [(start, stop)] + [(0, size) for size in self.shape[1:]]
         chunk_ranges = []
         for (low, high), size in zip(bounds, self.chunks, strict=True):
             chunk_ranges.append(range(low // size, -(-high // size)))
 
-        expected = f"chunks of {self.dtype}{list(self.chunks)}"
-        with damage_named("read", where, expected, *_DAMAGE):
+        with damage_named(where, *_DAMAGE):
             rows = np.empty([high - low for low, high in bounds], self.dtype.newbyteorder("<"))
             for place in product(*chunk_ranges):
                 chunk = self._chunk(store, place)
@@ -353,7 +352,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
         if description.get("shape") == [] or _holds_texts(description):
             leave_out(folder)
             continue
-        with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
+        with damage_named(repr(name), *_DAMAGE):
             parse = _of_format_2 if is_format_2 else _of_format_3
             array = parse(folder, description)
             _check_sizes(array, store)

@@ -616,7 +616,7 @@ def _component(
 
 def _json_texts(array: Any, where: str, texts: dict[str, str]) -> list[str]:
     """Return the values of an Arrow array as JSON texts; equal texts are the same object."""
-    with damage_named("read", where, "values that JSON can hold", ValueError):
+    with damage_named(where, ValueError):
         rows = [json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array]
     return [texts.setdefault(text, text) for text in rows]
 

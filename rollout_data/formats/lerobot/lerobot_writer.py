@@ -243,7 +243,7 @@ class Writer(ForeignWriter):
         pyarrow, parquet = arrow()
         path = self.path / self._file(number)
         damage = (pyarrow.ArrowException, OSError, LookupError)
-        with damage_named("read", repr(str(path)), "an intact file", *damage):
+        with damage_named(repr(str(path)), *damage):
             text = parquet.read_metadata(path).metadata[_NOTE.encode()]
             note: dict[str, Any] = json.loads(text)
         return note

@@ -119,7 +119,7 @@ class ArrowFile:
         ipc = optional("pyarrow.ipc", "pyarrow", "formats", "Arrow files")
         damage = (pyarrow.ArrowException, struct.error, *ARROW_DAMAGE)
         with (
-            damage_named("read", repr(str(self.path)), "an intact Arrow file", *damage),
+            damage_named(repr(str(self.path)), *damage),
             pyarrow.memory_map(os.fspath(self.path)) as mapped,
             ipc.open_file(mapped) as file,
         ):

@@ -110,7 +110,7 @@ class Log:
         #: Name of a topic -> flat array with time, chunk, start and stop of each message.
         self._found: dict[str, array[int]] = {}
         data = open_map(path, self._known)
-        with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
+        with damage_named(repr(str(path)), *_DAMAGE):
             self.is_whole = self._scan(data)
         self._latest = (-1, b"")
         for name, values in self._found.items():
@@ -262,7 +262,7 @@ def _unpack(data: memoryview, chunk: Chunk) -> Any:
         return frame.LZ4FrameDecompressor().decompress(bytes(data), chunk.num_bytes + 1)
     if chunk.compression == "zstd":
         zstandard = optional("zstandard", "zstandard", "mcap", "chunks of Zstandard")
-        with damage_named("unpack", "a chunk", "Zstandard", zstandard.ZstdError):
+        with damage_named("A chunk", zstandard.ZstdError):
             decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_CHUNK_BYTES)
             reader = decompressor.stream_reader(bytes(data))
             return reader.read(chunk.num_bytes + 1)

@@ -249,7 +249,7 @@ class Reader(FileSource):
         Values that cannot be fields are reported.
         """
         where = f"{topic.name!r} of {str(log.path)!r}"
-        with damage_named("read the first message", f"of {where}", "a JSON object", *_DAMAGE):
+        with damage_named(f"The first message of {where}", *_DAMAGE):
             value = json.loads(next(log.messages(topic, slice(1))))
             leaves = []
             for keys, dtype, shape in _leaves(value, _schema(topic)):
@@ -346,9 +346,7 @@ def _columns(
             [""] * len(rows) if is_text else np.empty((len(rows), *leaf.shape), leaf.dtype)
         )
     topic = log.topics[leaves[0].topic]
-    where = f"messages of {topic.name!r} of {str(log.path)!r}"
-    expected = f"JSON with {', '.join('/'.join(leaf.keys) for leaf in leaves)}"
-    with damage_named("read", where, expected, *_DAMAGE):
+    with damage_named(f"Topic {topic.name!r} of {str(log.path)!r}", *_DAMAGE):
         numbers, starts = np.unique(rows, return_index=True)
         stops = [*starts[1:].tolist(), len(rows)]
         for text, start, stop in zip(log.messages(topic, numbers), starts, stops, strict=True):

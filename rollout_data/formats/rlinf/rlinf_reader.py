@@ -296,8 +296,7 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
     Raises:
         CorruptFileError: The index is damaged, or lists an id twice.
     """
-    expected = "'trajectory_index' and 'trajectory_id_list'"
-    with damage_named("read the index of", where, expected, *_DAMAGE):
+    with damage_named(where, *_DAMAGE):
         by_id = index["trajectory_index"]
         ids = index["trajectory_id_list"]
         entries = {int(number): dict(by_id.get(str(number), {})) for number in ids}
@@ -343,7 +342,7 @@ def _load(path: Path) -> dict[str, Any]:
         UnsafeFileError: The file has objects that are neither tensors nor plain containers.
     """
     where = repr(str(path))
-    with damage_named("read", where, "a torch file of plain tensors", *_DAMAGE):
+    with damage_named(where, *_DAMAGE):
         _check_members(path)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -165,13 +165,13 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
         if not isinstance(value, StoredArray):
             if value is not None or key in required:
                 got = type(value).__name__
-                raise DataFileError(f"{key!r} of {str(path)!r} is {got}, expected an array.")
+                raise DataFileError(f"{str(path)!r} has a {got} in {key!r}, expected an array.")
         elif prod(value.shape[1:]):
             arrays[key] = value
         elif key not in (PRIVILEGED, REWARDS):
             raise DataFileError(
-                f"{key!r} of {str(path)!r} has shape {list(value.shape)}. At least one value "
-                "per frame is needed."
+                f"{str(path)!r} has shape {list(value.shape)} in {key!r}. At least one value per "
+                "frame is needed."
             )
     return arrays, repairs
 
@@ -198,11 +198,11 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
     shape = chunk.arrays[key].shape
     if shape[1:] not in ((), (1,)):
         raise DataFileError(
-            f"{key!r} of {str(chunk.path)!r} has shape {list(shape)}, expected [T] or [T, 1]."
+            f"{str(chunk.path)!r} has shape {list(shape)} in {key!r}, expected [T] or [T, 1]."
         )
     values = chunk.read(key).reshape(-1)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise DataFileError(f"{key!r} of {str(chunk.path)!r} contains NaN or infinity.")
+        raise DataFileError(f"{str(chunk.path)!r} has NaN or infinity in {key!r}.")
     flags: np.ndarray = values.view(np.uint8) != 0 if values.dtype == bool else values != 0
     return flags
 
@@ -245,15 +245,15 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
             problems.append(DataFileError(message, kind="counts", episode=folder.name))
     if newest:
         first = newest[min(newest)].file.path.name
-        others = f"{first!r}"
+        remaining = f"The remaining chunk is {first!r}"
         if len(newest) > 1:
-            others += f" and {len(newest) - 1} more"
+            remaining = f"The remaining chunks are {first!r} and {len(newest) - 1} more"
         kept_part = f"Only the first {position} frames are read"
         outcome = kept_part if position else "The folder is left out"
         kind = "overlap" if min(newest) < position else "gap"
         problem = CorruptFileError(
-            f"{str(folder)!r} has no chunk that starts at frame {position}. The remaining chunks "
-            f"are {others}. {outcome}.",
+            f"{str(folder)!r} has no chunk that starts at frame {position}. {remaining}. "
+            f"{outcome}.",
             kind=kind,
             episode=folder.name,
         )

@@ -257,7 +257,7 @@ def _build_schema(
     """
     problems: list[DataFileError] = []
 
-    def report(problem: str, outcome: str = "The description in the chunks is used.") -> None:
+    def report(problem: str, outcome: str = "The chunks are read as stored.") -> None:
         message = f"{str(metadata_path)!r} {problem}. {outcome}"
         problems.append(DataFileError(message, kind="description"))
 
@@ -303,7 +303,7 @@ def _build_schema(
         )
     missing = [key for key in rank if key not in {stored.key for stored in components}]
     if components and missing:
-        report(f"has {missing[0]!r} in {SEGMENTS}, but the chunks have no such array")
+        report(f"has {missing[0]!r} in {SEGMENTS}, but the chunks have no array of that name")
     fields += [
         Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY
     ]
