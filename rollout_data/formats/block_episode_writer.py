@@ -74,7 +74,7 @@ class OwnWriter(ForeignWriter):
     def noted(cls, path: Path) -> ConversionNote | None:
         if path.is_dir() and not (path / NOTE_NAME).exists():
             if block_entries(path):
-                raise occupied(path, f"a folder of block files without {NOTE_NAME!r}")
+                raise occupied(path, f"contains block files but no {NOTE_NAME!r} of a conversion")
             return None
         return super().noted(path)
 
@@ -169,7 +169,7 @@ class OwnWriter(ForeignWriter):
 
         episodes = {*ids.values()}
         if trajectories - ids.keys() or not episodes <= self.conversion.rows.keys():
-            raise occupied(self.path, "other trajectories")
+            raise occupied(self.path, "contains trajectories that are not in the source")
         return episodes
 
     def _note_blocks(self, episodes: Collection[str]) -> None:

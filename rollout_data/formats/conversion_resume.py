@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from storage.errors import DataFileError, UsageError, in_parts
+from storage.errors import DataFileError, UsageError
 
 from ..remote.locations import RemotePath
 from ..sources.recordings.recording import Recording
@@ -125,14 +125,15 @@ def check_same_rows(
                 where = repr(field.removesuffix(AFTER_LAST))
                 if field.endswith(AFTER_LAST):
                     where += AFTER_LAST
-                raise other_source(path, f"other values of {where} in episode {name!r}")
+                raise other_source(path, f"different values of {where} in episode {name!r}")
 
 
 def other_source(path: Path, difference: str) -> UsageError:
     """Return the error of a target that was converted from another source."""
-    expected = "the source and the options of the conversion that is there"
-    advice = "Choose another place, or remove it"
-    return UsageError(in_parts("convert into", repr(str(path)), expected, difference, advice))
+    return UsageError(
+        f"target {str(path)!r} was converted from another source or with other options: "
+        f"{difference}. Choose an empty target, or remove the existing files."
+    )
 
 
 def _writer_difference(there: ConversionNote, now: ConversionNote) -> str:
@@ -174,7 +175,7 @@ def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:
 
     for place, (old, new) in enumerate(zip(there.episodes, now.episodes, strict=False)):
         if old["id"] != new["id"]:
-            return f"episode {new['id']!r} instead of {_text(old['id'])} at place {place}"
+            return f"episode {new['id']!r} instead of {_text(old['id'])} at position {place}"
         part = _first_difference(old, new)
         if not part:
             continue
@@ -257,9 +258,8 @@ def check_nothing_gained(
     gained = [episode["id"] for episode in now.episodes[len(there.episodes) :]]
     gained += readable
     if gained:
-        target = f"the {len(there.rows)} episodes of a complete target"
-        got = f"{len(gained)} more than {target}: {gained[0]!r}"
-        raise other_source(path, got)
+        target = f"the {len(there.rows)} episodes of the complete target"
+        raise other_source(path, f"{len(gained)} more than {target}, such as {gained[0]!r}")
 
 
 def unreadable_episodes(

@@ -28,7 +28,12 @@ from ..blocks.block_header import damaged_fragments, read_header
 from ..remote.locations import DataDir, RemotePath
 from ..sources.recordings.episode import Episode
 from ..sources.recordings.recording import Recording
-from ..writing.conversion_record import ConversionNote, SummedEpisode, UnreadableEpisode
+from ..writing.conversion_record import (
+    NOTE_NAME,
+    ConversionNote,
+    SummedEpisode,
+    UnreadableEpisode,
+)
 from .block_episode_writer import OWN, OwnWriter
 from .conversion_resume import (
     check_nothing_gained,
@@ -107,14 +112,14 @@ def convert(
     path = arguments.path("target", target).absolute()
     if recording.path in (path, *path.parents):
         raise UsageError(
-            f"cannot {_ACTION}: expected target as a place outside of {str(recording.path)!r}, "
-            f"got {str(path)!r}."
+            f"target {str(path)!r} is inside the source {str(recording.path)!r}. Choose a path "
+            "outside of the source."
         )
 
     with ExitStack() as locks:
         with errors_of_target(path):
             if path.is_symlink() and not path.exists():
-                raise occupied(path, "a link to a missing file")
+                raise occupied(path, "is a link to a missing file")
             locks.enter_context(only_writer_of(path))
         present, removed = present_part(recording)
         problems = [*recording.problems, *removed]
@@ -148,16 +153,15 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     """
     formats = (OWN, *WRITERS, *EXPORTS)
     if to not in formats:
-        expected = f"to as one of {nearest(str(to), formats).removeprefix('one of ')}"
-        raise UsageError(f"cannot {_ACTION}: expected {expected}, got {to!r}.")
+        raise UsageError(f"to={to!r} is unknown. Known formats are {nearest(to, formats)}.")
 
     writer_type: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     unknown = [name for name in options if name not in writer_type.OPTIONS]
     if unknown:
-        expected = nearest(unknown[0], writer_type.OPTIONS) if writer_type.OPTIONS else "no option"
-        raise UsageError(
-            f"cannot {_ACTION} with to={to!r}: expected {expected}, got {unknown[0]!r}."
-        )
+        known = "has no options"
+        if writer_type.OPTIONS:
+            known = f"has the options {nearest(unknown[0], writer_type.OPTIONS)}"
+        raise UsageError(f"option {unknown[0]!r} is unknown. The format {to!r} {known}.")
     return writer_type
 
 
@@ -229,7 +233,7 @@ def _check_earlier(
         DataFileError: An episode of the target is no longer readable in the source.
     """
     if is_complete and not earlier.is_whole():
-        raise occupied(job.path, "a complete target whose note is damaged")
+        raise occupied(job.path, f"is a complete target with a damaged {NOTE_NAME!r}")
 
     def effective(options: Mapping[str, Any]) -> Mapping[str, Any]:
         recording = job.recording
@@ -315,9 +319,7 @@ def errors_of_target(path: Path) -> Iterator[None]:
         reason = _reason(cause)
         if reason is None:
             raise
-        error = TargetError(
-            f"cannot write {str(path)!r}: expected a place that can be written, got {reason}."
-        )
+        error = TargetError(f"{str(path)!r} cannot be written: {str(reason).rstrip('.')}.")
         error.errno = _errno(reason)
         raise error from cause
 

@@ -19,7 +19,6 @@ from .input_checks import damage_named, of_kind, optional
 #: Maximum number of pixels of a picture: 8192 x 8192, or 192 MiB of RGB.
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "TIFF")
-_ACTION = "decode the picture"
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 #: Mode of pillow with more than 8 bits per channel -> dtype of the decoded pixels.
 _DEEP_MODES = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
@@ -90,7 +89,7 @@ def decode_picture(
         UsageError: Pillow is missing.
     """
     if picture_format(data) == "PNG" and b"IEND" not in bytes(data[-1024:]):
-        raise _damaged(where, "an intact picture", "a truncated PNG")
+        raise CorruptFileError(f"{where} contains a truncated PNG.")
     with _opened(data, where, shape) as image:
         if image.mode in _DEEP_MODES:
             pixels: Pixels = np.array(image).astype(_DEEP_MODES[image.mode])
@@ -102,7 +101,7 @@ def decode_picture(
             pixels = np.array(image if mode == image.mode else image.convert(mode))
             pixels = pixels.reshape(*pixels.shape[:2], _CHANNELS[mode])
     if shape is not None and pixels.shape != shape:
-        raise _damaged(where, f"the shape {shape}", str(pixels.shape))
+        raise _wrong_picture(where, f"shape {pixels.shape}", f"shape {shape}")
     return pixels
 
 
@@ -116,7 +115,7 @@ def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
     """
     with _opened(data, where, None) as image:
         if image.mode in _DEEP_MODES:
-            raise _damaged(where, "8 bits per channel", image.mode)
+            raise _wrong_picture(where, f"mode {image.mode}", "8 bits per channel")
         width, height = image.size
         return height, width, _CHANNELS.get(image.mode, 3)
 
@@ -129,24 +128,30 @@ def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None)
     """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
     if not picture_format(data):
-        raise _damaged(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
+        raise CorruptFileError(
+            f"{where} contains data that start with {bytes(data[:8])!r}, expected a picture as "
+            "PNG, JPEG or TIFF."
+        )
     damage = (*_DAMAGE, image_module.DecompressionBombError)
     opening = damage_named(where, *damage)
     with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
         width, height = image.size
         if shape is not None and (height, width) != shape[:2]:
-            raise _damaged(where, f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}")
+            expected = f"{shape[0]} x {shape[1]}"
+            raise _wrong_picture(where, f"{height} x {width} pixels", expected)
         if width * height > MAX_PIXELS:
-            raise _damaged(where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
+            raise _wrong_picture(where, f"{height} x {width} pixels", f"at most {MAX_PIXELS}")
         if image.format == "TIFF":
             compression = image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED)
             if compression != _UNCOMPRESSED:
-                raise _damaged(where, "an uncompressed TIFF", "a compressed one")
+                raise CorruptFileError(
+                    f"{where} contains a compressed TIFF. Only uncompressed TIFF is read."
+                )
         yield image
 
 
-def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(f"cannot {_ACTION} {where}: expected {expected}, got {got}.")
+def _wrong_picture(where: str, content: str, expected: str) -> CorruptFileError:
+    return CorruptFileError(f"{where} contains a picture with {content}, expected {expected}.")
 
 
 def encode_picture(pixels: Pixels) -> bytes:

@@ -179,7 +179,7 @@ class ForeignWriter(ABC):
         """
         earlier = self.noted(self.path)
         if earlier is not None and self.is_finished(self.path):
-            raise occupied(self.path, "the complete target of a conversion")
+            raise occupied(self.path, "is the complete target of a conversion")
         note = self.planned(self.episodes, self.metadata, self.options)
         if earlier is not None:
             note.resume(earlier)
@@ -581,13 +581,13 @@ def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
     if place.is_file():
         note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
         if note is None:
-            raise occupied(target, f"a folder whose {NOTE_NAME!r} cannot be read")
+            raise occupied(target, f"has a damaged {NOTE_NAME!r}")
         return note
     if target.is_dir():
         if {path.name for path in target.iterdir()} - {f"{NOTE_NAME}.new"}:
-            raise occupied(target, f"a folder without {NOTE_NAME!r}")
+            raise occupied(target, f"contains files but no {NOTE_NAME!r} of a conversion")
     elif target.exists():
-        raise occupied(target, "a file")
+        raise occupied(target, "is a file that no conversion wrote")
     return None
 
 
@@ -597,11 +597,15 @@ def _text_of(place: Path) -> str:
     return "" if note is None or note.has_damaged_lines else note.text()
 
 
-def occupied(path: Path, got: str) -> UsageError:
-    """Return the error for a target with content that is not part of the conversion."""
+def occupied(path: Path, state: str) -> UsageError:
+    """Return the error for a target with content that is not part of the conversion.
+
+    Args:
+        path: Path of the target.
+        state: Predicate of the error message, such as "is a file".
+    """
     return UsageError(
-        f"cannot write {str(path)!r}: expected an empty folder, or one of an earlier "
-        f"conversion, got {got}. Choose another place, or remove it."
+        f"target {str(path)!r} {state}. Choose an empty target, or remove the existing files."
     )
 
 
@@ -750,8 +754,8 @@ def _check_no_group_is_field(names: Collection[str]) -> None:
         for group in map(str, PurePosixPath(name).parents):
             if group in names:
                 raise UsageError(
-                    f"cannot write the field {name!r}: expected no field {group!r} in any "
-                    "episode, got both. Rename one of them."
+                    f"field {name!r} cannot be written beside field {group!r}, because a name "
+                    "cannot be both a field and a group. Rename one of the fields."
                 )
 
 

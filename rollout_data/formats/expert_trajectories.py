@@ -24,7 +24,6 @@ from storage.errors import (
     RolloutDataError,
     UnsafeFileError,
     UsageError,
-    in_parts,
 )
 from storage.replay.trajectory_dict_buffer import TrajectoryDictBuffer
 
@@ -69,15 +68,14 @@ def load_expert_trajectories(
         UnsafeFileError: A path leads out of `motions_root`, or a link leads out of an HDF5 file.
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
-    action = "call rollout_data.load_expert_trajectories"
     motions = arguments.path("motions", motions)
     root = arguments.path("motions_root", motions_root)
-    seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
+    seq_length, device = _checked_options(seq_length, device, obs_dict_mapper)
 
     episodes = []
     names = []
     for number, line in read_motion_list(motions):
-        name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
+        name, path = _motion_path(root, line, f"Line {number} of {str(motions)!r}")
         for values in read_motions(path):
             episode = {
                 field: _as_tensors(value, field == _OBSERVATION) for field, value in values.items()
@@ -86,9 +84,7 @@ def load_expert_trajectories(
             names.append(name)
 
     if not episodes:
-        raise UsageError(
-            f"cannot load motions from {str(motions)!r}: expected at least one episode, got none."
-        )
+        raise UsageError(f"{str(motions)!r} lists no motions. At least one motion is needed.")
     try:
         return TrajectoryDictBuffer(episodes, device, seq_length, file_names=names)
     except RolloutDataError as error:
@@ -138,11 +134,10 @@ def load_expert_trajectories_from_motion_lib(
             fields.
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
-    action = "call rollout_data.load_expert_trajectories_from_motion_lib"
-    seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
+    seq_length, device = _checked_options(seq_length, device, obs_dict_mapper)
     if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
         got = type(motion_lib).__name__
-        raise UsageError(in_parts(action, "", "motion_lib as an iterable of motions", got))
+        raise UsageError(f"motion_lib must be an iterable of motions, got {got}.")
 
     episodes = []
     motions: Iterable[Any] = motion_lib
@@ -152,25 +147,22 @@ def load_expert_trajectories_from_motion_lib(
             values = {name: motion.read(name) for name in motion.schema}
             fields = {"motion_id": motion.id, **unflatten(values)}
         if not hasattr(fields, "items"):
-            expected = f"motion_lib with a mapping as motion {number}"
-            raise UsageError(in_parts(action, "", expected, type(motion).__name__))
+            got = type(motion).__name__
+            raise UsageError(f"motion {number} of motion_lib must be a mapping, got {got}.")
         episode = {name: _as_tensors(value, name == _OBSERVATION) for name, value in fields.items()}
         episodes.append(_mapped(episode, obs_dict_mapper, f"motion {number}"))
 
     if not episodes:
-        raise UsageError(
-            f"cannot {action}: expected motion_lib with at least one motion, got none."
-        )
+        raise UsageError("motion_lib is empty. At least one motion is needed.")
     return TrajectoryDictBuffer(episodes, device, seq_length)
 
 
 def _checked_options(
-    action: str, seq_length: Any, device: Any, obs_dict_mapper: Any
+    seq_length: Any, device: Any, obs_dict_mapper: Any
 ) -> tuple[int, torch.device]:
     if obs_dict_mapper is not None and not callable(obs_dict_mapper):
         raise UsageError(
-            f"cannot {action}: expected obs_dict_mapper as a function of an observation, got "
-            f"{obs_dict_mapper!r}."
+            f"obs_dict_mapper must be a function of an observation, got {obs_dict_mapper!r}."
         )
     num_rows = arguments.whole("seq_length", seq_length, 1)
     return num_rows, arguments.device("device", device)
@@ -182,7 +174,7 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
         text = read_text(path)
     except FileNotFoundError as cause:
         raise MissingMotionError(
-            f"cannot read the motion list {str(path)!r}: expected a text file, got none."
+            f"{str(path)!r} does not exist, expected a list of motions."
         ) from cause
 
     motions = []
@@ -204,16 +196,14 @@ def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
     for name in dict.fromkeys([line, stripped, stripped.replace(" ", "")]):
         path = root / name
         if ".." in Path(name).parts or not path.resolve().is_relative_to(root.resolve()):
-            where = f"{name!r}, {place}"
             raise UnsafeFileError(
-                f"cannot load the motion {where}: expected a path in {str(root)!r}, got one "
-                "that leads out of it."
+                f"{place} names {name!r}, which leads out of {str(root)!r}. Files outside of "
+                "motions_root are not read."
             )
         if os.path.exists(path):
             return name, path
-    where = f"{stripped!r}, {place}"
     raise MissingMotionError(
-        f"cannot load the motion {where}: expected a file in {str(root)!r}, got none."
+        f"{place} names {stripped!r}, but {str(root)!r} has no file of that name."
     )
 
 
@@ -243,7 +233,6 @@ def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, where: str) -> di
         return episode
     if _OBSERVATION not in episode:
         raise FieldTypeError(
-            f"cannot map the observation of {where}: expected one, got none. Leave "
-            "obs_dict_mapper out."
+            f"{where} has no observation for obs_dict_mapper. Omit obs_dict_mapper."
         )
     return {**episode, _OBSERVATION: mapper(episode[_OBSERVATION])}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.arguments import is_real
-from storage.errors import DataFileError, UnansweredError, UsageError, in_parts
+from storage.errors import DataFileError, UnansweredError, UsageError
 
 from .episode_writer import EpisodeToWrite
 
@@ -82,14 +82,14 @@ def frame_rate(
         median_hz = float(np.median([rate.rate_hz for rate in measured]))
         statements.append(Statement(_rounded(median_hz, _MAX_DIFFERENCE), measured[0].where))
     if not statements:
-        raise _unknown_rate("the recording", "the recording")
+        raise _unknown_rate("the recording")
     _check_same_rate(statements)
 
     if fps is None and not of_recording:
         known = {rate.episode for rate in stated}
         for episode in episodes:
             if episode.id not in known and not _time_fields(episode):
-                raise _unknown_rate(f"episode {episode.id!r}", "the episode")
+                raise _unknown_rate(f"episode {episode.id!r}")
 
     rate_hz = statements[0].rate_hz
     report: dict[str, set[str]] = {}
@@ -124,17 +124,16 @@ def _stated_rates(
         if is_real(value) and 0 < float(value) < float("inf"):
             yield Statement(float(value), f"{key} of {where}", episode)
         elif not has_fps and not any(value is word or value == word for word in _UNKNOWN):
-            got = repr(value)[:80]
-            place = f"{key} of {where}"
             raise UsageError(
-                in_parts("take the frame rate", place, "a number > 0", got, "Say fps=")
+                f"{key} of {where} must be a number > 0, got {repr(value)[:80]}. Pass fps=... to "
+                "replace it."
             )
 
 
-def _unknown_rate(what: str, whose: str) -> UsageError:
+def _unknown_rate(owner: str) -> UsageError:
     return UsageError(
-        f"cannot write {what} as LeRobot: expected a frame rate, as {RATE_KEYS[0]!r} in the "
-        f"metadata of {whose}, got none. Say fps=."
+        f"the frame rate of {owner} is unknown. Pass fps=..., or set {RATE_KEYS[0]!r} in the "
+        "metadata."
     )
 
 
@@ -189,6 +188,6 @@ def _check_same_rate(statements: Sequence[Statement]) -> None:
     is_high = highest.rate_hz > first.rate_hz * (1 + _MAX_DIFFERENCE)
     other = highest if is_high else lowest
     raise UsageError(
-        f"cannot write the recording at one frame rate: expected {first}, got {other}. Select "
-        "episodes of one rate, or correct the one that is wrong."
+        f"the frame rates {first} and {other} differ, but a LeRobot set has one rate. Select "
+        "episodes of one rate, or correct the wrong rate."
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from storage.core.arguments import instance
-from storage.errors import DataFileError, RolloutDataError, UsageError, in_parts
+from storage.errors import DataFileError, RolloutDataError, UsageError
 
 from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from ..sources.recordings.open_episodes import open_episodes
@@ -45,8 +45,8 @@ def open(
         origin = Origin(origin.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
         raise UsageError(
-            f"cannot {_ACTION} with path={path!r}: expected no other format or options, got "
-            f"{format!r} and {options!r}."
+            f"path is {path!r}, which is already open. Omit format, remote and the options, or "
+            "pass the path of the data."
         )
     return Recording(origin, open_episodes(origin))
 
@@ -85,16 +85,17 @@ def check_any_readable(
         DataFileError: No episode is readable. The error contains the first problem.
     """
     if not num_readable:
-        where = repr(str(recording.path))
-        reason = str(problems[0]) if problems else ""
-        raise DataFileError(in_parts("read", where, "an episode that can be read", "none", reason))
+        message = f"{str(recording.path)!r} has no readable episode."
+        if problems:
+            message += f" {problems[0]}"
+        raise DataFileError(message)
 
 
 def _origin_of(action: str, name: str, source: Any) -> Origin:
     origins = origins_of(source, name)
     if len(origins) > 1:
         raise UsageError(
-            f"cannot {action}: expected {name} as one path, got {len(origins)} paths. Pass the "
-            "list to a dataset, or to merge."
+            f"{name} must be one path, got {len(origins)} paths. Pass the list to a dataset, or "
+            "to merge()."
         )
     return origins[0]

@@ -135,13 +135,14 @@ class ParquetFile:
             num_leaves += _num_leaves(plain)
 
         has_repeated_name = len(self.types) != len(schema.names)
-        if has_repeated_name or min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
-            expected = "columns with names of their own, and the rows of all row groups"
-            raise self._damaged(expected, "others")
+        if has_repeated_name:
+            raise self._corrupt("has duplicate column names")
+        if min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
+            raise self._corrupt("is damaged: the row groups and the file differ in their rows")
         most_rows = self._num_bytes * _ROWS_PER_BYTE
         if self.num_rows > most_rows:
-            expected = f"at most {most_rows} rows in {self._num_bytes} bytes"
-            raise self._damaged(expected, str(self.num_rows))
+            limit = f"at most {most_rows} rows are possible in {self._num_bytes} bytes"
+            raise self._corrupt(f"declares {self.num_rows} rows, but {limit}")
 
     def batches(
         self,
@@ -175,7 +176,7 @@ class ParquetFile:
             while position < stop and groups:
                 batch = next(batches, None)
                 if batch is None:
-                    raise self._damaged(f"the rows {start}:{stop}", f"those up to {position}")
+                    raise self._corrupt(f"has no rows {position}:{stop}")
                 first = max(start - position, 0)
                 num_rows = min(stop - position, len(batch)) - first
                 if num_rows > 0:
@@ -194,11 +195,13 @@ class ParquetFile:
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
         """Read all rows of columns of integers or booleans: name -> int64 `[rows]`."""
         for name in names:
-            type_name = str(self.types.get(name, "none"))
+            if name not in self.types:
+                raise self._corrupt(f"has no column {name!r}")
+            type_name = str(self.types[name])
             if type_name != "bool" and not type_name.startswith(("int", "uint")):
-                raise self._damaged(f"the column {name!r} of integers", type_name)
+                raise self._corrupt(f"has type {type_name} in column {name!r}, expected integers")
         if self.num_rows > _MAX_WHOLE_ROWS:
-            raise self._damaged(f"at most {_MAX_WHOLE_ROWS} rows", str(self.num_rows))
+            raise self._corrupt(f"has {self.num_rows} rows, expected at most {_MAX_WHOLE_ROWS}")
 
         batches = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
         columns = {}
@@ -229,7 +232,7 @@ class ParquetFile:
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
         """Check the declared sizes of a column, and return the number of rows per batch."""
         if name not in self.types:
-            raise self._damaged(f"the column {name!r}", "none of that name")
+            raise self._corrupt(f"has no column {name!r}")
         row_bytes = 1
         most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
         for group in groups:
@@ -237,8 +240,9 @@ class ParquetFile:
             for leaf in self._leaves[name]:
                 kind, num_values, num_bytes = self._sizes(group, leaf)
                 if num_values > most_values or num_bytes > most_bytes:
-                    expected = f"at most {most_values} values, {most_bytes} bytes of {name!r}"
-                    raise self._damaged(expected, f"{num_values} values in {num_bytes} bytes")
+                    declared = f"{num_values} values in {num_bytes} bytes for column {name!r}"
+                    limit = f"at most {most_values} values in {most_bytes} bytes"
+                    raise self._corrupt(f"declares {declared}, expected {limit}")
                 # A repeated text is stored once, so every row may be as large as the whole column.
                 row_bytes = max(row_bytes, num_bytes if kind == _BYTES else 8 * (width or 1))
         return max(1, _BATCH_BYTES // row_bytes)
@@ -310,8 +314,8 @@ class ParquetFile:
         ):
             yield file
 
-    def _damaged(self, expected: str, got: str) -> CorruptFileError:
-        return CorruptFileError(f"cannot read {str(self.path)!r}: expected {expected}, got {got}.")
+    def _corrupt(self, problem: str) -> CorruptFileError:
+        return CorruptFileError(f"{str(self.path)!r} {problem}.")
 
 
 class KeptRows:
@@ -448,7 +452,7 @@ class _Thrift:
         if kind in (self._BYTE, self._DOUBLE):
             return self._bytes(1 if kind == self._BYTE else 8)
         if kind > self._SET:
-            raise LookupError(f"a value of kind {kind}, which does not occur in Parquet files")
+            raise LookupError(f"unknown value type {kind}")
         head = self._bytes(1)[0]
         num_values = head >> 4 if head < 0xF0 else self._number()
         value_kind = max(head & 15, self._BYTE)
@@ -482,7 +486,7 @@ class _Thrift:
         start = self.position
         self.position += num_bytes
         if self.position > len(self._data):
-            raise LookupError("it ends too early")
+            raise LookupError("the data end too early")
         return self._data[start : self.position]
 
 
@@ -593,19 +597,14 @@ def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
         size = lengths[0].as_py() if len(lengths) else 0
         if lengths.null_count or (lengths.to_numpy(zero_copy_only=False) != size).any():
             raise CorruptFileError(
-                f"cannot read {where}: expected rows of the shape {shape}, got rows of several "
-                "lengths."
+                f"{where} has rows of different lengths, expected rows of shape {shape}."
             )
         sizes.append(size)
         array = array.flatten()
     got = tuple(sizes)
     if num_rows and (prod(got) != prod(shape) or (len(got) > 1 and got != shape)):
-        raise CorruptFileError(
-            f"cannot read {where}: expected rows of the shape {shape}, got {got}."
-        )
+        raise CorruptFileError(f"{where} has rows of shape {got}, expected {shape}.")
     if array.null_count:
-        raise CorruptFileError(
-            f"cannot read {where}: expected a value in every row, got none in {array.null_count}."
-        )
+        raise CorruptFileError(f"{where} has {array.null_count} missing values.")
     rows: Array = array.to_numpy(zero_copy_only=False).reshape(num_rows, *shape)
     return rows

@@ -78,24 +78,22 @@ EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 _MAX_ENTRIES = 20
 
 
-def _import_class(name: str, class_name: str, modules: Mapping[str, str], action: str) -> Any:
+def _import_class(name: str, class_name: str, modules: Mapping[str, str]) -> Any:
     if not isinstance(name, str) or name not in modules:
-        raise UsageError(
-            f"cannot {action}: expected format {nearest(name, modules)}, got {name!r}."
-        )
+        raise UsageError(f"format {name!r} is unknown. Known formats: {nearest(name, modules)}.")
     return getattr(import_module(f".{modules[name]}", __package__), class_name)
 
 
 def reader_class(name: str) -> type[FileSource]:
     """Import and return the reader of a format."""
     modules = {known: format.module for known, format in FORMATS.items()}
-    reader: type[FileSource] = _import_class(name, "Reader", modules, "open")
+    reader: type[FileSource] = _import_class(name, "Reader", modules)
     return reader
 
 
 def writer_class(name: str) -> type[ForeignWriter]:
     """Import and return the writer of a format."""
-    writer: type[ForeignWriter] = _import_class(name, "Writer", {**WRITERS, **EXPORTS}, "write")
+    writer: type[ForeignWriter] = _import_class(name, "Writer", {**WRITERS, **EXPORTS})
     return writer
 
 
@@ -156,12 +154,10 @@ def _only_format(path: Path) -> str:
     if len(candidates) == 1:
         return candidates[0]
 
-    where = repr(str(path))
-    advice = "Name its format="
     if candidates:
         raise ForeignFileError(
-            f"cannot open {where}: expected one format, got what may be "
-            f"{' or '.join(candidates)}. {advice}."
+            f"{str(path)!r} matches {' and '.join(candidates)}. Name one of them: "
+            f"open(path, format={candidates[0]!r})."
         )
 
     recordings = recordings_in(path)
@@ -170,7 +166,7 @@ def _only_format(path: Path) -> str:
         error_type = ForeignFileError if are_foreign else UsageError
         raise several_error(path, recordings, error_type)
     raise ForeignFileError(
-        f"cannot open {where}: expected one of {', '.join(FORMATS)}, got something else. {advice}."
+        f"{str(path)!r} has no known format. Pass format=... to name one of {', '.join(FORMATS)}."
     )
 
 
@@ -186,9 +182,11 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
     reader_type = reader_class(chosen)
     unknown = [name for name in options if name not in reader_type.OPTIONS]
     if unknown:
-        known = nearest(unknown[0], reader_type.OPTIONS) if reader_type.OPTIONS else "no option"
+        known = "has no options"
+        if reader_type.OPTIONS:
+            known = f"has the options {nearest(unknown[0], reader_type.OPTIONS)}"
         raise UsageError(
-            f"cannot open {str(path)!r}: expected {known} (of {chosen}), got {unknown[0]!r}."
+            f"option {unknown[0]!r} is unknown. The format {chosen!r} of {str(path)!r} {known}."
         )
 
     reader = reader_type(path, options)

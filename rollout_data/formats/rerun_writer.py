@@ -54,7 +54,7 @@ class Writer(ForeignWriter):
         text = _note_in(path) if path.is_file() else None
         note = None if text is None else ConversionNote.parse(text)
         if note is None:
-            raise occupied(path, f"something without the entity {_NOTE_ENTITY!r} of a conversion")
+            raise occupied(path, f"contains no entity {_NOTE_ENTITY!r} of a conversion")
         if _parts_of(path).exists():
             remove(_parts_of(path))  # A killed conversion may leave this folder.
         return note

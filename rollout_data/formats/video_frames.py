@@ -183,7 +183,7 @@ def _read_from(
         elif frame.format.name == "gray12le":
             pixels = depths[np.minimum(frame.to_ndarray(), _MAX_CODE)]
         else:
-            raise _damaged(path, "depth as gray12le", frame.format.name)
+            raise _wrong_video(path, f"pixel format {frame.format.name}", "gray12le for depth")
         if number == 0:  # Memory is allocated after the size check of the first frame.
             out = np.empty((len(times_s), *shape), out.dtype)
         out[number] = pixels
@@ -223,10 +223,10 @@ def _frames_at(
             while frame is not None and frame.time < time_s - tolerance_s:
                 frame = next(frames, None)
             if frame is None or frame.time > time_s + tolerance_s:
-                got = "the end of the video" if frame is None else f"the next at {frame.time:.4f} s"
-                raise _MissingFrameError(
-                    f"cannot read {str(path)!r}: expected a frame at {time_s:.4f} s, got {got}."
-                )
+                reason = "The video ends earlier"
+                if frame is not None:
+                    reason = f"The next frame is at {frame.time:.4f} s"
+                raise _MissingFrameError(f"{str(path)!r} has no frame at {time_s:.4f} s. {reason}.")
             _check_size(path, frame, shape)
             yield frame
 
@@ -240,8 +240,8 @@ def _intact_frames(container: Any, stream: Any) -> Iterator[Any]:
 def _check_size(path: Path, frame: Any, shape: tuple[int, ...]) -> None:
     """Raise `CorruptFileError` if the size of a frame or of the header differs from `shape`."""
     if (frame.height, frame.width) != shape[:2]:
-        expected = f"frames of {shape[0]} x {shape[1]} pixels"
-        raise _damaged(path, expected, f"{frame.height} x {frame.width}")
+        got = f"frames of {frame.height} x {frame.width} pixels"
+        raise _wrong_video(path, got, f"{shape[0]} x {shape[1]}")
 
 
 @contextmanager
@@ -270,12 +270,12 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
         av.open(file, format="mp4") as container,
     ):
         if not container.streams.video:
-            raise _damaged(path, "a video", "a file without one")
+            raise CorruptFileError(f"{str(path)!r} contains no video stream.")
         stream = container.streams.video[0]
         codec = stream.codec_context
         codec_name = codec.codec.canonical_name
         if codec_name not in _CODECS:
-            raise _damaged(path, f"one of {', '.join(_CODECS)}", codec_name)
+            raise _wrong_video(path, f"codec {codec_name}", f"one of {', '.join(_CODECS)}")
         if shape is not None:
             _check_size(path, codec, shape)
             max_pixels = (shape[0] + _PADDING) * (shape[1] + _PADDING)
@@ -283,5 +283,5 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
         yield container, stream
 
 
-def _damaged(path: Path, expected: str, got: str) -> CorruptFileError:
-    return CorruptFileError(f"cannot read {str(path)!r}: expected {expected}, got {got}.")
+def _wrong_video(path: Path, content: str, expected: str) -> CorruptFileError:
+    return CorruptFileError(f"{str(path)!r} has {content}, expected {expected}.")

@@ -86,28 +86,24 @@ class Writer(ForeignWriter):
                 reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
                 got = "; ".join(reasons) or repr(episode.schema)
                 raise UsageError(
-                    f"cannot write episode {episode.id!r} as a trajectory folder: expected an "
-                    "observation and an action of one dtype and shape in all episodes, got "
-                    f"{got}."
+                    f"episode {episode.id!r} cannot be written as a trajectory folder: {got}. "
+                    "All episodes need an observation and an action with the same dtype and shape."
                 )
             parts = Counter(
                 _component(name.partition("/")[2])
                 for name in self._fields.schema.below("observation")
             )
             if twice := [part for part, count in parts.items() if count > 1]:
-                where = f"episode {episode.id!r} as a trajectory folder"
-                got = f"several called {twice[0]!r}"
                 raise UsageError(
-                    f"cannot write {where}: expected parts of an observation that stay apart "
-                    f"without '/', got {got}."
+                    f"episode {episode.id!r} cannot be written as a trajectory folder, because "
+                    f"several observations are called {twice[0]!r} without '/'. Rename them."
                 )
             if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
-                where = f"episode {episode.id!r} as a trajectory folder"
                 reason = self._fields.left_out.get("reward")
-                got = f"none that can be written: {reason}" if reason else "none"
+                got = f"a reward that cannot be written: {reason}" if reason else "no reward"
                 raise UsageError(
-                    f"cannot write {where}: expected a reward in all episodes, got {got}. Say "
-                    "missing_reward=."
+                    f"episode {episode.id!r} has {got}. Pass missing_reward=... for the episodes "
+                    "without rewards."
                 )
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
