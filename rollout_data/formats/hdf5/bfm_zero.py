@@ -39,9 +39,7 @@ class Reader(FlatReader):
             datasets = file.datasets("")
             names = _names(self.usable(datasets), separator)
             if not names:
-                raise CorruptFileError(
-                    f"cannot read {file.where}: expected datasets of steps, got none."
-                )
+                raise CorruptFileError(f"{file.where} has no datasets with steps.")
             capacity = max(datasets[path].shape[0] for path in names)
             for part in _written_parts(config, capacity, file.where):
                 self.add_group(datasets, names, "", part)
@@ -72,8 +70,8 @@ def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list
     is_position = type(position) is int and 0 <= position <= capacity
     if not is_position or type(is_full) is not bool or stated != capacity:
         raise CorruptFileError(
-            f"cannot read {where}: expected a place to write in {capacity} rows, got _idx "
-            f"{position!r}, _is_full {is_full!r}, capacity {stated!r}."
+            f"{where} has {capacity} rows, but its configuration has _idx {position!r}, _is_full "
+            f"{is_full!r} and capacity {stated!r}."
         )
     parts = []
     if is_full and position < capacity:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core import arguments
-from storage.errors import CorruptFileError, UsageError, in_parts
+from storage.errors import CorruptFileError, UsageError
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...writing.conversion_record import NOTE_DATASET
@@ -78,8 +78,8 @@ class Reader(FlatReader):
                 names[path] = our_name(path)
         if "observations" not in names or "terminals" not in names:
             raise CorruptFileError(
-                f"cannot read {file.where}: expected observations and terminals of numbers, "
-                f"got {sorted(names)}."
+                f"{file.where} has the numeric datasets {sorted(names)}. D4RL needs "
+                "'observations' and 'terminals'."
             )
         if not self.options["terminals_end"]:
             names["terminals"] = "terminals"
@@ -87,8 +87,11 @@ class Reader(FlatReader):
         for path in list(names):
             got = datasets[path].shape[0]
             if path not in _STEPS and got != num_rows:
-                where = f"{path!r} of {file.where}"
-                self.problem(in_parts("read", where, f"{num_rows} rows", f"{got}"), kind="counts")
+                self.problem(
+                    f"{path!r} of {file.where} has {got} rows, expected {num_rows}. The dataset is "
+                    "left out.",
+                    kind="counts",
+                )
                 del names[path]
         self.add_group(datasets, names, group)
 
@@ -104,11 +107,10 @@ class Reader(FlatReader):
     def _checked_length(self) -> int:
         """Return the option `max_episode_steps`; raise `UsageError` without a valid length."""
         length = self.options["max_episode_steps"]
-        action = "cut into episodes"
         if length is None:
             raise UsageError(
-                f"cannot {action} {str(self.path)!r}: expected 'timeouts', got none. Open it "
-                "with max_episode_steps=..., the length at which they were cut."
+                f"{str(self.path)!r} has no 'timeouts'. Pass max_episode_steps=..., the length at "
+                "which episodes were truncated."
             )
         return arguments.whole("max_episode_steps", length, 1)
 

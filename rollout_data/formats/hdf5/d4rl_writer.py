@@ -136,17 +136,15 @@ class Writer(Hdf5Writer):
         """Return the error for a group of fields that is missing from some episodes."""
         lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
         if lacking:
-            got = f"none in episode {lacking[0]!r}"
+            got = f"episode {lacking[0]!r} has no {dataset}"
         else:
             left_out = self._fields.left_out.items()
-            got = next(why for name, why in left_out if name.partition("/")[0] == head)
-        advice = "Select episodes of one kind"
+            name, reason = next(item for item in left_out if item[0].partition("/")[0] == head)
+            got = f"{name!r} is left out because {reason}"
+        advice = "Select episodes with the same fields"
         if head == "reward":
-            advice += ", or say missing_reward="
-        return UsageError(
-            f"cannot write {str(self.path)!r} as D4RL: expected {dataset} in all episodes, got "
-            f"{got}. {advice}."
-        )
+            advice += ", or pass missing_reward=..."
+        return UsageError(f"D4RL needs {dataset} in all episodes, but {got}. {advice}.")
 
     def add(self, episode: EpisodeToWrite) -> None:
         schema = self._fields.schema

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.fields import DTYPES, Field, Schema
-from storage.errors import CorruptFileError, in_parts
+from storage.errors import CorruptFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -105,14 +105,13 @@ class FlatReader(FileSource):
         for path, name in names.items():
             info = datasets[path]
             if info.shape[0] != num_rows:
-                expected = f"{num_rows} rows of {path!r}"
                 raise CorruptFileError(
-                    f"cannot read {where}: expected {expected}, got {info.shape[0]}."
-                ).of("counts")
+                    f"{where} has {info.shape[0]} rows of {path!r}, expected {num_rows}.",
+                    kind="counts",
+                )
             columns[name] = Column(path, row_shape(name, info), info.kind)
         if self.parts and self.columns != columns:
-            expected = "the datasets of the groups before it"
-            raise CorruptFileError(f"cannot read {where}: expected {expected}, got others.")
+            raise CorruptFileError(f"{where} has different datasets from the previous groups.")
         self.columns = columns
         self.following = _following(columns)
         self.parts.append(part or Part(group, 0, num_rows))
@@ -125,8 +124,7 @@ class FlatReader(FileSource):
             if info.kind in DTYPES and info.shape:
                 usable.append(path)
             elif info.shape:
-                place = f"{path!r} of {where}"
-                self.problem(in_parts("read the dataset", place, "numbers", "another type"))
+                self.problem(f"{path!r} of {where} contains no numbers. The dataset is left out.")
         return usable
 
     def read_rows(self, name: str, start: int, stop: int) -> Array:
@@ -156,8 +154,8 @@ class FlatReader(FileSource):
             values = self.read_rows(name, start, stop).reshape(stop - start, -1)
             if values.shape[1] != 1:
                 raise CorruptFileError(
-                    f"cannot read {name!r} of {str(self.file_path)!r}: expected one value a "
-                    f"step, got {values.shape[1]}."
+                    f"{name!r} of {str(self.file_path)!r} has {values.shape[1]} values per step, "
+                    "expected 1."
                 )
             flags[start:stop] = values != 0
         return flags[:, 0]
@@ -177,10 +175,10 @@ class FlatReader(FileSource):
         """
         where = repr(str(self.path))
         if not len(stops):
-            raise CorruptFileError(f"cannot read {where}: expected a step, got none.")
+            raise CorruptFileError(f"{where} has no steps.")
         if len(stops) > _MAX_EPISODES:
             raise CorruptFileError(
-                f"cannot read {where}: expected at most {_MAX_EPISODES} episodes, got {len(stops)}."
+                f"{where} has {len(stops)} episodes, expected at most {_MAX_EPISODES}."
             )
         columns = self.columns.items()
         fields = {name: Field(name, column.shape, column.kind) for name, column in columns}
@@ -248,8 +246,8 @@ def _rows_of_part(file: OpenFile, part: Part, column: Column, low: int, high: in
     info = file.datasets(part.group)[column.path]
     if info.kind != column.kind or info.shape[0] < part.first + part.num_rows:
         raise CorruptFileError(
-            f"cannot read {column.path!r} of {file.where}: expected the dataset as it was, got "
-            "another."
+            f"{column.path!r} of {file.where} has changed since it was opened. Open the recording "
+            "again."
         )
     path = f"{part.group}/{column.path}"
     rows: Array = file.rows(path, info, part.first + low, part.first + high)

@@ -145,9 +145,7 @@ class OpenFile:
         group.links.iterate(append, info=True)
         self.num_links_left -= len(links)
         if self.num_links_left < 0:
-            raise CorruptFileError(
-                f"cannot read {self.place(group)}: expected groups in a tree, got links in circles."
-            )
+            raise CorruptFileError(f"{self.place(group)} contains links that form a cycle.")
         return {name.decode(): is_hard for name, is_hard in links}
 
     def numbered(self, group: str, prefix: str) -> list[str]:
@@ -166,8 +164,8 @@ class OpenFile:
         for name, is_hard in links.items():
             if not is_hard:
                 raise UnsafeFileError(
-                    f"cannot read {name!r} of {self.place(group)}: expected data in the file "
-                    "itself, got a link to elsewhere."
+                    f"{self.place(group)} contains the link {name!r}, which is not followed. Only "
+                    "data in the file are read."
                 )
         return list(links)
 
@@ -185,8 +183,8 @@ class OpenFile:
                 return None
             if node.links.get_info(name).type != h5l.TYPE_HARD:
                 raise UnsafeFileError(
-                    f"cannot read {path!r} of {self.where}: expected data in the file itself, "
-                    "got a link."
+                    f"{path!r} of {self.where} is a link, which is not followed. Only data in the "
+                    "file are read."
                 )
             node = h5o.open(node, name)
         return node
@@ -195,9 +193,8 @@ class OpenFile:
         """Open a group; raise `CorruptFileError` if it does not exist."""
         node = self.open(path, above)
         if not isinstance(node, h5g.GroupID):
-            raise CorruptFileError(
-                f"cannot read {path!r} of {self.where}: expected a group, got nothing or a dataset."
-            )
+            problem = "is missing" if node is None else "is a dataset, expected a group"
+            raise CorruptFileError(f"{path!r} of {self.where} {problem}.")
         return node
 
     def datasets(self, path: str) -> dict[str, DatasetInfo]:
@@ -221,8 +218,7 @@ class OpenFile:
             elif isinstance(node, h5g.GroupID):
                 if depth == _MAX_DEPTH:
                     raise CorruptFileError(
-                        f"cannot read {self.place(group)}: expected {_MAX_DEPTH} levels of "
-                        "groups, got links in circles."
+                        f"{self.place(group)} has more than {_MAX_DEPTH} levels of groups."
                     )
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
@@ -259,8 +255,8 @@ class OpenFile:
         layout = settings.get_layout()
         if layout == h5d.VIRTUAL or settings.get_external_count():
             raise UnsafeFileError(
-                f"cannot read {self.place(node)}: expected data in the file itself, got a "
-                "reference to other files."
+                f"{self.place(node)} refers to other files, which are not read. Only data in the "
+                "file are read."
             )
         stored_bytes = node.get_storage_size()
         if layout == h5d.CHUNKED:
@@ -287,8 +283,8 @@ class OpenFile:
     def _check_size(self, node: h5d.DatasetID, num_bytes: int, most_bytes: int) -> None:
         if num_bytes > most_bytes:
             raise CorruptFileError(
-                f"cannot read {self.place(node)}: expected a file that holds its data, got "
-                f"{num_bytes} bytes in a file of {self.num_bytes}."
+                f"{self.place(node)} declares {num_bytes} bytes, more than a file of "
+                f"{self.num_bytes} bytes can contain."
             )
 
     def _expansion(self, node: h5d.DatasetID, settings: Any) -> int:
@@ -297,8 +293,8 @@ class OpenFile:
         unpackers = [code for code in filters if code not in _HARMLESS]
         if len(unpackers) > 1 or any(code not in _EXPANSION for code in unpackers):
             raise CorruptFileError(
-                f"cannot read {self.place(node)}: expected one of gzip and LZF, or none, got "
-                f"filters {filters}."
+                f"{self.place(node)} is compressed with filters {filters}. Only gzip and LZF are "
+                "read."
             )
         return _EXPANSION[unpackers[0]] if unpackers else 1
 
@@ -409,8 +405,7 @@ class OpenFile:
                 is_too_large = len(unpacked) > num_bytes
             if is_too_large:
                 raise CorruptFileError(
-                    f"cannot read a chunk of {self.place(node)}: expected {num_bytes} bytes, "
-                    "got more."
+                    f"{self.place(node)} is damaged: a chunk has more than {num_bytes} bytes."
                 )
             self._heavy_chunks[name].discard(offset)
 
@@ -424,8 +419,8 @@ class OpenFile:
             longest = lengths.max(initial=0)
             if longest > MAX_HEAP_BYTES:
                 raise CorruptFileError(
-                    f"cannot read a row of {self.where}: expected at most {MAX_HEAP_BYTES} "
-                    f"bytes, got {longest} bytes."
+                    f"{self.place(node)} has a row of {longest} bytes, expected at most "
+                    f"{MAX_HEAP_BYTES}."
                 )
 
     def _references(
@@ -628,8 +623,7 @@ def _unpacked(data: bytes, filters: Sequence[int], num_bytes: int) -> bytes:
             data = np.frombuffer(data, np.uint8).reshape(_TEXT_BYTES, -1).T.tobytes()
         else:
             raise CorruptFileError(
-                "cannot read rows of different lengths: expected gzip or no compression, got "
-                f"filter {code}."
+                f"rows of different lengths are compressed with filter {code}. Only gzip is read."
             )
     return data
 

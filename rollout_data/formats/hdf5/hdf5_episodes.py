@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
-from storage.errors import CorruptFileError, DataFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError
 from storage.saving.hdf5_files import reported
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
@@ -171,16 +171,15 @@ class Hdf5Reader(FileSource):
             counted = file.open(members[0], counted) if members else None
         where = file.place(node)
         if not getattr(counted, "shape", ()):
-            raise CorruptFileError(
-                f"cannot read {where}: expected the dataset {self.COUNTED!r}, got none."
-            )
+            raise CorruptFileError(f"{where} has no dataset {self.COUNTED!r} with steps.")
         num_rows = int(counted.shape[0])
         stated = file.attribute(node, self.STATED) if self.STATED else None
         if stated is not None and stated != num_rows:
             raise CorruptFileError(
-                f"cannot read {where}: expected {num_rows} steps, as it has {self.COUNTED}, "
-                f"got {self.STATED} {stated}."
-            ).of("counts")
+                f"{where} has {num_rows} rows of {self.COUNTED!r}, but its attribute "
+                f"{self.STATED!r} is {stated}.",
+                kind="counts",
+            )
         return num_rows
 
     def length(self, file: OpenFile, node: Any) -> int:
@@ -248,19 +247,18 @@ class Hdf5Reader(FileSource):
         info = file.describe(dataset)
         where = f"{name!r} of {file.place(node)}"
         if info.kind not in DTYPES or info.shape not in ((length,), (length, 1)):
-            expected = f"{length} truth values"
-            got = f"{info.kind} {info.shape}"
-            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.").of(
-                "counts"
+            raise CorruptFileError(
+                f"{where} has dtype {info.kind or 'unknown'} and shape {info.shape}, expected a "
+                f"flag for each of {length} steps.",
+                kind="counts",
             )
         start = 0 if length <= _MAX_FLAGS else length - 1
         values = file.rows("", info, start, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
             step = int(np.argmax(values))
-            expected = "True for the last step only"
-            got = f"True for step {step}"
-            advice = "The episode is not cut there"
-            message = in_parts("use as an end", where, expected, got, advice)
+            message = (
+                f"{where} is True before the last step, at step {step}. The episode is not cut."
+            )
             self.advise(message, kind="inside", episode=file.name(node).rpartition("/")[2])
         return bool(values[-1])
 
@@ -342,9 +340,7 @@ class Hdf5Reader(FileSource):
             length = self.length(file, node)
             layout = layouts[names]
         if length < 1:
-            raise CorruptFileError(
-                f"cannot read {file.place(node)}: expected at least 1 step, got {length}."
-            )
+            raise CorruptFileError(f"{file.place(node)} has no steps.")
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
@@ -389,15 +385,14 @@ class Hdf5Reader(FileSource):
         where = f"{group!r} of {file.where}"
         length, actual = self.layout(file, group, datasets)
         if length != info.length:
-            expected = f"{info.length} steps"
-            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {length}.").of(
-                "counts"
-            )
+            message = f"{where} has {length} steps, expected {info.length}."
+            raise CorruptFileError(message, kind="counts")
         if actual != layout:
-            expected = "fields as in the episodes before it"
-            got = layout.schema.difference(actual.schema) or "other final observations"
-            raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.").of(
-                "fields"
+            difference = layout.schema.difference(actual.schema)
+            difference = difference or "the final observations differ"
+            raise CorruptFileError(
+                f"{where} has different fields from the previous episodes: {difference}.",
+                kind="fields",
             )
         file.checked.add(group)
         return datasets
@@ -483,10 +478,9 @@ class LayoutMaker:
         shape = self.datasets[path].shape
         num_rows = self.length + num_extra
         if not shape or shape[0] != num_rows:
-            expected = f"{num_rows} rows of {path!r}"
-            raise CorruptFileError(in_parts("read", self._where, expected, f"shape {shape}")).of(
-                "counts"
-            )
+            got = f"{shape[0]} rows" if shape else "a single value"
+            message = f"{self._where} has {got} of {path!r}, expected {num_rows} rows."
+            raise CorruptFileError(message, kind="counts")
 
     def add(self, name: str, path: str, has_final: bool = False) -> None:
         """Add a dataset as a field, if its type is readable.
@@ -555,9 +549,7 @@ class LayoutMaker:
             self._report_unread(path)
             return False
         if len(columns) >= MAX_FIELDS:
-            raise CorruptFileError(
-                in_parts("read", self._where, f"at most {MAX_FIELDS} fields", "more")
-            )
+            raise CorruptFileError(f"{self._where} has more than {MAX_FIELDS} fields.")
         columns[name] = Column(path, row_shape(name, info), info.kind, first)
         return True
 
@@ -565,10 +557,9 @@ class LayoutMaker:
         if path in self._reader.unread:
             return
         self._reader.unread.add(path)
-        where = f"{path!r} of {self._where}"
-        expected = "numbers or texts"
         self._reader.problem(
-            in_parts("read the dataset", where, expected, "another type", "It is left out")
+            f"{path!r} of {self._where} contains neither numbers nor texts. The dataset is left "
+            "out."
         )
 
 
@@ -619,7 +610,5 @@ def _without_padding(row: Any, where: str) -> bytes:
         return data
     end = data.rfind(_JPEG_END)
     if end < 0:
-        raise CorruptFileError(
-            f"cannot decode the picture {where}: expected an intact picture, got a truncated JPEG."
-        )
+        raise CorruptFileError(f"{where} contains a truncated JPEG.")
     return data[: end + len(_JPEG_END)]

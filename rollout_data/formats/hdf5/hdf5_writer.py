@@ -286,8 +286,8 @@ def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
         num_bytes = len(value.encode("utf-8", "surrogatepass"))
         if num_bytes > MAX_HEAP_BYTES:
             raise UsageError(
-                f"cannot write {name!r} of {str(path)!r}: expected a text of at most "
-                f"{MAX_HEAP_BYTES} bytes, got {num_bytes} bytes. Remove what is large from it."
+                f"attribute {name!r} of {str(path)!r} has {num_bytes} bytes, expected at most "
+                f"{MAX_HEAP_BYTES}. Remove large values from the metadata."
             )
 
 
@@ -353,10 +353,10 @@ class Hdf5Writer(ForeignWriter):
             try:
                 note = note_in_file(place, cls.NOTE) if place.is_file() else None
             except CorruptFileError as error:
-                raise occupied(place, f"a damaged file ({error.message})") from error
+                state = f"is a damaged file ({error.message.rstrip('.')})"
+                raise occupied(place, state) from error
             if note is None:
-                got = f"something without the dataset {cls.NOTE!r} of a conversion"
-                raise occupied(place, got)
+                raise occupied(place, f"has no dataset {cls.NOTE!r} of a conversion")
             return note
         return None
 

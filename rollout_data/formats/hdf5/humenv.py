@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from storage.core.fields import DTYPES, unflatten
-from storage.errors import CorruptFileError, DataFileError, FieldTypeError, in_parts
+from storage.errors import CorruptFileError, DataFileError, FieldTypeError
 from storage.saving.hdf5_files import Allowance
 
 from ...sources.episode_info import EpisodeInfo
@@ -62,8 +62,11 @@ class Reader(Hdf5Reader):
             names = file.numbered("", HUMENV_EPISODE)
             stated = file.attribute(file.open(""), _NUM_EPISODES)
             if stated is not None and stated != len(names):
-                where = f"{_NUM_EPISODES!r} of {file.where}"
-                self.problem(in_parts("use", where, str(len(names)), str(stated)), kind="counts")
+                self.problem(
+                    f"{file.where} has {len(names)} episodes, but {_NUM_EPISODES!r} is {stated}. "
+                    "The number is ignored.",
+                    kind="counts",
+                )
             return self.collect(path, "", names)
 
 
@@ -85,8 +88,8 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
         num_episodes = file.attribute(file.open(""), _NUM_EPISODES)
         if not isinstance(num_episodes, (int, float)) or not float(num_episodes).is_integer():
             raise CorruptFileError(
-                f"cannot read {file.where}: expected the attribute {_NUM_EPISODES!r}, a whole "
-                f"number, got {num_episodes!r}."
+                f"{file.where} has the attribute {_NUM_EPISODES!r} {num_episodes!r}, expected an "
+                "integer."
             )
 
         allowance = Allowance(file.num_bytes)
@@ -109,11 +112,9 @@ def _read_whole(
     is_text = info.kind == "text"
     has_values = dataset.size is not None
     if not has_values or (is_text and dataset.size == 0):
-        raise CorruptFileError(f"cannot read the dataset {where}: expected values, got none.")
+        raise CorruptFileError(f"{where} is empty.")
     if not is_text and info.kind not in DTYPES:
-        raise FieldTypeError(
-            f"cannot read the dataset {where}: expected numbers, got {dataset.dtype}."
-        )
+        raise FieldTypeError(f"{where} has dtype {dataset.dtype}, expected numbers.")
 
     allowance.take(dataset, where)
     if is_text:

@@ -44,10 +44,7 @@ class Reader(RobomimicReader):
         stored = "xyzw" if root.get("format_version", 0) else "wxyz"
         wanted = self.options["quaternions"]
         if wanted not in (None, *_ORDERS):
-            raise UsageError(
-                f"cannot open {str(self.path)!r}: expected quaternions of "
-                f"{', '.join(_ORDERS)}, got {wanted!r}."
-            )
+            raise UsageError(f"quaternions must be one of {', '.join(_ORDERS)}, got {wanted!r}.")
         self._is_reordered = wanted not in (None, stored)
         self.metadata["quaternion_order"] = wanted or stored
 

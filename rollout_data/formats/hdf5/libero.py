@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from storage.errors import CorruptFileError, in_parts
+from storage.errors import CorruptFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ..input_checks import parse_attribute
@@ -36,11 +36,9 @@ class Reader(RobomimicReader):
         self._num_shifted = int(bool(self.options["shift_obs"]))
         episodes = super().scan()
         if not self._num_shifted:
-            where = f"the observations of {str(self.path)!r}"
-            expected = "observations before the actions"
-            got = "observations after the actions, as stored"
             self.advise(
-                in_parts("shift", where, expected, got, "Open it with shift_obs=True to shift them")
+                f"{str(self.path)!r} stores each observation with the action before it. Pass "
+                "shift_obs=True to pair it with the next action."
             )
         return episodes
 
@@ -66,8 +64,7 @@ class Reader(RobomimicReader):
             return length, stored
         if length < 2:
             raise CorruptFileError(
-                f"cannot shift the observations of {group!r} of {file.where}: expected 2 "
-                f"steps, got {length}."
+                f"{group!r} of {file.where} has {length} step, but shift_obs needs at least 2."
             )
         shifted = Layout(metadata=stored.metadata)
         for name, column in stored.columns.items():

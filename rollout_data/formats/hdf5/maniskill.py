@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from storage.errors import in_parts
-
 from ...sources.episode_info import EpisodeInfo
 from ..format_detection import MANISKILL_TRAJECTORY
 from ..input_checks import file_inside, read_object
@@ -52,8 +50,9 @@ class Reader(Hdf5Reader):
         """Read the JSON file: trajectory -> description. Other values become metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
-            expected = "a description of the trajectories"
-            self.problem(in_parts("read", repr(str(path)), expected, "no such file"))
+            self.problem(
+                f"{str(path)!r} is missing. The trajectories are read without their descriptions."
+            )
             return {}
         content = read_object(file_inside(path.parent, path.name))
         stated = content.pop("episodes", None)
@@ -94,7 +93,10 @@ class Reader(Hdf5Reader):
             success = self.flag(file, node, "success", length)
         num_steps = metadata.get("elapsed_steps", length)
         if num_steps != length:
-            where = f"'elapsed_steps' of {file.place(node)}"
-            self.problem(in_parts("use", where, str(length), str(num_steps)), kind="counts")
+            self.problem(
+                f"{file.place(node)} has {length} steps, but 'elapsed_steps' is {num_steps}. The "
+                "number is ignored.",
+                kind="counts",
+            )
         ends = super().facts(file, node, length)
         return {"metadata": metadata, "success": success, **ends}

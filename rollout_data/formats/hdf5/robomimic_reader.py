@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
-from storage.errors import DataFileError, RolloutDataWarning, in_parts
+from storage.errors import DataFileError, RolloutDataWarning
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ..format_detection import ROBOMIMIC_DATA, ROBOMIMIC_DEMO
@@ -77,9 +77,11 @@ class Reader(Hdf5Reader):
         num_steps = self.num_steps(episodes)
         is_wrong = total is not None and not self.problems and total != num_steps
         if is_wrong:
-            where = f"'total' of {str(self.path)!r}"
-            expected = f"{num_steps} steps, as the demos have"
-            self.problem(in_parts("use", where, expected, str(total)), kind="counts")
+            self.problem(
+                f"{str(self.path)!r} has {num_steps} steps, but its attribute 'total' is {total}. "
+                "The attribute is ignored.",
+                kind="counts",
+            )
         self._set_splits(names, {info.name for info in episodes})
         self._compare_first(episodes)
         return episodes
@@ -95,9 +97,11 @@ class Reader(Hdf5Reader):
         for mask, demos in self._masks.items():
             unknown = [name for name in demos if name not in known]
             if unknown:
-                where = f"the mask {mask!r} of {str(self.path)!r}"
-                got = f"{unknown[0]!r}, which does not exist"
-                self.problem(in_parts("use", where, "names of demos", got), kind="split")
+                self.problem(
+                    f"Mask {mask!r} of {str(self.path)!r} names {unknown[0]!r}, which does not "
+                    "exist. The name is ignored.",
+                    kind="split",
+                )
             self.splits[mask] = [name for name in demos if name in present]
 
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
@@ -204,10 +208,10 @@ class Reader(Hdf5Reader):
                 continue
             is_different = (rows != next_rows).reshape(len(rows), -1).any(1)
             step = start + int(np.argmax(is_different))
-            where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
-            expected = f"row {step} to equal row {step + 1} of obs"
-            advice = "Open it with keep_next_obs=True to read them"
-            message = in_parts("skip", where, expected, "other values", advice)
+            message = (
+                f"Row {step} of {following.path!r} of {info.name!r} of {str(self.path)!r} differs "
+                f"from row {step + 1} of obs. Open the file with keep_next_obs=True to read next_obs."
+            )
             return self.problem(message, kind="next", episode=info.name)
         return None
 

@@ -133,25 +133,22 @@ class Writer(Hdf5Writer):
         """Raise `UsageError` if there are no actions, or if two fields have the same dataset."""
         schema = self._fields.schema
         if len(self.episodes) and not schema.below("action"):
-            got = "none"
-            for name, why in self._fields.left_out.items():
+            got = "no episode has an action"
+            for name, reason in self._fields.left_out.items():
                 if name.startswith("action"):
-                    got = f"{name!r}: {why}"
+                    got = f"{name!r} is left out because {reason}"
                     break
-            where = f"episodes of {str(self.path)!r} as {self.format}"
             raise UsageError(
-                f"cannot write {where}: expected actions in all episodes, got {got}. Select "
-                "episodes of one kind."
+                f"{self.format} needs actions in all episodes, but {got}. Select episodes with "
+                "the same fields."
             )
         owners: dict[str, str] = {}
         for name in schema:
             dataset = self._dataset_of(name)
             if dataset in owners:
-                where = f"{owners[dataset]!r} and {name!r} as {self.format}"
-                got = f"two for {dataset!r}"
                 raise UsageError(
-                    f"cannot write {where}: expected one field for a dataset, got {got}. "
-                    "Rename one of them."
+                    f"fields {owners[dataset]!r} and {name!r} would both become dataset "
+                    f"{dataset!r} of {self.format}. Rename one of the fields."
                 )
             if dataset:
                 owners[dataset] = name

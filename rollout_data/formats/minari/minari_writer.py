@@ -72,7 +72,7 @@ class Writer(Hdf5Writer):
     def noted(cls, path: Path) -> ConversionNote | None:
         note = super().noted(path)
         if note is None and cls.is_finished(path):
-            raise occupied(path, f"a dataset without its file {str(cls.file_at(path))!r}")
+            raise occupied(path, f"is a dataset without its file {str(cls.file_at(path))!r}")
         return note
 
     @classmethod
