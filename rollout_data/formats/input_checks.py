@@ -222,7 +222,8 @@ def damage_named(subject: str, *kinds: type[Exception]) -> Iterator[None]:
     except kinds as cause:
         if isinstance(cause, RolloutDataError):
             raise
-        reason = f"{type(cause).__name__}: {cause}".split("\n")[0][:200].rstrip(".")
+        reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
+        reason = reason.split("\n")[0][:200].rstrip(".")
         raise CorruptFileError(f"{subject} is damaged: {reason}.") from cause
     except MemoryError as cause:
         raise DataFileError(f"{subject} does not fit into memory.") from cause

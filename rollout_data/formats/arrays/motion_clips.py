@@ -17,7 +17,7 @@ import numpy as np
 from storage.core import arguments
 from storage.core.durable_files import read_text
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, UsageError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -92,17 +92,16 @@ class Reader(FileSource):
                     raise
                 self.problems.append(error.of("", path.stem))
         if len(self._orders) > 1:
-            where = f"of {str(self.path)!r}"
-            got = ", ".join(sorted(self._orders))
-            advice = 'Open it with quaternions="wxyz" or "xyzw", which turns the clips that are marked otherwise'
+            orders = ", ".join(sorted(self._orders))
             self.advise(
-                in_parts("mix the quaternions", where, "one order in all clips", got, advice)
+                f"The clips of {str(self.path)!r} have quaternions in different orders: {orders}. "
+                'Pass quaternions="wxyz" or "xyzw" to convert all clips to one order.'
             )
         if not episodes:
-            got = str(self.problems or "none")
-            raise CorruptFileError(
-                f"cannot open {str(self.path)!r}: expected clips of motion, got {got}."
-            )
+            message = f"{str(self.path)!r} has no readable motion clips."
+            if self.problems:
+                message += f" {self.problems[0]}"
+            raise CorruptFileError(message)
         return episodes
 
     def _check_options(self) -> None:
@@ -112,8 +111,7 @@ class Reader(FileSource):
         is_names = is_list and all(isinstance(name, str) for name in order)
         if not is_choice and not is_names:
             raise UsageError(
-                f"cannot open {str(self.path)!r}: expected body_order='breadth', 'depth' or "
-                f"the names of the bodies, got {order!r}."
+                f"body_order must be 'breadth', 'depth' or the names of the bodies, got {order!r}."
             )
         quaternions = self.options["quaternions"]
         if quaternions is not None:
@@ -123,8 +121,10 @@ class Reader(FileSource):
         arrays = read_npz(path)
         layout = clip_layout(arrays)
         if layout is None:
-            expected = f"arrays {', '.join(MOTION_TRACKING)}"
-            raise CorruptFileError(f"cannot read {str(path)!r}: expected {expected}, got others.")
+            needed = ", ".join(MOTION_TRACKING)
+            raise CorruptFileError(
+                f"{str(path)!r} is no motion clip. A clip has the arrays {needed}."
+            )
         sizes = _sizes(layout, arrays)
         stated_order = self._stated_order(path, arrays)
         fields: dict[str, NpzArray] = {}
@@ -155,10 +155,9 @@ class Reader(FileSource):
             elif array.dtype.kind in "biufU" and num_bytes <= _MAX_NAMES_BYTES:
                 metadata[name] = array.read().tolist()
             else:
-                expected = f"{sizes['T']} rows of numbers, or few values"
-                got = f"{array.dtype}{list(array.shape)}"
                 self.problem(
-                    in_parts("read the array", array.where, expected, got, "It is left out")
+                    f"{array.where} is {array.dtype}{list(array.shape)}, which is neither "
+                    f"{sizes['T']} rows of numbers nor small metadata. The array is left out."
                 )
         metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
 
@@ -177,8 +176,7 @@ class Reader(FileSource):
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
         if len(order) != num_bodies:
             raise UsageError(
-                f"cannot open {str(path)!r}: expected {num_bodies} names as body_order, got "
-                f"{len(order)}."
+                f"body_order has {len(order)} names, but {str(path)!r} has {num_bodies} bodies."
             )
         metadata[_BODY_NAMES] = list(order)
         return "names"
@@ -201,8 +199,7 @@ class Reader(FileSource):
             order = str(array.read().reshape(-1)[0])
         if order not in _QUATERNIONS:
             raise CorruptFileError(
-                f"cannot read {array.where}: expected {' or '.join(_QUATERNIONS)}, got "
-                f"{order[:40]!r}."
+                f"{array.where} is {order[:40]!r}, expected {' or '.join(_QUATERNIONS)}."
             )
         return order
 
@@ -231,18 +228,17 @@ class Reader(FileSource):
             return
         self._advised.add((likely, stored, is_stated))
 
-        expected = f"quaternions as {stored}"
-        got = f"scalar parts near 1 where {likely} has them"
+        message = f"The quaternions of {str(path)!r} look like {likely}"
         if stored == "unknown":
-            expected = "a mark of the order of quaternions"
-            got = f"none, and {got}"
-        advice = (
-            f'Open it with quaternions="{likely}" if the file was written so; '
-            "Isaac Lab 3 writes xyzw, earlier ones wxyz"
-        )
+            message += ", but the file does not state their order."
+        else:
+            message += f", but they are read as {stored}."
         if is_stated:
-            advice = "The mark in the file is believed; it may be wrong"
-        self.advise(in_parts("understand", repr(str(path)), expected, got, advice))
+            message += f" The file states {stored}, which may be wrong."
+        else:
+            message += f' Pass quaternions="{likely}" if the file was written in that order.'
+            message += " Isaac Lab 3 writes xyzw, and earlier versions write wxyz."
+        self.advise(message)
 
     def _check_poses(
         self,
@@ -253,23 +249,22 @@ class Reader(FileSource):
     ) -> None:
         """Add advice if the first frames hint at another order of bodies or numbers."""
         where = repr(str(path))
-        advice = "The rows are given as they are stored"
         checks: tuple[tuple[int, str, Callable[[Array], Array]], ...] = (
-            (_POSITIONS, "body 0 above the ground", _are_above_ground),
-            (_ROTATIONS, "unit quaternions", _are_unit_quaternions),
+            (_POSITIONS, "has body 0 below the ground", _are_above_ground),
+            (_ROTATIONS, "has quaternions that are not unit quaternions", _are_unit_quaternions),
         )
-        for number, expected, is_right in checks:
+        for number, problem, is_right in checks:
             array = fields.get(f"observation/{layout[number]}")
             if array and sizes["B"]:
                 wrong = np.flatnonzero(~is_right(_first_rows(array)))
                 if len(wrong):
-                    place = f"frame {wrong[0]} of {where}"
-                    self.advise(in_parts("understand", place, expected, "others", advice))
+                    self.advise(
+                        f"Frame {wrong[0]} of {where} {problem}. The rows are read as stored."
+                    )
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
-            got = f"{sizes['B']} for {sizes['J']} joints"
-            advice = "Look for 'world' or merged links"
             self.advise(
-                in_parts("understand", where, "a body for each joint and the root", got, advice)
+                f"{where} has {sizes['B']} bodies and {sizes['J']} joints, expected one body more "
+                "than joints. Check the bodies for 'world' or merged links."
             )
 
     def _read_json(self, path: Path) -> EpisodeInfo:
@@ -334,8 +329,8 @@ def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
         if not is_right:
             wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
             raise CorruptFileError(
-                f"cannot read {array.where}: expected floating numbers [{wanted}], got "
-                f"{array.dtype}{list(shape)}."
+                f"{array.where} is {array.dtype}{list(shape)}, expected floating-point numbers "
+                f"[{wanted}]."
             )
         sizes.update(zip(axes, shape, strict=True))
     return sizes
@@ -347,8 +342,7 @@ def _fps(stored: NpzArray) -> int | float:
     rate = float(stored.read().reshape(-1)[0]) if is_number else 0.0
     if not 0 < rate < float("inf"):
         raise CorruptFileError(
-            f"cannot read {stored.where}: expected one number of frames per second, got "
-            f"{list(stored.shape)}."
+            f"{stored.where} is {stored.dtype}{list(stored.shape)}, expected one frame rate > 0."
         )
     return int(rate) if rate.is_integer() else rate
 
@@ -361,8 +355,7 @@ def _names(stored: NpzArray, num_names: int | None) -> list[str]:
     if not is_list or is_long or not is_complete:
         expected = f"{num_names} names" if num_names else "names"
         raise CorruptFileError(
-            f"cannot read {stored.where}: expected {expected}, got "
-            f"{stored.dtype}{list(stored.shape)}."
+            f"{stored.where} is {stored.dtype}{list(stored.shape)}, expected {expected}."
         )
     names = []
     for name in stored.read().tolist():
@@ -377,13 +370,12 @@ def _json_clip(path: Path) -> _Json:
         Poses `[T, D]` and durations of the frames in seconds `[T]`, and the other keys of the file
         as metadata.
     """
-    expected = "a JSON object with 'Frames', rows of equally many numbers"
     try:
         clip = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
         rows = np.array(clip.pop("Frames"), np.float64)
         duration = clip.get("FrameDuration")
         if rows.ndim != 2 or not rows.shape[0] or rows.shape[1] < 2:
-            raise ValueError(f"{list(rows.shape)}")
+            raise ValueError(f"'Frames' has shape {list(rows.shape)}")
         if duration is None:  # The first number of a row is its duration.
             durations_s = rows[:, 0]
             observation = rows[:, 1:]
@@ -391,7 +383,7 @@ def _json_clip(path: Path) -> _Json:
             durations_s = np.full(len(rows), float(duration))
             observation = rows
         if not np.isfinite(durations_s).all() or not durations_s[0] > 0:
-            raise ValueError(f"a frame of {durations_s[0]} s")
+            raise ValueError(f"the first frame takes {durations_s[0]} s")
     except (
         ValueError,
         TypeError,
@@ -400,8 +392,9 @@ def _json_clip(path: Path) -> _Json:
         LookupError,
         RecursionError,
     ) as cause:
+        reason = str(cause)[:200].rstrip(".")
         raise CorruptFileError(
-            in_parts("read", repr(str(path)), expected, str(cause)[:200])
+            f"{str(path)!r} is no JSON object with a table of numbers as 'Frames': {reason}."
         ) from cause
     fields = {"observation": observation, "duration_s": durations_s}
     return fields, {"fps": 1 / float(durations_s[0]), **clip}

@@ -18,7 +18,7 @@ import numpy as np
 
 from storage.core.durable_files import crc32, open_regular
 from storage.core.fields import MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..input_checks import KnownFiles, first_bytes
 
@@ -133,16 +133,14 @@ class Unpacking:
                     position += len(data) - len(state.unconsumed_tail)
                     unpacked += part
                     if not part and (state.eof or not data):
-                        raise zlib.error(f"only {start + len(unpacked)} bytes")
+                        raise zlib.error(f"{start + len(unpacked)} of {num_bytes} bytes are there")
         except zlib.error as cause:
-            raise CorruptFileError(
-                f"cannot unpack {str(path)!r}: expected {num_bytes} bytes, got {cause}."
-            ) from cause
+            raise CorruptFileError(f"{str(path)!r} is damaged: {cause}.") from cause
 
         crc = crc32(unpacked, crc)
         if start + piece_bytes == num_bytes and crc != checksum:
             raise CorruptFileError(
-                f"cannot unpack {str(path)!r}: expected checksum {checksum:08x}, got {crc:08x}."
+                f"{str(path)!r} is damaged: expected checksum {checksum:08x}, got {crc:08x}."
             )
         self._states[number + 1] = (state, position, crc)
         return bytes(unpacked)
@@ -201,9 +199,9 @@ class NpzArray:
             values = np.empty(shape, self.dtype)
         elif self.packed:
             if num_bytes > self.packed.most_bytes:
-                expected = f"at most {self.packed.most_bytes} bytes at once"
                 raise CorruptFileError(
-                    f"cannot unpack {self.where}: expected {expected}, got {num_bytes}."
+                    f"{self.where} is compressed, and {num_bytes} bytes are too many to read at "
+                    f"once. The limit is {self.packed.most_bytes} bytes."
                 )
             data = self.packed.read(begin, begin + num_bytes)
             values = np.frombuffer(data, self.dtype).reshape(shape)
@@ -212,9 +210,8 @@ class NpzArray:
                 with self.known.open(self.path) as file:
                     values = np.memmap(file, self.dtype, "r", begin, shape).view(np.ndarray)
             except ValueError as cause:
-                expected = f"{num_bytes} bytes at {begin}"
                 raise CorruptFileError(
-                    f"cannot read {self.where}: expected {expected}, got fewer."
+                    f"{self.where} is truncated: {num_bytes} bytes at byte {begin} exceed the file."
                 ) from cause
         little_endian = self.dtype.newbyteorder("<")
         if values.flags.aligned and little_endian == self.dtype:
@@ -258,21 +255,17 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
             check_count(file, len(members))
             if len(members) > _MAX_MEMBERS:
                 raise CorruptFileError(
-                    f"cannot read {str(path)!r}: expected at most {_MAX_MEMBERS} arrays, got "
-                    f"{len(members)}."
+                    f"{str(path)!r} has {len(members)} arrays, expected at most {_MAX_MEMBERS}."
                 )
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 if name in arrays:
-                    got = f"{name!r} twice"
-                    raise CorruptFileError(
-                        in_parts("read", repr(str(path)), "each array once", got)
-                    )
+                    raise CorruptFileError(f"{str(path)!r} has duplicate arrays {name!r}.")
                 if member.filename != name:
                     arrays[name] = _describe(path, known, name, file, archive, member)
     except _DAMAGE as cause:
-        got = f"{type(cause).__name__}: {cause}"[:200]
-        raise CorruptFileError(in_parts("read", repr(str(path)), "an npz file", got)) from cause
+        reason = f"{type(cause).__name__}: {cause}"[:200].rstrip(".")
+        raise CorruptFileError(f"{str(path)!r} is damaged: {reason}.") from cause
     return arrays
 
 
@@ -302,23 +295,26 @@ def _describe(
     is_packed = member.compress_type == zipfile.ZIP_DEFLATED
     is_encrypted = bool(member.flag_bits & 1)
     if is_encrypted or not (is_packed or member.compress_type == zipfile.ZIP_STORED):
-        expected = "an array that is stored or deflated"
         raise DataFileError(
-            f"cannot read {where}: expected {expected}, got another compression or encryption."
+            f"{where} is encrypted or has an unknown compression. Only stored and deflated arrays "
+            "are read."
         )
 
-    expected = "an array as large as its bytes"
     most_bytes = member.compress_size * (_MAX_EXPANSION if is_packed else 1)
     begin = member_begin(file, member)
     file_bytes = os.fstat(file.fileno()).st_size
     if member.file_size > most_bytes or begin + member.compress_size > file_bytes:
-        got = f"{member.file_size} bytes of {member.compress_size} in the file"
-        raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.")
+        raise CorruptFileError(
+            f"{where} declares {member.file_size} bytes in {member.compress_size} bytes of a file "
+            f"of {file_bytes} bytes."
+        )
     with archive.open(member) as stream:
         dtype, shape, is_fortran, head_bytes = _read_head(stream, where)
     if head_bytes + prod(shape) * dtype.itemsize != member.file_size:
-        got = f"{dtype}{list(shape)[:8]} in {member.file_size} bytes"
-        raise CorruptFileError(f"cannot read {where}: expected {expected}, got {got}.")
+        raise CorruptFileError(
+            f"{where} has {member.file_size} bytes, which do not fit shape {list(shape)[:8]} and "
+            f"dtype {dtype}."
+        )
 
     packed = None
     offset = begin + head_bytes
@@ -358,7 +354,7 @@ def _read_head(
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
         raise DataFileError(
-            f"cannot read {where}: expected npy 1.0 or 2.0, got {'.'.join(map(str, version))}."
+            f"{where} has npy version {'.'.join(map(str, version))}. Versions 1.0 and 2.0 are read."
         )
     read = np.lib.format.read_array_header_2_0
     if version == (1, 0):
@@ -366,9 +362,9 @@ def _read_head(
     shape, is_fortran, dtype = read(stream, max_header_size=_MAX_HEAD_BYTES)
     if dtype.hasobject:
         raise UnsafeFileError(
-            f"cannot read {where}: expected numbers or texts, got pickled objects. Nothing in "
-            "the file was run."
+            f"{where} contains pickled objects. Only numbers and texts are read. No code of the "
+            "file was run."
         )
     if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
-        raise ValueError(f"the shape {list(shape)[:8]}")
+        raise ValueError(f"shape {list(shape)[:8]} is invalid")
     return dtype, shape, is_fortran, stream.tell()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, in_parts
+from storage.errors import CorruptFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -35,9 +35,7 @@ class Reader(FileSource):
         arrays = read_npz(self.path)
         missing = OGBENCH_ARRAYS - arrays.keys()
         if missing:
-            raise CorruptFileError(
-                f"cannot open {str(self.path)!r}: expected the array {min(missing)!r}, got none."
-            )
+            raise CorruptFileError(f"{str(self.path)!r} has no array {min(missing)!r}.")
         num_rows = self._check_rows(arrays)
         #: Field -> array with the rows of all trajectories.
         self._fields: dict[str, NpzArray] = {}
@@ -59,10 +57,9 @@ class Reader(FileSource):
         episodes = []
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             if start == end:
-                where = self._where(number)
-                advice = "It is left out"
                 self.problem(
-                    in_parts("read the trajectory", where, "two rows or more", "one", advice)
+                    f"Trajectory {number} of {str(self.path)!r} has one row, expected at least 2. "
+                    "The trajectory is left out."
                 )
                 continue
             info = EpisodeInfo(
@@ -87,22 +84,18 @@ class Reader(FileSource):
         num_rows = shape[0] if shape else 0
         if not 0 < num_rows <= _MAX_ROWS:
             raise CorruptFileError(
-                f"cannot open {str(self.path)!r}: expected 1 to {_MAX_ROWS} rows, got {num_rows}."
+                f"{str(self.path)!r} has {num_rows} rows, expected 1 to {_MAX_ROWS}."
             )
         for name, array in list(arrays.items()):
             has_rows = array.shape[:1] == (num_rows,) and array.dtype.kind in "biuf"
             if not has_rows or (name == "terminals" and len(array.shape) > 2):
-                expected = f"{num_rows} rows of numbers in {name!r}"
-                got = f"{array.dtype}{list(array.shape)}"
-                if name in OGBENCH_ARRAYS:
-                    raise CorruptFileError(
-                        f"cannot open {str(self.path)!r}: expected {expected}, got {got}."
-                    )
-                self.problem(
-                    in_parts(
-                        "read the array", repr(str(self.path)), expected, got, "It is left out"
-                    )
+                message = (
+                    f"{array.where} is {array.dtype}{list(array.shape)}, expected {num_rows} rows "
+                    "of numbers."
                 )
+                if name in OGBENCH_ARRAYS:
+                    raise CorruptFileError(message)
+                self.problem(f"{message} The array is left out.")
                 del arrays[name]
         return num_rows
 
@@ -113,26 +106,21 @@ class Reader(FileSource):
             flags = np.asarray(terminals.read(start, start + _ROWS_AT_ONCE)).reshape(-1)
             is_complete = len(flags) == min(_ROWS_AT_ONCE, num_rows - start)
             if not is_complete or not np.isin(flags, (0, 1)).all():
-                expected = "0 or 1 as 'terminals'"
                 raise CorruptFileError(
-                    f"cannot open {str(self.path)!r}: expected {expected}, got something else."
+                    f"{terminals.where} has values other than 0 and 1, or too few values."
                 )
             ends.extend((np.flatnonzero(flags) + start).tolist())
             if len(ends) > _MAX_EPISODES:
-                expected = f"at most {_MAX_EPISODES} trajectories"
                 raise CorruptFileError(
-                    f"cannot open {str(self.path)!r}: expected {expected}, got more."
+                    f"{str(self.path)!r} has more than {_MAX_EPISODES} trajectories."
                 )
         if not ends or ends[-1] != num_rows - 1:
-            where = self._where(len(ends))
-            expected = "1 as the last of 'terminals'"
-            advice = "Its last action, which may be a dummy, is left out"
-            self.problem(in_parts("find the end of the trajectory", where, expected, "0", advice))
+            self.problem(
+                f"Trajectory {len(ends)} of {str(self.path)!r} has no end: the last value of "
+                "'terminals' is 0. Its last action may be a dummy and is left out."
+            )
             ends.append(num_rows - 1)
         return ends
-
-    def _where(self, number: int) -> str:
-        return f"{number} of {str(self.path)!r}"
 
     def read(self, number: int, name: str, start: int, stop: int) -> Array:
         first = self.episodes[number].source

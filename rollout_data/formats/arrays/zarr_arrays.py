@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..input_checks import KnownFiles, damage_named, file_inside, optional, parse_json
 from ..records.tfrecord import crc32c
@@ -113,8 +113,8 @@ class Store:
             is_encrypted = bool(member.flag_bits & 1)
             if member.compress_type != zipfile.ZIP_STORED or is_encrypted:
                 raise DataFileError(
-                    f"cannot read {name!r}: expected a member that is stored or deflated, got "
-                    "another."
+                    f"{name!r} of {str(self._path)!r} is encrypted or has an unknown compression. "
+                    "Only stored and deflated members are read."
                 )
             first = max(0, size + start) if start < 0 else min(start, size)
             file.seek(begin + first)
@@ -279,7 +279,7 @@ class ZarrArray:
         if offset == size == _UNWRITTEN:
             return None
         if size > most_bytes:
-            raise ValueError(f"a chunk of {size} bytes")
+            raise ValueError(f"a chunk has {size} bytes, more than {most_bytes}")
         return store.get(name, offset, size)
 
 
@@ -291,7 +291,7 @@ def _num_blocks(shape: Sequence[int], block_shape: Sequence[int]) -> list[int]:
 def _check_crc(data: bytes) -> None:
     """Raise `ValueError` if the last 4 bytes are not the CRC-32C of the bytes before them."""
     if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise ValueError("another checksum than stored")
+        raise ValueError("a checksum is wrong")
 
 
 def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
@@ -313,12 +313,12 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
                 unpacked_bytes = int.from_bytes(data[4:8], "little")
                 packed_bytes = int.from_bytes(data[12:16], "little")
                 if unpacked_bytes != num_bytes or packed_bytes != len(data):
-                    raise ValueError("a chunk that declares another size")
+                    raise ValueError("a chunk declares a wrong size")
             codec = optional(f"numcodecs.{name}", "numcodecs", "zarr", f"chunks of {name}")
             codec.decompress(data, out)
             data = out
     if len(data) != num_bytes:
-        raise ValueError(f"{len(data)} bytes in a chunk of {num_bytes}")
+        raise ValueError(f"a chunk has {len(data)} bytes, expected {num_bytes}")
     return data
 
 
@@ -341,14 +341,13 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
         node_type = description.get("node_type") if isinstance(description, dict) else None
         is_node = is_format_2 or node_type in ("array", "group")
         if not isinstance(description, dict) or not is_node:
-            expected = "the description of an array or a group"
-            raise CorruptFileError(in_parts("read", repr(name), expected, repr(description)[:100]))
+            raise CorruptFileError(
+                f"{name!r} describes neither an array nor a group: {repr(description)[:100]}."
+            )
         if not is_format_2 and node_type == "group":
             continue
         if len(arrays) == _MAX_ARRAYS:
-            raise CorruptFileError(
-                f"cannot read {name!r}: expected at most {_MAX_ARRAYS} arrays, got more."
-            )
+            raise CorruptFileError(f"{name!r} exceeds the limit of {_MAX_ARRAYS} arrays.")
         if description.get("shape") == [] or _holds_texts(description):
             leave_out(folder)
             continue
@@ -377,9 +376,11 @@ def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
     compressor = about.get("compressor")
     filters = about.get("filters")
     if filters or about["dtype"] == "|O":
-        got = str(filters)[:100]
-        advice = "Nothing was run"
-        raise UnsafeFileError(in_parts("read", repr(name), "numbers without filters", got, advice))
+        content = f"filters {str(filters)[:100]}" if filters else "pickled objects"
+        raise UnsafeFileError(
+            f"{name!r} has {content}. Only numbers without filters are read. No code of the file "
+            "was run."
+        )
     codecs = [(compressor["id"], compressor)] if compressor else []
     chunks = tuple(map(int, about["chunks"]))
     key = (f"{name}/", about.get("dimension_separator", "."))
@@ -392,8 +393,11 @@ def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
 
 def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     if about["data_type"] not in DTYPES:
-        got = str(about["data_type"])[:100]
-        raise UnsafeFileError(in_parts("read", repr(name), "numbers", got, "Nothing was run"))
+        data_type = str(about["data_type"])[:100]
+        raise UnsafeFileError(
+            f"{name!r} has data type {data_type}. Only numbers are read. No code of the file was "
+            "run."
+        )
     keys = about["chunk_key_encoding"]
     pieces = tuple(map(int, about["chunk_grid"]["configuration"]["chunk_shape"]))
     is_default = keys["name"] == "default"
@@ -405,13 +409,13 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
         settings = codecs[0][1]
         index_codecs = [codec for codec, _ in _codecs_3(settings["index_codecs"])]
         if index_codecs[1:] != ["crc32c"] or len(codecs) > 1:
-            raise ValueError("a shard of another kind")
+            raise ValueError("the index codecs of the shards are not supported")
         chunks = tuple(map(int, settings["chunk_shape"]))
         at_end = settings.get("index_location", "end") == "end"
         codecs = _codecs_3(settings["codecs"])
     first_codec, first_settings = codecs[0] if codecs else ("none", {})
     if first_codec != "bytes":
-        raise ValueError(f"the codec {first_codec!r}")
+        raise ValueError(f"the first codec is {first_codec!r}, expected 'bytes'")
     is_big_endian = first_settings.get("endian") == "big"
     dtype = DTYPES[about["data_type"]][1].newbyteorder(">" if is_big_endian else "<")
     key = (f"{name}/c{separator}" if is_default else f"{name}/", separator)
@@ -446,28 +450,31 @@ def _check_sizes(array: ZarrArray, store: Store) -> None:
     if names[-1:] == ["crc32c"]:
         names.pop()
     if len(names) > 1 or not set(names) <= set(_COMPRESSORS):
-        raise ValueError(f"{names} instead of one of {', '.join(_COMPRESSORS)}")
+        raise ValueError(f"codecs {names} are not one of {', '.join(_COMPRESSORS)}")
     sizes = (array.shape, array.chunks, array.pieces)
     has_equal_dimensions = len({*map(len, sizes)}) == 1
+    wrong_sizes = f"shape, chunks and pieces are {sizes}"[:200]
     if not 0 < len(array.shape) <= MAX_DIMENSIONS or not has_equal_dimensions:
-        raise ValueError(f"{array.dtype} {sizes}"[:200])
+        raise ValueError(wrong_sizes)
     if array.dtype.kind not in "biuf":
-        raise ValueError(f"{array.dtype} {sizes}"[:200])
+        raise ValueError(f"dtype {array.dtype} is not a number")
     if min(array.shape) < 0 or min(array.chunks) < 1:
-        raise ValueError(f"{sizes}"[:200])
+        raise ValueError(wrong_sizes)
     if any(piece % chunk for piece, chunk in zip(array.pieces, array.chunks, strict=True)):
-        raise ValueError(f"{sizes}"[:200])
+        raise ValueError(wrong_sizes)
 
     chunk_bytes = prod(array.chunks) * array.dtype.itemsize
     chunks_per_row = prod(_num_blocks(array.shape[1:], array.chunks[1:]))
     chunks_per_shard = prod(array.pieces) // prod(array.chunks)
     has_many_chunks = max(chunks_per_row, chunks_per_shard) > _MAX_CHUNKS
     if chunk_bytes * chunks_per_row > _MAX_CHUNK_BYTES or has_many_chunks:
-        text = f"{chunks_per_row} chunks of {chunk_bytes} bytes for a row"
-        raise ValueError(f"{text}, {chunks_per_shard} in a shard")
+        raise ValueError(
+            f"a row has {chunks_per_row} chunks of {chunk_bytes} bytes and a shard has "
+            f"{chunks_per_shard} chunks, which is too large"
+        )
 
     num_declared = prod(_num_blocks(array.shape, array.pieces))
     num_written = sum(name.startswith(array.key[0]) for name in store.names)
     is_large = prod(array.shape) * array.dtype.itemsize > _MAX_UNWRITTEN_BYTES
     if is_large and num_written < num_declared * _MIN_WRITTEN:
-        raise ValueError(f"{num_written} of {num_declared} chunks")
+        raise ValueError(f"only {num_written} of {num_declared} chunks are in the store")

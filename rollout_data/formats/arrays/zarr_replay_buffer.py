@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, in_parts
+from storage.errors import CorruptFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -40,9 +40,9 @@ class Reader(FileSource):
         where = repr(str(self.path))
 
         def leave_out(name: str) -> None:
-            place = f"{name!r} of {where}"
-            got = "texts, or one value"
-            self.problem(in_parts("read", place, "rows of numbers", got, "It is left out"))
+            self.problem(
+                f"{name!r} of {where} contains texts or a single value. The array is left out."
+            )
 
         arrays = find_arrays(self._store, leave_out)
         data = {}
@@ -50,9 +50,9 @@ class Reader(FileSource):
             if name.startswith("data/"):
                 data[name.removeprefix("data/")] = array
         if ZARR_ENDS not in arrays or not data:
-            got = ", ".join(arrays) or "none"
+            names = ", ".join(arrays) or "no arrays"
             raise CorruptFileError(
-                f"cannot open {where}: expected arrays in 'data' and {ZARR_ENDS!r}, got {got}."
+                f"{where} has {names}, expected arrays in 'data' and the array {ZARR_ENDS!r}."
             )
 
         ends = self._ends(arrays[ZARR_ENDS])
@@ -68,8 +68,7 @@ class Reader(FileSource):
         episodes = []
         for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             if start == end:
-                place = f"episode {number} of {where}"
-                self.problem(in_parts("read", place, "one row or more", "none", "It is left out"))
+                self.problem(f"Episode {number} of {where} has no rows and is left out.")
             else:
                 episodes.append(EpisodeInfo(str(number), end - start, schema, source=start))
         return episodes
@@ -80,14 +79,13 @@ class Reader(FileSource):
         for name, array in data.items():
             if array.shape[0] < num_rows:
                 raise CorruptFileError(
-                    f"cannot open {where}: expected {num_rows} rows in {name!r}, got "
-                    f"{array.shape[0]}."
+                    f"{name!r} of {where} has {array.shape[0]} rows, expected {num_rows}."
                 )
         num_unfinished = max(array.shape[0] for array in data.values()) - num_rows
         if num_unfinished:
-            advice = "Those of an unfinished episode are left out"
             self.problem(
-                in_parts("read", where, f"{num_rows} rows", f"{num_unfinished} more", advice)
+                f"{where} has {num_unfinished} rows after the last episode. The rows of the "
+                "unfinished episode are left out."
             )
 
     def _read_metadata(self, arrays: dict[str, ZarrArray]) -> None:
@@ -104,13 +102,13 @@ class Reader(FileSource):
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
             raise CorruptFileError(
-                f"cannot open {str(self.path)!r}: expected at most {_MAX_EPISODES} whole "
-                f"numbers as {ZARR_ENDS!r}, got {stored.dtype}{list(stored.shape)}."
+                f"{ZARR_ENDS!r} of {str(self.path)!r} is {stored.dtype}{list(stored.shape)}, "
+                f"expected at most {_MAX_EPISODES} integers."
             )
         ends = stored.read(self._store, 0, stored.shape[0]).astype(np.int64)
         if (np.diff(ends, prepend=0) < 0).any():
             raise CorruptFileError(
-                f"cannot open {str(self.path)!r}: expected {ZARR_ENDS!r} that grow, got others."
+                f"{ZARR_ENDS!r} of {str(self.path)!r} is not in ascending order."
             )
         return ends
 

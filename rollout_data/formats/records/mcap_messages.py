@@ -127,7 +127,7 @@ class Log:
             ValueError: The file is damaged, or declares a size above the limits.
         """
         if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
-            raise ValueError("another beginning")
+            raise ValueError("the file does not start like an MCAP file")
         num_unpacked = 0
         for kind, start, stop in _records(data, len(MCAP_MAGIC)):
             if kind == _DATA_END:
@@ -141,11 +141,11 @@ class Log:
             self._chunks.append(_chunk(data, start, stop))
             num_unpacked += self._chunks[-1].num_bytes
             if num_unpacked > max(_FREE_BYTES, len(data) * _MAX_EXPANSION):
-                raise ValueError(f"more than {num_unpacked} bytes unpacked")
+                raise ValueError(f"the chunks declare at least {num_unpacked} bytes")
             unpacked = self._unpacked(number, data)
             for inner_kind, inner_start, inner_stop in _records(unpacked, 0):
                 if inner_kind not in (_SCHEMA, _CHANNEL, _MESSAGE):
-                    raise ValueError(f"a record of kind {inner_kind} in a chunk")
+                    raise ValueError(f"chunk {number} contains a record of type {inner_kind}")
                 self._add_record(unpacked, inner_kind, inner_start, inner_stop, number)
         return False
 
@@ -158,7 +158,7 @@ class Log:
         data = open_map(self.path, self._known)
         for number, start, stop in topic.places[rows].tolist():
             if stop - start > _MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {stop - start} bytes")
+                raise ValueError(f"a message has {stop - start} bytes, more than the limit")
             yield bytes((data if number < 0 else self._unpacked(number, data))[start:stop])
 
     def _add_record(self, data: memoryview, kind: int, start: int, stop: int, chunk: int) -> None:
@@ -167,7 +167,9 @@ class Log:
             channel, _, time = struct.unpack_from("<HIQ", data[start:stop])
             values = self._found[self._channels[channel]]
             if time >> 63 or len(values) > 4 * _MAX_MESSAGES:
-                raise ValueError(f"at most {_MAX_MESSAGES} messages of a topic")
+                raise ValueError(
+                    f"a topic has an invalid time or more than {_MAX_MESSAGES} messages"
+                )
             first = start + _MESSAGE_HEAD_BYTES
             values.extend((time, chunk, first, max(stop, first)))
         elif kind == _SCHEMA:
@@ -196,9 +198,9 @@ class Log:
         encoding, _ = _text(data, position, stop)
         topic = self.topics.setdefault(name, Topic(name, encoding, self._schemas.get(schema, b"")))
         if topic.encoding != encoding:
-            raise ValueError(f"one encoding of {name!r}")
+            raise ValueError(f"topic {name!r} has several encodings")
         if len(self.topics) > _MAX_TOPICS:
-            raise ValueError(f"more than {_MAX_TOPICS} topics")
+            raise ValueError(f"there are more than {_MAX_TOPICS} topics")
         self._channels[number] = name
         self._found.setdefault(name, array("q"))
 
@@ -214,8 +216,8 @@ class Log:
             is_valid = not chunk.checksum or crc32(unpacked) == chunk.checksum
             if len(unpacked) != chunk.num_bytes or not is_valid:
                 raise CorruptFileError(
-                    f"cannot read chunk {number} of {str(self.path)!r}: expected "
-                    f"{chunk.num_bytes} bytes of their checksum, got others."
+                    f"Chunk {number} of {str(self.path)!r} is damaged: its size or checksum is "
+                    "wrong."
                 )
             self._latest = (number, bytes(unpacked))
         return memoryview(self._latest[1])
@@ -238,7 +240,7 @@ def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
     num_bytes = int.from_bytes(data[position : position + 4], "little")
     start = position + 4
     if start + num_bytes > stop:
-        raise ValueError(f"a text of {num_bytes} bytes")
+        raise ValueError(f"a text of {num_bytes} bytes exceeds its record")
     return bytes(data[start : start + num_bytes]).decode(), start + num_bytes
 
 
@@ -249,7 +251,7 @@ def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
     num_stored_bytes = int.from_bytes(data[position : position + 8], "little")
     first = position + 8
     if first + num_stored_bytes > stop or num_bytes > _MAX_CHUNK_BYTES:
-        raise ValueError(f"a chunk of {num_bytes} bytes")
+        raise ValueError(f"a chunk declares {num_bytes} bytes")
     return Chunk(first, first + num_stored_bytes, compression, num_bytes, checksum)
 
 
@@ -266,4 +268,4 @@ def _unpack(data: memoryview, chunk: Chunk) -> Any:
             decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_CHUNK_BYTES)
             reader = decompressor.stream_reader(bytes(data))
             return reader.read(chunk.num_bytes + 1)
-    raise ValueError(f"the compression {chunk.compression[:40]!r}")
+    raise ValueError(f"compression {chunk.compression[:40]!r} is unknown")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from storage.core.fields import Field, Schema
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError, in_parts
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -116,8 +116,8 @@ class Reader(FileSource):
         clock: Any = self.options["clock"] or next(iter(actions), None)
         if not all(isinstance(name, (str, type(None))) for name in (*actions, clock)):
             raise UsageError(
-                f"cannot open {str(self.path)!r}: expected names of topics, got "
-                f"action={action!r}, clock={self.options['clock']!r}."
+                f"action and clock must be names of topics, got action={action!r} and "
+                f"clock={self.options['clock']!r}."
             )
         return actions, clock
 
@@ -163,14 +163,14 @@ class Reader(FileSource):
         first = max(int(np.searchsorted(clock, log.topics[name].times[0])) for name in topics)
         if first == len(clock):
             raise CorruptFileError(
-                f"cannot read {where}: expected a message of every topic before the last of "
-                f"{self._clock!r}, got none."
+                f"{where} has no step with a message of every topic: a topic starts after the "
+                f"last message of {self._clock!r}."
             )
         if first:
-            place = f"{self._clock!r} of {where}"
-            got = f"{first} before the first message of another topic"
-            advice = "They are left out"
-            self.problem(in_parts("make steps of", place, "messages after all others", got, advice))
+            self.problem(
+                f"Topic {self._clock!r} of {where} has {first} messages before the first message "
+                "of another topic. These messages are left out."
+            )
         return first
 
     def _named_leaves(self, log: Log, topics: Mapping[str, list[_Leaf]]) -> dict[str, _Leaf]:
@@ -184,13 +184,9 @@ class Reader(FileSource):
                 name = self._name(leaf, len(topic_leaves))
                 first = leaves.setdefault(name, leaf)
                 if first is not leaf:
-                    where = repr(str(log.path))
-                    got = f"{first.topic!r} and {leaf.topic!r}"
-                    advice = "The latter is left out"
                     self.problem(
-                        in_parts(
-                            "name the fields of", where, f"one topic for {name!r}", got, advice
-                        )
+                        f"Topics {first.topic!r} and {leaf.topic!r} of {str(log.path)!r} would both "
+                        f"become field {name!r}. The second topic is left out."
                     )
         return leaves
 
@@ -205,8 +201,8 @@ class Reader(FileSource):
             if name not in log.topics or not len(log.topics[name].times):
                 listed = "; ".join(map(_described, log.topics.values())) or "none"
                 raise UsageError(
-                    f"cannot choose the steps of {str(log.path)!r}: expected a topic as "
-                    f"action= or clock=, got {name!r}. The topics are: {listed}."
+                    f"{str(log.path)!r} has no messages of topic {name!r}. Pass action=... or "
+                    f"clock=... with one of its topics: {listed}."
                 )
             if log.topics[name].encoding != "json":
                 raise _other_encoding(log, log.topics[name])
@@ -217,11 +213,9 @@ class Reader(FileSource):
         Topics with only texts become metadata, as do metadata records.
         """
         if log.num_left_out:
-            expected = "fewer and shorter records of metadata"
-            got = f"{log.num_left_out} more"
-            advice = "They are left out"
             self.problem(
-                in_parts("keep the metadata of", repr(str(log.path)), expected, got, advice)
+                f"{str(log.path)!r} has too much metadata. {log.num_left_out} metadata records are "
+                "left out."
             )
         metadata: dict[str, Any] = {}
         for _, record in log.metadata:
@@ -257,9 +251,11 @@ class Reader(FileSource):
 
         unusable = ["/".join(leaf.keys) for leaf in leaves if not leaf.dtype]
         if unusable:
-            expected = "numbers, texts and arrays of numbers"
-            got = ", ".join(unusable)[:200]
-            self.problem(in_parts("read", where, expected, got, "They are left out"))
+            names = ", ".join(unusable)[:200]
+            self.problem(
+                f"Topic {where} has values that are neither numbers, texts nor arrays of numbers: "
+                f"{names}. These values are left out."
+            )
         return [leaf for leaf in leaves if leaf.dtype]
 
     def _texts(self, log: Log, leaf: _Leaf) -> Any:
@@ -267,12 +263,9 @@ class Reader(FileSource):
         topic = log.topics[leaf.topic]
         num_texts = len(topic.times)
         if num_texts > _MAX_TEXTS:
-            where = f"{topic.name!r} of {str(log.path)!r}"
-            advice = "The first are taken as metadata"
             self.problem(
-                in_parts(
-                    "keep the texts of", where, f"at most {_MAX_TEXTS}", str(num_texts), advice
-                )
+                f"Topic {topic.name!r} of {str(log.path)!r} has {num_texts} texts. Only the first "
+                f"{_MAX_TEXTS} become metadata."
             )
         texts = _columns(log, [leaf], np.arange(min(num_texts, _MAX_TEXTS)))[leaf.keys]
         return texts[0] if len(texts) == 1 else texts
@@ -376,10 +369,10 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
     has_other_kind = array.size > 0 and array.dtype.kind not in _KINDS[leaf.dtype]
     if has_other_kind or array.shape != leaf.shape:
         raise ValueError(
-            f"{'/'.join(leaf.keys)} of another kind or shape than in the first message"
+            f"{'/'.join(leaf.keys)} has another type or shape than in the first message"
         )
     if leaf.dtype == "int64" and array.dtype.kind == "u" and (array > _MAX_INT64).any():
-        raise ValueError(f"{'/'.join(leaf.keys)} beyond 64-bit integers")
+        raise ValueError(f"{'/'.join(leaf.keys)} does not fit into a 64-bit integer")
     return array
 
 
@@ -461,6 +454,6 @@ def _described(topic: Topic) -> str:
 def _other_encoding(log: Log, topic: Topic) -> DataFileError:
     package = _PACKAGES.get(topic.encoding, "another package")
     return DataFileError(
-        f"cannot read {topic.name!r} of {str(log.path)!r}: expected messages of JSON, got "
-        f"{topic.encoding!r}. They need {package}; convert them."
+        f"Topic {topic.name!r} of {str(log.path)!r} has messages in {topic.encoding!r}, which are "
+        f"not read. Convert the messages to JSON with {package}."
     )

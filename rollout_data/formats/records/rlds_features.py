@@ -65,7 +65,9 @@ class Leaf:
             return len(items(data, feature, MAX_STEPS))
         steps, rest = divmod(count(data, feature), max(1, prod(self.shape)))
         if rest:
-            raise ValueError(f"{count(data, feature)} numbers in steps of {list(self.shape)}")
+            raise ValueError(
+                f"{count(data, feature)} numbers are not a multiple of the shape {list(self.shape)}"
+            )
         return steps
 
     def decode(
@@ -88,7 +90,7 @@ class Leaf:
 
         stored = items(data, feature, MAX_STEPS)[steps.start : steps.stop]
         if len(stored) != len(steps):
-            raise ValueError(f"{steps.stop} steps expected")
+            raise ValueError(f"there are fewer than {steps.stop} steps")
         if self.kind == "text":
             return [text(item) for item in stored]
 
@@ -96,7 +98,9 @@ class Leaf:
         if self.kind == "zlib":
             num_packed_bytes = sum(map(len, stored))
             if rows.nbytes > max(_FREE_BYTES, _MAX_EXPANSION * num_packed_bytes):
-                raise ValueError(f"{rows.nbytes} bytes of tensors expected")
+                raise ValueError(
+                    f"the tensors declare {rows.nbytes} bytes, but have {num_packed_bytes} bytes"
+                )
         for number, item in enumerate(stored):
             rows[number] = self._tensor(item, shape, rows.dtype, f"{where}, step {steps[number]}")
         return rows
@@ -119,7 +123,7 @@ class Leaf:
             zlib.decompressobj().decompress(item, num_bytes + 1) if self.kind == "zlib" else item
         )
         if len(stored) != num_bytes:
-            raise ValueError(f"{num_bytes} bytes of a tensor expected")
+            raise ValueError(f"a tensor has {len(stored)} bytes, expected {num_bytes}")
         return np.frombuffer(stored, dtype).reshape(shape)
 
 
@@ -134,7 +138,7 @@ def declared_leaves(
         ValueError, TypeError, LookupError, AttributeError: The node is not a feature tree.
     """
     if depth > _MAX_DEPTH:
-        raise ValueError(f"more than {_MAX_DEPTH} levels")
+        raise ValueError(f"the features have more than {_MAX_DEPTH} levels")
     if "featuresDict" in node:
         for key, child in node["featuresDict"]["features"].items():
             yield from declared_leaves(child, f"{name}/{key}" if name else key, shape, depth + 1)
@@ -158,7 +162,7 @@ def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
     if dtype == "string":
         return Leaf("text", shape, dtype)
     if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < -1:
-        raise ValueError(f"{dtype[:40]}{list(shape)[:8]}")
+        raise ValueError(f"a feature has invalid dtype {dtype[:40]} or shape {list(shape)[:8]}")
     if "image" not in node:
         return Leaf(_KINDS[feature.get("encoding") or "none"], shape, dtype)
     if len(shape) != 3 or dtype not in ("uint8", "uint16", "float32"):

@@ -22,7 +22,6 @@ from storage.errors import (
     DataFileError,
     ForeignFileError,
     RolloutDataError,
-    in_parts,
 )
 
 from ...sources.episode_info import NO_FIELDS, EpisodeInfo
@@ -77,11 +76,10 @@ class Reader(FileSource):
             arguments.choice(name, self.options[name], choices)
         folders = rlds_folders(self.path)
         if len(folders) != 1:
-            got = ", ".join(folder.name for folder in folders) or "none"
+            names = ", ".join(folder.name for folder in folders) or "no versions"
             raise ForeignFileError(
-                in_parts(
-                    "open", repr(str(self.path)), "one version", got, "Open the folder of a version"
-                )
+                f"{str(self.path)!r} contains {names}, expected one version. Open the folder of a "
+                "version."
             )
         self._known = KnownFiles()
         self._folder = folders[0]
@@ -93,9 +91,10 @@ class Reader(FileSource):
             self._leaves = dict(declared_leaves(tree))
             shards = list(self._shards(info))
         except (LookupError, TypeError, ValueError, AttributeError) as cause:
-            got = f"{type(cause).__name__}: {cause}"[:200]
-            where = repr(str(self._folder))
-            raise CorruptFileError(in_parts("open", where, "splits and features", got)) from cause
+            reason = f"{type(cause).__name__}: {cause}"[:200]
+            raise CorruptFileError(
+                f"{str(self._folder)!r} has invalid splits or features: {reason}."
+            ) from cause
         self.metadata = {}
         for name in ("name", "version", "description"):
             if name in info:
@@ -105,10 +104,9 @@ class Reader(FileSource):
         for split, path, length in shards:
             self._scan_shard(split, path, length, episodes)
         if len(episodes) > 1 and all(info.terminated for info in episodes):
-            advice = "The recorder may set is_terminal on every last step; then 'terminated' says nothing"
-            where = repr(str(self._folder))
             self.advise(
-                in_parts("tell ends apart in", where, "other ends too", "terminated only", advice)
+                f"All episodes of {str(self._folder)!r} are terminated. The recorder may set "
+                "is_terminal on every last step, whether or not the task ended."
             )
         return episodes
 
@@ -120,12 +118,15 @@ class Reader(FileSource):
         file_format = info.get("fileFormat") or "tfrecord"
         if file_format != "tfrecord":
             raise ForeignFileError(
-                f"cannot open {str(self._folder)!r}: expected TFRecord files, got {file_format!r}."
+                f"{str(self._folder)!r} has files of the format {file_format!r}. Only TFRecord "
+                "files are read."
             )
         for split in info["splits"]:
             lengths = [int(length) for length in split.get("shardLengths", ())]
             if len(lengths) > _MAX_SHARDS:
-                raise ValueError(f"{len(lengths)} shards")
+                raise ValueError(
+                    f"a split has {len(lengths)} shards, expected at most {_MAX_SHARDS}"
+                )
             for shard, length in enumerate(lengths):
                 number = f"{shard:05d}"
                 total = f"{len(lengths):05d}"
@@ -155,17 +156,22 @@ class Reader(FileSource):
                 continue
             is_ragged = -1 in leaf.shape and leaf.kind != "picture"
             if is_ragged:
-                expected = "equally many values in each step"
-                self.problem(in_parts("read", where, expected, "a ragged list", "It is left out"))
+                self.problem(
+                    f"{where} has a different number of values in each step. The feature is left "
+                    "out."
+                )
                 continue
             if leaf.kind == "text" and leaf.shape:
-                got = f"{list(leaf.shape)} texts"
-                self.problem(in_parts("read", where, "a text in each step", got, "It is left out"))
+                self.problem(
+                    f"{where} has texts of shape {list(leaf.shape)} in each step, expected one "
+                    "text. The feature is left out."
+                )
                 continue
             self._steps[name] = leaf
             if leaf.dtype != leaf.declared:
-                advice = "The file holds no more than is delivered"
-                self.advise(in_parts("read", where, leaf.declared, leaf.dtype, advice))
+                self.advise(
+                    f"{where} is declared as {leaf.declared}, but stored and read as {leaf.dtype}."
+                )
         reduced = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
         self.metadata["lossy"] = reduced
 
@@ -185,15 +191,14 @@ class Reader(FileSource):
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
                     num_records += 1
                     raise CorruptFileError(
-                        f"cannot read {str(path)!r}: expected at most {_MAX_EPISODES} "
-                        "episodes, got more."
+                        f"{str(path)!r} exceeds the limit of {_MAX_EPISODES} episodes."
                     )
                 episode = f"{split}_{self._numbers[split]}"
                 self._numbers[split] += 1
                 try:
                     info = self._episode(data, start, stop, episode)
                 except (ValueError, LookupError, DataFileError) as error:
-                    where = f"record {num_records} of {str(path)!r}"
+                    where = f"Record {num_records} of {str(path)!r}"
                     self._report_damage(data, start, stop, path, episode, where, error)
                 else:
                     names.append(episode)
@@ -203,7 +208,7 @@ class Reader(FileSource):
                 num_records += 1
             if num_records != length:
                 raise CorruptFileError(
-                    f"cannot read {str(path)!r}: expected {length} episodes, got {num_records}."
+                    f"{str(path)!r} has {num_records} episodes, expected {length}."
                 )
         except DataFileError as error:
             if num_records == 0 and length == 0:
@@ -230,8 +235,8 @@ class Reader(FileSource):
         except CorruptFileError as damage:
             self.problems.append(damage.of("checksum", episode))
             return
-        got = str(error)[:200]
-        message = in_parts("read the episode", where, "steps as declared", got, "It is left out")
+        reason = str(error)[:200].rstrip(".")
+        message = f"{where} contradicts the declared features: {reason}. The episode is left out."
         self.problem(message, kind="unreadable", episode=episode)
 
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:
@@ -256,8 +261,9 @@ class Reader(FileSource):
                 if len(distinct) == 1:
                     metadata[key.rpartition("/")[2]] = text(distinct.pop())
             elif leaf.kind == "picture" and feature.stop - feature.start == 2 * length:
-                where = f"{key!r} of {name!r}"
-                self.problem(in_parts("read", where, "pictures", "empty ones", "They are left out"))
+                self.problem(
+                    f"{key!r} of episode {name!r} has only empty pictures. The field is left out."
+                )
             elif key not in _BOUNDS:
                 is_picture = leaf.kind == "picture"
                 shape = self._picture_shape(data, feature, key) if is_picture else leaf.shape
@@ -268,7 +274,7 @@ class Reader(FileSource):
             final = Schema(field for field in fields if field.name.split("/")[0] == "observation")
             length = length - 1
         if not 0 < length <= MAX_STEPS:
-            raise ValueError(f"{length} steps")
+            raise ValueError(f"the episode has {length} steps, expected 1 to {MAX_STEPS}")
 
         is_terminal = _last_flag(data, stored, "is_terminal")
         is_known = is_terminal or _last_flag(data, stored, "is_last")
@@ -298,13 +304,13 @@ class Reader(FileSource):
             is_right = leaf.num_steps(data, feature) == length
         if not is_right:
             form = f"{leaf.dtype}{list(leaf.shape)}"
-            raise ValueError(f"{key!r} does not hold {length} steps of {form}")
+            raise ValueError(f"{key!r} does not have {length} steps of {form}")
 
     def _num_steps(self, data: memoryview, stored: _Stored) -> int:
         """Return the number of steps, counted in the feature with the cheapest count."""
         keys = [key for key in self._steps if _STEPS + key in stored]
         if not keys:
-            raise ValueError("no feature of steps")
+            raise ValueError("the episode has no features of steps")
 
         def cost(key: str) -> tuple[bool, bool, int]:
             leaf = self._steps[key]
@@ -359,8 +365,9 @@ class Reader(FileSource):
         except (ValueError, LookupError, MemoryError, zlib.error) as cause:
             if isinstance(cause, RolloutDataError):
                 raise
+            reason = str(cause)[:200].rstrip(".")
             raise CorruptFileError(
-                in_parts("read", where, "steps as declared", str(cause)[:200])
+                f"{where} contradicts the declared features: {reason}."
             ) from cause
 
     def read_final(self, number: int, name: str) -> Array:

@@ -63,18 +63,17 @@ def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
     """
     position = 0
     while position < len(data):
-        where = f"{str(path)!r} at byte {position}"
         head = data[position : position + 12]
         num_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 12 or int.from_bytes(head[8:], "little") != masked_crc32c(head[:8]):
             raise CorruptFileError(
-                f"cannot read {where}: expected the length of a record, got damage, or the end."
+                f"{str(path)!r} is damaged: byte {position} does not start a record."
             )
         start = position + 12
         if num_bytes > len(data) - start - 4:
             raise CorruptFileError(
-                f"cannot read {where}: expected a record of {num_bytes} bytes, got "
-                f"{len(data) - start}, the file was cut."
+                f"{str(path)!r} is truncated: the record at byte {position} has "
+                f"{len(data) - start} of {num_bytes} bytes."
             )
         yield start, start + num_bytes
         position = start + num_bytes + 4
@@ -90,9 +89,10 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
     checksum = masked_crc32c(data[start:stop])
     if stated != checksum:
         raise CorruptFileError(
-            f"cannot read the record at byte {start} of {str(path)!r}: expected checksum "
-            f"{stated:08x}, got {checksum:08x}."
-        ).of("checksum")
+            f"The record at byte {start} of {str(path)!r} is damaged: expected checksum "
+            f"{stated:08x}, got {checksum:08x}.",
+            kind="checksum",
+        )
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
@@ -108,12 +108,14 @@ def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
             for number, part_start, part_stop in _fields(data, entry_start, entry_stop):
                 parts[number] = (part_start, part_stop)
             if 1 not in parts or 2 not in parts or len(by_name) == _MAX_FEATURES:
-                raise ValueError(f"a name and values in each of at most {_MAX_FEATURES} features")
+                raise ValueError(
+                    f"a feature has no name or no values, or there are over {_MAX_FEATURES} features"
+                )
             name_start, name_stop = parts[1]
             name = bytes(data[name_start:name_stop]).decode()
             for kind, first, last in _fields(data, *parts[2]):
                 if kind not in (BYTES, FLOATS, INTEGERS):
-                    raise ValueError("values of an unknown kind")
+                    raise ValueError(f"feature {name!r} has values of the unknown type {kind}")
                 by_name[name] = Feature(kind, first, last)
     return by_name
 
@@ -127,7 +129,7 @@ def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
     values: list[memoryview] = []
     for _, start, stop in _fields(data, feature.start, feature.stop):
         if feature.kind != BYTES or len(values) == most:
-            raise ValueError(f"more than {most} values, or numbers")
+            raise ValueError(f"a feature has numbers or more than {most} values")
         values.append(data[start:stop])
     return values
 
@@ -156,7 +158,7 @@ def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
     else:
         values = _integers(packed, start, stop)
     if len(values) != stop - start:
-        raise ValueError(f"{stop} numbers expected")
+        raise ValueError(f"a feature has fewer than {stop} numbers")
     return values
 
 
@@ -180,7 +182,7 @@ def _packed(data: memoryview, feature: Feature) -> Array:
     """Return the bytes of packed numbers, a uint8 view."""
     spans = [(start, stop) for _, start, stop in _fields(data, feature.start, feature.stop)]
     if feature.kind == BYTES or len(spans) > 1:
-        raise ValueError("numbers that are packed expected")
+        raise ValueError("the numbers of a feature are not packed")
     start, stop = spans[0] if spans else (0, 0)
     return np.frombuffer(data[start:stop], np.uint8)
 
@@ -192,7 +194,7 @@ def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
         piece = packed[position : position + _PIECE_BYTES]
         ends = np.flatnonzero(piece < 128) + 1
         if not len(ends):
-            raise ValueError("a number without an end")
+            raise ValueError("a number has no end")
         yield piece, ends
         position += int(ends[-1])
 
@@ -202,7 +204,7 @@ def _varints(piece: Array, begin: int, ends: Array) -> Array:
     starts = np.concatenate([[begin], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > 10:
-        raise ValueError("a number of more than 10 bytes")
+        raise ValueError("a number has more than 10 bytes")
     values = np.zeros(len(ends), np.uint64)
     for number in range(int(lengths.max())):
         has_byte = lengths > number
@@ -231,9 +233,9 @@ def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int,
         elif wire_type == _FIXED32:
             num_bytes = 4
         else:
-            raise ValueError(f"a field of kind {wire_type}")
+            raise ValueError(f"a field has the unknown type {wire_type}")
         if num_bytes > stop - position:
-            raise ValueError(f"a field of {num_bytes} bytes in {stop - position}")
+            raise ValueError(f"a field has {stop - position} of {num_bytes} bytes")
         if wire_type == _BYTES:
             yield tag >> 3, position, position + num_bytes
         position += num_bytes
@@ -247,7 +249,7 @@ def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
         value |= (byte & 127) << 7 * number
         if byte < 128:
             return value, position + number + 1
-    raise ValueError("a truncated number")
+    raise ValueError("a number is truncated")
 
 
 @lru_cache(maxsize=1)
