@@ -165,8 +165,8 @@ def check_encodable(field: Field) -> None:
     height, width, num_channels = field.shape
     if height % 2 or width % 2 or num_channels != 3:
         raise UsageError(
-            f"cannot write video of {field.name!r}: expected pictures of even height and "
-            f"width, and three channels, got {field.shape}. Write with video=''."
+            f"pictures of {field.name!r} have shape {field.shape}, but video needs an even height, "
+            "an even width and three channels. Pass video=''."
         )
 
 

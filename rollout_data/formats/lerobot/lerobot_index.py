@@ -20,7 +20,7 @@ import numpy as np
 
 from storage.core.arguments import is_real, is_whole
 from storage.core.durable_files import read_text
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, in_parts
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ...sources.recordings.natural_order import natural
 from ..input_checks import file_inside, parse_json
@@ -41,7 +41,7 @@ _MAX_LINES_BYTES = 1 << 24
 _MAX_UNINDEXED = 1 << 16
 #: Maximum number of episodes of a damaged file listed in an error.
 _NUM_SHOWN = 20
-_REBUILD_ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
+_REBUILD_ADVICE = 'Pass on_bad_index="rebuild" to group the rows by their episode_index.'
 
 
 class Run(NamedTuple):
@@ -147,36 +147,34 @@ class Index:
     def error(
         self,
         subject: str,
-        expected: str,
-        got: str,
+        problem: str,
         kind: str = "counts",
         episode: str = "",
     ) -> CorruptFileError:
-        """Return the error for an index that contradicts the data."""
-        return CorruptFileError(
-            f"cannot open {subject} of {str(self._info.path)!r}: expected {expected}, got "
-            f"{got}. {_REBUILD_ADVICE}."
-        ).of(kind, episode)
+        """Return the error for an index that contradicts the data.
 
-    def episode_error(
-        self,
-        episode: int,
-        expected: str,
-        got: str,
-        kind: str = "counts",
-    ) -> CorruptFileError:
+        Args:
+            subject: Subject of the message, a part of the set, such as "The index".
+            problem: Predicate of the message.
+            kind: Class of the defect.
+            episode: Number of the episode; "" for several.
+        """
+        message = f"{subject} of {str(self._info.path)!r} {problem}. {_REBUILD_ADVICE}"
+        return CorruptFileError(message, kind=kind, episode=episode)
+
+    def episode_error(self, episode: int, problem: str, kind: str = "counts") -> CorruptFileError:
         """Return the error for an index that contradicts the data of an episode."""
-        return self.error(f"episode {episode}", expected, got, kind, str(episode))
+        return self.error(f"Episode {episode}", problem, kind, str(episode))
 
     def _read_tasks(self) -> None:
         info = self._info
         name = _TASK_FILES[info.major]
         if not (info.path / name).exists():
-            error = CorruptFileError(
-                f"cannot open the tasks of {str(info.path)!r}: expected a file {name!r}, got "
-                "none. The tasks come from the index of the episodes."
+            message = (
+                f"{str(info.path)!r} has no file {name!r}. The tasks are read from the index of "
+                "the episodes."
             )
-            self.problems.append(error.of("metadata"))
+            self.problems.append(CorruptFileError(message, kind="metadata"))
         elif info.major == 3:
             self.tasks = _read_tasks_3(info)
         else:
@@ -191,9 +189,8 @@ class Index:
     def _add_entry(self, row: dict[str, Any]) -> None:
         episode: Any = row.get(_EPISODE)
         if not is_whole(episode) or episode in self.entries:
-            expected = "one entry for each episode_index"
-            got = f"another one for {episode!r}"
-            raise self.error("the index", expected, got, "twice", str(episode))
+            problem = f"has an invalid or duplicate episode_index {episode!r}"
+            raise self.error("The index", problem, "twice", str(episode))
         start: Any = row.get("dataset_from_index")
         before = self.entries.get(episode - 1)
         try:
@@ -225,16 +222,17 @@ class Index:
         start = 0
         for number, (episode, entry) in enumerate(self.entries.items()):
             if number != episode:
-                raise self.episode_error(number, "each number once", "none of that number")
+                raise self.episode_error(number, "is missing from the index")
             if entry.length < 1 or entry.start != start:
-                got = f"{entry.start}:{entry.start + entry.length}"
+                frames = f"{entry.start}:{entry.start + entry.length}"
+                problem = f"has the frames {frames} in the index, expected frames from {start} on"
                 kind = "shared" if entry.start < start else "counts"
-                raise self.episode_error(episode, f"frames from {start} on", got, kind)
+                raise self.episode_error(episode, problem, kind)
             start += entry.length
         for name, total in (("total_episodes", len(self.entries)), ("total_frames", start)):
             stated = self._info.content.get(name)
             if stated not in (None, total):
-                raise self.error("the index", f"{name} {stated}", str(total))
+                raise self.error("The index", f"has {name} {total}, expected {stated}")
 
     def _read_runs(self) -> list[Run]:
         """Read the runs of all data files. The episodes of a damaged file are left out."""
@@ -266,16 +264,20 @@ class Index:
         Raises:
             CorruptFileError: The file of a set of version 3 contradicts the index.
         """
-        got = cause.message.rstrip(".")
-        if len(episodes) > 1:
-            got += f" (episodes {_shortened(episodes)} are left out)"
         kind = cause.kind or "unreadable"
         episode = str(episodes[0]) if len(episodes) == 1 else ""
-        problem = self.error(f"the data {name!r}", "intact data", got, kind, episode)
-        problem.__cause__ = cause
         is_contradiction = cause.kind == "counts"
         if is_contradiction and self._info.major == 3 and not self._rebuilds:
-            raise problem from cause
+            message = f"{cause.message} {_REBUILD_ADVICE}"
+            raise CorruptFileError(message, kind=kind, episode=episode) from cause
+
+        message = f"{name!r} is left out: {cause.message}"
+        if len(episodes) == 1:
+            message += f" It contains episode {episode}."
+        elif episodes:
+            message += f" It contains the episodes {_shortened(episodes)}."
+        problem = CorruptFileError(message, kind=kind, episode=episode)
+        problem.__cause__ = cause
         for number in episodes:
             del self.entries[number]
         return problem
@@ -283,14 +285,15 @@ class Index:
     def _runs_of(self, name: str) -> list[Run]:
         """Read the runs of a data file."""
         file = self.files[name]
-        subject = f"the data {name!r}"
+        subject = f"File {name!r}"
         if not self._rebuilds:
             run = _run_of_footer(name, file)
             if run is not None:
                 return [run]
             total = sum(entry.length for entry in self.entries.values())
             if file.num_rows > total + _MAX_UNINDEXED:
-                raise self.error(subject, f"at most {total} rows", str(file.num_rows))
+                problem = f"has {file.num_rows} rows, but the index has {total} frames"
+                raise self.error(subject, problem)
 
         stated = [column for column in (TASK, SUCCESS) if _is_integer(file.types.get(column))]
         columns = file.integers([*INDEX_COLUMNS, *stated])
@@ -302,7 +305,7 @@ class Index:
         starts = np.flatnonzero(np.concatenate([[True], ~continues]))
         num_runs = len(starts)
         if num_runs > len(self.entries) + _MAX_UNINDEXED:
-            raise self.error(subject, "rows of an episode one after the other", f"{num_runs} parts")
+            raise self.error(subject, f"has the rows of its episodes in {num_runs} separate parts")
 
         lengths = np.diff([*starts, file.num_rows]).tolist()
         tasks: list[int] = [-1] * num_runs
@@ -329,23 +332,24 @@ class Index:
         indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)
-            got = f"rows from {run.row} on in {run.file!r}"
+            rows = f"rows from {run.row} on in {run.file!r}"
             if entry is None:
-                raise self.episode_error(run.episode, "an entry in the index", got)
+                problem = f"has {rows}, but no entry in the index"
+                raise self.episode_error(run.episode, problem)
             if run.episode in indexed:
-                raise self.episode_error(run.episode, "rows in one place", got, "twice")
+                problem = f"has duplicate {rows}"
+                raise self.episode_error(run.episode, problem, "twice")
             difference = _difference(run, entry)
-            if difference is not None:
-                expected, got = difference
+            if difference:
                 kind = _kind_of_difference(run, entry)
-                raise self.episode_error(run.episode, expected, got, kind)
+                raise self.episode_error(run.episode, difference, kind)
             indexed[run.episode] = (run,)
 
         missing = self.entries.keys() - indexed.keys()
         if missing:
             episode = min(missing)
-            expected = f"its rows in {self.entries[episode].file!r}"
-            raise self.episode_error(episode, expected, "none there", "outside")
+            problem = f"has no rows in {self.entries[episode].file!r}"
+            raise self.episode_error(episode, problem, "outside")
         self.runs = dict(sorted(indexed.items()))
 
     def _rebuild(self, runs: Sequence[Run]) -> None:
@@ -360,23 +364,23 @@ class Index:
                 self.runs[episode] = tuple(chain)
             if not is_complete or len(chain) < len(parts):
                 first = min(run.frame for run in parts)
-                where = f"episode {episode} of {str(self._info.path)!r}"
-                expected = "each frame once, from 0 on"
-                got = f"{len(parts)} parts, from frame {first} on"
-                advice = "It is left out"
+                parts_text = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+                outcome = "The episode is left out."
                 if is_complete:
-                    advice = "Rows that the index does not name are left out"
-                problem = CorruptFileError(
-                    f"cannot open {where}: expected {expected}, got {got}. {advice}."
+                    outcome = "Rows that are not in the index are left out."
+                message = (
+                    f"Episode {episode} of {str(self._info.path)!r} has {parts_text} from frame "
+                    f"{first} on, expected each frame once from 0 on. {outcome}"
                 )
-                self.problems.append(problem.of("counts", str(episode)))
+                problem = CorruptFileError(message, kind="counts", episode=str(episode))
+                self.problems.append(problem)
 
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
         """Return the run of an episode in the index, or else all its runs in order."""
         entry = self.entries.get(episode)
         if entry is not None:
             for run in parts:
-                if _difference(run, entry) is None:
+                if not _difference(run, entry):
                     return [run]
         return sorted(parts, key=attrgetter("frame", "file", "row"))
 
@@ -423,21 +427,18 @@ def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
     )
 
 
-def _difference(run: Run, entry: Entry) -> tuple[str, str] | None:
-    """Compare rows of an episode with its entry.
-
-    Returns:
-        The expected and the actual value of the first difference; None if there is none.
-    """
+def _difference(run: Run, entry: Entry) -> str:
+    """Describe the first difference of an episode's rows from its entry; "" if there is none."""
+    if entry.file != run.file:
+        return f"has its rows in {run.file!r}, but the index names {entry.file!r}"
     for name, expected, got in (
-        ("its rows in the file", entry.file, run.file),
-        ("frame_index from", 0, run.frame),
-        ("index from", entry.start, run.position),
-        ("consecutive rows:", entry.length, run.length),
+        ("starts at frame_index", 0, run.frame),
+        ("starts at index", entry.start, run.position),
+        ("has the number of consecutive rows", entry.length, run.length),
     ):
         if expected != got:
-            return f"{name} {expected!r}", repr(got)
-    return None
+            return f"{name} {got}, expected {expected}"
+    return ""
 
 
 def _kind_of_difference(run: Run, entry: Entry) -> str:
@@ -464,8 +465,7 @@ def _read_tasks_3(info: Info) -> dict[int, str]:
     texts = [name for name in texts if name in _TASK_TEXTS] or texts
     if len(texts) != 1:
         raise CorruptFileError(
-            f"cannot read {str(file.path)!r}: expected the column task_index and a column of "
-            f"texts, got {texts}."
+            f"{str(file.path)!r} has the text columns {texts}, expected one column with the tasks."
         )
     return numbered_texts(file, TASK, texts[0])
 
@@ -483,8 +483,8 @@ def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str
     for row, line in enumerate(lines):
         if not isinstance(line, dict) or not all(is_whole(line.get(key)) for key in integers):
             raise CorruptFileError(
-                f"cannot read line {row} of {str(path)!r}: expected an object with "
-                f"{', '.join(integers)}, got none."
+                f"Line {row} of {str(path)!r} is no JSON object with the integers "
+                f"{', '.join(integers)}."
             )
     return lines
 
@@ -563,14 +563,15 @@ def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
 
 
 def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
-    where = f"an episode of {str(info.path)!r}"
+    where = f"the index of {str(info.path)!r}"
 
     def take_integer(name: str) -> int:
         value = row.pop(name, None)
         if not is_whole(value):
-            expected = f"a whole number {name!r} in the index"
-            got = repr(value)[:40]
-            raise CorruptFileError(in_parts("open", where, expected, got, _REBUILD_ADVICE))
+            raise CorruptFileError(
+                f"An entry in {where} has {name!r} {repr(value)[:40]}, expected an integer. "
+                f"{_REBUILD_ADVICE}"
+            )
         return int(value)
 
     def take_file_numbers(group: str) -> dict[str, int | str]:
@@ -580,13 +581,14 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
     length = take_integer("length")
     stop = take_integer("dataset_to_index")
     if stop - start != length:
-        expected = f"a range of {length} frames from {start} on"
         total: Any = info.content.get("total_frames")
         is_outside = is_whole(total) and stop > total
-        error = CorruptFileError(
-            f"cannot open {where}: expected {expected}, got another. {_REBUILD_ADVICE}."
+        raise CorruptFileError(
+            f"An entry in {where} has length {length}, but the frames {start}:{stop}. "
+            f"{_REBUILD_ADVICE}",
+            kind="outside" if is_outside else "counts",
+            episode=str(row.get(_EPISODE)),
         )
-        raise error.of("outside" if is_outside else "counts", str(row.get(_EPISODE)))
 
     file = file_name(info.data_path, take_file_numbers("data"), info.path)
     videos = {}
@@ -594,9 +596,9 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
         values = {**take_file_numbers(f"videos/{camera}"), "video_key": camera}
         start_s = row.pop(f"videos/{camera}/from_timestamp", None)
         if not is_real(start_s) or not 0 <= start_s < 1e9:
-            expected = f"the time of its first frame of {camera!r}"
             raise CorruptFileError(
-                f"cannot open {where}: expected {expected}, got {start_s!r}. {_REBUILD_ADVICE}."
+                f"An entry in {where} has the start time {start_s!r} for {camera!r}, expected "
+                f"seconds >= 0. {_REBUILD_ADVICE}"
             )
         videos[camera] = (file_name(info.video_path, values, info.path), start_s)
     tasks = _texts(row.pop("tasks", None))

@@ -14,7 +14,7 @@ from typing import Any
 
 from storage.core.arguments import is_real, is_whole
 from storage.core.fields import DTYPES, Field
-from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError
 
 from ..encoded_images import picture_format
 from ..format_detection import LEROBOT_INFO
@@ -108,8 +108,7 @@ def read_info(path: Path) -> Info:
 
     def check(name: str, value: Any, is_valid: bool) -> None:
         if not is_valid:
-            expected = f"a {name!r} as LeRobot writes it"
-            raise CorruptFileError(in_parts("open", repr(str(file)), expected, repr(value)[:80]))
+            raise CorruptFileError(f"{str(file)!r} has an invalid {name!r}: {repr(value)[:80]}.")
 
     check("features", features, _are_objects(features))
     check("fps", fps, is_real(fps) and 0 < float(fps) < float("inf"))
@@ -136,16 +135,14 @@ def _checked_version(path: Path, content: Mapping[str, Any]) -> int:
     """Return the major version, 2 or 3; raise `ForeignFileError` for other datasets."""
     version = str(content.get("codebase_version"))
     if content.get("storage_format") == "lance":
-        advice = "Convert it with lerobot to storage_format 'parquet'"
-        advice += "; the extra for Lance is not part of this release"
         raise ForeignFileError(
-            f"cannot open {str(path)!r}: expected Parquet files, got storage_format 'lance'. "
-            f"{advice}."
+            f"{str(path)!r} has storage_format 'lance', which is not supported. Convert the set "
+            "to storage_format 'parquet' with lerobot."
         )
     if not re.fullmatch(r"v?(2\.[01]|3\.\d+)", version):
         raise ForeignFileError(
-            f"cannot open {str(path)!r}: expected codebase_version v3.0, v2.1 or v2.0, got "
-            f"{version[:40]!r}."
+            f"{str(path)!r} has codebase_version {version[:40]!r}. Versions v3.0, v2.1 and v2.0 "
+            "are supported."
         )
     return int(version.lstrip("v")[0])
 
@@ -169,15 +166,14 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
         if name not in values or (is_text and number_format):
             is_valid = False
     if not is_valid:
-        expected = f"a template of {', '.join(values)}"
         raise CorruptFileError(
-            f"cannot open {str(where / LEROBOT_INFO)!r}: expected {expected}, got "
-            f"{template[:80]!r}."
+            f"{str(where / LEROBOT_INFO)!r} has the invalid file name template {template[:80]!r}. "
+            f"A template may contain {', '.join(values)}."
         )
     if template.startswith("/") or ".." in template.split("/"):
-        expected = f"files below {str(where)!r}"
         raise UnsafeFileError(
-            f"cannot open {template[:80]!r}: expected {expected}, got names that lead out of it."
+            f"{str(where / LEROBOT_INFO)!r} names files outside of the set: {template[:80]!r}. "
+            "Files outside are not read."
         )
     return _FIELD.sub(lambda match: format(values[match[1]], match[2] or ""), template)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from storage.errors import UsageError, in_parts
+from storage.errors import UsageError
 
 from ..parquet import arrow, plain_type
 
@@ -96,9 +96,10 @@ def arrow_type(description: Any) -> Any:
             return pyarrow.list_(arrow_type(inner))
         if name == "large_list":
             return pyarrow.large_list(arrow_type(inner))
-    expected = "a list, a struct or a primitive, as written by this library"
-    where = f"in the metadata {ARROW_TYPES!r}"
-    raise UsageError(in_parts("read the Arrow type", where, expected, repr(description)[:80]))
+    raise UsageError(
+        f"the metadata {ARROW_TYPES!r} have an invalid Arrow type: {repr(description)[:80]}. A "
+        "type is a list, a struct or the name of a primitive type."
+    )
 
 
 def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
@@ -114,11 +115,13 @@ def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
         for value in values.values():
             key = _key_without_field(value, rows.type)
             if key:
-                raise ValueError(f"the key {key!r}, for which it has no field")
+                raise ValueError(f"the type has no field for the key {key!r}")
         return rows.cast(column_type)
     except (ValueError, TypeError, pyarrow.ArrowException) as cause:
-        expected = f"JSON of the type {column_type}"
-        raise UsageError(in_parts("write the texts", where, expected, str(cause)[:200])) from cause
+        reason = str(cause)[:200].rstrip(".")
+        raise UsageError(
+            f"the texts {where} are no JSON of type {column_type}: {reason}."
+        ) from cause
 
 
 def _key_without_field(value: Any, value_type: Any) -> str:

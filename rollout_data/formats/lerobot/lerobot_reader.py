@@ -21,7 +21,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import CorruptFileError, DataFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
@@ -88,10 +88,10 @@ class Reader(FileSource):
         self._rebuilds = self.options["on_bad_index"] == "rebuild"
         if info.content.get(UNFINISHED) is True:
             self._rebuilds = True
-            expected = "a complete set"
-            got = "a set whose writer has stopped"
-            advice = "Its complete episodes are read. Convert again to write the others"
-            self.problem(in_parts("open", repr(str(self.path)), expected, got, advice))
+            self.problem(
+                f"{str(self.path)!r} is incomplete: its writer was interrupted. The complete "
+                "episodes are read. Convert again to write the remaining episodes."
+            )
         index = Index(info, self._rebuilds)
         self.problems += index.problems
         self._files = index.files
@@ -169,12 +169,11 @@ class Reader(FileSource):
                 feature = column_feature(source, name, row[source], description)
 
             if feature is None or not all(name.split("/")) or feature.name in features:
-                expected = "numbers, texts, pictures or video"
-                got = "nothing that can be read"
+                problem = "contains neither numbers, texts, pictures nor video"
                 if feature is not None:
-                    got = f"a second {feature.name!r}"
+                    problem = f"would become a duplicate field {feature.name!r}"
                 kind = "" if source in row or is_video else "description"
-                self._report_left_out(source, expected, got, kind)
+                self._report_left_out(source, problem, kind)
                 continue
             features[feature.name] = self._with_unit(feature, description)
             self._compare(feature, description)
@@ -247,27 +246,27 @@ class Reader(FileSource):
         """Report a feature whose description contradicts the shape or dtype of the data."""
         if feature.kind != "number":
             return
-        where = f"of {feature.source!r} of {str(self.path)!r}"
-        advice = "The data count"
-        action = "use the description"
+        where = f"{feature.source!r} of {str(self.path)!r}"
         shape: Any = description.get("shape")
         is_shape = isinstance(shape, list) and all(map(arguments.is_whole, shape))
         if is_shape and np.prod(shape) != np.prod(feature.shape):
-            got = f"{list(feature.shape)} in the data"
             self.problem(
-                in_parts(action, where, f"rows of {shape}", got, advice), kind="description"
+                f"{where} is described with shape {shape}, but its rows have shape "
+                f"{list(feature.shape)}. The rows are read as stored.",
+                kind="description",
             )
         dtype = description.get("dtype")
         is_number = str(dtype).startswith(("float", "int", "uint", "bool"))
         if is_number and dtype != feature.dtype:
-            got = f"{feature.dtype} in the data"
             self.problem(
-                in_parts(action, where, f"{dtype} numbers", got, advice), kind="description"
+                f"{where} is described as {dtype}, but its rows are {feature.dtype}. The rows are "
+                "read as stored.",
+                kind="description",
             )
 
-    def _report_left_out(self, name: str, expected: str, got: str, kind: str = "") -> None:
-        where = f"{name!r} of {str(self.path)!r}"
-        self.problem(in_parts("read", where, expected, got, "It is left out"), kind=kind)
+    def _report_left_out(self, name: str, problem: str, kind: str = "") -> None:
+        message = f"{name!r} of {str(self.path)!r} {problem}. The feature is left out."
+        self.problem(message, kind=kind)
 
     def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
         """Return a depth feature with a unit. Without a described unit, the dtype determines it."""
@@ -276,10 +275,10 @@ class Reader(FileSource):
         if not is_depth or feature.unit:
             return feature
         unit = "mm" if feature.dtype == "uint16" else "m"
-        where = f"of {feature.source!r} of {str(self.path)!r}"
-        expected = "a depth_unit of 'm' or 'mm'"
-        advice = f"Read as {unit!r}, by its dtype"
-        self.advise(in_parts("find the unit of depth", where, expected, "none", advice))
+        self.advise(
+            f"{feature.source!r} of {str(self.path)!r} has no depth_unit. The depth is read as "
+            f"{unit!r} because of its dtype {feature.dtype}."
+        )
         return replace(feature, unit=unit)
 
     def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
@@ -309,8 +308,8 @@ class Reader(FileSource):
                     features[place] = replace(features[place], kind="annotation")
                 else:
                     subject = f"{group}.{name} of {MODALITY_NAME}"
-                    expected = f"a part of {str(source)!r}"
-                    self._report_left_out(subject, expected, repr(description)[:80])
+                    problem = f"is no part of {str(source)!r}: {repr(description)[:80]}"
+                    self._report_left_out(subject, problem)
         return components
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
@@ -350,34 +349,30 @@ class Reader(FileSource):
             DataFileError: The index lists no video for the camera, or the video is too short.
         """
         num_frames = sum(run.length for run in index.runs[episode])
-        expected = f"a video of {camera!r} with its {num_frames} frames"
         entry = index.entries.get(episode)
         if entry is None or camera not in entry.videos:
-            raise index.episode_error(episode, expected, "none in the index")
+            raise index.episode_error(episode, f"has no video of {camera!r} in the index")
         file, start_s = entry.videos[camera]
         try:
             end_s = end_of(file)
         except (CorruptFileError, OSError) as damage:
-            got = str(damage).rstrip(".")
-            where = f"{camera!r} of episode {episode}"
-            advice = "The camera is left out of this episode"
-            message = in_parts("read", where, expected, got, advice)
+            reason = str(damage).rstrip(".")
+            message = f"{reason}. Camera {camera!r} of episode {episode} is left out."
             problem = self.problem(message, kind="undecodable", episode=str(episode))
             problem.__cause__ = damage
             return False
         # Half a frame of tolerance: times in the index are rounded.
         if end_s < start_s + (num_frames - 0.5) / self._fps:
-            got = f"one that ends at {end_s:.3f} s, and begins at {start_s:.3f} s"
-            raise index.episode_error(episode, expected, got)
+            video = f"starts at {start_s:.3f} s and ends at {end_s:.3f} s"
+            problem = f"has {num_frames} frames, but its video of {camera!r} {video}"
+            raise index.episode_error(episode, problem)
         return True
 
     def _end_of(self, file: str) -> float:
         """Return the end time of a video in seconds; infinity if PyAV is not installed."""
         path = self._video_file(file)
         if not path.stat().st_size:
-            raise CorruptFileError(
-                f"cannot read {str(path)!r}: expected a video, got an empty file."
-            )
+            raise CorruptFileError(f"{str(path)!r} is empty, expected a video.")
         if not find_spec("av"):
             return float("inf")
         end_s, self._video_details[file] = summarize_video(path)
@@ -426,11 +421,10 @@ class Reader(FileSource):
         usual = entry.tasks[0] if entry.tasks else ""
         task = self._tasks.get(runs[0].task, usual)
         if entry.tasks and task not in entry.tasks:
-            where = f"of episode {number} of {str(self.path)!r}"
-            expected = f"one of {entry.tasks}"[:200]
-            got = repr(task)[:200]
-            advice = "The task of the rows counts"
-            self.problem(in_parts("use the tasks of the index", where, expected, got, advice))
+            self.problem(
+                f"Episode {number} of {str(self.path)!r} has the task {repr(task)[:200]} in its rows "
+                f"and {str(entry.tasks)[:200]} in the index. The task of the rows is used."
+            )
         return task
 
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
@@ -519,8 +513,8 @@ class Reader(FileSource):
         frames = as_rows([array], (), repr(_FRAME))
         if (frames != np.arange(first, first + len(frames))).any():
             raise CorruptFileError(
-                f"cannot read episode {episode} of {str(self.path)!r}: expected rows of the "
-                f"frames from {first} on, got other frames. Open it again."
+                f"Episode {episode} of {str(self.path)!r} has changed since it was opened: its rows "
+                f"do not start at frame {first}. Open the recording again."
             )
 
     def _batches(
@@ -566,9 +560,7 @@ class Reader(FileSource):
             return _decoded(feature, array, where)
         rows = as_rows([array], feature.shape, where)
         if rows.dtype != feature.dtype:
-            raise CorruptFileError(
-                f"cannot read {where}: expected numbers of {feature.dtype}, got {rows.dtype}."
-            )
+            raise CorruptFileError(f"{where} has dtype {rows.dtype}, expected {feature.dtype}.")
         if feature.kind == "annotation":
             text_of = self._subtasks if feature.source == NUMBER else self._tasks
             return [text_of.get(number, "") for number in rows.tolist()]
@@ -628,9 +620,7 @@ def _decoded(feature: Feature, array: Any, where: str) -> np.ndarray[Any, Any]:
         data = _picture_bytes(row) or b""
         pictures.append(decode_picture(data, where, feature.shape))
     if any(picture.dtype != feature.dtype for picture in pictures):
-        raise CorruptFileError(
-            f"cannot read {where}: expected pictures of {feature.dtype}, got another dtype."
-        )
+        raise CorruptFileError(f"{where} has pictures of several dtypes, expected {feature.dtype}.")
     return np.stack(pictures)
 
 

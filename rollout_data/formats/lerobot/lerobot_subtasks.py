@@ -37,14 +37,12 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
     others = [name for name in file.types if name != NUMBER]
     if len(others) != 1 or "string" not in str(file.types[others[0]]):
         raise CorruptFileError(
-            f"cannot read {str(file.path)!r}: expected the columns {NUMBER!r} and {TEXT!r}, "
-            f"got {list(file.types)}."
+            f"{str(file.path)!r} has the columns {list(file.types)}, expected {NUMBER!r} and "
+            f"{TEXT!r}."
         )
     subtasks = numbered_texts(file, NUMBER, others[0])
     if len(subtasks) != file.num_rows:
-        raise CorruptFileError(
-            f"cannot read {str(file.path)!r}: expected each {NUMBER} once, got one twice."
-        )
+        raise CorruptFileError(f"{str(file.path)!r} has a duplicate {NUMBER}.")
     types = {name: describe(kind) or "string" for name, kind in file.declared_types.items()}
     return subtasks, {"struct": types}
 

@@ -84,7 +84,6 @@ _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
 _DONE = "next.done"
 _FLAG = np.dtype(bool)
-_ACTION = "write a LeRobot dataset"
 #: Names of an episode's metadata that the dataset stores, or that determine the frame rate.
 _HELD_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
 _SPEECH = {"role": "string", "content": "string", "style": "string"}
@@ -204,8 +203,9 @@ class Writer(ForeignWriter):
             self._codec = arguments.choice("video", self._codec, ("", *ENCODERS))
         self._is_for_groot = arguments.flag("groot", options["groot"])
         if self._is_for_groot and self._version != "v2.1":
-            expected = "version 'v2.1', which GR00T reads"
-            raise UsageError(f"cannot {_ACTION}: expected {expected}, got {self._version!r}.")
+            raise UsageError(
+                f"groot=True needs version='v2.1', which GR00T reads, got {self._version!r}."
+            )
 
         fps = _checked_fps(options["fps"])
         self._fps, rounded = frame_rate(self.episodes, self.metadata, fps)
@@ -215,10 +215,9 @@ class Writer(ForeignWriter):
                     self.changed(change, episode, episode.id in ids)
         if self._fps * 2 * TOLERANCE_S >= 1:
             most_hz = 0.5 / TOLERANCE_S
-            expected = f"a rate below {most_hz:g} Hz"
-            expected += f", as lerobot finds frames within {TOLERANCE_S} s"
             raise UsageError(
-                f"cannot {_ACTION} {str(self.path)!r}: expected {expected}, got {self._fps:g} Hz."
+                f"the frame rate is {self._fps:g} Hz, but must be below {most_hz:g} Hz, because "
+                f"lerobot finds frames within {TOLERANCE_S} s."
             )
 
     def _resume(self) -> set[str]:
@@ -268,8 +267,8 @@ class Writer(ForeignWriter):
                 columns.append(self._column(field, units))
         if not any(column.name.startswith("action") for column in columns):
             raise UsageError(
-                f"cannot {_ACTION} {str(self.path)!r}: expected actions of one shape and dtype "
-                "in all episodes, got none, or several."
+                "LeRobot needs actions of one shape and dtype in all episodes. Select episodes "
+                "with the same actions."
             )
         return columns
 
@@ -287,8 +286,8 @@ class Writer(ForeignWriter):
         )
         if self._is_for_groot and not codec:
             raise UsageError(
-                f"cannot write the camera {field.name!r} for GR00T: expected video= one of "
-                f"{', '.join(ENCODERS)}, got {codec!r}."
+                f"groot=True needs camera {field.name!r} as video, got video={codec!r}. Pass "
+                f"video=... with one of {', '.join(ENCODERS)}."
             )
         return column_of(field, units, codec, is_v3, copied_description)
 
@@ -385,8 +384,8 @@ class Writer(ForeignWriter):
             if feature in owners or feature in SCALARS:
                 other = owners.get(feature, feature)
                 raise UsageError(
-                    f"cannot write the fields {other!r} and {field!r} as LeRobot: expected a "
-                    f"feature for each, got two called {feature!r}. Rename one of them."
+                    f"fields {other!r} and {field!r} would both become feature {feature!r} of "
+                    "LeRobot. Rename one of the fields."
                 )
             owners[feature] = field
 
@@ -963,8 +962,8 @@ class Writer(ForeignWriter):
                 if name in cameras:
                     other = cameras[name]["original_key"]
                     raise UsageError(
-                        f"cannot write the cameras {other!r} and {column.name!r} for GR00T: "
-                        f"expected a name for each, got {name!r} for both. Rename one."
+                        f"cameras {other!r} and {column.name!r} would both be called {name!r} for "
+                        "GR00T. Rename one of the cameras."
                     )
                 cameras[name] = {"original_key": column.name}
             elif len(column.field.shape) == 1 and head in ("observation", "action"):

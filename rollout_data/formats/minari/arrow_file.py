@@ -89,10 +89,8 @@ class ArrowFile:
         for _ in range(num_batches):
             message = next(messages, None)
             if message is None or message.type != _RECORD_BATCH:
-                got = "fewer" if message is None else f"a {message.type}"
-                raise CorruptFileError(
-                    f"cannot read {where}: expected {num_batches} batches of rows, got {got}."
-                )
+                got = "ends early" if message is None else f"contains a {message.type}"
+                raise CorruptFileError(f"{where} {got}, expected {num_batches} batches of rows.")
             stated_bytes = _unpacked_bytes(message)
             if stated_bytes:
                 most_bytes = max(_MAX_BATCH_BYTES, message.body.size)
@@ -107,8 +105,8 @@ class ArrowFile:
     def _check_size(self, num_bytes: int, most_bytes: int) -> None:
         if num_bytes > most_bytes:
             raise CorruptFileError(
-                f"cannot read {str(self.path)!r}: expected a batch of at most {most_bytes} "
-                f"bytes, got {num_bytes}."
+                f"{str(self.path)!r} has a batch of {num_bytes} bytes, expected at most "
+                f"{most_bytes}."
             )
 
     @contextmanager
@@ -147,7 +145,7 @@ def _unpacked_bytes(message: Any) -> int:
 
 def _number(number_format: str, data: Any, offset: int) -> int:
     if offset < 0:
-        raise ValueError("a place before the data")
+        raise ValueError("an offset is negative")
     number: int = struct.unpack_from(number_format, data, offset)[0]
     return number
 

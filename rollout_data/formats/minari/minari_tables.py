@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from storage.core.fields import DTYPES, Field, Schema
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
@@ -70,8 +70,7 @@ class TableReader(FileSource):
             try:
                 if not is_folder[name]:
                     raise UnsafeFileError(
-                        f"cannot read {str(folder / name)!r}: expected a folder, got a link or "
-                        "a file."
+                        f"{str(folder / name)!r} is a link or a file, expected a folder."
                     )
                 episodes.append(self._episode(folder / name))
             except DataFileError as cause:
@@ -89,15 +88,15 @@ class TableReader(FileSource):
         length = num_rows - 1
         where = repr(str(folder))
         if length < 1 or metadata.get("total_steps", length) != length:
+            stated = metadata.get("total_steps", 1)
             raise CorruptFileError(
-                f"cannot read {where}: expected {metadata.get('total_steps', 1)} steps, of a "
-                f"row each, and one more, got {num_rows} rows."
-            ).of("counts")
+                f"{where} has {num_rows} rows. An episode of {stated} steps needs one row more "
+                "than steps.",
+                kind="counts",
+            )
         leaves = self._leaves_of(files[0])
         if any(file.types != files[0].types for file in files):
-            raise CorruptFileError(
-                f"cannot read {where}: expected parts with the same columns, got others."
-            )
+            raise CorruptFileError(f"{where} has parts with different columns.")
 
         schema, texts = _fields_of(leaves)
         final = list(schema.below("observation").values())
@@ -158,9 +157,10 @@ class TableReader(FileSource):
             sizes = picture_shape(first[0].as_py() or b"", where)
             dtype = _PICTURE
         elif dtype != _TEXT and dtype not in DTYPES:
-            expected = "numbers, texts or pictures"
-            got = str(leaf_type)
-            self.problem(in_parts("read the column", where, expected, got, "It is left out"))
+            self.problem(
+                f"{where} has the type {leaf_type}, which is neither a number, a text nor a "
+                "picture. The column is left out."
+            )
             return None
         return Leaf(column, parts, self._description.shape_of(name, sizes), dtype)
 
@@ -249,8 +249,8 @@ def _part_paths(folder: Path) -> list[Path]:
     parts = numbered([name.removesuffix(suffix) for name in names], "part-")
     if not parts or len(parts) != len(names):
         raise CorruptFileError(
-            f"cannot read {str(folder)!r}: expected files part-<n>.arrow or .parquet, got "
-            f"{sorted(names)}."
+            f"{str(folder)!r} contains the files {sorted(names)}, expected part-<n>.arrow or "
+            "part-<n>.parquet."
         )
     return [folder / f"{part}{suffix}" for part in parts]
 

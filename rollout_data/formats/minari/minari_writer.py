@@ -122,8 +122,8 @@ class Writer(Hdf5Writer):
         if has_number(episode, "reward") or self.options["missing_reward"] is not None:
             return
         raise UsageError(
-            f"cannot write episode {episode.id!r} as Minari: expected one reward a step, got "
-            "none or several. Say missing_reward=, or select episodes with one reward a step."
+            f"episode {episode.id!r} does not have one reward per step, which Minari needs. Pass "
+            "missing_reward=..., or select episodes with rewards."
         )
 
     def _forms(self, length: int) -> dict[str, Form]:
@@ -160,8 +160,8 @@ class Writer(Hdf5Writer):
             return episode.length
         if episode.length == 1:
             raise UsageError(
-                f"cannot write episode {episode.id!r} as Minari: expected the observation "
-                "after its only step, got none. Select episodes of two steps or more."
+                f"episode {episode.id!r} has one step and no final observation, which Minari "
+                "needs. Select episodes of at least two steps."
             )
         return episode.length - 1
 

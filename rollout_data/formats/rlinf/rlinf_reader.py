@@ -23,7 +23,7 @@ import torch
 from storage.core import arguments
 from storage.core.durable_files import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
@@ -40,7 +40,7 @@ _NEXT = "next_observation"
 _MAX_PICKLE_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 24
 _MAX_DEPTH = 16
-_PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
+_PICKLE_ADVICE = "A pickle can run code. Save the trajectories as 'pt'."
 _DAMAGE = (
     RuntimeError,
     ValueError,
@@ -106,18 +106,13 @@ class Reader(FileSource):
         num_samples = shape[0] * shape[1]
         if entry.get("num_samples", num_samples) == num_samples:
             return
-        where = repr(str(path))
-        expected = f"{entry['num_samples']} samples, as the index tells"
-        got = f"{shape[0]} x {shape[1]}"
-        if not is_rebuilt:
-            advice = "Pass on_bad_index='rebuild' to believe the files"
-            raise CorruptFileError(
-                f"cannot open {where}: expected {expected}, got {got}. {advice}."
-            )
-        advice = "The file is believed"
-        self.problem(
-            in_parts("agree with the index on", where, expected, got, advice), kind="counts"
+        message = (
+            f"{str(path)!r} has {shape[0]} x {shape[1]} samples, but the index has "
+            f"{entry['num_samples']}."
         )
+        if not is_rebuilt:
+            raise CorruptFileError(f"{message} Pass on_bad_index='rebuild' to use the files.")
+        self.problem(f"{message} The file is used.", kind="counts")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": (None, {})}
@@ -139,9 +134,9 @@ class Reader(FileSource):
         absent = self.metadata.pop(ABSENT, None)
         file_format = self.metadata.get("trajectory_format", "pt")
         if file_format != "pt":
-            got = repr(file_format)[:40]
             raise UnsafeFileError(
-                in_parts("open", where, "trajectories as 'pt'", got, _PICKLE_ADVICE)
+                f"{where} has trajectory_format {repr(file_format)[:40]}, expected 'pt'. "
+                f"{_PICKLE_ADVICE}"
             )
 
         entries = _entries(index, where)
@@ -163,8 +158,7 @@ class Reader(FileSource):
                 name = files[number][-1]
             if not name.endswith(".pt"):
                 raise UnsafeFileError(
-                    f"cannot read {name!r} of {where}: expected a file of 'pt', got a pickle. "
-                    f"{_PICKLE_ADVICE}."
+                    f"{name!r} of {where} is a pickle, which is not read. {_PICKLE_ADVICE}"
                 )
             absent_fields = _absent_fields(absent, number)
             if absent_fields:
@@ -183,21 +177,23 @@ class Reader(FileSource):
         """Report entries of the index without a file, and files without an entry."""
         missing = [str(number) for number in entries if number not in files]
         if missing:
-            got = _short(f"no file of {', '.join(missing)}")
-            advice = "They are left out"
-            action = "find what is in the index of"
-            self.problem(in_parts(action, where, "every file", got, advice), kind="unreadable")
+            numbers = _short(", ".join(missing))
+            self.problem(
+                f"{where} has no files for the trajectories {numbers} of its index. These "
+                "trajectories are left out.",
+                kind="unreadable",
+            )
 
         unlisted = []
         for number, names in files.items():
             if number not in entries:
                 unlisted += names
         if unlisted:
-            advice = "They are left out; on_bad_index='rebuild' reads them"
+            outcome = "Pass on_bad_index='rebuild' to read these files."
             if is_rebuilt:
-                advice = "They are read"
-            got = _short(f"not {', '.join(unlisted)}")
-            self.problem(in_parts("find in the index of", where, "every file", got, advice))
+                outcome = "These files are read."
+            names = _short(", ".join(unlisted))
+            self.problem(f"{where} has files that are not in its index: {names}. {outcome}")
 
     def _load(self, path: Path) -> dict[str, Any]:
         self._known.check(path)
@@ -230,9 +226,10 @@ class Reader(FileSource):
             elif isinstance(value, (bool, int, float, str)):
                 plain[name] = value
             else:
-                where = f"{name!r} of {str(path)!r}"
-                expected = f"values {list(shape)}"
-                self.problem(in_parts("read", where, expected, "others", "They are left out"))
+                self.problem(
+                    f"{name!r} of {str(path)!r} does not start with the shape {list(shape)}. The "
+                    "values are left out."
+                )
         return fields, texts, plain
 
     def _episodes(
@@ -301,7 +298,7 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
         ids = index["trajectory_id_list"]
         entries = {int(number): dict(by_id.get(str(number), {})) for number in ids}
         if len(entries) < len(ids):
-            raise ValueError("an id twice")
+            raise ValueError("the index has a duplicate trajectory id")
         return entries
 
 
@@ -347,19 +344,20 @@ def _load(path: Path) -> dict[str, Any]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as cause:
-            expected = "tensors and plain containers only"
-            got = str(cause).split("\n")[0][:200]
-            advice = "Nothing in the file was run"
-            raise UnsafeFileError(in_parts("read", where, expected, got, advice)) from cause
+            reason = str(cause).split("\n")[0][:200].rstrip(".")
+            raise UnsafeFileError(
+                f"{where} contains more than tensors and plain containers: {reason}. No code of "
+                "the file was run."
+            ) from cause
         if not isinstance(content, dict):
-            raise ValueError(f"a {type(content).__name__} instead of a dict")
+            raise ValueError(f"it contains a {type(content).__name__}, expected a dict")
 
         values = {}
         file_bytes = path.stat().st_size
         for stored_name, value in islice(_flat(content, ()), MAX_FIELDS):
             name = _renamed(content, stored_name)
             if isinstance(value, torch.Tensor) and not _is_plain(value, file_bytes):
-                raise ValueError(f"{name[:80]!r} is no plain tensor")
+                raise ValueError(f"{name[:80]!r} is not a dense tensor that fits into the file")
             values[name] = value
     reward = values.get("reward")
     if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
@@ -374,7 +372,7 @@ def _check_members(path: Path) -> None:
             is_pickle = member.filename.endswith(".pkl")
             most_bytes = _MAX_PICKLE_BYTES if is_pickle else member.compress_size
             if member.compress_type != zipfile.ZIP_STORED or member.file_size > most_bytes:
-                raise ValueError(f"{member.filename[:80]!r} is packed or too large")
+                raise ValueError(f"{member.filename[:80]!r} is compressed or too large")
 
 
 def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
@@ -419,8 +417,7 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 0:
             return int(value.shape[0]), int(value.shape[1])
     raise CorruptFileError(
-        f"cannot read {str(path)!r}: expected 'prev_logprobs' or 'rewards' of [T, B, ...], got "
-        "none."
+        f"{str(path)!r} has neither 'prev_logprobs' nor 'rewards' of shape [T, B, ...]."
     )
 
 
@@ -438,9 +435,10 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
     has_columns = is_tensor and value.dim() >= 2 and value.shape[1] == num_columns
     num_epochs = len(value) - num_steps if has_columns else -1
     if num_epochs < 0 or (num_epochs > 0 and num_steps % num_epochs):
-        expected = f"flags {list(shape)}, or a row more for each epoch"
-        got = str(list(value.shape)) if is_tensor else type(value).__name__
-        raise CorruptFileError(in_parts("read", where, expected, got))
+        got = f"shape {list(value.shape)}" if is_tensor else f"type {type(value).__name__}"
+        raise CorruptFileError(
+            f"{where} has {got}, expected shape {list(shape)} or one more row per epoch."
+        )
     flags: Array = value.reshape(len(value), num_columns, -1).bool().any(-1).numpy()
     if num_epochs == 0:
         return flags
