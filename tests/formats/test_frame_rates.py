@@ -169,7 +169,9 @@ def test_a_rate_that_two_sets_state_under_other_keys_is_kept(tmp_path: Path) -> 
 def test_an_episode_of_unknown_rate_beside_others_is_refused_by_name(tmp_path: Path) -> None:
     sources = [record(tmp_path / "a", {"frame_rate_hz": 20}), record(tmp_path / "silent")]
     rollout_data.merge(sources, tmp_path / "all")
-    with pytest.raises(UsageError, match=r"episode 'silent:0' as LeRobot.*Say fps="):
+    with pytest.raises(
+        UsageError, match=r"frame rate of episode 'silent:0' is unknown\. Pass fps="
+    ):
         converted_fps(tmp_path / "all", tmp_path / "set")
     assert converted_fps(tmp_path / "all", tmp_path / "said", fps=20) == 20
 

@@ -63,10 +63,13 @@ def _packed_twice(file: h5py.File) -> None:
 BOMBS: dict[str, tuple[Any, str]] = {
     "a chunk of gzip": (
         _chunk(zlib.compress(random.Random(0).randbytes(600_000)), compression="gzip"),
-        "got more",
+        "a chunk has more than 48 bytes",
     ),
-    "a chunk of LZF": (_chunk(b"\0a" + b"\xe0\xff\0" * (1 << 21), compression="lzf"), "got more"),
-    "zeros": (_zeros, "1073741824 bytes in a file of"),
+    "a chunk of LZF": (
+        _chunk(b"\0a" + b"\xe0\xff\0" * (1 << 21), compression="lzf"),
+        "more than 48 bytes",
+    ),
+    "zeros": (_zeros, "1073741824 bytes, more than a file of"),
     "gzip in gzip": (_packed_twice, r"filters \[1, 1\]"),
     "another filter": (_chunk(bytes(9), scaleoffset=4), r"filters \[6\]"),
 }

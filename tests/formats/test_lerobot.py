@@ -265,7 +265,7 @@ def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(
         isinstance(one, DataFileError) and one.kind == "undecodable" for one in recording.problems
     )
     assert all(
-        file.name in str(one) and "left out of this episode" in str(one)
+        file.name in str(one) and "Camera" in str(one) and "is left out" in str(one)
         for one in recording.problems
     )
     lost = {problem.episode for problem in recording.problems}
@@ -290,7 +290,7 @@ def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_re
         / "lerobot_v21/groot_video/videos/chunk-000/observation.images.ego_view/episode_000000.mp4"
     )
     shutil.copy(other, file)
-    with pytest.raises(CorruptFileError, match=r"open episode \d of"):
+    with pytest.raises(CorruptFileError, match=r"Episode \d of .* frames, but its video of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
     assert len(recording) == 3
@@ -304,7 +304,7 @@ def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Pa
     path = sample(tmp_path, "lerobot_v21/groot_video")
     file = path / "videos" / "chunk-000" / "observation.images.ego_view" / "episode_000000.mp4"
     shutil.copy(file.with_name("episode_000001.mp4"), file)
-    with pytest.raises(CorruptFileError, match="open episode 0 of"):
+    with pytest.raises(CorruptFileError, match=r"Episode 0 of .* frames, but its video of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
     assert ["observation/images.ego_view" in episode.schema for episode in recording] == [
@@ -333,7 +333,7 @@ def test_frames_of_another_size_are_refused(tmp_path: Path) -> None:
     info["features"]["observation.images.left"]["shape"] = [48, 64, 3]
     (path / "meta" / "info.json").write_text(json.dumps(info))
     recording = rollout_data.open(path)
-    with pytest.raises(CorruptFileError, match="48 x 64 pixels, got 64 x 64"):
+    with pytest.raises(CorruptFileError, match="64 x 64 pixels, expected 48 x 64"):
         recording[0].read("observation/images.left")
     assert recording[0].read("observation/images.right").shape == (3, 64, 64, 3)
 

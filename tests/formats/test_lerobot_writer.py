@@ -393,7 +393,7 @@ def test_fields_with_the_same_feature_are_refused(tmp_path: Path) -> None:
     ) as writer:
         row = np.ones((1, 2), np.float32)
         writer.add(observation={"a": {"b": row}, "a.b": 2 * row}, action=row, terminated=[True])
-    with pytest.raises(UsageError, match=r"two called 'observation\.a\.b'"):
+    with pytest.raises(UsageError, match=r"both become feature 'observation\.a\.b'"):
         written(tmp_path / "own", tmp_path / "set")
 
 
@@ -513,7 +513,9 @@ def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> 
         ]
         made.write()
     rollout_data.merge([tmp_path / "one", tmp_path / "other"], tmp_path / "merged")
-    with pytest.raises(UsageError, match=r"'language_events' in episode .* the key 'speaker'"):
+    with pytest.raises(
+        UsageError, match=r"'language_events' in episode .* no field for the key 'speaker'"
+    ):
         written(tmp_path / "merged", tmp_path / "set")
 
 
@@ -648,7 +650,7 @@ def test_foreign_folders_are_not_overwritten_and_a_refused_option_leaves_no_file
 ) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
-    with pytest.raises(UsageError, match=r"a folder without 'rollout_conversion\.jsonl'"):
+    with pytest.raises(UsageError, match=r"files but no 'rollout_conversion\.jsonl'"):
         written(ROOT / "lerobot_v3/vectors", tmp_path / "other")
     for options in ({"version": "v1"}, {"video": "mpeg"}, {"fps": 0}):
         with pytest.raises(UsageError):

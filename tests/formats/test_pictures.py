@@ -55,7 +55,7 @@ def test_grey_becomes_rgb_only_where_three_channels_are_asked_for() -> None:
     grey = encode_picture(made((8, 10, 1), "uint8"))
     assert (decode_picture(grey, "", (8, 10, 3)) == made((8, 10, 1), "uint8")).all()
     assert decode_picture(grey, "").shape == (8, 10, 1)
-    with pytest.raises(CorruptFileError, match="the shape"):
+    with pytest.raises(CorruptFileError, match="expected shape"):
         decode_picture(encode_picture(made((8, 10, 3), "uint8")), "", (8, 10, 1))
 
 
@@ -95,16 +95,16 @@ def test_a_declared_size_costs_no_memory() -> None:
     for shape in (None, (8, 10, 3)):
         with pytest.raises(CorruptFileError):
             decode_picture(bomb + b"\0\0\0\0IEND\xaeB`\x82", "", shape)
-    with pytest.raises(CorruptFileError, match="at most 67108864 pixels"):
+    with pytest.raises(CorruptFileError, match="pixels, expected at most 67108864"):
         decode_picture(saved("1", "PNG", (8193, 8193)), "")
-    with pytest.raises(CorruptFileError, match="9 x 10 pixels, got 8 x 10"):
+    with pytest.raises(CorruptFileError, match="8 x 10 pixels, expected 9 x 10"):
         decode_picture(saved("L", "PNG"), "", (9, 10, 1))
 
 
 def test_other_kinds_of_files_are_refused() -> None:
     with pytest.raises(CorruptFileError, match="PNG, JPEG or TIFF"):
         decode_picture(saved("RGB", "BMP"), "")
-    with pytest.raises(CorruptFileError, match="an uncompressed TIFF"):
+    with pytest.raises(CorruptFileError, match="a compressed TIFF"):
         decode_picture(saved("L", "TIFF", compression="tiff_lzw"), "")
 
 
@@ -119,7 +119,7 @@ def test_a_name_leads_to_no_other_folder(tmp_path: Path) -> None:
     for name in ("../elsewhere", str(elsewhere), "link", "x/../../elsewhere", ".", "own\0"):
         with pytest.raises(UnsafeFileError):
             file_inside(root, name)
-    with pytest.raises(CorruptFileError, match="nothing of that name"):
+    with pytest.raises(CorruptFileError, match="is missing"):
         file_inside(root, "other")
 
 

@@ -392,7 +392,7 @@ def test_shards_that_disagree_with_the_index_are_refused_or_rebuilt(tmp_path: Pa
 def test_several_versions_are_not_chosen_among(tmp_path: Path) -> None:
     folder = write_set(tmp_path, {"train": [[usual_steps(50, 2)]]})
     write_set(tmp_path / "b", {"train": [[usual_steps(50, 2)]]}).rename(folder.parent / "2.0.0")
-    with pytest.raises(DataFileError, match=r"one version, got 1\.0\.0, 2\.0\.0"):
+    with pytest.raises(DataFileError, match=r"contains 1\.0\.0, 2\.0\.0, expected one version"):
         rollout_data.open(folder.parent)
 
 

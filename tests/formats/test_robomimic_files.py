@@ -154,25 +154,28 @@ def _wrong(name: str, array: Any) -> Any:
 
 #: What is wrong with demo 9 -> what its problem says.
 DAMAGE: dict[str, tuple[Any, str]] = {
-    "too few actions": (_wrong("actions", np.zeros((3, 2), "f4")), "num_samples 1"),
-    "no actions": (lambda file: file["data/demo_9"].pop("actions"), "the dataset 'actions'"),
+    "too few actions": (_wrong("actions", np.zeros((3, 2), "f4")), "'num_samples' is 1"),
+    "no actions": (lambda file: file["data/demo_9"].pop("actions"), "no dataset 'actions'"),
     "too many observations": (
         _wrong("obs/low", np.zeros((2, 3))),
-        r"expected 1 rows of 'obs/low', got shape \(2, 3\)",
+        "2 rows of 'obs/low', expected 1 rows",
     ),
-    "no steps": (lambda file: file["data/demo_9"].attrs.update(num_samples=0), "num_samples 0"),
-    "a scalar action": (_wrong("actions", 3.0), "the dataset 'actions'"),
+    "no steps": (
+        lambda file: file["data/demo_9"].attrs.update(num_samples=0),
+        "'num_samples' is 0",
+    ),
+    "a scalar action": (_wrong("actions", 3.0), "no dataset 'actions'"),
     "a soft link": (
         lambda file: file["data/demo_9"].update(rewards=h5py.SoftLink("/data/demo_2/dones")),
         "a link",
     ),
     "an external link": (
         lambda file: file["data/demo_9"].update(rewards=h5py.ExternalLink("/etc/passwd", "x")),
-        "a link to elsewhere",
+        "the link 'rewards', which is not followed",
     ),
     "a dataset in the place of the group": (
         lambda file: replace(file, "data/demo_9", np.zeros(3)),
-        "a group",
+        "is a dataset, expected a group",
     ),
     "a soft link in the place of the group": (
         lambda file: (
@@ -181,7 +184,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
         ),
         "a link",
     ),
-    "a circle": (lambda file: file["data/demo_9"].update(obs2=file["data"]), "links in circles"),
+    "a circle": (lambda file: file["data/demo_9"].update(obs2=file["data"]), "levels of groups"),
 }
 
 
@@ -280,7 +283,7 @@ def test_a_file_without_a_good_demo_is_refused_with_the_reason(tmp_path: Path) -
             format="robomimic",
         )
     path = edited(robomimic(tmp_path / "y.hdf5", {9: 1}), DAMAGE["no actions"][0])
-    with pytest.raises(CorruptFileError, match="the dataset 'actions'"):
+    with pytest.raises(CorruptFileError, match="no dataset 'actions'"):
         rollout_data.open(path)
 
 
@@ -379,7 +382,7 @@ def test_a_wrong_total_is_reported(tmp_path: Path) -> None:
         edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data"].attrs.update(total=9))
     )
     check_all(recording)
-    assert "expected 8 steps, as the demos have, got 9" in str(recording.problems[0])
+    assert "has 8 steps, but its attribute 'total' is 9" in str(recording.problems[0])
 
 
 def test_the_controller_determines_the_control_mode(tmp_path: Path) -> None:
@@ -409,7 +412,7 @@ def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:
     assert stored.problems == []
     moved = rollout_data.open(path, shift_obs=True)
     assert [(one.id, len(one)) for one in moved] == [("demo_0", 2), ("demo_2", 3)]
-    assert "'data/demo_1'" in str(moved.problems[0]) and "got 1" in str(moved.problems[0])
+    assert "'data/demo_1'" in str(moved.problems[0]) and "has 1 step, but" in str(moved.problems[0])
     for old, new in zip((stored[0], stored[2]), moved, strict=True):
         for name in ("ee_pos", "agentview_rgb"):
             np.testing.assert_array_equal(new.observation[name], old.observation[name][:-1])
@@ -472,7 +475,7 @@ def test_quaternions_are_turned_on_request_and_positions_never(
     np.testing.assert_array_equal(turned[name][:, :3], stored[:, :3])
     np.testing.assert_array_equal(turned[name][:, 3 if version else 6], stored[:, w_at])
     np.testing.assert_array_equal(turned[name][0], turned.metadata[initial][0])
-    with pytest.raises(UsageError, match="quaternions of wxyz, xyzw"):
+    with pytest.raises(UsageError, match="quaternions must be one of wxyz, xyzw"):
         rollout_data.open(path, quaternions="wyxz")
 
 
@@ -515,5 +518,5 @@ def test_circular_links_of_groups_are_refused_early(tmp_path: Path) -> None:
         for number in range(100, 400):
             file[f"data/demo_{number}"] = file["data/demo_2"]
 
-    with pytest.raises(CorruptFileError, match="links in circles"):
+    with pytest.raises(CorruptFileError, match="links that form a cycle"):
         rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))

@@ -77,7 +77,7 @@ def test_nested_names_that_meet_a_flat_one_are_refused_by_robomimic(tmp_path):
             action=row,
             terminated=[True],
         )
-    with pytest.raises(UsageError, match="two for 'obs/images_front'"):
+    with pytest.raises(UsageError, match="both become dataset 'obs/images_front'"):
         convert(tmp_path / "ours", tmp_path / "x.hdf5", "robomimic")
     assert not (tmp_path / "x.hdf5").exists()
     convert(tmp_path / "ours", tmp_path / "isaac.hdf5", "isaaclab")  # which reads nested groups

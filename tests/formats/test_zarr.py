@@ -497,7 +497,7 @@ def test_very_many_arrays_are_refused(tmp_path: Path) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays())
     for number in range(300):
         shutil.copytree(folder / "meta" / "episode_ends", folder / "data" / str(number))
-    with pytest.raises(CorruptFileError, match="at most 256 arrays"):
+    with pytest.raises(CorruptFileError, match="the limit of 256 arrays"):
         rollout_data.open(folder)
 
 

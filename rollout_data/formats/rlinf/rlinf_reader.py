@@ -293,7 +293,7 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
     Raises:
         CorruptFileError: The index is damaged, or lists an id twice.
     """
-    with damage_named(where, *_DAMAGE):
+    with damage_named(f"The index of {where}", *_DAMAGE):
         by_id = index["trajectory_index"]
         ids = index["trajectory_id_list"]
         entries = {int(number): dict(by_id.get(str(number), {})) for number in ids}
