@@ -99,7 +99,9 @@ def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> Non
         "absolute link": str(tmp_path / "root" / "link.h5"),
     }
     (tmp_path / "list.txt").write_text(f"b.h5\n{names[way]}\n")
-    text = rf"line 2 of '{tmp_path / 'list.txt'}': expected a path in '{tmp_path / 'root'}', got one that leads out"
+    text = (
+        rf"Line 2 of '{tmp_path / 'list.txt'}' names '.*', which leads out of '{tmp_path / 'root'}'"
+    )
     with pytest.raises(UnsafeFileError, match=text):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
     (tmp_path / "list.txt").write_text("b.h5\nwithin.h5\n")
@@ -182,7 +184,7 @@ def test_groups_that_hold_each_other_many_times_are_not_walked_for_ever(tmp_path
 
     motions(tmp_path / "m", write)
     code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept CorruptFileError as error:\n    print(error)\n"
-    assert "expected 12 levels of groups" in in_child(code, tmp_path / "m", timeout_s=120)
+    assert "more than 12 levels of groups" in in_child(code, tmp_path / "m", timeout_s=120)
 
 
 def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path) -> None:
@@ -268,22 +270,22 @@ def test_a_mapper_is_given_the_observations_of_a_program(tmp_path: Path) -> None
 
     found = load_expert_trajectories_from_motion_lib(Library(), 2, "cpu", mapper)
     assert found.get_full_buffer()["observation"]["first"].shape == (9, 1)
-    with pytest.raises(TypeError, match="of motion 0"):
+    with pytest.raises(TypeError, match="motion 0 has no observation"):
         load_expert_trajectories_from_motion_lib([{"action": np.zeros((4, 1))}], 2, "cpu", mapper)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (3, "motion_lib as an iterable of motions, got int"),
-        ([], "at least one motion, got none"),
-        ([1], "as motion 0, got int"),
+        (3, "must be an iterable of motions, got int"),
+        ([], "motion_lib is empty"),
+        ([1], "motion 0 of motion_lib must be a mapping, got int"),
     ],
 )
 def test_what_is_no_motion_is_named(given: Any, text: str) -> None:
     with pytest.raises(
         UsageError,
-        match=f"call load_expert_trajectories_from_motion_lib: expected motion_lib.*{text}|{text}",
+        match=f"load_expert_trajectories_from_motion_lib: .*{text}",
     ):
         load_expert_trajectories_from_motion_lib(given)
 

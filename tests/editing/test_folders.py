@@ -216,7 +216,7 @@ def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> N
             del demo["actions"]
             demo["actions"] = demo["obs/low"][:]
     recording = rollout_data.open(path)
-    assert ["those of the same step" in str(remark) for remark in recording.advice] == [True]
+    assert ["of the same step" in str(remark) for remark in recording.advice] == [True]
     parts = split(recording, {"x": 0.5, "y": 0.5}, tmp_path / "parts")
     made = [
         merge([path], tmp_path / "merged"),

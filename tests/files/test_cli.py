@@ -322,7 +322,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     more = ["--in-place"] if command == "pack" else []
     inside_a_file = tmp_path / "file" / "out"
     inside_a_file.parent.write_text("")
-    no_data = "got something else" if command == "info" else "a folder"
+    no_data = "has no known format" if command == "info" else "a folder"
     given = [("x" * 300, "File name too long"), (str(tmp_path / "data" / "metadata.json"), no_data)]
     for folder, told in given:
         assert main([command, folder, *more]) in (1, 2)

@@ -256,7 +256,7 @@ def test_a_chunk_that_is_a_folder_by_now_is_lost_too(five):
     for path in (five / "trajectory_0").iterdir():
         path.unlink()
         path.mkdir()
-    with pytest.warns(RolloutDataWarning, match=r"trajectory_0.*as it was when it was opened"):
+    with pytest.warns(RolloutDataWarning, match=r"trajectory_0.*has changed since it was opened"):
         assert [frame for frame in drained(dataset) if frame[0] != 0] == whole(1, 2, 3, 4)
 
 

@@ -231,7 +231,7 @@ def test_a_complete_target_that_lost_a_line_of_its_note_or_its_last_file_is_refu
         note.write_text(
             "".join(line for line in whole.splitlines(True) if '"demo_4", "rows"' not in line)
         )
-        with pytest.raises(UsageError, match="a complete target whose note is damaged"):
+        with pytest.raises(UsageError, match="a complete target with a damaged 'rollout_conv"):
             convert(source, tmp_path / "made", name)
         note.write_text(whole)
     last = {

@@ -208,7 +208,8 @@ def test_nothing_is_left_out_without_a_word(tmp_path, name):
 
 def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
     with pytest.raises(
-        UsageError, match=r"expected one reward a step, got none or several\. Say missing_reward="
+        UsageError,
+        match=r"does not have one reward per step, which Minari needs\. Pass missing_reward=",
     ):
         convert(odd(tmp_path / "odd"), tmp_path / "x", to="minari")
 
@@ -216,15 +217,17 @@ def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
 def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
     recorded(tmp_path / "own")
     source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
-    with pytest.raises(
-        UsageError, match="expected an empty folder, or one of an earlier conversion"
-    ):
+    with pytest.raises(UsageError, match="Choose an empty target, or remove the existing files"):
         convert(source, tmp_path / "own")
-    with pytest.raises(UsageError, match="expected target as a place outside of"):
+    with pytest.raises(UsageError, match="is inside the source"):
         convert(tmp_path / "own", tmp_path / "own")
-    with pytest.raises(UsageError, match="got 'rolloutdata'"):
+    with pytest.raises(
+        UsageError, match=r"to='rolloutdata' is unknown\. Known formats are 'rollout-data'"
+    ):
         convert(source, tmp_path / "x", to="rolloutdata")
-    with pytest.raises(UsageError, match="expected 'obs_disassemble_mapping', got 'codecs'"):
+    with pytest.raises(
+        UsageError, match="option 'codecs' is unknown.*options 'obs_disassemble_mapping'"
+    ):
         convert(source, tmp_path / "x", codecs={})
 
 

@@ -422,7 +422,7 @@ def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(
     chunk = Path("trajectory_0") / "traj_000000_000004.pickle"
     (other / chunk).replace(path / chunk)
     with pytest.warns(
-        RolloutDataWarning, match=r"trajectory_0.*as it was when it was opened.*refresh\(\)"
+        RolloutDataWarning, match=r"trajectory_0.*has changed since it was opened.*refresh\(\)"
     ):
         actions = torch.cat([batch.action[batch.valid.squeeze(-1)] for batch in dataset])
     assert actions.unique().tolist() == [1.0] and len(actions) == 6
