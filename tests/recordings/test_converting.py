@@ -226,7 +226,7 @@ def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
     ):
         convert(source, tmp_path / "x", to="rolloutdata")
     with pytest.raises(
-        UsageError, match="option 'codecs' is unknown.*options 'obs_disassemble_mapping'"
+        UsageError, match=r"option 'codecs' is unknown.*options 'obs_disassemble_mapping'"
     ):
         convert(source, tmp_path / "x", codecs={})
 
