@@ -114,7 +114,7 @@ ALOHA_DAMAGE: dict[str, tuple[Any, str]] = {
     ),
     "a picture that breaks off": (
         lambda file: replace(file, "observations/images/left", np.full((1, 9), 255, "u1")),
-        "contains a truncated JPEG",
+        "expected a picture as PNG, JPEG or TIFF",
     ),
     "a soft link": (
         lambda file: file.update(more=h5py.SoftLink("/action")),

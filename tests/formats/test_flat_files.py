@@ -145,7 +145,8 @@ def test_the_error_of_a_folder_of_recordings_lists_its_content(tmp_path: Path) -
     for name in ("walk-v10", "walk-v9"):
         shutil.copytree(ROOT / "minari" / "cartpole-hdf5-v0", tmp_path / name)
     with pytest.raises(
-        UsageError, match=r"holds 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them"
+        UsageError,
+        match=r"is a folder with 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them",
     ):
         rollout_data.open(tmp_path)
 

@@ -123,7 +123,7 @@ class TestOGBench:
         recording = rollout_data.open(tmp_path / "a.npz")
         assert [episode.id for episode in recording] == ["0", "2"]
         np.testing.assert_array_equal(recording[1].observation, state(52, 2))
-        assert "trajectory 1" in str(recording.problems[0])
+        assert "Trajectory 1 of" in str(recording.problems[0])
 
     @pytest.mark.parametrize(
         "change",
@@ -325,9 +325,7 @@ class TestMotion:
                 **clip_arrays(number),
                 **({} if order is None else {"quaternion_order": order}),
             )
-        expected = (
-            f"expected one order, got {', '.join(sorted(order or 'unknown' for order in orders))}"
-        )
+        expected = f"different orders: {', '.join(sorted(order or 'unknown' for order in orders))}"
         mixtures = [
             lambda: rollout_data.WindowDataset(paths, length=1),
             lambda: rollout_data.WindowMixture(paths, length=1),
@@ -347,7 +345,7 @@ class TestMotion:
         assert [episode.metadata["quaternion_order"] for episode in recording] == [
             one or "unknown" for one in orders
         ]
-        with pytest.warns(RolloutDataWarning, match="expected one order, got mixed"):
+        with pytest.warns(RolloutDataWarning, match="different orders: mixed"):
             windows = rollout_data.WindowDataset(tmp_path / "merged", length=1)
         assert ("quaternion_order", "mixed") in windows.conventions
 
@@ -365,7 +363,9 @@ class TestMotion:
         np.savez(tmp_path / "a.npz", **clip_arrays(), quaternion_order="zyxw")
         with pytest.raises(CorruptFileError, match="'zyxw', expected wxyz or xyzw"):
             rollout_data.open(tmp_path / "a.npz")
-        with pytest.raises(UsageError, match="quaternions one of 'wxyz', 'xyzw', got 'wzyx'"):
+        with pytest.raises(
+            UsageError, match="quaternions must be one of 'wxyz', 'xyzw', got 'wzyx'"
+        ):
             rollout_data.open(tmp_path / "a.npz", quaternions="wzyx")
 
     @pytest.mark.parametrize(
@@ -503,7 +503,9 @@ class TestHostileFiles:
         with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
             for name in ("observations", "actions", "terminals"):
                 archive.writestr(f"{name}.npy", (head % (1 << 60)).ljust(127) + b"\n" + bytes(100))
-        with pytest.raises(CorruptFileError, match=r"declares .* bytes in .* bytes of a file"):
+        with pytest.raises(
+            CorruptFileError, match=r"bytes, which do not fit shape \[1152921504606846976\]"
+        ):
             rollout_data.open(tmp_path / "a.npz", format="ogbench")
 
     def test_an_archive_that_unpacks_to_gigabytes_takes_no_memory(self, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "a scalar action": (_wrong("actions", 3.0), "no dataset 'actions'"),
     "a soft link": (
         lambda file: file["data/demo_9"].update(rewards=h5py.SoftLink("/data/demo_2/dones")),
-        "a link",
+        "the link 'rewards', which is not followed",
     ),
     "an external link": (
         lambda file: file["data/demo_9"].update(rewards=h5py.ExternalLink("/etc/passwd", "x")),
@@ -331,7 +331,7 @@ def test_next_observations_that_differ_from_the_next_rows_are_reported_and_can_b
     recording = rollout_data.open(path)
     check_demo(recording[2], 10, 4)
     assert len(recording.problems) == 1
-    assert "'next_obs/low' of 'demo_10'" in str(recording.problems[0]) and "row 1" in str(
+    assert "'next_obs/low' of 'demo_10'" in str(recording.problems[0]) and "Row 1 of" in str(
         recording.problems[0]
     )
     kept = rollout_data.open(path, keep_next_obs=True)
