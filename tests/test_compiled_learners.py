@@ -6,6 +6,7 @@ compiled again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowLoader
+import rollout_data
+import storage as storage_package
+from rollout_data import (
+    RolloutDataset,
+    RolloutWriter,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+    WindowMixture,
+    loader,
+)
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
+    BufferManager,
     DictBuffer,
     EpisodeReplayBuffer,
     PrioritizedWindows,
@@ -32,13 +44,14 @@ from tests.storage.rollouts import make_storage, make_transition
 
 NUM_ENVS, NUM_STEPS = 8, 6
 NUM_BATCHES = 4
+STORAGES = (RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout)
 
 
 def leaves_of(batch: Any) -> list[torch.Tensor]:
     """List the tensors of a batch."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    if hasattr(batch, "values"):  # A dict or a TensorDict
+    if hasattr(batch, "items"):  # A dict or a TensorDict
         return [leaf for value in batch.values() for leaf in leaves_of(value)]
     if isinstance(batch, (tuple, list)):
         return [leaf for value in batch for leaf in leaves_of(value)]
@@ -139,40 +152,100 @@ def expert() -> TrajectoryDictBuffer:
     return TrajectoryDictBuffer([rows(10), rows(10)], seq_length=2, end_key="done", generator=0)
 
 
+def manager() -> BufferManager:
+    names = ("walk", "run")
+    config: dict[str, Any] = {
+        name: {"type": "advanced", "replay_buffer_size": 100, "generator": 0} for name in names
+    }
+    made = BufferManager(
+        {"buffer_name": [*names], "sample_ratio": dict.fromkeys(names, 0.5), **config}
+    )
+    for name in names:
+        made[name].extend_tensors(rows())
+    return made
+
+
+def trajectories() -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    for _ in range(3):
+        buffer.add(rows(10, lanes=2))
+    return buffer
+
+
 GENERATORS: dict[str, Callable[[Any], Iterator[Any]]] = {
-    "epoch": lambda storage: storage.mini_batch_generator(4, 2),
-    "once": lambda storage: storage.mini_batch_generator(4, 2, reshuffle="once"),
-    "recurrent": lambda storage: storage.recurrent_mini_batch_generator(4, 2),
+    "mini_batch_generator": lambda storage: storage.mini_batch_generator(4, 2),
+    "mini_batch_generator, shuffled once": (
+        lambda storage: storage.mini_batch_generator(4, 2, reshuffle="once")
+    ),
+    "recurrent_mini_batch_generator": (
+        lambda storage: storage.recurrent_mini_batch_generator(4, 2)
+    ),
 }
-#: Name -> function that makes a buffer, and function that draws a batch from it.
+#: "Class.method, options" -> function that makes a buffer, and function that draws a batch from it.
 SAMPLERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "DictBuffer.sample": (ring, lambda buffer: buffer.sample(8)),
     "DictBuffer.sample, contiguous": (
         lambda: ring(contiguous=True),
         lambda buffer: buffer.sample(8),
     ),
-    "transitions": (ring, lambda buffer: buffer.sample_transitions(8)),
-    "transitions of 3 steps": (ring, lambda buffer: buffer.sample_transitions(8, num_steps=3)),
-    "transitions of 2 frames": (
+    "DictBuffer.sample_transitions": (ring, lambda buffer: buffer.sample_transitions(8)),
+    "DictBuffer.sample_transitions, with gamma": (
+        ring,
+        lambda buffer: buffer.sample_transitions(8, gamma=0.9),
+    ),
+    "DictBuffer.sample_transitions, 3 steps": (
+        ring,
+        lambda buffer: buffer.sample_transitions(8, num_steps=3),
+    ),
+    "DictBuffer.sample_transitions, 2 frames, marked": (
         ring,
         lambda buffer: buffer.sample_transitions(8, num_frames=2, at_end="mark"),
     ),
-    "transitions with final observations": (
+    "DictBuffer.sample_transitions, final observations": (
+        lambda: ring(with_finals=True),
+        lambda buffer: buffer.sample_transitions(8),
+    ),
+    "DictBuffer.sample_transitions, 3 steps, final observations": (
         lambda: ring(with_finals=True),
         lambda buffer: buffer.sample_transitions(8, num_steps=3),
     ),
-    "windows": (windows, lambda buffer: buffer.sample(12)),
-    "windows by trajectory": (
+    "TrajectoryDictBufferMultiDim.sample": (windows, lambda buffer: buffer.sample(12)),
+    "TrajectoryDictBufferMultiDim.sample, by trajectory": (
         lambda: windows(start_mode="trajectory"),
         lambda buffer: buffer.sample(12),
     ),
-    "priorities": (prioritized, lambda buffer: buffer.sample_tensors(8)),
-    "windows by priority": (prioritized_windows, lambda buffer: buffer.sample(8)),
-    "windows of episodes": (episodes, lambda buffer: buffer.sample_windows(4, 3)),
-    "ReplayBuffer": (pairs, lambda buffer: buffer.sample(8)),
-    "ZBuffer": (vectors, lambda buffer: buffer.sample(8)),
-    "expert": (expert, lambda buffer: buffer.sample(8)),
+    "TrajectoryDictBufferMultiDim.sample, marked": (
+        lambda: windows(at_end="mark"),
+        lambda buffer: buffer.sample(12),
+    ),
+    "TrajectoryDictBufferMultiDim.sample_transitions": (
+        windows,
+        lambda buffer: buffer.sample_transitions(8),
+    ),
+    "AdvancedReplayBuffer.sample_tensors": (prioritized, lambda buffer: buffer.sample_tensors(8)),
+    "BufferManager.sample_tensors": (manager, lambda buffer: buffer.sample_tensors(8)),
+    "PrioritizedWindows.sample": (prioritized_windows, lambda buffer: buffer.sample(8)),
+    "EpisodeReplayBuffer.sample_windows": (episodes, lambda buffer: buffer.sample_windows(4, 3)),
+    "ReplayBuffer.sample": (pairs, lambda buffer: buffer.sample(8)),
+    "ReplayBuffer.feed_forward_generator": (
+        pairs,
+        lambda buffer: next(buffer.feed_forward_generator(1, 8)),
+    ),
+    "ZBuffer.sample": (vectors, lambda buffer: buffer.sample(8)),
+    "TrajectoryDictBuffer.sample": (expert, lambda buffer: buffer.sample(8)),
+    "TrajectoryReplayBuffer.sample": (trajectories, lambda buffer: buffer.sample(8)),
 }
+#: Methods with names like those of samplers that return no batch of tensors.
+NO_BATCHES = {
+    f"{name}.{method}"
+    for name in (
+        "AdvancedReplayBuffer",
+        "BufferManager",
+        "EpisodeReplayBuffer",
+        "NaiveReplayBuffer",
+    )
+    for method in ("sample", "sample_check")  # Lists of items, and whether there are enough
+} | {"RateLimiter.sample", "WindowMixture.sampler"}
 
 
 def assert_one_graph(batches: Iterator[Any]) -> None:
@@ -203,9 +276,7 @@ def assert_one_graph(batches: Iterator[Any]) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout]
-)
+@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_compiled_learner_takes_mini_batches_as_one_graph(kind: type, generator: str) -> None:
     assert_one_graph(GENERATORS[generator](rollout(kind)))
@@ -216,6 +287,22 @@ def test_a_compiled_learner_takes_samples_as_one_graph(name: str) -> None:
     make, draw = SAMPLERS[name]
     buffer = make()
     assert_one_graph(draw(buffer) for _ in range(NUM_BATCHES))
+
+
+def test_every_sampler_and_generator_is_tried() -> None:
+    tried = {name.partition(",")[0] for name in SAMPLERS}
+    for storage in STORAGES:
+        tried |= {f"{storage.__name__}.{name.partition(',')[0]}" for name in GENERATORS}
+    for package in (storage_package, rollout_data):
+        for class_name in package.__all__:
+            made = getattr(package, class_name)
+            for name in dir(made) if inspect.isclass(made) else ():
+                # The name with a letter too many is an alias
+                is_sampler = name.startswith("sample") or name.endswith("batch_generator")
+                is_sampler = is_sampler or name.endswith("forward_generator")
+                if is_sampler and not name.startswith("reccurent"):
+                    is_field = not callable(getattr(made, name))
+                    assert is_field or f"{class_name}.{name}" in tried | NO_BATCHES
 
 
 @pytest.fixture
@@ -235,6 +322,27 @@ def test_a_compiled_learner_takes_playback_as_one_graph(
 ) -> None:
     dataset = RolloutDataset(recording, num_envs=4, num_transitions_per_env=num_steps, cache=cache)
     assert_one_graph(batch for batch, _ in zip(dataset, range(NUM_BATCHES), strict=False))
+
+
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_a_compiled_learner_takes_batches_of_a_loader_as_one_graph(
+    recording: Path, num_steps: int
+) -> None:
+    dataset = RolloutDataset(recording, num_envs=4, num_transitions_per_env=num_steps)
+    batches = loader(dataset, num_workers=0)
+    assert_one_graph(batch for batch, _ in zip(batches, range(NUM_BATCHES), strict=False))
+
+
+def test_a_compiled_learner_takes_transition_batches_as_one_graph(recording: Path) -> None:
+    dataset = RolloutDataset(recording, num_envs=4)
+    dataset.reset()
+    assert_one_graph(dataset.get_transition_batch() for _ in range(NUM_BATCHES))
+
+
+def test_a_compiled_learner_takes_windows_of_a_mixture_as_one_graph(recording: Path) -> None:
+    mixture = WindowMixture([recording, recording], length=4, next_observations=True)
+    batches = WindowLoader(mixture, batch_size=8, seed=0)
+    assert_one_graph(batch for batch, _ in zip(batches, range(NUM_BATCHES), strict=False))
 
 
 def test_a_compiled_learner_takes_windows_of_a_recording_as_one_graph(recording: Path) -> None:
