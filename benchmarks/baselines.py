@@ -87,6 +87,32 @@ def write_groups(folder: Path, rollout: Rollout) -> None:
                 group.create_dataset(name, data=value[:, env].numpy())
 
 
+def write_datasets(folder: Path, rollout: Rollout) -> None:
+    """Write one HDF5 dataset per field, `[T, N, ...]`, into one file."""
+    with h5py.File(folder / "data.hdf5", "w") as file:
+        for name, value in rollout.items():
+            file.create_dataset(name, data=value.numpy())
+
+
+def append_datasets(folder: Path, rollout: Rollout) -> None:
+    """Append step by step to one HDF5 dataset per field; a chunk has one step of all envs."""
+    with h5py.File(folder / "data.hdf5", "w") as file:
+        datasets = {}
+        for name, value in rollout.items():
+            shape = tuple(value.shape[1:])
+            datasets[name] = file.create_dataset(
+                name,
+                (0, *shape),
+                value[0].numpy().dtype,
+                maxshape=(None, *shape),
+                chunks=(1, *shape),
+            )
+        for step in range(len(rollout["done"])):
+            for name, dataset in datasets.items():
+                dataset.resize(step + 1, axis=0)
+                dataset[step] = rollout[name][step].numpy()
+
+
 def write_torch(folder: Path, rollout: Rollout) -> None:
     """Write the rollout as one file of `torch.save`."""
     torch.save(rollout, folder / "rollout.pt")

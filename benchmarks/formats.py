@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from .images import FRAME_RATE_HZ, image_set
 PICTURES, PICTURE_BATCH = (8, 64), 32
 NUM_EPISODES, NUM_STEPS, WIDTHS = 1000, 100, {"observation": 32, "action": 8}
 LENGTH, BATCH = 10, 256
+#: Operators of torchvision, declared once.
+_operators: Any = None
 #: What we promise: a set of 1,000 episodes opens within half a second.
 REACH_OPEN_S = 0.5
 #: Format -> the file or folder below its folder, and options of writing it.
@@ -88,7 +91,7 @@ def _opening(name: str, path: Path, num_episodes: int) -> Case:
     if name == "robomimic":
         contenders.append(Contender("robomimic", lambda: lambda: _robomimic(path)[0], PEER))
     if name == "lerobot":
-        contenders.append(Contender("lerobot", lambda: lambda: _lerobot(path)[0], PEER))
+        contenders.append(Contender("lerobot", lambda: lambda: lerobot_set(path)[0], PEER))
     return Case(f"open {num_episodes:,} episodes, {name}", tuple(contenders))
 
 
@@ -135,7 +138,7 @@ def _windows(name: str, path: Path) -> Case:
     if name == "lerobot":
         fields = ["observation.state", "action", "next.reward"]
         contenders.append(
-            Contender("lerobot", lambda: _batches(lambda: _loader(_lerobot(path, fields))), PEER)
+            Contender("lerobot", lambda: _batches(lambda: _loader(lerobot_set(path, fields))), PEER)
         )
     return Case(
         f"windows L={LENGTH} B={BATCH}, {name}",
@@ -163,7 +166,7 @@ def _pictures(coding: str, quick: bool) -> Case:
         if not (path := folder / "theirs").exists():
             options: dict[str, Any] = {"video": coding, "fps": int(FRAME_RATE_HZ)}
             rollout_data.convert(folder / "ours", path, "lerobot", progress=False, **options)
-        read = _lerobot(path, ["observation.images.rgb"])
+        read = lerobot_set(path, ["observation.images.rgb"])
         return _batches(lambda: DataLoader(read, PICTURE_BATCH, shuffle=True, drop_last=True))
 
     dataset = WindowDataset(
@@ -242,12 +245,25 @@ def _minari(path: Path) -> Any:
     return peers.load("minari").MinariDataset(path / "data")
 
 
-def _lerobot(path: Path, fields: Sequence[str] = ()) -> Any:
-    module = peers.load("lerobot", "datasets.lerobot_dataset")
+def load_lerobot() -> Any:
+    """Import LeRobot's dataset class, or raise `PeerMissing`."""
+    global _operators
+    if _operators is None:
+        # torchvision for CUDA does not load its operators beside torch for CPUs; none is called.
+        _operators = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            with suppress(RuntimeError):
+                _operators.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    return peers.load("lerobot", "datasets.lerobot_dataset")
+
+
+def lerobot_set(path: Path, fields: Sequence[str] = (), length: int = LENGTH) -> Any:
+    """Open a set with LeRobot's dataset class; windows of `length` frames of some fields."""
+    module = load_lerobot()
     if module.CODEBASE_VERSION != "v3.0":
         raise peers.PeerMissing(f"lerobot: reads sets of version {module.CODEBASE_VERSION}")
     fps = json.loads((path / "meta" / "info.json").read_text(encoding="utf-8"))["fps"]
-    times = {name: [frame / fps for frame in range(LENGTH)] for name in fields}
+    times = {name: [frame / fps for frame in range(length)] for name in fields}
     return module.LeRobotDataset(
         "bench/set", root=path, delta_timestamps=times or None, video_backend="pyav"
     )

@@ -44,6 +44,9 @@ WARM_UP_STRETCH_S = 0.5
 SLOW_CALL_S = 1.0
 MIN_REPEATS = 5
 
+#: The clock of all figures: the wall, or with `--processor-time` the processor time of this process.
+clock: Callable[[], float] = time.perf_counter
+
 Call = Callable[[], object]
 Result = TypeVar("Result")
 
@@ -67,6 +70,9 @@ class Contender:
     own_clock: bool = False
     #: Untimed, when the case is over.
     close: Call | None = None
+    #: Text of the last column of the table: what was counted beside the time. Called before
+    #: `close`.
+    note: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class Timing:
     #: Why there is no figure.
     skipped: str = ""
     failed: str = ""
+    note: str = ""
 
     @property
     def median_s(self) -> float | None:
@@ -140,12 +147,16 @@ def measure(case: Case) -> list[Timing]:
                 if call is None or timing.failed or _is_done(timing):
                     continue
                 elapsed_s = _guarded(
-                    timing, lambda p=position, c=call: _repeat(case.contenders[p], c, counts[p])
+                    timing,
+                    lambda p=position, c=call: _repeat(case.contenders[p], c, counts[p], clock),
                 )
                 if elapsed_s is not None:
                     timing.times_s.append(elapsed_s)
     finally:
         gc.enable()
+    for contender, timing in zip(case.contenders, timings, strict=True):
+        if contender.note is not None and timing.times_s:
+            timing.note = _guarded(timing, contender.note) or ""
     for contender, timing in zip(case.contenders, timings, strict=True):
         if contender.close is not None:
             _guarded(timing, contender.close)
@@ -207,12 +218,14 @@ def _calls_per_repetition(
         return 0
     if contender.before is not None or contender.own_clock:
         return 1
-    first_s = _guarded(timing, lambda: _repeat(contender, call, 1))
+    # Of the wall, also with `--processor-time`: a call that waits is not repeated 2,000 times.
+    wall = time.perf_counter
+    first_s = _guarded(timing, lambda: _repeat(contender, call, 1, wall))
     if first_s is None or first_s > SLOW_CALL_S:
         return 1
     if warm_up_s:
         _guarded(timing, lambda: _warm_up(call, warm_up_s))
-    second_s = _guarded(timing, lambda: _repeat(contender, call, 1)) or first_s
+    second_s = _guarded(timing, lambda: _repeat(contender, call, 1, wall)) or first_s
     return max(1, min(MAX_CALLS, int(MIN_REPETITION_S / max(second_s, 1e-9))))
 
 
@@ -230,12 +243,12 @@ def _warm_up(call: Call, at_most_s: float) -> None:
         fastest_s = per_call_s
 
 
-def _repeat(contender: Contender, call: Call, num_calls: int) -> float:
+def _repeat(contender: Contender, call: Call, num_calls: int, clock: Callable[[], float]) -> float:
     if contender.before is not None:
         contender.before()
     if contender.own_clock:
         return float(call())  # type: ignore[arg-type]
-    start = time.perf_counter()
+    start = clock()
     for _ in range(num_calls):
         call()
-    return (time.perf_counter() - start) / num_calls
+    return (clock() - start) / num_calls

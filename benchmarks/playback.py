@@ -5,11 +5,18 @@ are views of the same frames), from memory into a reused output, and the same `L
 observations; of one step, only the memcpy of one row per environment, against making the batch.
 1,024 trajectories have 512 frames (1 GB); environments stand at random places in them, so that in
 every batch some change trajectory. Frames have 235 + 235 + 12 + 1 floats and a flag.
+
+Short trajectories have 80 frames each. A folder "as recorded" has fragments of 24 frames, as a
+writer leaves them that flushes after each rollout; "packed" is the same folder after packing;
+"live" is the same folder while a writer adds a rollout before each 10 batches, which look for new
+data before every batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -17,9 +24,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, RolloutWriter
+from rollout_data.tools.edit.pack_folder import pack_dataset
 
-from . import baselines, data
+from . import baselines, data, harness
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
 #: Time over limit that we promise: whole trajectories, fragments of 64 frames, cache="ram".
@@ -32,6 +40,11 @@ COLD_REACH = 4.0
 WARM_PASSES = 2
 LIMIT_SOURCES = 4
 COLD_ENVS, COLD_STEPS, COLD_BATCHES = 512, 24, 10
+#: Trajectories of few frames, and sizes of batches from them.
+SHORT_LENGTH, NUM_SHORT, SHORT_SIZES = 80, 2048, ((64, 1), (1024, 1), (1024, 24))
+#: Steps and environments of a recorded folder, steps of a rollout, and new environments.
+RECORDED_STEPS, RECORDED_ENVS, ROLLOUT_STEPS, LIVE_ENVS = 240, 1024, 24, 64
+LIVE_BATCHES = 10
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -58,6 +71,87 @@ def cases(quick: bool) -> Iterator[Case]:
     yield _fresh(sizes[-1], contiguous, row_bytes, length)
     yield _cold(fragments, folders, row_bytes, length, quick)
     yield from _real(tag, quick, 64 if quick else 256)
+    yield from _short(tag, quick)
+    yield _recorded_packed_live(tag, quick)
+
+
+def _short(tag: str, quick: bool) -> Iterator[Case]:
+    """Play trajectories of few frames: environments change trajectory often."""
+    num_trajectories = 64 if quick else NUM_SHORT
+    rollout = functools.cache(lambda: data.generated(SHORT_LENGTH, num_trajectories))
+    folder = data.made_once(f"playback-{tag}-short", lambda path: data.record(path, rollout()))
+    folders = data.made_once(
+        f"playback-{tag}-short-folders", lambda path: data.record_folders(path, rollout())
+    )
+    rollout.cache_clear()
+    row_bytes = data.row_bytes(data.generated(1, 1))
+    for num_envs, num_steps in SHORT_SIZES[:1] if quick else SHORT_SIZES:
+        case = _warm(num_envs, num_steps, row_bytes, SHORT_LENGTH, folder, folder, folders)
+        kept = [entry for entry in case.contenders if entry.name != "fragments"]
+        name = f"trajectories of {SHORT_LENGTH} frames, {case.name}"
+        yield dataclasses.replace(case, name=name, contenders=tuple(kept))
+
+
+def _recorded_packed_live(tag: str, quick: bool) -> Case:
+    """Play a folder as it was recorded, packed, and while a writer adds to it."""
+    num_steps, num_envs = (48, 16) if quick else (RECORDED_STEPS, RECORDED_ENVS)
+    rollout = functools.cache(lambda: data.generated(num_steps, num_envs))
+    recorded = data.made_once(
+        f"playback-{tag}-recorded", lambda path: data.record(path, rollout(), ROLLOUT_STEPS)
+    )
+    packed = data.made_once(f"playback-{tag}-packed", lambda path: _packed(recorded, path))
+    live = data.DATA / f"playback-{tag}-live"
+    rollout.cache_clear()
+    row_bytes = data.row_bytes(data.generated(1, 1))
+    added = data.generated(num_steps, min(LIVE_ENVS, num_envs))
+    writers: list[RolloutWriter] = []
+
+    def prepare_live() -> Call:
+        shutil.rmtree(live, ignore_errors=True)
+        shutil.copytree(recorded, live)
+        writers.append(RolloutWriter(live, added["done"].shape[1], durable=False))
+        dataset = _dataset(live, num_envs, num_steps, refresh_s=0)
+
+        def call() -> float:
+            writers[0].add_rollout(**added)
+            writers[0].flush()
+            start_s = harness.clock()
+            for _ in range(LIVE_BATCHES):
+                dataset.get_batch(ROLLOUT_STEPS)
+            return (harness.clock() - start_s) / LIVE_BATCHES
+
+        call()
+        return call
+
+    def close_live() -> None:
+        while writers:
+            writers.pop().close()
+        shutil.rmtree(live, ignore_errors=True)
+
+    def ours(name: str, folder: Path) -> Contender:
+        def prepare() -> Call:
+            dataset = _dataset(folder, num_envs, num_steps)
+            for _ in range(WARM_PASSES * dataset.num_frames // (num_envs * ROLLOUT_STEPS)):
+                dataset.get_batch(ROLLOUT_STEPS)
+            return lambda: dataset.get_batch(ROLLOUT_STEPS)
+
+        return Contender(name, prepare, OURS)
+
+    return Case(
+        f"recorded, packed and live folders, N={num_envs} T={ROLLOUT_STEPS}",
+        (
+            _limit(num_envs, ROLLOUT_STEPS, row_bytes),
+            ours("as recorded", recorded),
+            ours("packed", packed),
+            Contender("live", prepare_live, OURS, own_clock=True, close=close_live),
+        ),
+        num_bytes=num_envs * (ROLLOUT_STEPS + 1) * row_bytes,
+    )
+
+
+def _packed(recorded: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pack_dataset(recorded, path)
 
 
 def _real(tag: str, quick: bool, length: int) -> Iterator[Case]:
@@ -180,12 +274,16 @@ def _ours(
 
 
 def _dataset(
-    folder: Path, num_envs: int, length: int, cache: Literal["none", "ram"] = "none"
+    folder: Path,
+    num_envs: int,
+    length: int,
+    cache: Literal["none", "ram"] = "none",
+    refresh_s: float | None = None,
 ) -> RolloutDataset:
     """Open a dataset to be played without end, from random starts in trajectories of that length."""
     return RolloutDataset(
         folder, num_envs, dataset_loops=0, random_shuffle_traj_order=True, starting_frame_range=(0, length),
-        device="cpu", cache=cache,
+        device="cpu", cache=cache, refresh_s=refresh_s,
     )  # fmt: skip
 
 

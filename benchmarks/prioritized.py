@@ -5,6 +5,10 @@ floats. Every contender holds the same rows, draws in proportion to priority ** 
 gives the batch, and takes new priorities for it, which are there before the clock runs. The limit
 is one gather of packed rows with the indices given.
 
+Adding one item is measured apart; its limit is a copy of one packed row. So is adding a step of 16
+environments to `PrioritizedWindows`, against the same ring without priorities; "by hand" writes the
+step and the weights of the new windows into a heap of pairs.
+
 The structures are measured apart: drawing and writing back weights, no rows.
 """
 
@@ -18,7 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage import AdvancedReplayBuffer
+from storage import (
+    AdvancedReplayBuffer,
+    NaiveReplayBuffer,
+    PrioritizedWindows,
+    TrajectoryDictBufferMultiDim,
+)
 from storage.prioritized.sum_tree import SumTree
 
 from . import peers
@@ -29,6 +38,11 @@ FLOATS = 2 * OBS + ACTIONS + 2
 ALPHA, BETA = 0.6, 0.4
 #: Batch size -> seconds that we promise; no peer may be faster in the same run.
 REACH_S = {256: 125e-6, 4096: 900e-6}
+#: Steps and environments of a ring of windows, and steps and number of the windows of a batch.
+SLOTS, LANES, LENGTH, NUM_WINDOWS = 10_000, 16, 8, 32
+#: Seconds that we promise for adding one item, and one step of `LANES` environments.
+REACH_PUSH_S = {"NaiveReplayBuffer": 150e-6, "AdvancedReplayBuffer": 200e-6}
+REACH_WINDOWS_S = 400e-6
 #: Batches of priorities that are drawn before the clock runs.
 NUM_BATCHES = 50
 
@@ -36,8 +50,12 @@ NUM_BATCHES = 50
 def cases(quick: bool) -> Iterator[Case]:
     """Yield sampling with updating at two sizes, and the structures behind it."""
     capacity = 20_000 if quick else 1_000_000
-    for batch_size in (256,) if quick else (256, 4096):
+    for batch_size in (32, 256) if quick else (32, 256, 4096):
         yield learning(capacity, batch_size)
+    yield pushing(capacity)
+    slots = 100 if quick else SLOTS
+    yield adding_windows(slots)
+    yield learning_windows(slots)
     for batch_size in (256,) if quick else (256, 4096):
         yield structures(capacity, batch_size)
 
@@ -79,7 +97,7 @@ def learning(capacity: int, batch_size: int) -> Case:
         f"sample and update {batch_size}",
         (
             Contender("gather packed rows", bare, LIMIT),
-            Contender("AdvancedReplayBuffer", ours, OURS, reach_s=REACH_S[batch_size]),
+            Contender("AdvancedReplayBuffer", ours, OURS, reach_s=REACH_S.get(batch_size)),
             Contender(
                 "per-item Python lists",
                 lambda: PerItem(capacity).learning(batch_size, arrays),
@@ -94,6 +112,191 @@ def learning(capacity: int, batch_size: int) -> Case:
         # repetitions of few.
         warm_up_s=2.0,
     )
+
+
+def pushing(capacity: int) -> Case:
+    """Add one item."""
+    item = {name: leaf[0] for name, leaf in rows(1).items()}
+    arrays = {name: leaf.numpy() for name, leaf in item.items()}
+
+    def bare() -> Call:
+        packed, row = torch.zeros(capacity, FLOATS), torch.ones(FLOATS)
+        places = cycle(range(capacity))
+        return lambda: packed[next(places)].copy_(row)
+
+    def ours(kind: type[NaiveReplayBuffer] | type[AdvancedReplayBuffer]) -> Contender:
+        def prepare() -> Call:
+            buffer = kind(capacity, generator=0)
+            return lambda: buffer.push(item)
+
+        reach_s = REACH_PUSH_S[kind.__name__]
+        return Contender(f"{kind.__name__}.push", prepare, OURS, reach_s=reach_s)
+
+    def cpprb() -> Call:
+        columns = {name: {"shape": leaf.shape} for name, leaf in arrays.items()}
+        buffer = peers.load("cpprb").PrioritizedReplayBuffer(capacity, columns, alpha=ALPHA)
+        return lambda: buffer.add(**arrays)
+
+    def tianshou() -> Call:
+        module = peers.load("tianshou", "data")
+        buffer = module.PrioritizedReplayBuffer(capacity, alpha=ALPHA, beta=BETA)
+        step = module.Batch(
+            obs=arrays["observation"],
+            obs_next=arrays["next_observation"],
+            act=arrays["action"],
+            rew=0.0,
+            terminated=False,
+            truncated=False,
+            info={},
+        )
+        return lambda: buffer.add(step)
+
+    return Case(
+        "add one item",
+        (
+            Contender("copy one packed row", bare, LIMIT),
+            ours(NaiveReplayBuffer),
+            ours(AdvancedReplayBuffer),
+            Contender("cpprb", cpprb, PEER),
+            Contender("tianshou", tianshou, PEER),
+        ),
+        num_bytes=FLOATS * 4,
+    )
+
+
+def steps(num_steps: int) -> dict[str, torch.Tensor]:
+    """Make random steps of `LANES` environments."""
+    return {
+        "observation": torch.randn(num_steps, LANES, OBS),
+        "action": torch.randn(num_steps, LANES, ACTIONS),
+        "reward": torch.randn(num_steps, LANES, 1),
+        "done": torch.rand(num_steps, LANES, 1) < 0.01,
+    }
+
+
+def _filled_windows(slots: int) -> PrioritizedWindows:
+    buffer = PrioritizedWindows(slots, LENGTH, alpha=ALPHA, beta=BETA, anneal_step=0, generator=0)
+    for _ in range(10):
+        buffer.extend(steps(slots // 10))
+    return buffer
+
+
+def adding_windows(slots: int) -> Case:
+    """Add a step of `LANES` environments to a ring of windows."""
+    step = steps(1)
+    width = OBS + ACTIONS + 2
+
+    def bare() -> Call:
+        packed, row = torch.zeros(slots, LANES, width), torch.ones(LANES, width)
+        places = cycle(range(slots))
+        return lambda: packed[next(places)].copy_(row)
+
+    def uniform() -> Call:
+        buffer = TrajectoryDictBufferMultiDim(
+            capacity=slots,
+            n_dim=2,
+            seq_length=LENGTH,
+            output_key_t=["observation", "action"],
+            end_key="done",
+            generator=0,
+        )
+        for _ in range(10):
+            buffer.extend(steps(slots // 10))
+        return lambda: buffer.extend(step)
+
+    def prioritized() -> Call:
+        buffer = _filled_windows(slots)
+        return lambda: buffer.extend(step)
+
+    def by_hand() -> Call:
+        packed, row = np.zeros((slots, LANES, width), np.float32), np.ones(width, np.float32)
+        heap = PairHeap(np.ones(slots * LANES))
+        weights = np.ones(LANES)
+        places = cycle(range(slots))
+
+        def call() -> None:
+            place = next(places)
+            packed[place] = row
+            heap.write(np.arange(LANES) + place * LANES, weights)
+
+        return call
+
+    return Case(
+        f"PrioritizedWindows, add a step of {LANES} environments",
+        (
+            Contender("copy packed rows", bare, LIMIT),
+            Contender("PrioritizedWindows", prioritized, OURS, reach_s=REACH_WINDOWS_S),
+            Contender("TrajectoryDictBufferMultiDim", uniform, OURS),
+            Contender("by hand", by_hand, PEER),
+            Contender("torchrl", lambda: _torchrl_windows(slots)[0], PEER),
+        ),
+        num_bytes=LANES * width * 4,
+    )
+
+
+def learning_windows(slots: int) -> Case:
+    """Draw windows by priority and update their priorities."""
+    width = OBS + ACTIONS + 2
+    priorities = torch.rand(NUM_BATCHES, NUM_WINDOWS)
+
+    def bare() -> Call:
+        packed, out = torch.randn(slots * LANES, width), torch.empty(NUM_WINDOWS, LENGTH * width)
+        pieces = packed.as_strided((slots * LANES - LENGTH, LENGTH * width), (width, 1))
+        indices = cycle([torch.randint(len(pieces), (NUM_WINDOWS,)) for _ in range(NUM_BATCHES)])
+        return lambda: torch.index_select(pieces, 0, next(indices), out=out)
+
+    def ours() -> Call:
+        buffer, new = _filled_windows(slots), cycle(priorities)
+
+        def step() -> None:
+            _, _, ids = buffer.sample(NUM_WINDOWS)
+            buffer.update_priorities(ids, next(new))
+
+        return step
+
+    def by_hand() -> Call:
+        rows_in_memory = torch.randn(slots * LANES, width)
+        heap, new = PairHeap(np.random.rand(slots * LANES)), cycle(priorities.numpy())
+        offsets = torch.arange(LENGTH)
+
+        def step() -> None:
+            first = heap.draw(NUM_WINDOWS)
+            numbers = torch.from_numpy(first)[:, None] + offsets
+            rows_in_memory[numbers.clamp_(max=len(rows_in_memory) - 1)]
+            heap.write(first, next(new))
+
+        return step
+
+    return Case(
+        f"PrioritizedWindows, sample and update {NUM_WINDOWS} x {LENGTH}",
+        (
+            Contender("gather packed windows", bare, LIMIT),
+            Contender("PrioritizedWindows", ours, OURS),
+            Contender("by hand", by_hand, PEER),
+            Contender("torchrl", lambda: _torchrl_windows(slots)[1], PEER),
+        ),
+        num_bytes=NUM_WINDOWS * LENGTH * width * 4,
+    )
+
+
+def _torchrl_windows(slots: int) -> tuple[Call, Call]:
+    """Fill torchrl's ring of prioritized slices; give what adds a step and what draws."""
+    torchrl, tensordict = peers.load("torchrl", "data"), peers.load("tensordict")
+    try:
+        sampler = torchrl.PrioritizedSliceSampler(
+            slots * LANES, alpha=ALPHA, beta=BETA, num_slices=NUM_WINDOWS, end_key="done"
+        )
+    except (RuntimeError, ImportError, NameError) as error:
+        raise peers.PeerMissing(f"torchrl: its extension does not load here: {error}") from error
+    buffer = torchrl.TensorDictReplayBuffer(
+        storage=torchrl.LazyTensorStorage(slots * LANES, ndim=2),
+        sampler=sampler,
+        batch_size=NUM_WINDOWS * LENGTH,
+    )
+    filler = tensordict.TensorDict(steps(slots), batch_size=[slots, LANES])
+    buffer.extend(filler.transpose(0, 1))
+    step = tensordict.TensorDict(steps(1), batch_size=[1, LANES]).transpose(0, 1)
+    return lambda: buffer.extend(step), buffer.sample
 
 
 def structures(capacity: int, batch_size: int) -> Case:

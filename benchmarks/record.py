@@ -4,6 +4,9 @@ The limit is a sequential write of the same bytes into a new file, 8 MiB at a ti
 where ours is durable. Time counts until everything is published, `flush()` included. Without
 `fsync`, "copies, then write" is what the two copies alone take: a step at a time into the
 recorder's memory, then from there to the file.
+
+`RecordingWrapper` is measured by the time of one step of CartPole environments. The limit is the
+same step without recording. "add, by hand" records the results of each step with a `RolloutWriter`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from rollout_data import RolloutWriter
+from rollout_data import RecordingWrapper, RolloutWriter
 from storage.core.durable_files import sync_path
 
-from . import baselines, data, peers
+from . import baselines, data, harness, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 
 #: 2 KiB per frame: 250 + 249 + 12 floats, the reward (4 bytes); the flag comes on top.
@@ -31,10 +35,16 @@ REACH_BLOCKED = 0.05
 STEP_S = 0.010
 FOLDER = data.DATA / "record"
 WRITE_BYTES = 8 << 20
+#: CartPole environments -> largest ratio to the bare step that we promise.
+REACH_WRAPPER = {8: 1.6, 64: 1.1}
+#: Steps of the wrapped environments per repetition.
+WRAPPED_STEPS = 500
 #: Name -> (how it writes, the package that it needs).
 PEERS = {
     "torch.save": (baselines.write_torch, ""),
     "tensordict memmap": (baselines.write_tensordict, "tensordict"),
+    "HDF5 dataset per field": (baselines.write_datasets, ""),
+    "HDF5 datasets, step by step": (baselines.append_datasets, ""),
     "pickle per env": (baselines.write_pickles, ""),
     "HDF5 group per env": (baselines.write_groups, ""),
 }
@@ -45,6 +55,12 @@ def cases(quick: bool) -> Iterator[Case]:
     num_steps, num_envs = (4, 16) if quick else (24, 1024)
     rollout = data.generated(num_steps, num_envs, WIDTHS)
     num_bytes = num_steps * num_envs * data.row_bytes(rollout)
+    names = (
+        "HDF5 dataset per field",
+        "HDF5 datasets, step by step",
+        "torch.save",
+        "tensordict memmap",
+    )
     for is_durable in (False, True):
         name = "durable (fsync)" if is_durable else "not durable"
         yield Case(
@@ -53,11 +69,8 @@ def cases(quick: bool) -> Iterator[Case]:
                 _limit(rollout, is_durable),
                 _writer("add, step by step", rollout, is_durable),
                 _writer("add_rollout", rollout, is_durable, at_once=True),
-                *(
-                    ()
-                    if is_durable
-                    else (_floor(rollout), *_peers(rollout, ("torch.save", "tensordict memmap")))
-                ),
+                *([] if is_durable else [_floor(rollout)]),
+                *_peers(rollout, names[:2] if is_durable else names, is_durable),
             ),
             num_bytes=num_bytes,
             num_repeats=11,
@@ -67,6 +80,8 @@ def cases(quick: bool) -> Iterator[Case]:
     few = _peers(rollout, ("pickle per env", "HDF5 group per env"))
     yield Case("not durable, env by env", (_limit(rollout, False), *few), num_bytes=num_bytes)
     yield _blocked(rollout, num_bytes)
+    for num_envs in REACH_WRAPPER:
+        yield wrapped(num_envs, 20 if quick else WRAPPED_STEPS)
     shutil.rmtree(FOLDER, ignore_errors=True)
 
 
@@ -143,19 +158,31 @@ def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = 
     )
 
 
-def _peers(rollout: data.Rollout, names: tuple[str, ...]) -> tuple[Contender, ...]:
-    return tuple(_peer(name, rollout, *PEERS[name]) for name in names)
+def _peers(
+    rollout: data.Rollout, names: tuple[str, ...], is_durable: bool = False
+) -> tuple[Contender, ...]:
+    return tuple(_peer(name, rollout, is_durable, *PEERS[name]) for name in names)
 
 
 def _peer(
-    name: str, rollout: data.Rollout, write: Callable[[Path, data.Rollout], None], needs: str = ""
+    name: str,
+    rollout: data.Rollout,
+    is_durable: bool,
+    write: Callable[[Path, data.Rollout], None],
+    needs: str = "",
 ) -> Contender:
     folder = FOLDER / name
+
+    def write_all() -> None:
+        write(folder, rollout)
+        if is_durable:
+            for path in folder.iterdir():
+                sync_path(path)
 
     def prepare() -> Call:
         if needs:
             peers.load(needs)
-        return lambda: write(folder, rollout)
+        return write_all
 
     return Contender(name, prepare, PEER, before=lambda: _emptied(folder))
 
@@ -206,4 +233,73 @@ def _blocked(rollout: data.Rollout, num_bytes: int) -> Case:
             Contender("whole loop", lambda: lambda: total_s[-1], LIMIT, own_clock=True),
         ),
         num_bytes=num_bytes * num_rollouts,
+    )
+
+
+def wrapped(num_envs: int, num_steps: int) -> Case:
+    """Step CartPole environments that are recorded, against bare ones; seconds per step."""
+    open_envs: list[Any] = []
+
+    def bare() -> Any:
+        gymnasium = peers.load("gymnasium")
+        vector = peers.load("gymnasium", "vector")
+        mode = vector.AutoresetMode.SAME_STEP
+        envs = vector.SyncVectorEnv(
+            [lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=mode
+        )
+        envs.action_space.seed(0)
+        return envs
+
+    def stepping(envs: Any, record: Callable[..., None] | None = None) -> Call:
+        open_envs.append(envs)
+        actions = [envs.action_space.sample() for _ in range(64)]
+        observation, _ = envs.reset(seed=0)
+
+        def call() -> float:
+            nonlocal observation
+            start_s = harness.clock()
+            for step in range(num_steps):
+                action = actions[step % len(actions)]
+                following, reward, terminated, truncated, _ = envs.step(action)
+                if record is not None:
+                    record(
+                        observation=observation,
+                        action=action,
+                        reward=reward,
+                        terminated=terminated,
+                        truncated=truncated,
+                    )
+                observation = following
+            return (harness.clock() - start_s) / num_steps
+
+        call()
+        return call
+
+    def recorded() -> Call:
+        folder = _emptied(FOLDER / "wrapped")
+        return stepping(RecordingWrapper(bare(), folder, autoreset="same_step", durable=False))
+
+    def by_hand() -> Call:
+        writer = RolloutWriter(_emptied(FOLDER / "by-hand"), num_envs, durable=False)
+        open_envs.append(writer)
+        return stepping(bare(), writer.add)
+
+    def close() -> None:
+        while open_envs:
+            open_envs.pop().close()
+
+    return Case(
+        f"RecordingWrapper, a step of {num_envs} CartPoles",
+        (
+            Contender("bare step", lambda: stepping(bare()), LIMIT, own_clock=True),
+            Contender(
+                "RecordingWrapper",
+                recorded,
+                OURS,
+                own_clock=True,
+                reach=REACH_WRAPPER[num_envs],
+                close=close,
+            ),
+            Contender("add, by hand", by_hand, OURS, own_clock=True),
+        ),
     )

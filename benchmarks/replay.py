@@ -5,6 +5,11 @@ Humanoid. The limit of adding is one copy of the same bytes, laid side by side, 
 sampling, one gather of a row and the observation behind it, from rows that hold each observation
 once, into one reused output, with the indices given. Peers that take rows of many environments at
 once get them so.
+
+Transitions of several steps and stacks of several frames are drawn from a ring of 200,000 rows. Their limit
+is one gather of all rows that they need, also with the indices given; the draw of one step stands
+beside them. cpprb and SB3 sum the rewards of n steps, cpprb when a row is added; tianshou stacks
+frames.
 """
 
 from __future__ import annotations
@@ -35,6 +40,10 @@ PEER_FIELDS = {
     "terminated": "terminated",
     "truncated": "truncated",
 }
+#: Steps of an n-step transition, frames of a stack, and sizes of such batches.
+NUM_STEPS, NUM_FRAMES, MULTI_STEP_BATCHES = 3, 4, (32, 256)
+#: Rows of the ring that they are drawn from; several copies of 10^6 would not fit beside each other.
+MULTI_STEP_ROWS = 200_000
 #: One row in this many ends a trajectory.
 LENGTH = 1000
 #: Indices that are drawn before the clock runs: more rows than any cache, or its page tables,
@@ -44,14 +53,24 @@ NUM_INDICES = 1 << 21
 
 def cases(quick: bool) -> Iterator[Case]:
     """Yield adding and sampling at three sizes each."""
+    capacity = 10_000 if quick else MULTI_STEP_ROWS
+    buffer = filled(capacity)
+    for batch_size in MULTI_STEP_BATCHES:
+        yield multi_step(buffer, batch_size)
     capacity = 10_000 if quick else 1_000_000
-    buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)
-    for _ in range(capacity // 10_000):
-        buffer.extend(rows(10_000))
+    buffer = filled(capacity)
     for num_rows in (1, 64) if quick else (1, 64, 1024):
         yield extending(buffer, num_rows)
     for batch_size in (256,) if quick else (256, 1024, 4096):
         yield sampling(buffer, batch_size)
+
+
+def filled(capacity: int) -> DictBuffer:
+    """Make a ring that is full."""
+    buffer = DictBuffer(capacity=capacity, end_key=["terminated", "truncated"], generator=0)
+    for _ in range(capacity // 10_000):
+        buffer.extend(rows(10_000))
+    return buffer
 
 
 def rows(num_rows: int) -> dict[str, torch.Tensor]:
@@ -138,6 +157,54 @@ def sampling(buffer: DictBuffer, batch_size: int) -> Case:
     )
 
 
+def multi_step(buffer: DictBuffer, batch_size: int) -> Case:
+    """Draw transitions of `NUM_STEPS` steps and stacks of `NUM_FRAMES` frames."""
+    data, capacity = rows(1), buffer.capacity
+    num_rows = NUM_STEPS + 1
+
+    def bare() -> Call:
+        rows_in_memory = torch.randn(capacity, FLOATS)
+        out = torch.empty(batch_size, num_rows * FLOATS)
+        pieces = rows_in_memory.as_strided(
+            (capacity - num_rows + 1, num_rows * FLOATS), (FLOATS, 1)
+        )
+        indices = cycle(
+            torch.randint(len(pieces), (NUM_INDICES // batch_size, batch_size)).unbind()
+        )
+        return lambda: torch.index_select(pieces, 0, next(indices), out=out)
+
+    def ours(**options: Any) -> Call:
+        return lambda: buffer.sample_transitions(batch_size, **options)
+
+    def stacked_by_tianshou() -> Call:
+        return _tianshou(capacity, data, stack_num=NUM_FRAMES).sampling(batch_size)
+
+    return Case(
+        f"sample {batch_size} of several rows",
+        (
+            Contender(f"gather {num_rows} rows", bare, LIMIT),
+            Contender("DictBuffer, one step", lambda: ours(), OURS),
+            Contender(f"DictBuffer, {NUM_STEPS} steps", lambda: ours(num_steps=NUM_STEPS), OURS),
+            Contender(
+                f"DictBuffer, {NUM_FRAMES} frames", lambda: ours(num_frames=NUM_FRAMES), OURS
+            ),
+            Contender(
+                f"cpprb, {NUM_STEPS} steps",
+                lambda: _cpprb(capacity, data, NUM_STEPS).sampling(batch_size),
+                PEER,
+            ),
+            Contender(
+                f"SB3, {NUM_STEPS} steps",
+                lambda: _sb3(capacity, num_steps=NUM_STEPS).sampling(batch_size),
+                PEER,
+            ),
+            Contender(f"tianshou, {NUM_FRAMES} frames", stacked_by_tianshou, PEER),
+        ),
+        num_bytes=batch_size * num_rows * FLOATS * 4,
+        warm_up_s=0.0 if capacity < 100_000 else 8.0,
+    )
+
+
 class _Peer:
     """A filled buffer of another library, and how it is written and drawn from."""
 
@@ -163,18 +230,17 @@ def _fill(columns: list[np.ndarray]) -> None:
             part[:] = filler[: len(part)]
 
 
-def _sb3(capacity: int, num_envs: int = 1) -> _Peer:
+def _sb3(capacity: int, num_envs: int = 1, num_steps: int = 1) -> _Peer:
     buffers, spaces = (
         peers.load("stable-baselines3", "common.buffers"),
         peers.load("gymnasium", "spaces"),
     )
     box = spaces.Box(-1, 1, (OBS,), np.float32), spaces.Box(-1, 1, (ACTIONS,), np.float32)
-    options = {
-        "optimize_memory_usage": True,
-        "handle_timeout_termination": False,
-        "n_envs": num_envs,
-    }
-    buffer = buffers.ReplayBuffer(capacity, *box, **options)
+    options: dict[str, Any] = {"handle_timeout_termination": False, "n_envs": num_envs}
+    if num_steps == 1:
+        buffer = buffers.ReplayBuffer(capacity, *box, optimize_memory_usage=True, **options)
+    else:
+        buffer = buffers.NStepReplayBuffer(capacity, *box, n_steps=num_steps, **options)
     buffer.full, buffer.pos = True, 0
     _fill([buffer.observations, buffer.actions, buffer.rewards])
     observation, action = (
@@ -189,7 +255,7 @@ def _sb3(capacity: int, num_envs: int = 1) -> _Peer:
     return _Peer(extend, buffer.sample)
 
 
-def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
+def _cpprb(capacity: int, data: dict[str, torch.Tensor], num_steps: int = 1) -> _Peer:
     cpprb = peers.load("cpprb")
     columns = {
         "obs": {"shape": OBS},
@@ -198,10 +264,15 @@ def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
         "terminated": {},
         "truncated": {},
     }
-    buffer = cpprb.ReplayBuffer(capacity, columns, next_of="obs")
+    options: dict[str, Any] = {"next_of": "obs"}
+    if num_steps > 1:
+        columns |= {"next_obs": {"shape": OBS}, "done": {}}
+        options = {"Nstep": {"size": num_steps, "gamma": 0.99, "rew": "rew", "next": "next_obs"}}
+    buffer = cpprb.ReplayBuffer(capacity, columns, **options)
 
     def extend(_: Any) -> None:
-        buffer.add(**arrays, next_obs=arrays["obs"])
+        done = {"done": arrays["terminated"]} if num_steps > 1 else {}
+        buffer.add(**arrays, **done, next_obs=arrays["obs"])
 
     arrays = {name: data[key].numpy() for name, key in PEER_FIELDS.items()}
     for _ in range(capacity // len(arrays["obs"]) if len(arrays["obs"]) > 1 else 0):
@@ -218,10 +289,12 @@ def _cpprb(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
     return _Peer(extend, buffer.sample)
 
 
-def _tianshou(capacity: int, data: dict[str, torch.Tensor]) -> _Peer:
+def _tianshou(capacity: int, data: dict[str, torch.Tensor], stack_num: int = 1) -> _Peer:
     tianshou = peers.load("tianshou", "data")
     num_envs = len(data["reward"])
-    buffer = tianshou.VectorReplayBuffer(capacity, num_envs, ignore_obs_next=True)
+    buffer = tianshou.VectorReplayBuffer(
+        capacity, num_envs, stack_num=stack_num, ignore_obs_next=True
+    )
     arrays = {name: data[key].numpy() for name, key in PEER_FIELDS.items()}
     arrays |= {name: array[:, 0] for name, array in arrays.items() if name not in ("obs", "act")}
     batch = tianshou.Batch(**arrays, obs_next=arrays["obs"], info=tianshou.Batch())

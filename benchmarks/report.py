@@ -76,7 +76,7 @@ def table(timings: list[Timing]) -> str:
                 ratio,
                 throughput,
                 _promise(timing),
-                verdict,
+                f"{verdict} {timing.note}".strip(),
             )
         )
     widths = [

@@ -5,13 +5,17 @@ many bytes stands beside it. 512 trajectories have 512 frames of 235 + 235 + 12 
 The HDF5 datasets have one group per trajectory, from which every window is sliced by itself and
 which the default collate puts together; the one of robomimic reads the same file, from the disk and
 with everything in memory. Files are read once right before.
+
+The same windows come from four more folders: trajectories of 80 frames; a folder as a writer leaves
+it that flushes every 24 steps; that folder packed; and that folder while its writer is still open,
+with trajectories that have not ended.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import time
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -26,8 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import trange
 
 from rollout_data import RolloutWriter, WindowDataset, WindowLoader
+from rollout_data.tools.edit.pack_folder import pack_dataset
 
-from . import data, peers
+from . import data, harness, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
 from .images import image_set
 
@@ -44,6 +49,10 @@ SMALL_WIDTHS = {"observation": 4, "action": 1}
 WARM_BATCHES = 1500
 SLOW_WARM_BATCHES = 4
 KEYS = ("observation", "privileged_observation")
+#: Frames of short trajectories, and their number; frames between two flushes.
+SHORT_LENGTH, NUM_SHORT, FLUSHED_STEPS = 80, 2048, 24
+#: Steps and environments of the folders that are flushed often.
+RECORDED_STEPS, RECORDED_ENVS = 240, 512
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -58,6 +67,7 @@ def cases(quick: bool) -> Iterator[Case]:
     rollout.cache_clear()
     for num_workers in (0, 1, 2):
         yield _low_dimensional(ours, theirs / "data.hdf5", num_workers, quick)
+    yield from _other_folders(tag, quick)
     yield _small(tag, quick)
     yield _images(tag, quick)
 
@@ -102,6 +112,64 @@ def _low_dimensional(ours: Path, theirs: Path, num_workers: int, quick: bool) ->
     workers = {0: "no workers", 1: "1 worker", 2: "2 workers"}[num_workers]
     return Case(
         f"L={LENGTH} B={BATCH}, {workers}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes
+    )
+
+
+def _other_folders(tag: str, quick: bool) -> Iterator[Case]:
+    """Read the windows of short trajectories, and of a folder as recorded, packed and live."""
+    num_short = 64 if quick else NUM_SHORT
+    short = data.made_once(
+        f"windows-{tag}-short",
+        lambda path: data.record(path, data.generated(SHORT_LENGTH, num_short)),
+    )
+    num_steps, num_envs = (48, 16) if quick else (RECORDED_STEPS, RECORDED_ENVS)
+    rollout = cache(lambda: data.generated(num_steps, num_envs))
+    recorded = data.made_once(
+        f"windows-{tag}-recorded", lambda path: data.record(path, rollout(), FLUSHED_STEPS)
+    )
+    packed = data.made_once(f"windows-{tag}-packed", lambda path: _pack(recorded, path))
+    live = data.DATA / f"windows-{tag}-live"
+    shutil.rmtree(live, ignore_errors=True)
+    with RolloutWriter(live, num_envs, durable=False) as writer:
+        for start in range(0, num_steps, FLUSHED_STEPS):
+            part = {name: value[start : start + FLUSHED_STEPS] for name, value in rollout().items()}
+            writer.add_rollout(**part)
+            writer.flush()
+        # An unfinished trajectory of every environment.
+        writer.add_rollout(**{name: value[:FLUSHED_STEPS] for name, value in rollout().items()})
+        writer.flush()
+        rollout.cache_clear()
+        folders = {
+            f"trajectories of {SHORT_LENGTH} frames": short,
+            "folder as recorded": recorded,
+            "folder packed": packed,
+            "folder live": live,
+        }
+        for name, folder in folders.items():
+            yield _other_folder(name, folder, quick)
+    shutil.rmtree(live, ignore_errors=True)
+
+
+def _pack(recorded: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pack_dataset(recorded, path)
+
+
+def _other_folder(name: str, folder: Path, quick: bool) -> Case:
+    dataset = WindowDataset(folder, LENGTH)
+    warm = 10 if quick else WARM_BATCHES
+    row_bytes = _row_bytes(dataset)
+
+    def own_loader() -> Any:
+        return WindowLoader(dataset, BATCH, drop_last=True)
+
+    contenders = [
+        _gather_limit(dataset.num_frames, row_bytes, LENGTH, BATCH),
+        _endless("DataLoader", folder, lambda: _torch_loader(dataset, 0), warm, OURS, 2.5),
+        _endless("WindowLoader", folder, own_loader, warm, OURS, REACH["loader"]),
+    ]
+    return Case(
+        f"L={LENGTH} B={BATCH}, {name}", tuple(contenders), num_bytes=BATCH * LENGTH * row_bytes
     )
 
 
@@ -211,10 +279,10 @@ def _endless(
     def call() -> float:
         for _ in range(num_ahead):
             next(iterators[0])
-        start_s = time.perf_counter()
+        start_s = harness.clock()
         for _ in range(num_timed):
             next(iterators[0])
-        return (time.perf_counter() - start_s) / num_timed
+        return (harness.clock() - start_s) / num_timed
 
     def close() -> None:
         if iterators:
@@ -239,10 +307,10 @@ def _in_rounds(
         batches = (batch for loader in repeat(make()) for batch in loader)
         for _ in range(num_warm):
             next(batches)
-        start_s = time.perf_counter()
+        start_s = harness.clock()
         for _ in range(num_timed):
             next(batches)
-        elapsed_s = time.perf_counter() - start_s
+        elapsed_s = harness.clock() - start_s
         batches.close()
         gc.collect()
         return elapsed_s / num_timed
