@@ -201,7 +201,7 @@ def multi_step(buffer: DictBuffer, batch_size: int) -> Case:
             Contender(f"tianshou, {NUM_FRAMES} frames", stacked_by_tianshou, PEER),
         ),
         num_bytes=batch_size * num_rows * FLOATS * 4,
-        warm_up_s=0.0 if capacity < 100_000 else 8.0,
+        warm_up_s=0.0 if capacity < 100_000 else 2.0,
     )
 
 
