@@ -234,7 +234,8 @@ class TrajectoryCache(Shown):
         entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
             raise MissingFieldError(
-                f"trajectory {trajectory_id!r} is not in the cache of {len(self._entries)}."
+                f"trajectory_id {trajectory_id!r} is not in the cache, which has "
+                f"{len(self._entries)} trajectories."
             )
         return entry
 

@@ -435,7 +435,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
         entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
         if entry is None:
             raise MissingFieldError(
-                f"trajectory_id {trajectory_id!r} is not in the buffer of {len(self)} trajectories."
+                f"trajectory_id {trajectory_id!r} is not in the buffer, which has {len(self)} "
+                "trajectories."
             )
         return entry
 

@@ -225,7 +225,7 @@ class WindowDataset(WindowBatches):
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
                 raise UsageError(
-                    f"field {field.name!r} has the name of a mask of windows. Rename the field."
+                    f"the field name {field.name!r} is reserved for masks of windows. Rename the field."
                 )
         pads = self.padding != "none"
         self._windows = WindowIndex(

@@ -106,7 +106,8 @@ class SegmentTree:
             or not 0 <= start <= stop <= self.capacity
         ):
             raise OutOfRangeError(
-                f"0 <= start <= end <= {self.capacity} must hold, got start {start} and end {stop}."
+                f"start and end must satisfy 0 <= start <= end <= {self.capacity}, got {start} and "
+                f"{stop}."
             )
         return self._tree.reduce(int(start), int(stop))
 

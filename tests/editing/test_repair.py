@@ -177,7 +177,7 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
     with pytest.raises(
         DataFileError,
-        match=r"'rollout_arm_000000.h5' in .* is damaged\. Repair FIL and STR too",
+        match=r"'rollout_arm_000000.h5' in .* is damaged\. Repair the rules FIL and STR too",
     ):
         repair(tmp_path / "walk", tmp_path / "other", only=["STA01"])
     walking(tmp_path / "sound")

@@ -114,7 +114,7 @@ def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(
         assert buffer.trajectory_ids == [4, 5] and buffer.total_samples == 30
         with pytest.raises(
             KeyError,
-            match=r"TrajectoryReplayBuffer.get: trajectory_id 3 is not in the buffer of 2 trajectories",
+            match=r"TrajectoryReplayBuffer.get: trajectory_id 3 is not in the buffer, which has 2 trajectories",
         ):
             buffer.get(3)
         if kind != "memory":

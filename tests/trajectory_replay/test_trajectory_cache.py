@@ -92,7 +92,7 @@ def test_an_id_that_is_not_here_is_named() -> None:
     cache.put(1, {"x": torch.ones(1)})
     with pytest.raises(
         MissingFieldError,
-        match=r"trajectory .* is not in the cache of 1",
+        match=r"trajectory_id .* is not in the cache, which has 1 trajectories",
     ):
         cache.get(0)
 

@@ -372,7 +372,7 @@ def _link_and_write(
         # Repaired episodes would be written with valid checksums for damaged rows.
         name = damaged[0]
         error = DataFileError(
-            f"{name!r} in {str(folder.data_dir)!r} is damaged. Repair FIL and STR too."
+            f"{name!r} in {str(folder.data_dir)!r} is damaged. Repair the rules FIL and STR too."
         )
         raise error from folder.problems[name]
     if repaired:
