@@ -479,12 +479,15 @@ class RecordReader:
             return (lead[0], lanes) if lead[0] and lead[1:] == (lanes,) else None
         return (lead[0] // lanes, lanes) if lead[0] and lead[0] % lanes == 0 else None
 
-    def read(self, record: Any, names: list[str] | None = None) -> Rows | None:
+    def read(
+        self, record: Any, names: list[str] | None = None, argument: str = "data"
+    ) -> Rows | None:
         """Check a record completely and return its `Rows`; None if the record has no leaf.
 
         Args:
             record: Nested mapping of tensors or arrays.
             names: Fields of the schema that the record must have, and no others; None for all.
+            argument: Name of the record in errors.
 
         Raises:
             MissingFieldError, SchemaError, FieldTypeError: A leaf does not match the schema. The
@@ -492,7 +495,7 @@ class RecordReader:
         """
         if not hasattr(record, "items"):
             raise SchemaError(
-                f"a record must be a nested mapping of tensors, got {type(record).__name__}."
+                f"{argument} must be a nested mapping of tensors, got {type(record).__name__}."
             )
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:

@@ -308,11 +308,11 @@ class RowStore:
         if finals is None:
             reader = reader.renewed(num_lanes)
             reader.schema = rows.schema if self.reader.schema is None else self.reader.schema
-            read = reader.read(final, list(flatten(final)))
+            read = reader.read(final, list(flatten(final)), "final")
         else:
             if reader.schema is not finals.schema:
                 reader.freeze(finals.schema, num_lanes)
-            read = reader.rows_again(final) or reader.read(final)
+            read = reader.rows_again(final) or reader.read(final, argument="final")
         if read is None or read.num_rows != rows.num_rows:
             num_finals = 0 if read is None else read.num_rows
             raise SchemaError(f"final has {num_finals} rows, and data has {rows.num_rows}.")

@@ -264,7 +264,7 @@ def test_wrong_levels_and_no_frames_are_refused(tmp_path):
     for wrong in ([1.5], 0.5, [0.5, "a"], [None], [float("nan")]):
         with pytest.raises(UsageError, match="levels in \\[0, 1\\]"):
             WindowDataset(tmp_path).statistics(wrong)
-    with pytest.raises(UsageError, match="at least one frame"):
+    with pytest.raises(UsageError, match="the data have no frames"):
         WindowDataset(tmp_path, split="validation", validation_fraction=0).statistics()
 
 
