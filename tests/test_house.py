@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "rollout_data": {
         "blocks": "codecs saving",
         "remote": "blocks saving",
-        "sources": "blocks remote",
+        "sources": "blocks checkpoints remote",
         "playback": "blocks codecs live remote sources",
         "windows": "blocks live remote sources",
         "trajectories": "blocks checkpoints live sources",

@@ -7,7 +7,6 @@ treats such an error as no match. Readers also use the functions that list the f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
@@ -15,8 +14,10 @@ from pathlib import Path
 from h5py import h5d
 
 from storage.core.durable_files import read_text
+from storage.saving.saved_folder import CONFIG_NAME, ROWS, SUFFIX
 
 from ..sources.recordings.natural_order import natural
+from ..sources.trajectory_checkpoints.checkpoint_folder import checkpoint_folders, index_path
 from .arrays.npz_arrays import array_names, is_zip, member_names
 from .hdf5.hdf5_datasets import OpenFile, hdf5_names, matches, numbered
 from .input_checks import file_inside, first_bytes, listed, parse_attribute
@@ -36,29 +37,10 @@ def is_lerobot(path: Path) -> bool:
 
 # RLinf: a checkpoint folder with an index, or a folder of checkpoint folders, one per rank.
 
-_RLINF_INDICES = ("trajectory_index.json", "trajector_index.json")
-_RLINF_RANK = re.compile(r"rank_\d+")
-
 
 def is_rlinf(path: Path) -> bool:
     """Return whether a folder holds an RLinf checkpoint of trajectories."""
-    return any(rlinf_index(folder) for folder in rlinf_folders(path))
-
-
-def rlinf_folders(path: Path) -> list[Path]:
-    """Return the folders with an index: the folder itself, or its subfolders of ranks."""
-    if not path.is_dir():
-        return []
-    if rlinf_index(path):
-        return [path]
-    return [
-        folder for folder in listed(path) if _RLINF_RANK.fullmatch(folder.name) and folder.is_dir()
-    ]
-
-
-def rlinf_index(folder: Path) -> str | None:
-    """Return the file name of the index in a folder; None if there is no index."""
-    return next((name for name in _RLINF_INDICES if (folder / name).is_file()), None)
+    return any(index_path(folder) for folder in checkpoint_folders(path))
 
 
 # RLDS: a version folder with two JSON files, or a folder of version folders.
@@ -307,15 +289,14 @@ def _are_datasets(file: OpenFile, *names: str) -> bool:
 
 # BFM-Zero: a folder with a ring buffer and its configuration.
 
-BFM_ZERO_BUFFER = "buffer.hdf5"
-BFM_ZERO_CONFIG = "config.json"
+BFM_ZERO_BUFFER = ROWS + SUFFIX
 
 
 def is_bfm_zero(path: Path) -> bool:
     """Return whether a folder is a saved buffer of BFM-Zero."""
-    if not (path / BFM_ZERO_BUFFER).is_file() or not (path / BFM_ZERO_CONFIG).is_file():
+    if not (path / BFM_ZERO_BUFFER).is_file() or not (path / CONFIG_NAME).is_file():
         return False
-    return '"_idx"' in read_text(path / BFM_ZERO_CONFIG)
+    return '"_idx"' in read_text(path / CONFIG_NAME)
 
 
 # OGBench: an npz file with the arrays of `OGBENCH_ARRAYS`.

@@ -29,19 +29,24 @@ from storage.core.durable_files import (
 )
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
-from .trajectory_files import FORMATS, Entry, find_block, find_files, read_whole
+from ..sources.trajectory_checkpoints.checkpoint_folder import (
+    FORMATS,
+    INDEX_NAME,
+    LEGACY_INDEX_NAME,
+    MAX_ID,
+    METADATA_NAME,
+    checkpoint_folders,
+    find_files,
+    index_path,
+    listed_entries,
+)
+from .trajectory_files import Entry, find_block, read_whole
 from .trajectory_rows import Rows, layout_of
 
-INDEX_NAME = "trajectory_index.json"
-METADATA_NAME = "metadata.json"
-#: Name of the index in the earlier system.
-LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT = "rollout-data trajectories"
 _VERSION = 1
 #: Maximum bytes of an index, enough for several million trajectories.
 _MAX_INDEX_BYTES = 1 << 30
-#: Exclusive upper limit of ids, because file names have 18 digits for the id.
-_MAX_COUNTER = 10**18
 _LOAD = "load trajectories from"
 
 
@@ -64,7 +69,8 @@ def save_to(
     """Write entries and their index to a folder, replacing an earlier checkpoint."""
     own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
     if folder.is_dir():
-        own |= {path.name for path in find_files(folder.resolve()).values()}
+        for paths in find_files(folder.resolve()).values():
+            own |= {path.name for path in paths}
     with replace_folder(folder, own) as made:
         for entry in entries:
             suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
@@ -123,18 +129,11 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
         CorruptFileError: The index or a file is damaged, or the index contradicts a file.
     """
     folder = existing_folder(folder)
-    folders = [folder]
-    if not any((folder / name).is_file() for name in (INDEX_NAME, LEGACY_INDEX_NAME)):
-        ranks = (
-            [path for path in folder.glob("rank_*") if path.name[5:].isdigit()]
-            if folder.is_dir()
-            else []
+    folders = checkpoint_folders(folder)
+    if not folders:
+        raise MissingTrajectoriesError(
+            f"cannot {_LOAD} {str(folder)!r}: expected {INDEX_NAME}, got none."
         )
-        folders = sorted(ranks, key=lambda path: int(path.name[5:]))
-        if not folders:
-            raise MissingTrajectoriesError(
-                f"cannot {_LOAD} {str(folder)!r}: expected {INDEX_NAME}, got none."
-            )
     found = [_read_one(one, trusted, verify) for one in folders]
     entries = [entry for listed, _ in found for entry in listed]
     next_id = max(
@@ -164,28 +163,24 @@ def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry
 
 
 def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
-    name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
+    path_of_index = index_path(folder) or folder / LEGACY_INDEX_NAME
     about = folder / METADATA_NAME
     try:
-        index = read_json(folder / name, _MAX_INDEX_BYTES)
+        index = read_json(path_of_index, _MAX_INDEX_BYTES)
         is_ours = index.get("format") == _FORMAT
         counters = _counters_of(
             (index.get("counters") if is_ours else about.exists() and read_json(about)) or {}
         )
-        # `dict.fromkeys` removes duplicate ids.
-        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))
+        items = dict(listed_entries(index))  # A repeated id is listed once.
         files = find_files(folder)
         entries = []
         missing = []
-        for one in ids:
-            formats = (counters.file_format, *FORMATS)
-            path = next((files[one, each] for each in formats if (one, each) in files), None)
+        for trajectory_id, item in items.items():
+            path = _preferred(files.get(trajectory_id, []), counters.file_format)
             if path is None:
-                missing.append(one)
+                missing.append(trajectory_id)
             else:
-                entries.append(
-                    _read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify)
-                )
+                entries.append(_read_entry(path, trajectory_id, item, trusted, verify))
     except (
         FileNotFoundError,
         KeyError,
@@ -197,16 +192,25 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         if isinstance(cause, DataFileError):
             raise
         raise CorruptFileError(
-            f"cannot {_LOAD} {str(folder / name)!r}: expected an intact index, got "
+            f"cannot {_LOAD} {str(path_of_index)!r}: expected an intact index, got "
             f"{type(cause).__name__}: {cause}."
         ) from cause
     if missing:
         listed = ", ".join(map(str, missing[:10]))
-        text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
+        text = f"{len(missing)} of {len(items)} trajectories in the index of {str(folder)!r}"
         warnings.warn(
             f"{text} have no file and are skipped: {listed}", RolloutDataWarning, stacklevel=4
         )
     return entries, counters
+
+
+def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
+    """Return the file of a trajectory: in `file_format`, or else in the first of `FORMATS`."""
+    for suffix in (file_format, *FORMATS):
+        for path in paths:
+            if path.suffix == f".{suffix}":
+                return path
+    return None
 
 
 def _read_entry(
@@ -242,7 +246,7 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
     """Return the counters in an index; raise `ValueError` for invalid counters."""
     file_format = str(summary.get("trajectory_format"))
     seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
-    if next_id >= _MAX_COUNTER:
+    if next_id >= MAX_ID:
         raise ValueError(f"a trajectory_counter of {next_id}")
     rng = None
     if (text := summary.get("rng")) is not None:

@@ -13,7 +13,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,24 +22,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.checkpoints.checkpoint_files import load_checkpoint, save_to
+from storage.checkpoints.checkpoint_files import save_to
 from storage.core.durable_files import replace_file
 from storage.core.fields import unflatten
 from storage.core.memory import BufferPool
-from storage.errors import CorruptFileError, DataFileError, UnsafeFileError, in_parts
+from storage.errors import CorruptFileError, DataFileError
 
 from ..blocks.block import Block
 from ..blocks.block_content import ArrayRows, BlockContent
 from ..blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
 from ..blocks.row_layout import RowLayout
 from ..blocks.write_block import write_block_file
+from ..sources.trajectory_checkpoints.checkpoint_file import END_FLAGS, read_trajectory
+from ..sources.trajectory_checkpoints.checkpoint_folder import id_of_file
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
-FORMATS = ("h5", "pt", "pkl")
-#: Flags that may have an extra row before the first step of each epoch in files of an earlier
-#: system.
-LONGER_FLAGS = ("dones", "terminations", "truncations")
-_NAME = re.compile(r"trajectory_(\d{1,18})(?:_.*)?\.(h5|pt|pkl)")
 _READ = "read the trajectory"
 
 
@@ -106,9 +103,9 @@ class Entry:
     @property
     def filed_id(self) -> int:
         """Trajectory id in the name of the file."""
-        match = self.path and _NAME.fullmatch(self.path.name)
-        assert match, "named by file_name() or found by find_files()"
-        return int(match[1])
+        trajectory_id = None if self.path is None else id_of_file(self.path.name)
+        assert trajectory_id is not None, "named by file_name() or found by find_files()"
+        return trajectory_id
 
     def is_recent(self, min_weights_version: int | None) -> bool:
         """Return whether the policy version is at least `min_weights_version`.
@@ -223,16 +220,6 @@ class Entry:
         }
 
 
-def find_files(folder: Path) -> dict[tuple[int, str], Path]:
-    """Return the trajectory files in a folder: (id, format) -> path."""
-    paths = {}
-    for entry in os.scandir(folder):
-        match = _NAME.fullmatch(entry.name)
-        if match and entry.is_file():
-            paths[int(match[1]), match[2]] = folder / entry.name
-    return paths
-
-
 def find_block(
     path: Path,
     trajectory_id: int,
@@ -284,29 +271,5 @@ def find_block(
 
 
 def read_whole(path: Path, trusted: bool) -> Leaves:
-    """Read a `pt` or `pkl` file as a whole.
-
-    Raises:
-        UnsafeFileError: The file is a pickle and `trusted` is false, or the file has objects that
-            are neither tensors nor plain containers.
-        CorruptFileError: The file is damaged, or does not contain a trajectory.
-    """
-    where = repr(str(path))
-    if path.suffix == ".pt":
-        trajectory = load_checkpoint(path)
-    elif not trusted:
-        raise UnsafeFileError(
-            f"cannot {_READ} {where}: expected a file that runs no code, got a pickle. Pass "
-            "trusted=True if you trust its author: reading it runs what it says."
-        )
-    else:
-        try:
-            with open(path, "rb") as file:
-                trajectory = pickle.load(file)  # The user opted in by `trusted`.
-        except Exception as cause:  # Code in a pickle may raise any exception.
-            raise CorruptFileError(
-                f"cannot {_READ} {where}: expected a pickle, got {cause}."
-            ) from cause
-    if not isinstance(trajectory, Mapping):
-        raise CorruptFileError(in_parts(_READ, where, "a dict", type(trajectory).__name__))
-    return take_apart(trajectory, LONGER_FLAGS, (), f"of {str(path)!r}")
+    """Read the leaves of a `pt` or `pkl` file. Raises the errors of `read_trajectory`."""
+    return take_apart(read_trajectory(path, trusted), END_FLAGS, (), f"of {str(path)!r}")

@@ -23,10 +23,11 @@ from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor
 
 from ..blocks.row_layout import RowLayout
+from ..sources.trajectory_checkpoints.checkpoint_folder import FORMATS
 from .live_trajectories import LiveTrajectories, check_fields
 from .replay_folder import Counters, check_json, folded, read_folder, save_to, share_of
 from .trajectory_cache import TrajectoryCache
-from .trajectory_files import FORMATS, Entry
+from .trajectory_files import Entry
 from .trajectory_rows import Leaves, layout_of, pack, take_apart, unpack
 from .trajectory_saver import TrajectorySaver
 

@@ -19,6 +19,7 @@ from storage.core.memory import BufferPool, as_given
 from storage.errors import SchemaError, in_parts
 
 from ..blocks.row_layout import PACKED, RowLayout
+from ..sources.trajectory_checkpoints.checkpoint_file import split_epochs
 
 #: Names of leaves that define the number of steps of a trajectory, in order of precedence.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
@@ -193,11 +194,10 @@ def _epochs(
         SchemaError: The number of rows is wrong, or the leaf is not declared to have more rows.
     """
     num_steps, num_envs = shape
-    num_epochs = tensor.shape[0] - num_steps
-    is_longer = num_epochs > 0 and num_steps % num_epochs == 0 and tensor.shape[1] == num_envs
-    if not is_longer or not is_declared:
-        advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
+    epochs = split_epochs(tensor, num_steps) if tensor.shape[1] == num_envs else None
+    if epochs is None or not is_declared:
+        advice = f"Declare {name!r} in drop_first or drop_last" if epochs is not None else ""
         expected = f"[{num_steps}, {num_envs}, ...] like the others"
         got = f"shape {list(tensor.shape)}"
         raise SchemaError(in_parts("store the leaf", f"{name!r} {where}", expected, got, advice))
-    return tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])
+    return epochs

@@ -21,8 +21,9 @@ from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 
 from ..blocks.block import Block
+from ..sources.trajectory_checkpoints.checkpoint_folder import find_files
 from .replay_folder import Counters, write_index
-from .trajectory_files import Entry, find_block, find_files, naming
+from .trajectory_files import Entry, find_block, naming
 
 #: Maximum share of the background thread's time for writing the index. A long index is therefore
 #: written less often.
@@ -70,7 +71,7 @@ class TrajectorySaver:
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
         #: Ids of files of an earlier run that were not loaded. Cleared after the warning.
-        self._earlier = {number for number, _ in find_files(folder)}
+        self._earlier = set(find_files(folder))
         self.first_free_id = max(self._earlier, default=-1) + 1
         self._lock = lock
         self._on_saved = on_saved
@@ -136,9 +137,7 @@ class TrajectorySaver:
         """
         is_own = self.folder.is_relative_to(directory.resolve())
         others = [] if is_own and not is_share else [one for one in entries if not self._has(one)]
-        there: dict[int, list[Path]] = {}
-        for (number, _), path in find_files(self.folder).items() if others else ():
-            there.setdefault(number, []).append(path)
+        there = find_files(self.folder) if others else {}
         made: list[Path] = []
         try:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]

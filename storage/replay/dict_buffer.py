@@ -16,6 +16,7 @@ from ..ring.ring_store import RingStore
 from ..ring.row_store import RowOptions, draw_uniformly
 from ..ring.trajectory_ends import end_places
 from ..ring.transition_sampler import TransitionRequest, TransitionSampler
+from ..saving.buffer_store import KEY_SEPARATOR
 from ..saving.hdf5_columns import Table
 from .row_buffer import RowBuffer, on_device
 
@@ -63,7 +64,7 @@ class DictBuffer(RowBuffer):
         self,
         capacity: int,
         device: torch.device | str = "cpu",
-        nested_key_separator: str = "-",
+        nested_key_separator: str = KEY_SEPARATOR,
         *,
         num_envs: int = 1,
         end_key: Key | list[Key] | None = None,

@@ -24,7 +24,7 @@ from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
 from ..ring.row_store import RowFront, RowOptions, RowStore
-from ..saving.buffer_store import BufferStore
+from ..saving.buffer_store import KEY_SEPARATOR, BufferStore
 from ..saving.hdf5_columns import Table
 from ..saving.saved_folder import ROWS
 from ..saving.saved_store import State
@@ -104,7 +104,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         split_on_end: bool = False,
         contiguous: bool = False,
         output_device: torch.device | str | None = None,
-        nested_key_separator: str = "-",
+        nested_key_separator: str = KEY_SEPARATOR,
         generator: torch.Generator | int | None = None,
     ) -> None:
         end_name = flat_name(end_key, "end_key")

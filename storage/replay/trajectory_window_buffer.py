@@ -16,6 +16,7 @@ from ..errors import SchemaError, UsageError
 from ..ring.row_store import RowOptions
 from ..ring.trajectory_ends import Places, end_places
 from ..ring.window_sampler import WindowRequest, draw_windows, list_windows
+from ..saving.buffer_store import KEY_SEPARATOR
 from .dict_buffer import DictBuffer
 from .row_buffer import on_device
 
@@ -72,7 +73,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         end_key: Key | list[Key] | None = None,
         start_mode: str = "uniform",
         at_end: str = "exclude",
-        nested_key_separator: str = "-",
+        nested_key_separator: str = KEY_SEPARATOR,
         auto_unsqueeze: bool = False,
         narrow: bool = False,
         contiguous: bool = False,

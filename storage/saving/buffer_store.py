@@ -20,11 +20,13 @@ import torch
 from ..core.durable_files import existing_folder
 from ..errors import RolloutDataWarning, SchemaError
 from .hdf5_columns import SAVE_ID, Table, open_columns
-from .saved_folder import FINALS, ROWS, check_version, device_for, write_folder
+from .saved_folder import FINALS, ROWS, SUFFIX, check_version, device_for, write_folder
 from .saved_store import Store, random_state_for
 
 FORMAT = "rollout-data buffer"
 VERSION = 1
+#: Text that joins the levels of a key in files of configs without `nested_key_separator`.
+KEY_SEPARATOR = "-"
 #: Column of the table of final observations that contains the keys of their rows.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
@@ -41,7 +43,7 @@ class BufferStore(Store):
     """
 
     generator: torch.Generator
-    nested_key_separator: str = "-"
+    nested_key_separator: str = KEY_SEPARATOR
 
     @property
     def rng(self) -> torch.Generator:  # type: ignore[override]
@@ -143,8 +145,8 @@ class BufferStore(Store):
         made: _Self = cls._from_arguments(
             cls._of_flat(config), device_for(config.get("device"), device)
         )
-        separator = made.nested_key_separator = config.get("nested_key_separator", "-")
-        paths = {table: existing_folder(folder) / f"{table}.hdf5" for table in (ROWS, FINALS)}
+        separator = made.nested_key_separator = config.get("nested_key_separator", KEY_SEPARATOR)
+        paths = {table: existing_folder(folder) / f"{table}{SUFFIX}" for table in (ROWS, FINALS)}
         # Only a buffer that never had a row is saved without rows.
         is_empty = "format" in config and not config.get("num_lanes") and not config.get("total", 1)
         if is_empty and not paths[ROWS].exists():
@@ -189,6 +191,8 @@ def rows_written(
     Configs of earlier systems have the slot of the next row instead, or neither number.
     """
     cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
+    if cursor == num_slots:  # The cursor after the last slot is the first slot.
+        cursor = 0
     total = int(
         numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0))
     )

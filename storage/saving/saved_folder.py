@@ -34,7 +34,9 @@ COLUMNS = "columns"
 ROWS = "buffer"
 #: Table of the final observations of a `BufferStore`.
 FINALS = "finals"
-_OWN_NAMES = frozenset({CONFIG_NAME, *(f"{table}.hdf5" for table in (COLUMNS, ROWS, FINALS))})
+#: Suffix of the file of a table.
+SUFFIX = ".hdf5"
+_OWN_NAMES = frozenset({CONFIG_NAME, *(table + SUFFIX for table in (COLUMNS, ROWS, FINALS))})
 #: Errors that Python and torch raise for values of wrong types.
 NONSENSE = (
     ArithmeticError,
@@ -75,7 +77,7 @@ def write_folder(
     save_id = secrets.token_hex(8)
     with replace_folder(folder, _OWN_NAMES) as new:
         for name, columns in tables.items():
-            write_columns(new / f"{name}.hdf5", columns, save_id)
+            write_columns(new / f"{name}{SUFFIX}", columns, save_id)
         write_json(new / CONFIG_NAME, {**config, SAVE_ID: save_id})
 
 

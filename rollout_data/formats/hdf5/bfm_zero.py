@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, SchemaError
+from storage.saving.buffer_store import KEY_SEPARATOR, rows_written
+from storage.saving.saved_folder import CONFIG_NAME
 
 from ...sources.episode_info import EpisodeInfo
-from ..format_detection import BFM_ZERO_BUFFER, BFM_ZERO_CONFIG
+from ..format_detection import BFM_ZERO_BUFFER
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name
 
@@ -32,9 +34,9 @@ class Reader(FlatReader):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         file_inside(self.path, BFM_ZERO_BUFFER)
-        config = read_object(file_inside(self.path, BFM_ZERO_CONFIG))
+        config = read_object(file_inside(self.path, CONFIG_NAME))
         self.metadata = {**config, **self.metadata}
-        separator = str(config.get("nested_key_separator", "")) or "-"
+        separator = str(config.get("nested_key_separator", "")) or KEY_SEPARATOR
         with self.files.use(self.file_path) as file:
             datasets = file.datasets("")
             names = _names(self.usable(datasets), separator)
@@ -65,17 +67,21 @@ def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
 def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
     """Return the written row ranges of a ring, the oldest first."""
     position: Any = config.get("_idx")
-    is_full = config.get("_is_full")
+    is_full: Any = config.get("_is_full")
     stated = config.get("capacity", capacity)
-    is_position = type(position) is int and 0 <= position <= capacity
-    if not is_position or type(is_full) is not bool or stated != capacity:
+    try:
+        if type(position) is not int or type(is_full) is not bool or stated != capacity:
+            raise TypeError("numbers of other types, or of another capacity")
+        total = rows_written(config, capacity if is_full else position, capacity, 1)
+    except (SchemaError, TypeError, ValueError, ArithmeticError) as cause:
         raise CorruptFileError(
             f"{where} has {capacity} rows, but its configuration has _idx {position!r}, _is_full "
             f"{is_full!r} and capacity {stated!r}."
-        )
+        ) from cause
+    cursor = total % capacity
     parts = []
-    if is_full and position < capacity:
-        parts.append(Part("", position, capacity - position))
-    if position:
-        parts.append(Part("", 0, position))
+    if total >= capacity:
+        parts.append(Part("", cursor, capacity - cursor))
+    if cursor:
+        parts.append(Part("", 0, cursor))
     return parts

@@ -8,8 +8,6 @@ steps of a column between two dones. The last episode of a column usually has an
 from __future__ import annotations
 
 import math
-import pickle
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,23 +19,32 @@ import numpy as np
 import torch
 
 from storage.core import arguments
-from storage.core.durable_files import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
+from ...sources.trajectory_checkpoints.checkpoint_file import (
+    END_FLAGS,
+    map_trajectory,
+    split_epochs,
+)
+from ...sources.trajectory_checkpoints.checkpoint_folder import (
+    METADATA_NAME,
+    checkpoint_folders,
+    find_files,
+    index_path,
+    listed_entries,
+)
 from ..arrays.npz_arrays import Array
-from ..format_detection import rlinf_folders, rlinf_index
-from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_object
+from ..input_checks import KnownFiles, damage_named, file_inside, read_object
 
-_FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
-_ENDS = ("dones", "terminations", "truncations")
+#: Suffixes of the trajectory files of RLinf.
+_SUFFIXES = (".pt", ".pkl")
 _TASKS = ("task", "task_description", "task_descriptions")
 #: Maximum bytes of an observation field that are compared with the next observations.
 _COMPARED_BYTES = 1 << 26
 _NEXT = "next_observation"
-_MAX_PICKLE_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 24
 _MAX_DEPTH = 16
 _PICKLE_ADVICE = "A pickle can run code. Save the trajectories as 'pt'."
@@ -75,7 +82,7 @@ class Reader(FileSource):
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
-        for folder in rlinf_folders(self.path):
+        for folder in checkpoint_folders(self.path):
             for number, entry, path in self._listed(folder, is_rebuilt):
                 try:
                     block = self._load(path)
@@ -122,14 +129,16 @@ class Reader(FileSource):
 
         If `is_rebuilt` is true, files that the index does not list are appended.
         """
-        index_name = rlinf_index(folder)
-        if index_name is None:
+        path_of_index = index_path(folder)
+        if path_of_index is None:
             return []
         where = repr(str(folder))
         inner = folder.relative_to(self.path)
-        index = read_object(file_inside(self.path, str(inner / index_name)), _MAX_JSON_BYTES)
-        if (folder / "metadata.json").exists():
-            metadata_path = file_inside(self.path, str(inner / "metadata.json"))
+        index = read_object(
+            file_inside(self.path, str(inner / path_of_index.name)), _MAX_JSON_BYTES
+        )
+        if (folder / METADATA_NAME).exists():
+            metadata_path = file_inside(self.path, str(inner / METADATA_NAME))
             self.metadata |= read_object(metadata_path, _MAX_JSON_BYTES)
         absent = self.metadata.pop(ABSENT, None)
         file_format = self.metadata.get("trajectory_format", "pt")
@@ -140,11 +149,11 @@ class Reader(FileSource):
             )
 
         entries = _entries(index, where)
-        files: dict[int, list[str]] = {}
-        for path in listed(folder):
-            match = _FILE.fullmatch(path.name)
-            if match:
-                files.setdefault(int(match[1]), []).append(path.name)
+        files = {}
+        for number, paths in find_files(folder).items():
+            names = [path.name for path in paths if path.suffix in _SUFFIXES]
+            if names:
+                files[number] = names
         self._report_differences(entries, files, where, is_rebuilt)
 
         numbers = [number for number in entries if number in files]
@@ -215,7 +224,7 @@ class Reader(FileSource):
         texts = []
         plain = {}
         for name, value in block.items():
-            if name in _ENDS:
+            if name in END_FLAGS:
                 continue
             if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
                 # bfloat16 becomes float32, because numpy has no bfloat16.
@@ -243,7 +252,7 @@ class Reader(FileSource):
         """Return the episodes of a block: the steps of each column between two dones."""
         prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
         ends = {}
-        for name in _ENDS:
+        for name in END_FLAGS:
             if name in block:
                 ends[name] = _flags(block[name], shape, f"{name!r} of {str(path)!r}")
         terminations = ends.get("terminations", np.zeros(shape, bool))
@@ -294,10 +303,9 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
         CorruptFileError: The index is damaged, or lists an id twice.
     """
     with damage_named(f"The index of {where}", *_DAMAGE):
-        by_id = index["trajectory_index"]
-        ids = index["trajectory_id_list"]
-        entries = {int(number): dict(by_id.get(str(number), {})) for number in ids}
-        if len(entries) < len(ids):
+        items = listed_entries(index)
+        entries = dict(items)
+        if len(entries) < len(items):
             raise ValueError("the index has a duplicate trajectory id")
         return entries
 
@@ -340,18 +348,7 @@ def _load(path: Path) -> dict[str, Any]:
     """
     where = repr(str(path))
     with damage_named(where, *_DAMAGE):
-        _check_members(path)
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as cause:
-            reason = str(cause).split("\n")[0][:200].rstrip(".")
-            raise UnsafeFileError(
-                f"{where} contains more than tensors and plain containers: {reason}. No code of "
-                "the file was run."
-            ) from cause
-        if not isinstance(content, dict):
-            raise ValueError(f"it contains a {type(content).__name__}, expected a dict")
-
+        content = map_trajectory(path)
         values = {}
         file_bytes = path.stat().st_size
         for stored_name, value in islice(_flat(content, ()), MAX_FIELDS):
@@ -363,16 +360,6 @@ def _load(path: Path) -> dict[str, Any]:
     if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
         values["reward"] = reward[..., 0]
     return values
-
-
-def _check_members(path: Path) -> None:
-    """Raise `ValueError` if a member of a torch file is compressed, or has an invalid size."""
-    with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            is_pickle = member.filename.endswith(".pkl")
-            most_bytes = _MAX_PICKLE_BYTES if is_pickle else member.compress_size
-            if member.compress_type != zipfile.ZIP_STORED or member.file_size > most_bytes:
-                raise ValueError(f"{member.filename[:80]!r} is compressed or too large")
 
 
 def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
@@ -432,17 +419,19 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
     """
     num_steps, num_columns = shape
     is_tensor = isinstance(value, torch.Tensor)
-    has_columns = is_tensor and value.dim() >= 2 and value.shape[1] == num_columns
-    num_epochs = len(value) - num_steps if has_columns else -1
-    if num_epochs < 0 or (num_epochs > 0 and num_steps % num_epochs):
+    steps = None
+    if is_tensor and value.dim() >= 2 and value.shape[1] == num_columns:
+        steps = value
+        if len(value) != num_steps:
+            epochs = split_epochs(value, num_steps)
+            steps = None if epochs is None else epochs[:, 1:]
+    if steps is None:
         got = f"shape {list(value.shape)}" if is_tensor else f"type {type(value).__name__}"
         raise CorruptFileError(
             f"{where} has {got}, expected shape {list(shape)} or one more row per epoch."
         )
-    flags: Array = value.reshape(len(value), num_columns, -1).bool().any(-1).numpy()
-    if num_epochs == 0:
-        return flags
-    return flags.reshape(num_epochs, -1, num_columns)[:, 1:].reshape(shape)
+    flags: Array = steps.reshape(*shape, -1).bool().any(-1).numpy()
+    return flags
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:

@@ -18,11 +18,10 @@ import torch
 from storage.core.durable_files import replace_file
 
 from ...sources.episode_info import ABSENT
+from ...sources.trajectory_checkpoints.checkpoint_folder import INDEX_NAME, METADATA_NAME
 from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS = "recorded"
-_INDEX = "trajectory_index.json"
-_METADATA = "metadata.json"
 #: Group of the observations.
 _OBSERVATIONS = "curr_obs"
 #: Group of all fields that are neither observations, actions nor rewards.
@@ -34,19 +33,19 @@ class Writer(ForeignWriter):
     """Writer of a checkpoint folder. Ids of the episodes are 0, 1, ... in order."""
 
     format = "rlinf"
-    MADE = (_INDEX, "trajectory_*.pt")
-    BEGUN = (_INDEX,)
-    LAST = _METADATA
+    MADE = (INDEX_NAME, "trajectory_*.pt")
+    BEGUN = (INDEX_NAME,)
+    LAST = METADATA_NAME
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
-        return (path / _METADATA).exists()
+        return (path / METADATA_NAME).exists()
 
     def begin(self) -> set[str]:
         self._fields = shared_fields(self.episodes)
         self._numbers = {episode.id: number for number, episode in enumerate(self.episodes)}
-        self._write(_INDEX, self._index(self.episodes))
-        self.note_files({_INDEX: self.path / _INDEX})
+        self._write(INDEX_NAME, self._index(self.episodes))
+        self.note_files({INDEX_NAME: self.path / INDEX_NAME})
         return {episode.id for episode in self.episodes if self._file(episode).exists()}
 
     def _file(self, episode: EpisodeToWrite) -> Path:
@@ -68,8 +67,8 @@ class Writer(ForeignWriter):
     def _write(self, name: str, content: dict[str, Any]) -> None:
         with replace_file(self.path / name) as temporary:
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
-            if name == _METADATA:
-                self.note_files({_INDEX: self.path / _INDEX, _METADATA: temporary})
+            if name == METADATA_NAME:
+                self.note_files({INDEX_NAME: self.path / INDEX_NAME, METADATA_NAME: temporary})
 
     def add(self, episode: EpisodeToWrite) -> None:
         place = self._file(episode)
@@ -138,7 +137,7 @@ class Writer(ForeignWriter):
             self.changed(change, episode)
 
     def close(self) -> None:
-        if not self.is_complete or (self.path / _METADATA).exists():
+        if not self.is_complete or (self.path / METADATA_NAME).exists():
             return
         episodes = [episode for episode in self.episodes if episode.id in self.written]
         metadata: dict[str, Any] = {
@@ -157,8 +156,8 @@ class Writer(ForeignWriter):
             metadata[ABSENT] = absent
 
         self.note_open()
-        self._write(_INDEX, self._index(episodes))
-        self._write(_METADATA, metadata)
+        self._write(INDEX_NAME, self._index(episodes))
+        self._write(METADATA_NAME, metadata)
         self.note_finish()
 
 
