@@ -296,11 +296,19 @@ def shape_from_json(written: Any) -> Any:
 
 
 def without_dtypes(name: str, written: list[Any], fields: set[str]) -> list[Any]:
-    """Replace the dtype of some fields by float32 in a column's result of `shapes_to_json`."""
+    """Replace the dtype of some fields by float32 in a column's result of `shapes_to_json`.
+
+    Entries of another form are returned unchanged.
+    """
     changed = []
-    for path, shape, dtype in written:
-        field_name = f"{name}/{path}" if path else name
-        changed.append([path, shape, "float32" if field_name in fields else dtype])
+    for entry in written:
+        is_field = isinstance(entry, (list, tuple)) and len(entry) == 3
+        if is_field:
+            path, shape, dtype = entry
+            field_name = f"{name}/{path}" if path else name
+            changed.append([path, shape, "float32" if field_name in fields else dtype])
+        else:
+            changed.append(entry)
     return changed
 
 

@@ -86,7 +86,8 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     for _ in range(_MAX_LOOKS):
         try:
             return read_json(existing_folder(folder) / CONFIG_NAME)
-        except FileNotFoundError as error:  # Retry, as another process may be replacing the folder.
+        # Retry, as another process may be replacing the folder.
+        except (FileNotFoundError, NotADirectoryError) as error:
             cause = error
     raise MissingFolderError(
         f"{str(folder)!r} does not exist, or lacks the file {CONFIG_NAME}."

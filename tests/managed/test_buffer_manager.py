@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from storage import BufferManager, RateLimitedError, load_store
+from storage import BufferManager, RateLimitedError
 from tests.managed.naive_model import item, number_of
 from tests.managed.test_managed_traps import assert_equal_states
 
@@ -326,37 +325,6 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
 def test_a_configuration_that_cannot_be_says_why(cfg: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BufferManager(cfg)
-
-
-def play(manager: BufferManager, num_samples: int) -> list[Any]:
-    seen = []
-    for step in range(num_samples):
-        found = manager.sample(12, step)
-        names = [x["replay_unique_id"] for x in found]
-        manager.update(
-            {
-                "replay_unique_id": names,
-                "priority": [0.1 + (step + place) % 5 for place in range(12)],
-            }
-        )
-        seen.append([(x["replay_unique_id"], x["IS"], x["use"]) for x in found])
-    return seen
-
-
-@pytest.mark.parametrize("way", ["state", "folder"])
-def test_what_is_loaded_gives_the_same_next_hundred_samples(way: str, tmp_path: Path) -> None:
-    ratio = {"agent": 0.5, "demo_of_a_human": 0.3, "x_7": 0.2}
-    manager = make(ratio=ratio)
-    fill(manager, 33)
-    play(manager, 5)
-    if way == "state":
-        loaded = make(ratio=ratio, seed=50)
-        loaded.load_state_dict(manager.state_dict())
-    else:
-        manager.save(tmp_path / "manager")
-        loaded = load_store(tmp_path / "manager")
-        assert type(loaded) is BufferManager and loaded.sample_ratio == ratio
-    assert play(manager, 100) == play(loaded, 100)
 
 
 def test_d12_a_state_fits_strictly_or_by_name() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import BufferEmptyError, PrioritizedWindows, load_store, sequence_priorities
+from storage import BufferEmptyError, PrioritizedWindows, sequence_priorities
 
 
 class Model:
@@ -121,40 +120,6 @@ def test_windows_are_drawn_by_their_priorities() -> None:
     assert float(((found - expected) ** 2 / expected).sum()) < len(ids) + 4 * math.sqrt(
         2 * len(ids)
     )
-
-
-def test_what_is_loaded_gives_the_same_next_hundred_samples(tmp_path: Path) -> None:
-    buffer = PrioritizedWindows(40, 5, stride=2, generator=0, anneal_step=50)
-    buffer.save(tmp_path / "empty")
-    assert len(load_store(tmp_path / "empty")) == 0
-    buffer.extend(steps(0, [[i % 13 == 12, i % 7 == 6] for i in range(90)]))
-
-    def learn(one: PrioritizedWindows, num_steps: int) -> list[torch.Tensor]:
-        found = []
-        for step in range(num_steps):
-            batch, weights, ids = one.sample(6)
-            one.update_priorities(
-                ids, sequence_priorities(batch["x"]["code"][..., 0].float() % (step + 3))
-            )
-            found += [batch["hidden"], weights, ids]
-        return found
-
-    learn(buffer, 5)
-    buffer.save(tmp_path / "windows")
-    loaded, other = (
-        load_store(tmp_path / "windows"),
-        PrioritizedWindows(40, 5, stride=2, anneal_step=50),
-    )
-    other.load_state_dict(buffer.state_dict())
-    expected = learn(buffer, 100)
-    for one in (loaded, other):
-        assert all(
-            torch.equal(mine, its) for mine, its in zip(expected, learn(one, 100), strict=True)
-        )
-        one.extend(steps(90, [[False, True]] * 9))
-        assert one.check_valid() == (True, "")
-    buffer.clear()
-    assert len(buffer) == 0 and buffer.check_valid() == (True, "")
 
 
 def test_what_cannot_be_raises_and_changes_nothing() -> None:

@@ -80,21 +80,6 @@ def test_wrong_calls_fail_at_once_and_change_nothing():
         ReplayBuffer(3, 0)
 
 
-@pytest.mark.parametrize("count", [0, 2, 5, 11])
-def test_a_loaded_buffer_draws_the_same_batches(tmp_path, count):
-    buffer = ReplayBuffer((2,), 5, generator=1)
-    buffer.insert(*pairs(0, count, 2))
-    buffer.save(tmp_path / "kept")
-    loaded, copied = ReplayBuffer.load(tmp_path / "kept"), ReplayBuffer((2,), 5)
-    copied.load_state_dict(buffer.state_dict())
-    if count:
-        drawn = [next(each.feed_forward_generator(1, 20))[1] for each in (buffer, loaded, copied)]
-        assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
-    for each in (buffer, loaded, copied):
-        each.insert(*pairs(100, 3, 2))
-    assert torch.equal(buffer.states, loaded.states) and buffer.step == copied.step == loaded.step
-
-
 def test_states_of_other_dtypes_and_with_gradients_are_copied():
     buffer = ReplayBuffer(2, 4)
     buffer.insert(torch.ones(1, 2, requires_grad=True), torch.full((1, 2), 3, dtype=torch.int64))

@@ -1,16 +1,12 @@
-"""Saving and loading: every store in every state, and every kind of damage."""
+"""Saved rollout storages: their structure, one moment of a running collector, random states."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from storage import (
     ActionLabelRollout,
@@ -23,7 +19,7 @@ from storage import (
     SchemaError,
     load_store,
 )
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataWarning
+from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning
 from storage.saving.saved_store import STORES, State, Store
 from tests.saved import config_of
 from tests.storage.rollouts import (
@@ -75,60 +71,6 @@ def make(kind, state):
     return storage
 
 
-def batches_of(storage):
-    storage.compute_returns(torch.zeros(3), 0.9, 0.9, allow_partial=True)
-    flat = [
-        x
-        for batch in storage.mini_batch_generator(2, 2)
-        for x in batch
-        if isinstance(x, torch.Tensor)
-    ]
-    return flat + [batch.masks for batch in storage.recurrent_mini_batch_generator(3, 1)]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("state", ["empty", "part", "full", "wrapped"])
-@pytest.mark.parametrize("way", ["state_dict", "save"])
-def test_a_loaded_storage_goes_on_exactly_like_the_saved_one(tmp_path, kind, state, way):
-    storage = make(kind, state)
-    before = everything(storage)
-    if way == "save":
-        storage.save(tmp_path / "kept")
-        loaded = type(storage).load(tmp_path / "kept")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
-    else:
-        cls, options = KINDS[kind]
-        loaded = make_storage(3, 4, cls, **{**options, "generator": 99})
-        loaded.load_state_dict(storage.state_dict())
-    assert_same(before, everything(storage))
-    assert_same(before, everything(loaded))
-    if state == "empty":
-        return
-    for x, y in zip(batches_of(storage), batches_of(loaded), strict=True):
-        assert torch.equal(x, y)
-    if kind == "queue":
-        room = storage.num_transitions_per_env - storage.step
-        for either in (storage, loaded):
-            advance(either, 20, min(2, room), hidden=state != "wrapped")
-        assert_same(everything(storage), everything(loaded))
-
-
-def test_loading_does_not_touch_the_random_state_of_torch(tmp_path):
-    for number, store in enumerate((make("queue", "full"), ReplayBuffer(2, 3, generator=0))):
-        store.save(tmp_path / str(number))
-        before = torch.get_rng_state()
-        load_store(tmp_path / str(number))
-        assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_state_dict_shares_no_memory():
-    storage = make("plain", "part")
-    state = storage.state_dict()
-    storage.observations.fill_(-1)
-    assert not (state["tensors"]["observations"] == -1).any()
-
-
 def test_states_keep_their_structure_and_nested_observations_their_dtypes(tmp_path):
     shape = {"image": ((2, 2), "uint8"), "deep": {"half": ((3,), "bfloat16"), "id": ((), "int64")}}
     storage = RolloutStorage(2, 3, shape, None, (2,), generator=0)
@@ -176,14 +118,6 @@ def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
         QueueRolloutStorage.load(tmp_path / "kept")
 
 
-def test_saving_again_replaces(tmp_path):
-    for state, step in (("part", 2), ("full", 4)):
-        make("plain", state).save(tmp_path / "kept")
-        assert RolloutStorage.load(tmp_path / "kept").step == step and [
-            p.name for p in tmp_path.iterdir()
-        ] == ["kept"]
-
-
 def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
     storage = make_storage(256, 64, QueueRolloutStorage, generator=0)
     is_over, added = threading.Event(), threading.Event()
@@ -215,116 +149,11 @@ def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
         thread.join()
 
 
-def test_saving_never_replaces_what_is_no_save(tmp_path):
-    folder, file, link = tmp_path / "folder", tmp_path / "file", tmp_path / "link"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    file.write_text("mine")
-    with pytest.raises(DataFileError) as caught:
-        make("plain", "full").save(folder)
-    assert str(caught.value) == (
-        f"'{folder}' contains 'notes.txt', which no save has written. Choose a new folder, or a "
-        "folder of an earlier save."
-    )
-    with pytest.raises(DataFileError, match=r"file' is a file. Choose a new folder"):
-        make("plain", "full").save(file)
-    assert (folder / "notes.txt").read_text() == file.read_text() == "mine"
-    (folder / "notes.txt").unlink()
-    link.symlink_to(folder)
-    for state in ("part", "full"):
-        make("plain", state).save(link)
-    assert (
-        link.is_symlink()
-        and RolloutStorage.load(folder).step == RolloutStorage.load(link).step == 4
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "link"]
-
-
-def test_a_process_killed_while_saving_leaves_the_old_save_or_the_new_one(tmp_path):
-    storages = [make("plain", state) for state in ("part", "full")]
-    storages[0].save(tmp_path / "kept")
-    outcomes, num_killed = set(), 0
-    while num_killed < 20 or outcomes != {2, 4}:
-        num_killed += 1
-        child = os.fork()
-        if not child:
-            try:
-                while True:
-                    for storage in storages:
-                        storage.save(tmp_path / "kept")
-            finally:
-                os._exit(1)
-        threading.Event().wait(0.01 + num_killed % 15 / 100)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        outcomes.add(RolloutStorage.load(tmp_path / "kept").step)
-        assert outcomes <= {2, 4} and num_killed < 500
-    storages[0].save(tmp_path / "kept")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
 def test_a_config_without_its_numbers_is_reported(tmp_path):
     make("sarsa", "full").save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.json"
     path.write_text(json.dumps({**config_of(path), "numbers": {}}))
     with pytest.raises(CorruptFileError, match="is damaged: the state lacks '"):
-        load_store(tmp_path / "kept")
-
-
-def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
-    make("plain", "full").save(tmp_path / "kept")
-    os.rename(tmp_path / "kept", tmp_path / ".kept.previous")
-    assert RolloutStorage.load(tmp_path / "kept").step == 4
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_each_flipped_bit_and_each_truncation_of_the_columns_is_reported(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("damage") / "kept"
-    make("plain", "full").save(folder)
-    path = folder / "columns.hdf5"
-    content = bytearray(path.read_bytes())
-    whole = RolloutStorage.load(folder)
-    if data.draw(st.booleans()):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    else:
-        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(content)
-    try:
-        loaded = RolloutStorage.load(folder)
-    except DataFileError:
-        return
-    assert_same(everything(whole), everything(loaded))  # the bit stood where no data does
-
-
-@pytest.mark.parametrize(
-    "change, error",
-    [
-        ({"format": "other"}, ForeignFileError),
-        ({"version": 99}, ForeignFileError),
-        ({"class": "Unknown"}, ForeignFileError),
-        ({"columns": None}, CorruptFileError),
-    ],
-)
-def test_a_changed_config_is_reported(tmp_path, change, error):
-    make("plain", "full").save(tmp_path / "kept")
-    path = tmp_path / "kept" / "config.json"
-    config = {**config_of(path), **change}
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    with pytest.raises(error):
-        RolloutStorage.load(tmp_path / "kept")
-
-
-def test_missing_and_foreign_folders_give_one_clear_error(tmp_path):
-    with pytest.raises(DataFileError) as caught:
-        RolloutStorage.load(tmp_path / "none")
-    assert str(caught.value).endswith("/none' does not exist, or lacks the file config.json.")
-    (tmp_path / "config.json").write_text("[1")
-    with pytest.raises(CorruptFileError):
-        load_store(tmp_path)
-    make("plain", "full").save(tmp_path / "kept")
-    (tmp_path / "kept" / "columns.hdf5").unlink()
-    with pytest.raises(DataFileError, match=r"the file columns\.hdf5"):
         load_store(tmp_path / "kept")
 
 

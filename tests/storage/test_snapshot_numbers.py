@@ -99,21 +99,6 @@ def test_tensors_that_nobody_asked_for_are_refused(kind):
         refuse(storage, {**state, "tensors": strange}, f"'{name}'")
 
 
-@pytest.mark.parametrize("state", [None, [], "state", 5])
-def test_a_state_that_is_no_mapping_is_refused(state):
-    refuse(filled(RolloutStorage), state, "state must be a mapping, got ")
-
-
-@pytest.mark.parametrize("version", [2, 0, "1", None])
-def test_a_state_of_another_version_is_refused(version):
-    storage = filled(RolloutStorage)
-    refuse(
-        storage,
-        {**storage.state_dict(), "version": version},
-        f"the state has version {version!r}, expected 1",
-    )
-
-
 def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
     queue = filled(QueueRolloutStorage)
     state = queue.state_dict()
