@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.device import TRANSITIONS, TransitionSizes
+from storage import RolloutStorage
 from storage.adapters.fast_td3 import SimpleReplayBuffer
 from tests.pretend_cuda import PretendCuda
 from tests.test_device_calls import CALLS, NUM_STEPS
@@ -46,16 +47,27 @@ def extending_pairs() -> Callable[[], Any]:
     return lambda: buffer.extend(step)
 
 
+def computing_returns(num_envs: int) -> Callable[[], Any]:
+    storage = RolloutStorage(num_envs, 24, (3,), None, (2,), device="cuda", generator=0)
+    step = RolloutStorage.Transition()
+    sizes = {"observations": 3, "actions": 2, "action_mean": 2, "action_sigma": 2}
+    for name in ("rewards", "values", "actions_log_prob", "dones"):
+        sizes[name] = 1
+    for name, size in sizes.items():
+        setattr(step, name, torch.zeros(num_envs, size, device="cuda"))
+    for _ in range(24):
+        storage.add_transitions(step)
+    last_values = torch.ones(num_envs, 1, device="cuda")
+    return lambda: storage.compute_returns(last_values, 0.9, 0.8)
+
+
 #: Row of the guide -> function that prepares the call, and how often the call does it.
 COUNTED: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {
     "`RolloutStorage.add_transitions`, one step": (
         CALLS["RolloutStorage.add_transitions"],
         NUM_STEPS,
     ),
-    "`RolloutStorage.compute_returns`": (
-        CALLS["RolloutStorage.compute_returns(truncation='cut')"],
-        1,
-    ),
+    "`RolloutStorage.compute_returns`, 24 steps": (lambda: computing_returns(5), 1),
     "`RolloutStorage.mini_batch_generator`, 2 x 2 mini-batches": (
         CALLS["RolloutStorage.mini_batch_generator(a seed)"],
         1,
@@ -96,6 +108,21 @@ def test_a_call_needs_no_more_launches_than_the_guide_says(name: str) -> None:
     counts = device.reset()
     assert counts.num_waits == 0
     assert counts.num_launches / num_calls <= int(LAUNCHES[name][0])
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="launches are counted on the pretended device"
+)
+def test_more_environments_need_no_more_launches() -> None:
+    device = PretendCuda.active()
+    counts = []
+    for num_envs in (5, 64):
+        call = computing_returns(num_envs)
+        call()
+        device.reset()
+        call()
+        counts.append(device.reset().num_launches)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("sizes", TRANSITIONS, ids=str)
