@@ -156,13 +156,17 @@ class PrioritizedRing:
         limits = limits or Limits()
         self._max_use = inf if limits.max_use is None else limits.max_use
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
-        num_limited = self._num_places if self._has_limits else 0
-        self._uses = filled((num_limited,), 0, torch.int64, device)
+        #: Draws of the row at each place, once somebody needs them.
+        self._uses: torch.Tensor | None = None
         #: Places of draws that `_uses` does not count yet.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
         #: Iterations, XOR `UNKNOWN`, so that zeros stand for unknown iterations.
-        self._flipped_collected = filled((num_limited,), 0, torch.int64, device)
+        #: None until the iteration of a row is known.
+        self._flipped_collected: torch.Tensor | None = None
+        # On the CPU, memory of rows that are never drawn stays blank and takes no page.
+        if self._has_limits and (self._is_on_cpu or not isinf(self._max_use)):
+            self._count_uses()
         self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
 
     def __len__(self) -> int:
@@ -236,12 +240,12 @@ class PrioritizedRing:
         else:
             self._register_on_device(places, given)
         self._counts.index_fill_(0, places, True)
-        if self._has_limits:
-            self.uses.index_fill_(0, places, 0)
-            if collected is None:
-                self._flipped_collected.index_fill_(0, places, 0)
-            else:
-                self._flipped_collected[places] = collected ^ UNKNOWN
+        if self._uses is not None:
+            self._count_uses().index_fill_(0, places, 0)
+        if collected is not None:
+            self._iterations()[places] = collected ^ UNKNOWN
+        elif self._flipped_collected is not None:
+            self._flipped_collected.index_fill_(0, places, 0)
         if self._oldest is not None:
             whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
             self._oldest.write(places, whens.double())
@@ -400,9 +404,29 @@ class PrioritizedRing:
         torch.pow(least / weights, self.beta, out=found)
         return found.clamp_(_LEAST_IMPORTANCE, 1.0)
 
-    @property
-    def uses(self) -> torch.Tensor:
-        """Draws of the row at each place, `[num_slots * num_lanes]` int64, sharing memory."""
+    def use(self, places: torch.Tensor) -> torch.Tensor | None:
+        """Count one use per entry of `[n]` places; return the places that reached `max_use`, or None.
+
+        On a device without `max_use`, uses are counted from the first call of `uses_with` on. The
+        tensor `places` is kept. The caller must not change it.
+        """
+        return None if self._uses is None else self._use(places)
+
+    @writes_in_order
+    def _use(self, places: torch.Tensor) -> torch.Tensor | None:
+        self._used.append(places)
+        self._num_used += len(places)
+        if not isinf(self._max_use):
+            return places[self._count_uses()[places] >= self._max_use]
+        if self._num_used >= _MAX_WAITING:
+            self._count_uses()
+        return None
+
+    @lasting
+    def _count_uses(self) -> torch.Tensor:
+        """Return the draws of the row at each place, `[num_places]` int64, sharing memory."""
+        if self._uses is None:
+            self._uses = filled((self._num_places,), 0, torch.int64, self.device)
         if self._used:
             used = torch.cat(self._used)
             self._uses.scatter_add_(0, used, torch.ones_like(used))
@@ -410,22 +434,12 @@ class PrioritizedRing:
             self._num_used = 0
         return self._uses
 
-    def use(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Count one use per entry of `[n]` places; return the places that reached `max_use`, or None.
-
-        The tensor `places` is kept. The caller must not change it.
-        """
-        return self._use(places) if self._has_limits else None
-
-    @writes_in_order
-    def _use(self, places: torch.Tensor) -> torch.Tensor | None:
-        self._used.append(places)
-        self._num_used += len(places)
-        if not isinf(self._max_use):
-            return places[self.uses[places] >= self._max_use]
-        if self._num_used >= _MAX_WAITING:
-            _ = self.uses
-        return None
+    @lasting
+    def _iterations(self) -> torch.Tensor:
+        """Return the column of iterations, XOR `UNKNOWN`; allocate it at the first call."""
+        if self._flipped_collected is None:
+            self._flipped_collected = filled((self._num_places,), 0, torch.int64, self.device)
+        return self._flipped_collected
 
     @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
@@ -437,11 +451,13 @@ class PrioritizedRing:
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
         numbers: torch.Tensor = torch.arange(1, len(places) + 1, device=self.device) - firsts
-        return numbers + self.uses[places]
+        return numbers + self._count_uses()[places]
 
     @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
         """Return the iterations since `[n]` rows were collected: `[n]` int64, -1 if unknown."""
+        if self._flipped_collected is None:
+            return torch.full_like(places, -1)
         collected = self._flipped_collected[places] ^ UNKNOWN
         found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
         return found
@@ -573,8 +589,11 @@ class PrioritizedRing:
         if len(ids):
             places = torch.where(is_written, places, self._num_places)
             priorities = torch.where(is_written, priorities, self._minus_eps)
-            may_count = None if self.rule.alpha else is_written  # 0 ** 0 is 1.
-            self._set(places, priorities + self.rule.eps, priorities.max(), may_count)
+            largest = priorities.max()
+            order = self._weights.numbers(len(ids))
+            priorities = last_copies(places, priorities + self.rule.eps, self._num_leaves, order)
+            may_count = None if self.rule.alpha else places < self._num_places  # 0 ** 0 is 1.
+            self._set(places, priorities, largest, may_count)
         return num_live[0]
 
     def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
@@ -605,17 +624,16 @@ class PrioritizedRing:
     def _set(
         self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None
     ) -> None:
-        """Set the priorities and weights of `[n]` rows. Of a repeated row the last priority stays.
+        """Set the priorities and weights of `[n]` rows.
 
         Args:
             places: `[n]` places of the rows.
-            priorities: `[n]` checked priorities.
+            priorities: `[n]` checked priorities. On a device, entries of one place must be equal.
+                On the CPU the last entry of a place stays.
             largest: Maximum of `priorities`; None if it is not above the largest priority so far.
             counts: `[n]` bool, only on a device: whether each row may be drawn. Other rows get the
                 weight 0. Entries with the place after the last row must get it too.
         """
-        order = None if self._is_on_cpu else self._weights.numbers(len(places))
-        priorities = last_copies(places, priorities, self._num_leaves, order)
         weights = self.rule.weights(priorities)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
@@ -646,9 +664,11 @@ class PrioritizedRing:
         }
         tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
         if self._has_limits:
+            zeros = torch.zeros(num_places, dtype=torch.int64, device=self.device)
+            flipped = zeros if self._flipped_collected is None else self._flipped_collected[first]
             tensors |= {
-                "uses": self.uses[first],
-                "collected": self._flipped_collected[first] ^ UNKNOWN,
+                "uses": zeros if self._uses is None else self._count_uses()[first],
+                "collected": flipped ^ UNKNOWN,
             }
         numbers = {
             name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")
@@ -699,8 +719,10 @@ class PrioritizedRing:
         ):
             self._num_valid = None
         if "uses" in self._columns:
-            self._uses[:num_places] = tensors["uses"]
-            self._flipped_collected[:num_places] = tensors["collected"] ^ UNKNOWN
+            if bool(tensors["uses"].any()):
+                self._count_uses()[:num_places] = tensors["uses"]
+            if bool((tensors["collected"] != UNKNOWN).any()):
+                self._iterations()[:num_places] = tensors["collected"] ^ UNKNOWN
             if self._oldest is not None:
                 self._oldest.rebuild(
                     torch.where(counts, _since_first(tensors["collected"]), 0).double()

@@ -458,12 +458,14 @@ class LeastWeight:
 
     @lasting
     def __init__(self, tree: SumTree) -> None:
+        self._is_on_cpu = tree.device.type == "cpu"
         self._blocks = tree.blocks_view()
+        #: Other devices read all weights and need no memory per block.
+        num_blocks = len(self._blocks) if self._is_on_cpu else 0
         self._own_weights = own(tree.leaves_view())
         #: Least weight above 0 of each block at its last computation; 0 or inf for none.
-        self._least = filled((len(self._blocks),), 0, torch.float64, tree.device)
-        self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)
-        self._is_on_cpu = tree.device.type == "cpu"
+        self._least = filled((num_blocks,), 0, torch.float64, tree.device)
+        self._is_written = filled((num_blocks,), 0, torch.bool, tree.device)
         self._own_is_written = own(self._is_written)
         self._library = library(tree.device)
         self._value: float | None = inf
@@ -485,6 +487,8 @@ class LeastWeight:
 
     def note_first(self, num_places: int) -> None:
         """Record a write of the first `num_places` weights."""
+        if not self._is_on_cpu:
+            return
         self._is_written[: -(-num_places // BLOCK)] = True
         self._value = None
 

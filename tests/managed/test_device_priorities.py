@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from storage import (
 )
 from storage.errors import RolloutDataWarning
 from storage.prioritized import sum_tree
+from tests.pretend_cuda import PretendCuda, PretendTensor
 
 pytestmark = pytest.mark.gpu
 
@@ -183,6 +185,32 @@ def test_experts_are_drawn_by_their_priorities_on_a_device() -> None:
     torch.testing.assert_close(
         expert.priorities.cpu(), torch.tensor([4, 2 / 11, 5 / 11, 3 / 11]) / (4 + 10 / 11)
     )
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of all tensors on the device."""
+    gc.collect()
+    if torch.cuda.is_available() and PretendCuda._active is None:
+        return torch.cuda.memory_allocated()
+    storages = [x.values.untyped_storage() for x in gc.get_objects() if type(x) is PretendTensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("max_use", [None, 3])
+def test_a_buffer_without_limits_allocates_no_columns_for_them(max_use: int | None) -> None:
+    num_rows = 100_000
+    before = allocated_bytes()
+    buffer = AdvancedReplayBuffer(num_rows, device="cuda", generator=0, max_use=max_use)
+    rows = {"x": torch.zeros(num_rows, 1, device="cuda")}
+    buffer.extend_tensors(rows)
+    del rows
+    for _ in range(3):
+        ids = buffer.sample_tensors(10_000)[2]
+        buffer.update_priorities(ids, torch.rand(len(ids), device="cuda"))
+    del ids
+    num_bytes = (allocated_bytes() - before) / num_rows
+    # A row of 4 bytes; priority, weight and sum of weights of 8 bytes each; a flag
+    assert 29 <= num_bytes - (8 if max_use else 0) < 31
 
 
 def test_experts_without_any_priority_are_equally_likely_on_a_device_with_a_later_warning() -> None:
