@@ -351,6 +351,9 @@ class RecordReader:
             tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
         ] = []
         self._tensor_device: torch.device | None = None
+        #: Leading sizes of the last record of tensors, and pairs as in `_shapes`.
+        self._tensor_lead: tuple[int, ...] = ()
+        self._tensor_shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         #: Pairs of the expected shape of each leaf, and its shape in rows, both with the leading
         #: sizes of the last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -434,8 +437,6 @@ class RecordReader:
             return None
         nodes: list[Any] = [record]
         found: list[torch.Tensor] = []
-        lead: tuple[int, ...] | None = None
-        rows: tuple[int, ...] = ()
         try:
             for parent, key, kind, num_keys in self._nodes:
                 if key:
@@ -446,31 +447,38 @@ class RecordReader:
                     or len(node if isinstance(node, dict) else node.keys()) != num_keys
                 ):
                     return None
-            for place, key, tensor_type, dtype, event, shape in self._tensor_leaves:
+            device = self._tensor_device
+            for number, (place, key, tensor_type, dtype, _, _) in enumerate(self._tensor_leaves):
                 value: Any = nodes[place].get(key)
-                if (
-                    type(value) is not tensor_type
-                    or value.dtype is not dtype
-                    or value.device != self._tensor_device
-                ):
+                if type(value) is not tensor_type or value.dtype is not dtype:
                     return None
-                if lead is None:
-                    lead = tuple(value.shape[: self.num_lead])
-                    lead_rows = self._rows_of_lead(lead)
-                    if lead_rows is None:
-                        return None
-                    rows = lead_rows
+                if not number and not self._takes_tensor_lead(value.shape[: self.num_lead]):
+                    return None
+                shape, target = self._tensor_shapes[number]
                 if (
-                    value.shape != lead + event
+                    value.shape != shape
+                    or value.device != device
                     or value.is_neg()
                     or value.layout is not torch.strided
                 ):
                     return None
                 value = value.detach() if value.requires_grad else value
-                found.append(value if lead + event == rows + shape else value.reshape(rows + shape))
-        except (AttributeError, KeyError, TypeError):
-            return None
-        return Rows(rows[0], found, schema)
+                found.append(value if shape == target else value.view(target))
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            return None  # For example, `view` of a transposed tensor raises RuntimeError.
+        return Rows(self._tensor_shapes[0][1][0], found, schema)
+
+    def _takes_tensor_lead(self, lead: tuple[int, ...]) -> bool:
+        """Compute the shapes of all leaves from the leading sizes; False if these do not match."""
+        if lead != self._tensor_lead:
+            rows = self._rows_of_lead(lead)
+            if rows is None:
+                return False
+            self._tensor_lead = lead
+            self._tensor_shapes = [
+                ((*lead, *event), (*rows, *shape)) for *_, event, shape in self._tensor_leaves
+            ]
+        return True
 
     def _rows_of_lead(self, lead: tuple[int, ...]) -> tuple[int, int] | None:
         """Convert leading sizes to (rows, lanes). None if they do not match or are empty."""
@@ -611,7 +619,10 @@ class RecordReader:
                     field.shape,
                 )
             )
-        self._nodes, self._tensor_leaves, self._tensor_device = nodes, leaves, devices.pop()
+        self._nodes = nodes
+        self._tensor_leaves = leaves
+        self._tensor_device = devices.pop()
+        self._tensor_lead = ()
 
     def _takes_lead(self, first: npt.NDArray[Any]) -> bool:
         """Compute the shapes of all leaves from the leading sizes of the first leaf.

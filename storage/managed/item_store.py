@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..core.fields import Schema, check_same_names, flatten, map_leaves, unflatten
-from ..core.memory import StreamOrder, as_given
+from ..core.memory import StreamOrder, as_given, sent_together
 from ..core.records import dense, fit, make_field
 from ..errors import (
     CorruptFileError,
@@ -202,7 +202,8 @@ class ItemStore:
             self.ring = RingStore(self.capacity, 1, items.form.schema, self.device, num_guards=0)
         if items.columns:
             with self.order.writes:
-                self.ring.write([column.unsqueeze(1) for column in items.columns])
+                columns = sent_together(items.columns, self.device)
+                self.ring.write([column.unsqueeze(1) for column in columns])
         else:
             self.ring.total += items.num_rows
         slots = self.ring.slot(ids)

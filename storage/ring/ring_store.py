@@ -21,7 +21,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
-from ..core.memory import BufferPool, add_multiple, filled, lasting, sent_together, tensor_of
+from ..core.memory import BufferPool, add_multiple, filled, lasting, tensor_of
 from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
 from ..errors import UsageError
@@ -117,17 +117,18 @@ class RingStore:
     def write(self, leaves: Sequence[Any]) -> None:
         """Write rows of checked leaves, `[n, lanes, *event]` in the order of the schema.
 
-        If n exceeds `num_slots`, only the last `num_slots` rows are stored. Leaves are tensors, or
-        arrays if `takes_arrays`. Arrays for a ring of one lane are `[n, *event]`.
+        If n exceeds `num_slots`, only the last `num_slots` rows are stored. Leaves are tensors on
+        the device of the ring, or arrays if `takes_arrays`. Arrays for a ring of one lane are
+        `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
-        if not self.is_on_cpu:
-            leaves = sent_together(leaves, self.device)
         for slots, rows in self.spans(num_rows):
-            parts = (
-                leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
-            )
-            if isinstance(parts[0], torch.Tensor):
+            num_written = rows.stop - rows.start
+            parts = leaves if num_written == num_rows else [leaf[rows] for leaf in leaves]
+            if not self.is_on_cpu:
+                columns = [column[slots] for column in self._slots]
+                torch._foreach_copy_(columns, parts, non_blocking=True)
+            elif isinstance(parts[0], torch.Tensor):
                 for column, array, part in zip(self._slots, self._arrays, parts, strict=True):
                     _write(column, array, slots, part)
             else:
@@ -394,4 +395,4 @@ def _write(
     if array is not None and is_small:
         array[slots] = leaf.numpy()
     else:
-        column[slots].copy_(leaf, non_blocking=leaf.device.type == "cuda")
+        column[slots].copy_(leaf)

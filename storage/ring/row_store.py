@@ -320,7 +320,7 @@ class RowStore:
 
     def _write(self, ring: RingStore, rows: Rows, last_rows: Rows | None) -> None:
         tensors = rows.tensors
-        if self.order.is_needed:
+        if not ring.is_on_cpu:
             final_tensors = [] if last_rows is None else last_rows.tensors
             on_device = sent_together([*tensors, *final_tensors], self.device)
             tensors = on_device[: len(tensors)]
