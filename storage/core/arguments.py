@@ -30,17 +30,6 @@ _URL = re.compile(
 )
 
 
-def creating(made: Any) -> str:
-    """Return the action of a constructor, for errors: "create a DictBuffer"."""
-    name = type(made).__name__
-    return f"create {'an' if name[0] in 'AEIOU' else 'a'} {name}"
-
-
-def calling(made: Any, method: str) -> str:
-    """Return the action of a method, for errors: "call DictBuffer.sample"."""
-    return f"call {type(made).__name__}.{method}"
-
-
 def options(made: Any, given: Mapping[str, Any]) -> None:
     """Check that each option is an argument of the constructor of `made`, or of a class that it is derived from.
 
