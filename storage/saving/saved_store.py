@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ..core.arguments import is_whole
+from ..core.arguments import is_whole, optional_device
 from ..core.durable_files import existing_folder
 from ..core.memory import StreamOrder, lasting
 from ..core.object_summary import Shown
@@ -207,6 +207,7 @@ class Store(Shown, ABC):
         Raises:
             DataFileError: The folder is missing or damaged, or has another format or class.
         """
+        device = optional_device("device", device)
         return load_one_save(folder, lambda config: cls._of_save(folder, config, device))
 
     def copy_state(self) -> State:
