@@ -209,7 +209,7 @@ def fit(
     shape = tuple(value.shape[num_lead:])
     if shape not in shapes:
         rows = " per row" if num_lead else ""
-        expected = " or ".join(map(str, shapes))
+        expected = " or ".join(str(tuple(expected_shape)) for expected_shape in shapes)
         raise SchemaError(f"{subject} has shape {shape}{rows}, expected {expected}.")
     tensor = dense(value, subject)
     is_accepted = tensor.dtype is field.torch_dtype

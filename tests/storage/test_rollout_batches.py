@@ -308,7 +308,8 @@ def test_no_mini_batch_is_of_two_rollouts(name):
     with pytest.raises(UsageError) as caught:
         next(batches)
     assert str(caught.value) == (
-        "the rollout was changed after the first mini-batch was drawn. Draw all mini-batches before "
+        f"{cls.__name__}: the rollout was changed after the first mini-batch was drawn. Draw all "
+        "mini-batches before "
         "you add steps."
     )
     kept, batches = half_way(cls, WIDE, num_steps, **options)

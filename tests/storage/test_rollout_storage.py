@@ -269,7 +269,7 @@ def test_i17_a_subclass_adds_a_field_in_one_place(tmp_path):
     storage = make_storage(2, 3, CostStorage)
     assert storage.costs.shape == (3, 2, 2)
     transition = CostTransition(**vars(make_transition(0, 2)))
-    with pytest.raises(MissingFieldError, match="without 'costs'"):
+    with pytest.raises(MissingFieldError, match="field 'costs' is missing"):
         storage.add_transitions(transition)
     transition.costs = torch.ones(2, 2)
     storage.add_transitions(transition)
