@@ -77,7 +77,7 @@ def test_the_rate_of_the_set_is_the_rate_that_is_stated(tmp_path: Path, name: st
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "nothing": ({}, {}, "Say fps="),
+    "nothing": ({}, {}, "is unknown. Pass fps="),
     "a value that is no rate": (
         {"metadata": {"frame_rate_hz": "fast"}},
         {},

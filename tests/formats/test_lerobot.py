@@ -192,7 +192,7 @@ def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(
         "observation/images.mm": "mm",
         "observation/images.m": "m",
     }
-    assert sum("by its dtype" in str(remark) for remark in recording.advice) == 2
+    assert sum("has no depth_unit" in str(remark) for remark in recording.advice) == 2
     for number, episode in enumerate(recording):
         expected = picture(FIRST + number, len(episode))
         np.testing.assert_array_equal(episode.observation["images.chw"], expected)

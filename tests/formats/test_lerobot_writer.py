@@ -681,7 +681,7 @@ def test_a_killed_writer_leaves_complete_episodes_and_resumes(tmp_path: Path, ve
     recording = rollout_data.open(target)
     if recording.problems:
         assert 10 <= len(recording) <= len(lengths)
-        assert "whose writer has stopped" in str(recording.problems[0])
+        assert "is incomplete: its writer was interrupted" in str(recording.problems[0])
         check(recording, lengths, list(range(len(recording))))
         convert(source, target, "lerobot", progress=False, version=version)
     recording = rollout_data.open(target)

@@ -320,7 +320,7 @@ def test_wrong_totals_are_refused_unless_the_index_is_rebuilt(
         if kind == "hdf5"
         else in_tables(tmp_path / "x", kind, **{name: 11})
     )
-    with pytest.raises(CorruptFileError, match=f"{name}.*expected 11"):
+    with pytest.raises(CorruptFileError, match=f"'{name}' in its metadata is 11"):
         rollout_data.open(root)
     recording = rollout_data.open(root, on_bad_index="rebuild")
     assert len(recording) == 3 and len(recording.problems) == 1

@@ -119,7 +119,10 @@ def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
     np.testing.assert_array_equal(
         finals, [state(0, 7)[3], state(0, 7)[4], state(0, 7)[6], state(1, 7)[6]]
     )
-    assert ["first one of the next episode" in str(remark) for remark in recording.advice] == [True]
+    assert [
+        "start with the final observation of the previous episode" in str(remark)
+        for remark in recording.advice
+    ] == [True]
 
 
 def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:
@@ -200,7 +203,10 @@ def test_entries_without_a_file_and_files_without_an_entry_are_reported(tmp_path
     assert [episode.metadata["trajectory_id"] for episode in rebuilt] == [0] * 4 + [9] * 4
     np.testing.assert_array_equal(rebuilt[4].action, action(10, 3))
     for problems in (recording.problems, rebuilt.problems):
-        assert ["no file of 1" in str(problems[0]), "trajectory_9" in str(problems[1])] == [
+        assert [
+            "no files for the trajectories 1 of its index" in str(problems[0]),
+            "trajectory_9" in str(problems[1]),
+        ] == [
             True,
             True,
         ]

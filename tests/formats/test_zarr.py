@@ -352,7 +352,7 @@ def test_rows_after_the_last_end_are_dropped_and_reported(tmp_path: Path) -> Non
     found["meta/episode_ends"] = found["meta/episode_ends"][:2]
     recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
     check(recording, LENGTHS[:2])
-    assert "7 more" in str(recording.problems[0])
+    assert "7 rows after the last episode" in str(recording.problems[0])
 
 
 def test_an_episode_without_rows_costs_only_itself(tmp_path: Path) -> None:

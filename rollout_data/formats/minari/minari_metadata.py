@@ -128,6 +128,6 @@ def check_totals(reader: FileSource, episodes: Sequence[EpisodeInfo]) -> None:
         stated = reader.metadata.get(name, total)
         if stated != total:
             reader.distrust(
-                f"{str(reader.path)!r} contains {total} {name[6:]}, but its metadata state {stated}. "
-                "It was not completely written, or was changed."
+                f"{str(reader.path)!r} contains {total} {name[6:]}, but {name!r} in its metadata is "
+                f"{stated}. The dataset is incomplete, or was changed."
             )
