@@ -121,7 +121,7 @@ def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
         found = load_expert_trajectories(tmp_path / "list.txt", root, 2, "cpu")
         assert found.file_names == [str(path), "a.h5"]
     (tmp_path / "list.txt").write_text(f"{tmp_path / 'root' / 'none.h5'}\n")
-    with pytest.raises(FileNotFoundError, match="line 1 of"):
+    with pytest.raises(FileNotFoundError, match="Line 1 of .* has no file of that name"):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
 
 
@@ -153,7 +153,7 @@ def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) 
         "inner .h5",
     ]
     (root / "list.txt").write_text("no such .h5\n")
-    with pytest.raises(FileNotFoundError, match=r"'no such \.h5', line 1 of"):
+    with pytest.raises(FileNotFoundError, match=r"Line 1 of .* names 'no such \.h5'"):
         load_motions(root)
 
 
@@ -169,7 +169,7 @@ def test_a_motion_or_list_that_is_no_file_is_refused_at_once(
     ) if what == "device" else path.mkdir()
     code = "try:\n    load_motions(Path(sys.argv[1]))\nexcept DataFileError as error:\n    print(error)\n"
     text = in_child(code, tmp_path / "m", timeout_s=60)
-    assert place in text and text.startswith("cannot ")
+    assert place in text and ("is a folder, a pipe" in text or "leads out of" in text)
 
 
 def test_groups_that_hold_each_other_many_times_are_not_walked_for_ever(tmp_path: Path) -> None:
