@@ -47,8 +47,6 @@ from .episode_writer import ForeignWriter, occupied
 from .open_recording import check_any_readable, open_source, present_part
 from .registry import EXPORTS, WRITERS, writer_class
 
-_ACTION = "call rollout_data.convert"
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -108,7 +106,7 @@ def convert(
     """
     writer_type = _checked_writer(to, options)
     progress = arguments.flag("progress", progress)
-    recording = source if isinstance(source, Recording) else open_source(_ACTION, "source", source)
+    recording = source if isinstance(source, Recording) else open_source("source", source)
     path = arguments.path("target", target).absolute()
     if recording.path in (path, *path.parents):
         raise UsageError(

@@ -12,8 +12,6 @@ from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, o
 from ..sources.recordings.open_episodes import open_episodes
 from ..sources.recordings.recording import Recording
 
-_ACTION = "call rollout_data.open"
-
 
 def open(
     path: DataDir,
@@ -37,7 +35,7 @@ def open(
     """
     if format is not None:
         instance("format", format, "a name", str)
-    origin = _origin_of(_ACTION, "path", path)
+    origin = _origin_of("path", path)
     if remote is not None:
         remote = checked_remote(remote)
 
@@ -51,9 +49,9 @@ def open(
     return Recording(origin, open_episodes(origin))
 
 
-def open_source(action: str, name: str, source: DataDir) -> Recording:
-    """Open a path or a `Recording`. Errors name the call `action` and the argument `name`."""
-    origin = _origin_of(action, name, source)
+def open_source(name: str, source: DataDir) -> Recording:
+    """Open a path or a `Recording`. Errors name the argument `name`."""
+    origin = _origin_of(name, source)
     return Recording(origin, open_episodes(origin))
 
 
@@ -91,7 +89,7 @@ def check_any_readable(
         raise DataFileError(message)
 
 
-def _origin_of(action: str, name: str, source: Any) -> Origin:
+def _origin_of(name: str, source: Any) -> Origin:
     origins = origins_of(source, name)
     if len(origins) > 1:
         raise UsageError(

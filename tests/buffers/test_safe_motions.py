@@ -121,7 +121,7 @@ def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
         found = load_expert_trajectories(tmp_path / "list.txt", root, 2, "cpu")
         assert found.file_names == [str(path), "a.h5"]
     (tmp_path / "list.txt").write_text(f"{tmp_path / 'root' / 'none.h5'}\n")
-    with pytest.raises(FileNotFoundError, match="Line 1 of .* has no file of that name"):
+    with pytest.raises(FileNotFoundError, match=r"Line 1 of .* has no file of that name"):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
 
 

@@ -181,7 +181,7 @@ class EpisodeFile:
             return
         note = note_in_file(self._partial, self._note_name)
         if note is not None and _without_rows(note) == _without_rows(conversion):
-            raise changed_file(self.path, self._partial, "another structure or size")
+            raise changed_file(self.path, self._partial, "its structure or size differs")
 
     def _note_of_same_structure(
         self,
@@ -388,7 +388,7 @@ class Hdf5Writer(ForeignWriter):
         status = os.stat(place)
         size = finish.get("size", 0) if is_finished else 0
         if type(size) is int and status.st_size < size:
-            raise changed_file(path, place, f"{status.st_size} bytes instead of {size}")
+            raise changed_file(path, place, f"it has {status.st_size} bytes, expected {size}")
         has_noted_time = (status.st_size, status.st_mtime_ns) == (size, finish.get("mtime_ns"))
         if is_finished and has_noted_time and size > ALWAYS_READ_BYTES:
             return
@@ -400,8 +400,8 @@ class Hdf5Writer(ForeignWriter):
             if is_finished and status.st_size == size and note_dataset is not None:
                 covered.append(Rows("").range_of(*note_dataset))
                 if checksum_of(descriptor, gaps(covered, size)) != finish.get("checksum"):
-                    got = "other content beside the rows of episodes"
-                    raise changed_file(path, place, got)
+                    change = "its content beside the rows of episodes differs"
+                    raise changed_file(path, place, change)
 
     @classmethod
     def _check_rows(
@@ -428,12 +428,12 @@ class Hdf5Writer(ForeignWriter):
             for name, checksum in sums.items():
                 dataset = _dataset(opened, name)
                 if dataset is None or episode not in rows:
-                    raise changed_file(path, place, f"no dataset {name!r}")
+                    raise changed_file(path, place, f"dataset {name!r} is missing")
                 part = rows[episode].range_of(*dataset)
                 covered.append(part)
                 if sum(part) > size or checksum_of(descriptor, [part]) != checksum:
-                    got = f"other content of {name!r} in episode {episode!r}"
-                    raise changed_file(path, place, got)
+                    change = f"{name!r} of episode {episode!r} differs"
+                    raise changed_file(path, place, change)
         return covered
 
     def begin_note(self) -> bool:

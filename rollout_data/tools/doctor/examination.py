@@ -69,13 +69,12 @@ def doctor(
         UsageError: The path does not exist, or a rule, threshold or number is invalid.
         AccessError, FetchError: The store refuses access, or does not answer.
     """
-    action = "call rollout_data.doctor"
     progress = arguments.flag("progress", progress)
     rules = chosen_rules(only, skip)
     changed = _changed_thresholds(settings)
     if sample is not None:
         arguments.whole("sample", sample, 1)
-    recording, failure = opened(action, path)
+    recording, failure = opened(path)
     scan = Scan(
         path,
         recording,
@@ -126,7 +125,7 @@ def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], st
         return [], str(reason)
 
 
-def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
+def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     """Open a recording; rebuild its index if the index is damaged.
 
     Returns:
@@ -137,7 +136,7 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RolloutDataWarning)  # Findings report the same problems.
         try:
-            return open_source(action, "path", path), None
+            return open_source("path", path), None
         except UnansweredError:
             raise
         except (DataFileError, OSError) as error:

@@ -187,10 +187,9 @@ def merge(
         SchemaError: The fields differ.
         DataFileError: A source cannot be opened, or none of its episodes can be read.
     """
-    action = "call rollout_data.merge"
     progress = arguments.flag("progress", progress)
     origins = origins_of(sources, "sources")
-    recordings = [open_source(action, "sources", origin) for origin in origins]
+    recordings = [open_source("sources", origin) for origin in origins]
     for recording in recordings:
         _check_source(recording)
     result = NewFolder(arguments.path("out", out))
@@ -227,9 +226,8 @@ def split(
             not empty, or lies in the source.
         DataFileError: The source cannot be opened, or none of its episodes can be read.
     """
-    action = "call rollout_data.split"
     progress = arguments.flag("progress", progress)
-    recording = open_source(action, "path", path)
+    recording = open_source("path", path)
     _check_source(recording)
     target = arguments.path("out", out)
     selections = recording.split(parts, seed)

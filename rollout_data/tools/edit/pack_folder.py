@@ -138,7 +138,7 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 def _trajectories_of_bad_blocks(folder: BlockFolder) -> dict[str, list[str]]:
     """Return name -> known trajectories of blocks that cannot be read."""
-    files = Files(Scan(folder.data_dir, *opened("verify", folder.data_dir)))
+    files = Files(Scan(folder.data_dir, *opened(folder.data_dir)))
     trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
     return {name: names for name, names in trajectories.items() if names}
 

@@ -159,12 +159,11 @@ def repair(
             source.
         DataFileError: Nothing can be read, or every trajectory would be left out.
     """
-    action = "call rollout_data.repair"
     dry_run = arguments.flag("dry_run", dry_run)
     progress = arguments.flag("progress", progress)
     chosen_rules(only, ())
     target = arguments.path("to", to)
-    recording, failure = opened(action, path)
+    recording, failure = opened(path)
     if recording is None:
         assert failure is not None
         raise failure

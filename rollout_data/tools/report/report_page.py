@@ -66,7 +66,6 @@ _POLICY = "; ".join(
         "form-action 'none'",
     )
 )
-_ACTION = "call rollout_data.report"
 
 
 def report(
@@ -118,7 +117,7 @@ def report(
 
 
 def _opened(argument: str, path: DataDir) -> Recording:
-    return path if isinstance(path, Recording) else open_source(_ACTION, argument, path)
+    return path if isinstance(path, Recording) else open_source(argument, path)
 
 
 def _page_name(recording: Recording) -> str:
