@@ -364,8 +364,8 @@ class Reader(FileSource):
         # Half a frame of tolerance: times in the index are rounded.
         if end_s < start_s + (num_frames - 0.5) / self._fps:
             video = f"starts at {start_s:.3f} s and ends at {end_s:.3f} s"
-            problem = f"has {num_frames} frames, but its video of {camera!r} {video}"
-            raise index.episode_error(episode, problem)
+            contradiction = f"has {num_frames} frames, but its video of {camera!r} {video}"
+            raise index.episode_error(episode, contradiction)
         return True
 
     def _end_of(self, file: str) -> float:

@@ -201,8 +201,10 @@ class Reader(FileSource):
             outcome = "Pass on_bad_index='rebuild' to read these files."
             if is_rebuilt:
                 outcome = "These files are read."
-            names = _short(", ".join(unlisted))
-            self.problem(f"{where} has files that are not in its index: {names}. {outcome}")
+            unlisted_names = _short(", ".join(unlisted))
+            self.problem(
+                f"{where} has files that are not in its index: {unlisted_names}. {outcome}"
+            )
 
     def _load(self, path: Path) -> dict[str, Any]:
         self._known.check(path)
