@@ -274,7 +274,7 @@ class RolloutDataset(RolloutStream):
     # Names from the published description
 
     def read_dataset_directory(self) -> bool:
-        """Wait until the folders hold enough trajectories, up to `wait_timeout_s`; return True.
+        """Wait up to `wait_timeout_s` until the folders have enough trajectories; return True.
 
         Enough are `keep_latest_n_trajs` complete trajectories, or as many as the envs need to
         start. No cursor moves; a running stream finds new trajectories by itself.
@@ -293,7 +293,7 @@ class RolloutDataset(RolloutStream):
         return True
 
     def get_frame_range(self, filename: str | os.PathLike[str]) -> tuple[int, int]:
-        """Return the half-open range of frames that a file or a trajectory holds.
+        """Return the half-open range of frames of a file or a trajectory.
 
         Args:
             filename: A chunk file of the older layout, with or without its folder: the numbers in

@@ -95,7 +95,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         """Write the next step of `env_ids` (None: all) into rows of a `[num_envs, ...]` buffer and move on."""
 
     def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
-        """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
+        """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; return the buffer."""
         for step in range(whole("num_transitions_per_env", num_transitions_per_env, 1)):
             self.fill_transition(_at_step(buffer, step))
         return buffer

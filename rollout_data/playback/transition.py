@@ -1,4 +1,4 @@
-"""Transition: what one batch of a streamed dataset holds."""
+"""Transition: a batch of a streamed dataset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Observation = torch.Tensor | dict[str, Any]
 
 
 class Transition(NamedTuple):
-    """A batch of transitions, `[T, num_envs, ...]`, or `[num_envs, ...]` where T was not given.
+    """A batch of transitions, `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
     All tensors are on the dataset's device and belong to the caller: they are never overwritten.
     Fields that were not recorded are None. `observation` and `next_observation` may share memory

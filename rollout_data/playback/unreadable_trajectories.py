@@ -1,4 +1,4 @@
-"""What cannot be read of a plan: trajectories that are left out, and the error where nothing is left."""
+"""Unreadable trajectories of a plan are skipped, or an error is raised if none is readable."""
 
 from __future__ import annotations
 

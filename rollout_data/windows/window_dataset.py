@@ -469,7 +469,7 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
-            # Gone
+            # The block was deleted: its other windows are lost too.
             if isinstance(problem, LostBlockError) and not isinstance(
                 problem.__cause__, DataFileError
             ):

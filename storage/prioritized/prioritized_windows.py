@@ -166,7 +166,7 @@ class PrioritizedWindows(RowFront, Store):
                 self._windows.clear()
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check the invariants: return (whether all hold, a description of the first that does not)."""
+        """Check the invariants: return (whether all hold, a description of the first violation)."""
         with self._lock:
             return self._windows.check_valid()
 

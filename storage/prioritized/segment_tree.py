@@ -152,7 +152,7 @@ class SegmentTree:
         return found.view(masses.shape) if _is_many(mass) else int(found)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check the invariants: return (whether all hold, a description of the first that does not)."""
+        """Check the invariants: return (whether all hold, a description of the first violation)."""
         return self._tree.check_valid()
 
     def _indices(self, index: Any) -> torch.Tensor:

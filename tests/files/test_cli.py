@@ -119,7 +119,7 @@ def test_verify_names_every_bad_file_with_the_reason(tmp_path, capsys):
     for name, reason in (
         (paths[3].name, "checksum"),
         (paths[5].name, "truncated"),
-        ("notes.h5", "an HDF5 file"),
+        ("notes.h5", "no HDF5 file"),
         ("foreign.hdf5", "format 'rollout-data'"),
     ):
         (line,) = [line for line in text.splitlines() if line.startswith(name + ":")]

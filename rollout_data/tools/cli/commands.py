@@ -209,8 +209,10 @@ def verify(options: argparse.Namespace) -> Answer:
 
 def pack(options: argparse.Namespace) -> Answer:
     if bool(options.out_dir) == options.in_place:
-        given = "OUT_DIR and --in-place exclude each other" if options.in_place else "no target"
-        raise UsageError(f"{given}. Pass either OUT_DIR or --in-place.")
+        problem = "the target is missing"
+        if options.in_place:
+            problem = "OUT_DIR and --in-place exclude each other"
+        raise UsageError(f"{problem}. Pass either OUT_DIR or --in-place.")
     block_bytes = options.block_mb << 20
     summary = pack_dataset(options.data_dir, options.out_dir, block_bytes, options.progress)
     packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"

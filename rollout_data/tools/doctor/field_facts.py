@@ -84,7 +84,7 @@ class Sample:
         read: Callable[[Batch, str], Array],
         leave_out: Array | None = None,
     ) -> Array:
-        """Return every k-th row of a batch, without overlapping rows and some others."""
+        """Return every k-th row of a batch, without overlapping rows and the rows `leave_out`."""
         is_kept = np.ones(len(batch), bool)
         is_kept[: batch.overlap] = False
         if leave_out is not None:
