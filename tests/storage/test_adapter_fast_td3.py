@@ -251,7 +251,7 @@ def test_steps_of_other_sizes_are_refused_and_an_empty_buffer_raises() -> None:
     loop = Loop()
     with pytest.raises(UsageError):
         loop.buffer.sample(1)
-    with pytest.raises(SchemaError, match=r"'observations'.*\[3, 2\].*\[4, 2\]"):
+    with pytest.raises(SchemaError, match=r"'observations'.*\(4, 2\), expected \(3, 2\)"):
         loop.buffer.extend({"observations": torch.zeros(NUM_ENVS + 1, NUM_OBSERVED)})
 
 
