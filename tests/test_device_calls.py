@@ -321,8 +321,6 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.compute_returns(truncation='cut')": returns("cut"),
     "RolloutStorage.compute_returns(truncation='value')": returns("value"),
     "RolloutStorage.compute_returns(truncation='final')": returns("final"),
-    "RolloutStorage.compute_returns(factors on the host)": returns("value", "cpu"),
-    "RolloutStorage.compute_returns(factors on the device)": returns("final", "cuda"),
     "RolloutStorage.compute_returns(new factors on the device)": returns_with_new_factors,
     "RolloutStorage.compute_returns(last values on the host)": returns("cut", values="cpu"),
     "RolloutStorage.mini_batch_generator(a seed)": batches(),
@@ -348,6 +346,11 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "DictBuffer.extend(end_key)": extending_trajectories(False),
     "DictBuffer.extend(final=)": extending_trajectories(True),
 }
+for truncation in ("cut", "value", "final"):
+    for factors in ("cpu", "cuda"):
+        CALLS[f"RolloutStorage.compute_returns({truncation!r}, factors: {factors})"] = returns(
+            truncation, factors
+        )
 for call in (
     "extend",
     "extend(priorities)",
