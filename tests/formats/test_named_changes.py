@@ -189,7 +189,7 @@ def test_ends_of_a_block_with_a_damaged_note_are_unknown(tmp_path):
     block.write_bytes(data.replace(b'"ends": "open"', b'"ends": "oven"'))
     copy = rollout_data.open(tmp_path / "copy")
     assert copy.table["ends"].tolist() == ["terminated", "unknown"]
-    assert any("note" in str(problem) for problem in copy.problems)
+    assert any("annotation" in str(problem) for problem in copy.problems)
 
 
 def test_a_pushed_copy_has_the_ends_of_a_later_copy(tmp_path):
@@ -271,7 +271,7 @@ def test_metadata_that_no_reader_takes_are_left_out_of_a_copy(tmp_path, name):
 
 
 def test_metadata_that_no_reader_takes_are_refused_by_a_writer(tmp_path):
-    with pytest.raises(UsageError, match=r"metadata of at most 16777216 bytes"):
+    with pytest.raises(UsageError, match=r"the metadata of .* exceed 16777216 bytes as JSON"):
         record_with_notes(tmp_path / "ours", {"notes": "x" * (17 << 20)}, "open")
     assert list((tmp_path / "ours").glob("*.h5")) == []
 
