@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,6 +104,19 @@ def test_random_windows_of_a_lerobot_set_decode_only_their_own_pictures(lerobot:
     with mock.patch.object(image, "open", wraps=image.open) as decode:
         check_batch(dataset.batch(windows))
     assert decode.call_count == 0  # they are kept
+
+
+def test_the_first_batch_of_a_lerobot_set_does_not_import_pandas(
+    lerobot: Path, tmp_path: Path
+) -> None:
+    """pandas takes longer to import than the first batch to read; a stand-in notices the import."""
+    (tmp_path / "pandas.py").write_text("raise SystemExit('pandas was imported')")
+    code = f"from rollout_data import WindowDataset; WindowDataset({str(lerobot)!r}, 2).batch([0])"
+    paths = [str(tmp_path), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("chunk_cache_bytes", [0, 4 * 80 * 72 * 3, 1 << 29])
