@@ -94,7 +94,7 @@ def items(kind: Any) -> Case:
         buffer.append([one, other] if kind is EpisodeReplayBuffer else one)
 
     def draw(buffer: Any) -> list[Any]:
-        drawn = []
+        drawn: list[Any] = []
         for iteration in range(8):
             found = buffer.sample(2, 40 + iteration) or []
             steps = [one[0] for one in found] if kind is EpisodeReplayBuffer else found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 
 from rollout_data import TrajectoryReplayBuffer
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
-from storage.core import memory
 from storage.core.fields import flatten
+from tests.watch import watching
 
 #: Rows of this many bytes and more are gathered into memory that is used again.
 WIDTH, NUM_ROWS = 300, 256
@@ -142,22 +141,19 @@ def test_a_sample_may_be_changed_without_changing_the_buffer_or_the_next_one(kin
 
 
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Every buffer that is mapped from now on."""
-    allocate, found = memory._allocate, []
+def mapped() -> Iterator[list[int]]:
+    """Bytes of every mapping of memory from now on."""
+    found: list[int] = []
 
-    def noted(num_bytes: int) -> Any:
-        new = allocate(num_bytes)
-        found.append(weakref.ref(new))
-        return new
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "mmap.__new__":
+            found.append(arguments[1])
 
-    monkeypatch.setattr(memory, "_allocate", noted)
-    return found
+    with watching(note):
+        yield found
 
 
-def test_memory_is_used_again_whatever_the_number_of_wide_fields(
-    mapped: list[weakref.ref[Any]],
-) -> None:
+def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[int]) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({str(number): torch.randn(100, 1100) for number in range(20)})
     for _ in range(3):
@@ -168,13 +164,11 @@ def test_memory_is_used_again_whatever_the_number_of_wide_fields(
     assert not mapped
 
 
-def test_large_samples_of_many_sizes_leave_little_memory_behind(
-    mapped: list[weakref.ref[Any]],
-) -> None:
+def test_large_samples_of_many_sizes_leave_little_memory_behind(mapped: list[int]) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({"wide": torch.randn(100, 1100)})
     mapped.clear()
     for size in range(1000, 1200, 10):
         for _ in range(3):
             buffer.sample(size)
-    assert 0 < sum(one() is not None for one in mapped) <= 8
+    assert 0 < len(mapped) <= 8

@@ -217,8 +217,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> 
     store = store_of(name, "partly filled")
     state = store.state_dict()
     other = next(one for one in CASES if type(CASES[one].make(0)) is not type(store))
-    for wrong in (None, [], "state", 5):
-        refused(store, wrong, "must be a mapping")
+    for state_of_wrong_type in (None, (), "state", 5):
+        refused(store, state_of_wrong_type, "must be a mapping")
     for version in (2, 0, "1", None):
         refused(store, {**state, "version": version}, f"version {version!r}")
     for key in ("class", "arguments", "numbers"):
@@ -247,7 +247,20 @@ def wrong_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
 
 
 #: Values that are wrong for most entries of a config or a state.
-NONSENSE = [None, float("nan"), float("inf"), -1, 1 << 44, 10**400, [], {}, [5], "x", 1.5, True]
+NONSENSE: list[Any] = [
+    None,
+    float("nan"),
+    float("inf"),
+    -1,
+    1 << 44,
+    10**400,
+    [],
+    {},
+    [5],
+    "x",
+    1.5,
+    True,
+]
 
 
 def places_in(tree: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

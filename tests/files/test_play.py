@@ -116,11 +116,22 @@ def test_an_unknown_episode_or_field_is_named(
         play(walk, episode, fields)
 
 
-def test_long_episodes_are_read_in_parts(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = describe_episode(walk, "1", ["observation/ramp", "action"])
-    # No data of this size is made for a test
-    monkeypatch.setattr("rollout_data.tools.cli.play_command._PART_BYTES", 1)
-    assert describe_episode(walk, "1", ["observation/ramp", "action"]) == whole
+def test_an_episode_larger_than_a_part_is_described_like_a_small_one(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(120, 1, 2)).astype(np.float32)
+    wide = np.zeros((120, 1, 80_000), np.float32)  # 77 MB as float64, more than a part
+    wide[..., :2] = values
+    with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
+        done = np.arange(120)[:, None] == 119
+        observation = {"narrow": values, "wide": wide}
+        writer.add_rollout(observation=observation, action=values, done=done)
+    curves = describe_episode(tmp_path / "walk", "0")["curves"]
+    by_field = {
+        name: [one for one in curves if one["name"].startswith(f"observation/{name}")]
+        for name in observation
+    }
+    assert len(by_field["narrow"]) == 2 and len(by_field["wide"]) > 2
+    for narrow, wide_one in zip(by_field["narrow"], by_field["wide"], strict=False):
+        np.testing.assert_equal({**wide_one, "name": narrow["name"]}, narrow)
 
 
 @pytest.mark.parametrize("field", [*PICTURES, "depth"])
