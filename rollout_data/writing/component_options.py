@@ -50,9 +50,7 @@ def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
         try:
             check_writable(str(codec))
         except UsageError as error:
-            raise UsageError(
-                f"obs_disassemble_mapping: codec {codec!r} of {name!r}: {error.message}"
-            ) from error
+            raise UsageError(f"obs_disassemble_mapping of {name!r}: {error.message}") from error
         if segments and name not in segments:
             raise UsageError(
                 f"obs_disassemble_mapping has the name {name!r}, which is not in obs_segments "

@@ -305,8 +305,8 @@ def test_an_unknown_key_is_named_once(tmp_path):
         writer.add(**record([{"later": 1}, {}, {"distance": 2}], 5))
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2 and all(one.category is RolloutDataWarning for one in caught)
-    assert texts[0].startswith("keys of infos are not recorded: 'distance', 'episode'. To keep")
-    assert texts[1].startswith("keys of infos are not recorded: 'later'.")
+    assert texts[0].startswith("Keys of infos are not recorded: 'distance', 'episode'. Pass")
+    assert texts[1].startswith("Keys of infos are not recorded: 'later'.")
     assert caught[0].filename == __file__
 
 

@@ -52,8 +52,7 @@ LOOP["again"] = LOOP
         (
             {"observation": np.zeros((2, 4), np.float32)},
             SchemaError,
-            "cannot call RolloutWriter.add with the field 'observation': "
-            "expected leading size (3,) (num_envs), got shape (2, 4).",
+            "field 'observation' has shape (2, 4), expected the leading size (3,) (num_envs).",
         ),
         (
             {"reward": np.zeros((4,), np.float32)},
@@ -227,7 +226,7 @@ def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
         ),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"a": "nrmalized_image"}},
-            "with the codec of 'a': expected 'normalized_image', 'auto', ",
+            "obs_disassemble_mapping of 'a': codec 'nrmalized_image' has the unknown stage",
         ),
         (
             {"obs_segments": {"a": (1,)}, "obs_disassemble_mapping": {"b": "raw"}},
@@ -240,7 +239,7 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path, options, te
         make(tmp_path / "new", **options)
     assert text in str(caught.value)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(UsageError, match="num_envs must be in 1:"):
+    with pytest.raises(UsageError, match=r"num_envs must be (an integer )?in 1:"):
         RolloutWriter(tmp_path / "new", 0)
 
 
@@ -315,7 +314,7 @@ def test_wrong_arguments_are_named_before_a_folder_is_made(tmp_path, options):
 
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, "3", None, float("nan"), 2**40])
 def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
-    with pytest.raises(UsageError, match="num_envs must be in 1:"):
+    with pytest.raises(UsageError, match=r"num_envs must be (an integer )?in 1:"):
         RolloutWriter(tmp_path / "data", num_envs)
     assert not (tmp_path / "data").exists()
 
@@ -325,20 +324,20 @@ def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
     [
         (
             {"done": np.array([np.nan, 0, 1])},
-            "with the flag 'done': expected true and false values, got NaN",
+            "flag 'done' contains NaN, expected True and False",
         ),
         (
             {"reward": np.ma.array(np.ones(N, np.float32), mask=[1, 0, 0])},
-            "expected an array without masked values",
+            "field 'reward' has masked values",
         ),
         (
             {"policy_version": np.uint64(2**63)},
-            "with policy_version: expected numbers below 2\\*\\*63",
+            "policy_version must be below 2\\*\\*63",
         ),
-        ({"policy_version": 2**70}, "with policy_version"),
+        ({"policy_version": 2**70}, "of policy_version is not supported"),
         (
             {"frames": np.zeros(N)},
-            "cannot store the field 'frames': expected a name other than .* Rename the field",
+            "field name 'frames' is invalid: .* Rename the field",
         ),
         ({"a\0b": np.zeros(N)}, "Unicode text without NUL"),
         ({"a\udc80": np.zeros(N)}, "Unicode text without NUL"),
@@ -372,7 +371,7 @@ def test_nonfinite_rewards_are_refused_under_names_too(tmp_path, bad):
             if value == bad or value != value:
                 with pytest.raises(
                     UsageError,
-                    match="'reward/energy': expected finite values, got 1 NaN or infinite",
+                    match="'reward/energy' has 1 NaN or infinite",
                 ):
                     writer.add(
                         observation=torch.zeros(1, 2), action=torch.zeros(1, 2), reward=rewards
