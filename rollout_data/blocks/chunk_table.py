@@ -133,10 +133,10 @@ class ChunkTable:
         """
         # Neighbours are compared, since a difference of hostile numbers may wrap.
         if self.rows[0] != 0 or (self.rows[1:] <= self.rows[:-1]).any():
-            return "rows that ascend from 0"
+            return "ascending rows from 0"
         is_descending = (self.places[1:] < self.places[:-1]).any()
         if is_descending or self.places[0] != place or self.places[-1] != place + num_bytes:
-            return f"chunks that fill {num_bytes} bytes one after the other"
+            return f"contiguous chunks of {num_bytes} bytes"
         counts = np.diff(self.rows)
         sizes = np.diff(self.places)
         is_used = sizes > 0
@@ -147,7 +147,7 @@ class ChunkTable:
         decoded_bytes = counts[is_used] * float(self.field.row_bytes)
         most_bytes = self.codec.max_expansion * sizes[is_used].astype(np.float64)
         if (decoded_bytes > most_bytes).any():
-            return "chunks as large as their rows need"
+            return "chunks of the size of their rows"
 
         num_used_before = np.append(0, np.cumsum(is_used))
         has_rows = stop > first
@@ -158,9 +158,9 @@ class ChunkTable:
         begins_at_chunk = self.rows[np.minimum(low, last)] == first[has_rows]
         ends_at_chunk = self.rows[high] == stop[has_rows]
         if not (begins_at_chunk & ends_at_chunk).all():
-            return "whole chunks for every fragment"
+            return "complete chunks for every fragment"
         if (num_used_before[high] - num_used_before[low] != high - low).any():
-            return "whole chunks for every fragment"
+            return "complete chunks for every fragment"
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

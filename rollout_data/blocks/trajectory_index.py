@@ -336,9 +336,11 @@ class TrajectoryIndex:
         advice = "A stream continues with the other trajectories."
         if is_gone:
             advice += " For windows, open the dataset again."
-        sentences = [f"Trajectory {', '.join(named)} cannot be read."] if named else []
-        sentences += [reason or f"{path!r} was removed.", advice]
-        lost = LostBlockError(" ".join(sentences))
+        message = f"{reason or f'{path!r} was removed.'} {advice}"
+        if named:
+            noun = "Trajectory" if len(keys) == 1 else "Trajectories"
+            message = f"{noun} {', '.join(named)} cannot be read. {message}"
+        lost = LostBlockError(message)
         lost.key = self.blocks[block].key
         lost.block = block
         return lost

@@ -146,21 +146,18 @@ class FileScanner(Scanner):
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
         """Report left-out episodes, fields that read as NaN, and left-out fields."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
-        differences = [
-            (schema, difference, "It is left out of the stream.")
-            for schema, difference in fit.left_out.items()
-        ]
-        for schema, missing in fit.lacking.items():
-            text = f"no {', '.join(map(repr, missing))}"
-            differences.append((schema, text, "The missing values read as NaN."))
-        for schema, difference, consequence in differences:
-            names = [repr(info.name) for info in infos if info.schema == schema]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        for schema, difference in fit.left_out.items():
+            names = _named([info.name for info in infos if info.schema == schema])
             self._source.report(
                 DataFileError(
-                    f"Episode {', '.join(names[:3])}{more} of {where} differs from most episodes: "
-                    f"{difference}. {consequence}"
+                    f"{names} of {where}: {difference}, unlike most episodes. Left out of the stream."
                 )
+            )
+        for schema, missing in fit.lacking.items():
+            names = _named([info.name for info in infos if info.schema == schema])
+            fields = ", ".join(map(repr, missing))
+            self._source.report(
+                DataFileError(f"{names} of {where}: no {fields}. The missing values read as NaN.")
             )
         for name, reason in fit.dropped.items():
             self._source.report(
@@ -168,6 +165,12 @@ class FileScanner(Scanner):
                     f"Field {name!r} of {where} is left out of the stream: {reason}. {_ADVICE}"
                 )
             )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the first names of episodes and the number of further episodes."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"Episode{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
 
 
 def _opened(origin: Origin) -> FileSource:

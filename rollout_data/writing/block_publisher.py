@@ -169,13 +169,13 @@ class BlockPublisher:
             return
         if self._retention is not None:
             # The next block tries again after a failure.
-            with self._warn_on_failure("old blocks of {} were not deleted"):
+            with self._warn_on_failure("Old blocks of {} were not deleted"):
                 prune(self._folder, **self._retention)
         if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
             self._save_index()
 
     def _save_index(self) -> None:
-        with self._warn_on_failure("the index cache of {} was not written"):
+        with self._warn_on_failure("The index cache of {} was not written"):
             save_index_cache(self._folder, self._writer)
             self._num_uncached = 0
 

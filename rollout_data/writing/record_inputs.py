@@ -99,8 +99,7 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
                 raise UsageError(
-                    f"{merged[name][0]!r} and {original!r} are duplicates of {name!r}. Pass only "
-                    "one of them."
+                    f"{merged[name][0]!r} and {original!r} both set {name!r}. Pass only one."
                 )
             else:
                 merged[name] = original, value

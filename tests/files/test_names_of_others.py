@@ -116,7 +116,7 @@ def test_two_names_of_one_thing_are_refused(tmp_path, names):
         del record["observation"]
     with (
         RolloutWriter(tmp_path, 2) as writer,
-        pytest.raises(UsageError, match=f"'{names[0]}' and '{names[1]}' are duplicates of"),
+        pytest.raises(UsageError, match=f"'{names[0]}' and '{names[1]}' both set"),
     ):
         writer.add(record)
 

@@ -137,7 +137,7 @@ LOOP["again"] = LOOP
         (
             {"actions": np.zeros((N, 2), np.float32)},
             UsageError,
-            "are duplicates of 'action'",
+            "both set 'action'",
         ),
     ],
 )

@@ -482,6 +482,6 @@ def test_a_block_that_vanishes_with_its_checksums_is_played_around(many_pieces, 
     far.get_batch(3)
     for path in (tmp_path / "walk").glob(f"{max((tmp_path / 'walk').glob('*.h5')).name}*"):
         path.unlink()
-    with pytest.warns(RolloutDataWarning, match=r"Trajectory .* cannot be read"):
+    with pytest.warns(RolloutDataWarning, match=r"Trajector.* cannot be read"):
         drain(far, 50)
     assert far.num_lost_trajectories > 0

@@ -107,16 +107,14 @@ def test_a_block_that_vanishes_is_named_by_windows_and_played_around(folder, tmp
         record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
     far = far_windows(lagging(tmp_path / "gone"))
     min((tmp_path / "gone").glob("*.h5")).unlink()
-    with pytest.raises(
-        DataFileError, match=r"Trajectory .* cannot be read.*lagging://gone/rollout_"
-    ):
+    with pytest.raises(DataFileError, match=r"Trajector.* cannot be read.*lagging://gone/rollout_"):
         for _ in WindowLoader(far, 16):
             pass
     played = RolloutDataset(lagging(tmp_path / "left"), 2, device="cpu")
     played.get_batch(3)
     max((tmp_path / "left").glob("*.h5")).unlink()
     played.source.snapshot()
-    with pytest.warns(UserWarning, match=r"Trajectory .* cannot be read"):
+    with pytest.warns(UserWarning, match=r"Trajector.* cannot be read"):
         while True:
             try:
                 played.get_batch(5)
@@ -133,7 +131,7 @@ def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_i
     played = RolloutDataset(lagging(tmp_path / "images"), 1, device="cpu")
     played.get_batch(3)
     max((tmp_path / "images").glob("*.h5"), key=lambda path: path.stat().st_mtime_ns).unlink()
-    with pytest.warns(UserWarning, match=r"Trajectory .* cannot be read"):
+    with pytest.warns(UserWarning, match=r"Trajector.* cannot be read"):
         num_valid = 3 + sum(int(batch.valid.sum()) for batch in drain(played, 5))
     assert 0 < num_valid < 3 * 4 * 90 and played.num_lost_trajectories > 0
 
