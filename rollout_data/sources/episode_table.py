@@ -37,8 +37,8 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
         return _typed(name, [give[name](info) for info in infos])
     key = "end_time_ns" if name == "time" else name
     none = _FROM_METADATA[key]
-    told = [info.metadata.get(key) for info in infos]
-    return _typed(name, [one if type(one) is type(none) else none for one in told])
+    values = [info.metadata.get(key) for info in infos]
+    return _typed(name, [value if type(value) is type(none) else none for value in values])
 
 
 def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:

@@ -120,12 +120,12 @@ def _among_ranks(number: int | str, look: Look) -> Any:
     """Scan in rank 0 and broadcast; all ranks must call this at the same step of their streams."""
     if isinstance(number, str):
         return look()
-    told = [_told(look) if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(told, src=0)
-    return _heard(told[0])
+    outcomes = [_outcome(look) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(outcomes, src=0)
+    return _result(outcomes[0])
 
 
-def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
+def _outcome(look: Look) -> tuple[Any, RolloutDataError | None]:
     """Scan. Errors are returned, not raised, so that waiting processes receive them."""
     try:
         return look(), None
@@ -139,11 +139,12 @@ def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
         return None, wrapped
 
 
-def _heard(told: Any) -> Any:
-    seen, problem = told
+def _result(outcome: Any) -> Any:
+    """Return the result of a scan, or raise its error."""
+    result, problem = outcome
     if problem is not None:
         raise problem
-    return seen
+    return result
 
 
 class Board:
@@ -227,12 +228,12 @@ class Board:
                 # What is found may be large: only one process makes it
                 with self._locked(_LOOKING):
                     if self.read(name) is None:
-                        self.write(name, _told(look), is_final=True)
+                        self.write(name, _outcome(look), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):
                 raise EOFError("the process that iterates over the batches has ended")
             else:
                 time.sleep(_POLL_S)
-        return _heard(note)
+        return _result(note)
 
 
 def _unnamed_file() -> int:

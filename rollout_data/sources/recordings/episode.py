@@ -80,9 +80,9 @@ class Episode:
         self.truncated = info.truncated
         self.success = info.success
         self.task = info.task
-        told = {"task": info.task or None, "success": info.success}
+        described = {"task": info.task or None, "success": info.success}
         self.metadata: Mapping[str, Any] = {
-            **{name: value for name, value in told.items() if value is not None},
+            **{name: value for name, value in described.items() if value is not None},
             **info.metadata,
         }
 
