@@ -318,7 +318,7 @@ class BlockFolder:
             difference = "" if self.schema is None else self.schema.difference(schema)
             if difference:
                 self.problems[name] = DataFileError(
-                    f"The block {str(block.path)!r} has other fields than most blocks of the "
+                    f"The block {str(block.path)!r} has other fields than the data "
                     f"folder: {difference}. It is left out. Move it to another folder to read it."
                 )
             elif other is not None:

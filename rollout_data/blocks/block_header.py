@@ -293,7 +293,8 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except CorruptFileError as cause:
         if "signature not found" in cause.message:
             raise ForeignFileError(f"{str(path)!r} is no HDF5 file.") from cause
-        raise corrupt(path, cause.message, kind=cause.kind, episode=cause.episode) from cause
+        problem = cause.message.replace(repr(str(path)), "it", 1)
+        raise corrupt(path, problem, kind=cause.kind, episode=cause.episode) from cause
     except DataFileError:  # The file could not be fetched.
         raise
     except RolloutDataError as cause:

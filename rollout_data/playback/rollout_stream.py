@@ -264,7 +264,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         loops = max(1, self._passes.dataset_loops)
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
-        text = f"{self.data_dir!r} has {num} trajectories for {num_envs} envs"
+        text = f"{str(self.data_dir)!r} has {num} trajectories for {num_envs} envs"
         if self._shard.total > 1:
             text += f" in {self._shard.total} ranks"
         text += ". Use fewer envs, more passes (dataset_loops) or more data."

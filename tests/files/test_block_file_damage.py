@@ -146,7 +146,9 @@ def test_a_block_with_short_sizes_is_refused(tmp_path):
     file = h5py.h5f.create(str(tmp_path / "x.h5").encode(), fcpl=settings)
     with h5py.File(file) as opened:
         opened.attrs["format"] = "rollout-data"
-    with pytest.raises(CorruptFileError, match="expected sizes and places of 8 bytes"):
+    with pytest.raises(
+        CorruptFileError, match="it has HDF5 offsets or lengths of another size than 8 bytes"
+    ):
         open_block(tmp_path / "x.h5")
 
 
@@ -154,7 +156,9 @@ def test_a_huge_heap_of_texts_is_refused_unread(tmp_path):
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file.attrs["format"] = "a" * (2 << 20)
-    with pytest.raises(CorruptFileError, match="a heap of at most 1048576 bytes, got a text of 2"):
+    with pytest.raises(
+        CorruptFileError, match=r"has a text of 2.* bytes, expected at most 1048576"
+    ):
         open_block(path)
 
 

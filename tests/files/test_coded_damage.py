@@ -343,5 +343,8 @@ def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypa
     text = "codec 'zstd' needs the package zstandard. Install the extra 'codecs'"
     with pytest.raises(UsageError, match=text):
         RolloutDataset(folder, 2, device="cpu").get_batch(3)
-    with pytest.raises(UsageError, match="with the codec of 'rgb': expected the package zstandard"):
+    with pytest.raises(
+        UsageError,
+        match="obs_disassemble_mapping of 'rgb': codec 'zstd' needs the package zstandard",
+    ):
         coded.record(folder / "other", codecs={"rgb": "zstd"})

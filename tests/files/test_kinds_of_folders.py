@@ -109,7 +109,7 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
     source = LiveSource(tmp_path)
     source.refresh()
     assert len(source.snapshot().index) == 0
-    with pytest.raises(UsageError, match="expected at least 1 trajectories, got 0"):
+    with pytest.raises(UsageError, match="has 0 trajectories for 1 envs"):
         opened(tmp_path).get_batch()
     with pytest.raises(UsageError, match="cannot create a WindowDataset"):
         WindowDataset(tmp_path)
@@ -178,7 +178,7 @@ def test_all_chunks_spoilt_is_named_at_the_next_pass(tmp_path):
     dataset = opened(folder.data_dir, dataset_loops=0)
     dataset.get_batch(2)
     path.write_bytes(b"garbage")
-    with pytest.raises(UsageError, match="cannot begin the next pass"):
+    with pytest.raises(UsageError, match="has no trajectories left for the next pass"):
         dataset.get_batch(2)
     assert path.name in str(dataset.problems[0]) and dataset.source.num_vanished_blocks == 1
     folder.chunk(0, 0, 3, done=True)
@@ -199,7 +199,7 @@ def test_metadata_that_comes_later_is_reported_and_changes_nothing(tmp_path):
     second = dataset.get_batch(6)
     assert (second.observation[0] == first.observation[0]).all()
     assert ["metadata.json" in str(problem) for problem in dataset.problems] == [True]
-    assert "open the dataset again" in dataset.problems[0].advice
+    assert "pen the dataset again" in str(dataset.problems[0])
     assert dataset.metadata["env"] == "walk"
 
 

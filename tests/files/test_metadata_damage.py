@@ -79,10 +79,8 @@ def test_a_stray_block_is_told_from_the_most_where_the_file_tells_nothing(tmp_pa
     dataset = opened(tmp_path)
     with pytest.warns(RolloutDataWarning, match=r"aa.h5.*float32\[5\] instead of float32\[3\]"):
         assert numbers_of(dataset) == [0, 1]
-    assert sorted(os.path.basename(problem.where.strip("'")) for problem in dataset.problems) == [
-        "aa.h5",
-        "metadata.json",
-    ]
+    texts = sorted(str(problem) for problem in dataset.problems)
+    assert len(texts) == 2 and "metadata.json'" in texts[0] and "aa.h5'" in texts[1]
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
@@ -101,7 +99,7 @@ def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_
     if not has_cache:
         (tmp_path / INDEX_CACHE_NAME).unlink()
     dataset = opened(tmp_path)
-    with pytest.warns(RolloutDataWarning, match="does not contain the fields of the blocks"):
+    with pytest.warns(RolloutDataWarning, match="has other fields than the data folder"):
         assert numbers_of(dataset) == [0]
     assert len(dataset.problems) == 2
 
