@@ -337,10 +337,7 @@ def test_windows_of_which_nothing_can_be_read_raise(tmp_path):
     far = WindowDataset(lagging(tmp_path / "walk"), 4, on_error="skip", remote=OPTIONS)
     for path in (tmp_path / "walk").glob("*.h5"):
         path.unlink()
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(DataFileError, match=r"None of the \d+ trajectories"),
-    ):
+    with warnings.catch_warnings(), pytest.raises(DataFileError, match="and none is readable"):
         warnings.simplefilter("ignore")
         for _ in WindowLoader(far, 16):
             pass
