@@ -65,7 +65,7 @@ def test_a_name_of_trajectories_in_two_folders_is_refused_and_their_own_names_wo
             )
     dataset = stream([tmp_path / "first", tmp_path / "second"])
     with pytest.raises(
-        UsageError, match="the name of one trajectory, such as '0:w:0' or '1:w:0', got 'w:0'"
+        UsageError, match=r"'w:0' is not the name of one trajectory\. Pass '0:w:0' or '1:w:0'"
     ):
         dataset.get_frame_range("w:0")
     assert dataset.get_frame_range("0:w:0") == (0, 3) and dataset.get_frame_range("1:w:0") == (0, 5)
@@ -143,16 +143,20 @@ def test_an_observation_without_components_is_returned_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("traj_data", "error", "text"),
     [
-        ({}, MissingFieldError, "'obs_proprio' or 'observation/proprio' or 'proprio', got nothing"),
+        (
+            {},
+            MissingFieldError,
+            "no field 'obs_proprio' or 'observation/proprio' or 'proprio'. It has no fields",
+        ),
         (
             {"obs_proprio": np.zeros((2, 4))},
             SchemaError,
-            r"with 'obs_proprio': expected shape \[T, 3\], got \[2, 4\]",
+            r"field 'obs_proprio' of traj_data has shape \[2, 4\], expected \[T, 3\]",
         ),
         (
             {"obs_proprio": np.zeros((2, 3), complex)},
             FieldTypeError,
-            "with 'obs_proprio': expected float32",
+            "field 'obs_proprio' of traj_data has dtype torch.complex128, expected float32",
         ),
         (
             {

@@ -77,7 +77,7 @@ def test_the_rest_streams_and_the_loss_is_named(five, lose, loops):
     lose(five, 3)
     with pytest.warns(
         RolloutDataWarning,
-        match=r"cannot play trajectory 0 of writer '0:trajectory_1' in .*pickle'",
+        match=r"Trajectory 0 of writer '0:trajectory_1' cannot be read.*pickle'",
     ):
         rest = drained(dataset)
     # What of a trajectory is read before its loss is found stays delivered; at the next pass its
@@ -170,7 +170,8 @@ def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five):
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))  # no file can be opened
     try:
         with pytest.raises(
-            DataFileError, match=r"cannot play trajectory 0 of .*trajectory_0'.*Too many open files"
+            DataFileError,
+            match=r"Trajectory 0 of .*trajectory_0' cannot be read.*Too many open files",
         ):
             dataset.get_batch(10)
     finally:
@@ -195,7 +196,7 @@ def test_a_state_of_before_the_loss_is_refused_by_name(five):
 def test_windows_name_the_lost_chunk(five):
     windows = WindowDataset(five, 2)
     delete(five, 2)
-    with pytest.raises(DataFileError, match=r"cannot play trajectory 0 of writer '0:trajectory_2'"):
+    with pytest.raises(DataFileError, match=r"Trajectory 0 of writer '0:trajectory_2'"):
         windows[2 * 9]
     assert windows[0]["observation"].shape == (2, 3)
 
@@ -266,7 +267,7 @@ def test_rows_that_are_lost_before_the_first_batch_are_left_out(five, cache):
     assert dataset.num_trajectories == 5
     spoil_rows_unseen(five, 1)
     spoil_rows_unseen(five, 2)
-    with pytest.warns(RolloutDataWarning, match="cannot play trajectory 0 of writer"):
+    with pytest.warns(RolloutDataWarning, match="Trajectory 0 of writer"):
         rest = drained(dataset, 10)
     assert rest == whole(0, 3, 4)
     assert dataset.source.num_vanished_blocks == 2

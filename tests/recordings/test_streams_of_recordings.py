@@ -171,7 +171,9 @@ def test_lists_and_mixtures_take_paths_and_recordings(tmp_path):
     assert [len(member) for member in mixture.datasets] == [3, 5, 3] and len(mixture) == 11
     np.testing.assert_array_equal(mixture[3]["action"], action(4, 2))
     assert len(WindowMixture(two)) == 10 and len(WindowMixture(str(one), length=2)) == 3
-    with pytest.raises(UsageError, match="no options, as all members are datasets, got length"):
+    with pytest.raises(
+        UsageError, match="the options length are not used, since all datasets are open"
+    ):
         WindowMixture(mixture.datasets, length=2)
     recorded(tmp_path / "own")
     with pytest.raises(UsageError, match="the folders have different formats"):
