@@ -192,14 +192,3 @@ def nearest(name: object, options: Iterable[str], most: int | None = None) -> st
     close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]
     return ", ".join(map(repr, ordered[:most])) if ordered else "nothing"
-
-
-def in_parts(
-    action: str, where: str = "", expected: str = "", got: str = "", advice: str = ""
-) -> str:
-    """Return a message from its parts."""
-    text = f"cannot {action} {where}".rstrip()
-    pairs = [f"{word} {part}" for word, part in (("expected", expected), ("got", got)) if part]
-    if pairs:
-        text += ": " + ", ".join(pairs)
-    return text + "." + (f" {advice.rstrip('.')}." if advice else "")

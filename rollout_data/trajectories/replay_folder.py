@@ -47,7 +47,6 @@ _FORMAT = "rollout-data trajectories"
 _VERSION = 1
 #: Maximum bytes of an index, enough for several million trajectories.
 _MAX_INDEX_BYTES = 1 << 30
-_LOAD = "load trajectories from"
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
@@ -132,7 +131,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
     folders = checkpoint_folders(folder)
     if not folders:
         raise MissingTrajectoriesError(
-            f"cannot {_LOAD} {str(folder)!r}: expected {INDEX_NAME}, got none."
+            f"{str(folder)!r} has no saved trajectories: {INDEX_NAME} is missing."
         )
     found = [_read_one(one, trusted, verify) for one in folders]
     entries = [entry for listed, _ in found for entry in listed]
@@ -192,8 +191,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         if isinstance(cause, DataFileError):
             raise
         raise CorruptFileError(
-            f"cannot {_LOAD} {str(path_of_index)!r}: expected an intact index, got "
-            f"{type(cause).__name__}: {cause}."
+            f"{str(path_of_index)!r} is damaged: {type(cause).__name__}: {cause}."
         ) from cause
     if missing:
         listed = ", ".join(map(str, missing[:10]))

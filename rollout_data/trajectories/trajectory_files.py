@@ -37,8 +37,6 @@ from ..sources.trajectory_checkpoints.checkpoint_file import END_FLAGS, read_tra
 from ..sources.trajectory_checkpoints.checkpoint_folder import id_of_file
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
-_READ = "read the trajectory"
-
 
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
     """The file of a live trajectory does not exist."""

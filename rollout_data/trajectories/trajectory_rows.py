@@ -16,7 +16,7 @@ import torch
 
 from storage.core.fields import Field, Schema, dtype_name, flatten
 from storage.core.memory import BufferPool, as_given
-from storage.errors import SchemaError, in_parts
+from storage.errors import SchemaError
 
 from ..blocks.row_layout import PACKED, RowLayout
 from ..sources.trajectory_checkpoints.checkpoint_file import split_epochs
@@ -196,8 +196,11 @@ def _epochs(
     num_steps, num_envs = shape
     epochs = split_epochs(tensor, num_steps) if tensor.shape[1] == num_envs else None
     if epochs is None or not is_declared:
-        advice = f"Declare {name!r} in drop_first or drop_last" if epochs is not None else ""
-        expected = f"[{num_steps}, {num_envs}, ...] like the others"
-        got = f"shape {list(tensor.shape)}"
-        raise SchemaError(in_parts("store the leaf", f"{name!r} {where}", expected, got, advice))
+        text = (
+            f"field {name!r} {where} has shape {list(tensor.shape)}, expected "
+            f"[{num_steps}, {num_envs}, ...]."
+        )
+        if epochs is not None:
+            text += f" Declare {name!r} in drop_first or drop_last."
+        raise SchemaError(text)
     return epochs
