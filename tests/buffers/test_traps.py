@@ -313,7 +313,7 @@ def test_b22_the_motion_list_keeps_spaces_and_the_files_keep_integers(tmp_path: 
     assert full["state"].dtype is torch.float32 and full["phase"].dtype is torch.int64
     assert buffer.file_names == ["a b.h5"] and buffer.motion_ids == [None]
     (tmp_path / "list.txt").write_text("a b.h5\n\nmissing.h5\n")
-    with pytest.raises(FileNotFoundError, match="line 3"):
+    with pytest.raises(FileNotFoundError, match="Line 3 of"):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path, 2, "cpu")
     (tmp_path / "list.txt").write_text("a b.h5\n")
     with h5py.File(tmp_path / "a b.h5", "r+") as file:

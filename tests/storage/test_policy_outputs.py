@@ -160,7 +160,7 @@ def test_outputs_are_required_and_gaussian_ones_refused():
     before = {name: x.clone() for name, x in storage.state_dict()["tensors"].items()}
     wrong = outputs_of(0) | {"logits": torch.zeros(ENVS, 6)}
     for more, text in [
-        ({"policy_outputs": None}, "without 'policy_outputs'"),
+        ({"policy_outputs": None}, "field 'policy_outputs' is missing"),
         (
             {"policy_outputs": {"logits": torch.zeros(ENVS, 7)}},
             "without the field 'policy_outputs/choice'",
