@@ -480,8 +480,8 @@ class RolloutWriter(Shown, Owned):
             for name, count in nonfinite_rewards(
                 rollout.schema, rollout.fields, rollout.marks
             ).items():
-                values = "value" if count == 1 else "values"
-                raise UsageError(f"field {name!r} has {count} NaN or infinite {values}.")
+                noun = "value" if count == 1 else "values"
+                raise UsageError(f"field {name!r} has {count} NaN or infinite {noun}.")
         self._note_count.add(rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)

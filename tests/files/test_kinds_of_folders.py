@@ -48,7 +48,7 @@ def test_block_files_beside_trajectory_folders_are_reported(tmp_path):
     dataset = opened(tmp_path, dataset_loops=3)
     with pytest.warns(
         RolloutDataWarning,
-        match=r"2 block files beside trajectory folders\. Only the trajectory fold",
+        match=r"trajectory folders and 2 block files\. Only the trajectory fold",
     ):
         assert dataset.num_trajectories == 1
     with warnings.catch_warnings():

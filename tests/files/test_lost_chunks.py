@@ -90,7 +90,7 @@ def test_the_rest_streams_and_the_loss_is_named(five, lose, loops):
     for number, start in ((1, 2), (3, 0)):
         of_lost = [frame for frame in first if frame[0] == number]
         assert of_lost == whole(number)[start : start + len(of_lost)] and len(of_lost) < 5
-    problems = [problem for problem in dataset.problems if "cannot play" in str(problem)]
+    problems = [problem for problem in dataset.problems if "cannot be read" in str(problem)]
     assert all(isinstance(problem, DataFileError) for problem in dataset.problems)
     assert any("trajectory_1" in str(problem) for problem in problems)
     assert dataset.source.num_vanished_blocks >= 2
