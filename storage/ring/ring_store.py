@@ -127,7 +127,7 @@ class RingStore:
             parts = leaves if num_written == num_rows else [leaf[rows] for leaf in leaves]
             if not self.is_on_cpu:
                 columns = [column[slots] for column in self._slots]
-                torch._foreach_copy_(columns, parts, non_blocking=True)
+                torch._foreach_copy_(columns, list(parts), non_blocking=True)
             elif isinstance(parts[0], torch.Tensor):
                 for column, array, part in zip(self._slots, self._arrays, parts, strict=True):
                     _write(column, array, slots, part)
