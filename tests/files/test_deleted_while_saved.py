@@ -114,7 +114,7 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
             zeros = [batch.observation[~batch.valid & ~batch.is_last] for batch in rest]
             assert not torch.cat(zeros).any()
             assert other.num_lost_trajectories == 2 and len(other.problems) == 2
-            assert all("cannot play trajectory 0 of writer" in str(one) for one in other.problems)
+            assert all("Trajectory 0 of writer" in str(one) for one in other.problems)
     assert len([one for one in raised if "was removed" in str(one.message)]) >= 2
 
 
