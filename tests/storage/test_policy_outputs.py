@@ -163,7 +163,7 @@ def test_outputs_are_required_and_gaussian_ones_refused():
         ({"policy_outputs": None}, "field 'policy_outputs' is missing"),
         (
             {"policy_outputs": {"logits": torch.zeros(ENVS, 7)}},
-            "without the field 'policy_outputs/choice'",
+            "field 'policy_outputs/choice' is missing",
         ),
         (
             {"policy_outputs": outputs_of(0) | {"more": torch.zeros(ENVS)}},
