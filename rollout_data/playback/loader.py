@@ -254,7 +254,7 @@ class RolloutLoader(Shown):
             if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):
                 raise
             raise BackgroundError(
-                f"a worker that reads {self.dataset.data_dir!r} has died: {cause}. "
+                f"a worker that reads {str(self.dataset.data_dir)!r} has died: {cause}. "
                 "Call load_state_dict(state_dict()) to resume with the next batch."
             ) from cause
 

@@ -358,7 +358,7 @@ class RolloutDataset(RolloutStream):
             rate = None if recorded is None else _frame_rate(recorded)
         if rate is None:
             raise UsageError(
-                f"the metadata of {self.data_dir!r} has no frame_rate_hz. "
+                f"the metadata of {str(self.data_dir)!r} has no frame_rate_hz. "
                 "Pass frame_rate_hz to RolloutDataset."
             )
         return rate

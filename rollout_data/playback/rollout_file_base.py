@@ -205,7 +205,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def frame_rate_hz(self) -> float:
         """Frames per second of the recording."""
         raise UsageError(
-            f"the frame rate of {self.data_dir!r} is unknown. Override frame_rate_hz in "
+            f"the frame rate of {str(self.data_dir)!r} is unknown. Override frame_rate_hz in "
             f"{type(self).__name__}."
         )
 

@@ -285,7 +285,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         """Raise `UsageError` if other processes plan the same stream: they cannot be notified."""
         if self._shard.total * current_worker().total > 1:
             raise UsageError(
-                f"several processes share the order of {self.data_dir!r} (ranks: "
+                f"several processes share the order of {str(self.data_dir)!r} (ranks: "
                 f"{self._shard.total}, workers: {current_worker().total}), so single envs cannot "
                 "advance. Use all envs, or open the dataset with shard='none' and a seed for "
                 "each rank."
@@ -321,7 +321,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         state, pass_order, num_left = position
         if self._is_over(state):
             raise DatasetExhausted(
-                f"all {self.num_dataset_looped} passes over {self.data_dir!r} are finished. "
+                f"all {self.num_dataset_looped} passes over {str(self.data_dir)!r} are finished. "
                 "Call reset() to start again."
             )
         following = self._scheduler.following if after is None else self._undecided
@@ -330,7 +330,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self.drop_last and not plan.is_full:
             self.num_dropped_frames = int((plan.num_valid + state.left[self._own_envs]).sum())
             raise DatasetExhausted(
-                f"the {self.num_dropped_frames} frames left in {self.data_dir!r} do not fill a "
+                f"the {self.num_dropped_frames} frames left in {str(self.data_dir)!r} do not fill a "
                 "batch. Pass drop_last=False to deliver them."
             )
         return plan, Position(state, pass_order, max(0, num_left - 1))
@@ -420,7 +420,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         """
         if not is_in_worker() and self._read_message() is not None:
             raise UsageError(
-                f"workers of a DataLoader read {self.data_dir!r}, so this process does not know "
+                f"workers of a DataLoader read {str(self.data_dir)!r}, so this process does not know "
                 "the position. Use the state_dict() of rollout_data.loader(dataset, "
                 "num_workers=...) or of torchdata's StatefulDataLoader."
             )
@@ -491,10 +491,10 @@ class RolloutStream(RolloutFileBase[Transition]):
             OverflowError,
         ) as cause:
             if isinstance(cause, Misfit):
-                text = f"the state does not fit {self.data_dir!r}: {cause}"
+                text = f"the state does not fit {str(self.data_dir)!r}: {cause}"
             else:
                 text = (
-                    f"the state for {self.data_dir!r} is damaged ({type(cause).__name__}: {cause}). "
+                    f"the state for {str(self.data_dir)!r} is damaged ({type(cause).__name__}: {cause}). "
                     "Load the result of state_dict()."
                 )
             raise UsageError(text) from cause
@@ -537,7 +537,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         if self._passes.refresh_s is not None and not self._receives_scans:
             raise UsageError(
                 "refresh_s does not work with the workers of a plain DataLoader. "
-                f"Read {self.data_dir!r} with rollout_data.loader(dataset, num_workers=...)."
+                f"Read {str(self.data_dir)!r} with rollout_data.loader(dataset, num_workers=...)."
             )
         if self._resumes:
             self._ensure_started()

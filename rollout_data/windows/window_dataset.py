@@ -197,19 +197,21 @@ class WindowDataset(WindowBatches):
             self._snapshot.index, self._split, first_of_training
         )
         if not len(self._snapshot.layouts[DATA].schema):
-            text = f"{self.data_dir!r} has no recorded trajectories."
+            text = f"{str(self.data_dir)!r} has no recorded trajectories."
             if self.problems:
                 text += f" {self.problems[0]}"
             raise UsageError(text)
         if not len(self._snapshot.index) and self.problems and self.opened_as is None:
             cause = self.problems[0]
-            raise DataFileError(f"{self.data_dir!r} has no readable trajectory. {cause}") from cause
+            raise DataFileError(
+                f"{str(self.data_dir)!r} has no readable trajectory. {cause}"
+            ) from cause
         may_lack = self._may_lack and upto is not None
         self._may_lack = False
         found_now = _fingerprint(self._snapshot, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:
             raise DataFileError(
-                f"the trajectories in {self.data_dir!r} have changed since the dataset was opened. "
+                f"the trajectories in {str(self.data_dir)!r} have changed since the dataset was opened. "
                 "Open the dataset again."
             )
         layout = self._snapshot.layouts[DATA]
@@ -239,7 +241,7 @@ class WindowDataset(WindowBatches):
         ]
         if form not in (None, form_now):
             raise UsageError(
-                f"{self.data_dir!r} has windows {form_now}, expected {form} (first anchor, least "
+                f"{str(self.data_dir)!r} has windows {form_now}, expected {form} (first anchor, least "
                 "length, stride, and for URLs frames and chunks). Pass the options of the saved "
                 "dataset."
             )

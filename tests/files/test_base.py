@@ -94,7 +94,7 @@ def test_attributes_are_as_documented():
 
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, True])
 def test_num_envs_must_be_a_positive_whole_number(num_envs):
-    with pytest.raises(UsageError, match="num_envs must be in 1:16777217"):
+    with pytest.raises(UsageError, match=r"num_envs must be .*in 1:16777217"):
         RolloutDataset("nowhere", num_envs)
 
 

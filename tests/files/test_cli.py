@@ -120,7 +120,7 @@ def test_verify_names_every_bad_file_with_the_reason(tmp_path, capsys):
         (paths[3].name, "checksum"),
         (paths[5].name, "truncated"),
         ("notes.h5", "no HDF5 file"),
-        ("foreign.hdf5", "format 'rollout-data'"),
+        ("foreign.hdf5", "expected 'rollout-data'"),
     ):
         (line,) = [line for line in text.splitlines() if line.startswith(name + ":")]
         assert reason in line, line
