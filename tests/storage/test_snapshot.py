@@ -198,7 +198,7 @@ def test_a_random_state_of_another_device_reseeds_the_generator_with_a_warning(m
     states = []
     for number in (1, 1, 2):
         loaded = make()
-        with pytest.warns(RolloutDataWarning, match="reseeded"):
+        with pytest.warns(RolloutDataWarning, match="The generator is seeded from it"):
             loaded.load_state_dict(with_random_state_of_cuda(saved, number))
         states.append(loaded.rng.get_state())
     assert torch.equal(states[0], states[1])
