@@ -1,4 +1,4 @@
-"""Motion clips: npz files of joints and bodies with two sets of names, and JSON files of frames.
+"""Reader of motion clips: npz files with joint and body arrays, and JSON files with frames.
 
 A clip only has observations. The order of bodies and joints is never changed. If the order is
 known, it is stored in the metadata.
@@ -25,9 +25,9 @@ from ..format_detection import MOTION_TRACKING, clip_files, clip_layout, is_clip
 from ..input_checks import KnownFiles, file_inside
 from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
-#: Axes of the arrays of a layout: frames T, joints J, bodies B; digits are sizes.
+#: Axes of each array of a clip: T frames, J joints, B bodies. A digit is the size of an axis.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
-#: Indices of the positions and the rotations of bodies in a layout.
+#: Indices of the arrays with body positions and body rotations in `_AXES`.
 _POSITIONS = 2
 _ROTATIONS = 3
 _BODY_NAMES = "body_names"
@@ -38,25 +38,25 @@ _MAX_JSON_BYTES = 16 << 20
 _MAX_NAMES_BYTES = 1 << 20
 _ORDERS = ("breadth", "depth")
 _QUATERNIONS = ("wxyz", "xyzw")
-#: Arrays with one text that states the order of the quaternions of a clip.
+#: Names of arrays that state the quaternion order of a clip.
 _ORDER_MARKS = ("quaternion_order", "quat_order")
-#: Order of quaternions -> position of the scalar part.
+#: Maps each quaternion order to the index of the scalar part.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
-#: Smallest size of a large scalar part.
+#: Minimum magnitude of the scalar part of a quaternion that counts as large.
 _LARGE = 0.8
-#: Smallest share of rows with a large scalar part for which advice is given.
+#: Minimum share of rows with a large scalar part at which a quaternion order is likely.
 _SHARE = 0.9
-#: Number of bytes of an array of poses that are checked.
+#: Bytes read from the beginning of a pose array for the checks.
 _CHECKED_BYTES = 1 << 22
 #: Largest deviation of the norm of a unit quaternion from 1.
 _TOLERANCE = 1e-2
 _Layout = tuple[str, ...]
-#: Fields and metadata of a clip of frames.
+#: Fields and metadata of a JSON clip.
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
 class Reader(FileSource):
-    """Reads one clip, or the clips of a folder in the order of the numbers in their names.
+    """Reader of one clip, or of all clips in a folder sorted by the numbers in their names.
 
     Options:
         body_order: "breadth", "depth", or the names of the bodies, if the files do not state them.
@@ -73,11 +73,11 @@ class Reader(FileSource):
         self._check_options()
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
         self._known = KnownFiles()
-        #: Orders of quaternions of the clips.
+        #: Quaternion orders of the clips read so far.
         self._orders = set[str]()
-        #: (clip, field) whose quaternions are converted when they are read.
+        #: (name of the clip, name of the field) of each quaternion field that `read` converts.
         self._converted = set[tuple[str, str]]()
-        #: Kinds of advice about the order that were already reported.
+        #: (likely order, stored order, whether the file states it) of each reported advice.
         self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
@@ -170,7 +170,7 @@ class Reader(FileSource):
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
     def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
-        """Return the order of the bodies for the metadata. Names of the option are added to it."""
+        """Return the body order for the metadata; add the body names of the option `body_order`."""
         order = self.options["body_order"]
         if order is None or order in _ORDERS:
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
@@ -182,12 +182,12 @@ class Reader(FileSource):
         return "names"
 
     def _stated_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
-        """Remove the array that states the order of quaternions, and return the order.
+        """Remove the array that states the quaternion order, and return the order.
 
         The result is None without such an array.
 
         Raises:
-            CorruptFileError: The array is no text with a known order.
+            CorruptFileError: The array does not contain a known order.
         """
         name = next((name for name in _ORDER_MARKS if name in arrays), None)
         if name is None:
@@ -210,7 +210,7 @@ class Reader(FileSource):
         stored: str,
         is_stated: bool,
     ) -> None:
-        """Add advice if the quaternions seem to have another order than the stored one.
+        """Report advice if the quaternions seem to have an order other than `stored`.
 
         A standing or walking body has a large scalar part and small x and y. The scalar is
         therefore the first or the last number, whichever is large in nearly all rows. Each kind of
@@ -247,7 +247,7 @@ class Reader(FileSource):
         fields: Mapping[str, NpzArray],
         sizes: dict[str, int],
     ) -> None:
-        """Add advice if the first frames hint at another order of bodies or numbers."""
+        """Report advice if the first frames suggest a wrong order of bodies or quaternions."""
         where = repr(str(path))
         checks: tuple[tuple[int, str, Callable[[Array], Array]], ...] = (
             (_POSITIONS, "has body 0 below the ground", _are_above_ground),
@@ -293,29 +293,29 @@ class Reader(FileSource):
 
 
 def _first_rows(array: NpzArray) -> Array:
-    """Read the first rows, up to the number of bytes that are checked."""
+    """Read the first rows of an array, at most `_CHECKED_BYTES` bytes or one row."""
     row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
     return array.read(0, max(1, _CHECKED_BYTES // row_bytes))
 
 
 def _are_above_ground(positions: Array) -> Array:
-    """Return whether body 0 is above the ground: bool `[T]`."""
+    """Return whether body 0 is above the ground in each frame: bool `[T]`."""
     above: Array = positions[:, 0, 2] > 0
     return above
 
 
 def _are_unit_quaternions(rotations: Array) -> Array:
-    """Return whether all quaternions of a frame have norm 1: bool `[T]`."""
+    """Return whether all quaternions of each frame have norm 1: bool `[T]`."""
     deviations = abs(np.linalg.norm(rotations, axis=-1) - 1)
     are_units: Array = deviations.max(-1) < _TOLERANCE
     return are_units
 
 
 def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
-    """Return the number of frames T, joints J and bodies B after a comparison of all shapes.
+    """Check the shapes of all arrays, and return the number of frames T, joints J and bodies B.
 
     Raises:
-        CorruptFileError: An array has another shape, or no floating numbers.
+        CorruptFileError: An array has a wrong shape, or does not contain floating-point numbers.
     """
     sizes = {"3": 3, "4": 4}
     for name, axes in zip(layout, _AXES, strict=True):
@@ -348,7 +348,7 @@ def _fps(stored: NpzArray) -> int | float:
 
 
 def _names(stored: NpzArray, num_names: int | None) -> list[str]:
-    """Read an array of names. None accepts any number of them."""
+    """Read an array of `num_names` names; None accepts any number of names."""
     is_list = stored.dtype.kind in "US" and not stored.shape[1:]
     is_long = prod(stored.shape) * stored.dtype.itemsize > _MAX_NAMES_BYTES
     is_complete = not num_names or num_names == len(stored)
@@ -364,11 +364,11 @@ def _names(stored: NpzArray, num_names: int | None) -> list[str]:
 
 
 def _json_clip(path: Path) -> _Json:
-    """Read a clip of frames.
+    """Read a JSON clip.
 
     Returns:
-        Poses `[T, D]` and durations of the frames in seconds `[T]`, and the other keys of the file
-        as metadata.
+        The fields (poses `[T, D]` and frame durations in seconds `[T]`), and the other keys of the
+        file as metadata.
     """
     try:
         clip = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
@@ -376,7 +376,7 @@ def _json_clip(path: Path) -> _Json:
         duration = clip.get("FrameDuration")
         if rows.ndim != 2 or not rows.shape[0] or rows.shape[1] < 2:
             raise ValueError(f"'Frames' has shape {list(rows.shape)}")
-        if duration is None:  # The first number of a row is its duration.
+        if duration is None:  # Each row then begins with its duration.
             durations_s = rows[:, 0]
             observation = rows[:, 1:]
         else:

@@ -1,4 +1,4 @@
-"""Read arrays of npz files: stored arrays are mapped, deflated arrays are decompressed piecewise.
+"""Read arrays of npz files: plain arrays are memory-mapped, deflated arrays are unpacked in parts.
 
 Declared sizes are compared with the bytes of the file before memory is allocated. Pickled objects
 raise an error.
@@ -26,18 +26,18 @@ Array = np.ndarray[Any, Any]
 _ZIP_MAGIC = b"PK\3\4"
 _MAX_MEMBERS = 4096
 _MAX_HEAD_BYTES = 10_000
-#: Bytes of the last record of a zip file with the longest comment.
+#: Maximum bytes of the end record of a zip file, including its comment.
 _ZIP_END_BYTES = 22 + 0xFFFF
-#: Bit of the flags of a member whose name is UTF-8.
+#: Flag bit of a zip member whose name is encoded in UTF-8.
 _UTF_8 = 0x800
 #: Maximum number of bytes that DEFLATE can unpack from one byte.
 _MAX_EXPANSION = 1032
-#: Unpacked bytes between two kept states of zlib, at least. A state takes 40 KB.
+#: Minimum unpacked bytes between two saved decompressor states. A state takes 40 KB.
 _MIN_SPACING = 1 << 20
-#: States of zlib that are kept for an array, at most.
+#: Maximum number of saved decompressor states per array.
 _MAX_STATES = 256
-#: Bytes of a packed array that are read at a time, at most: the larger of this number and a
-#: multiple of the packed bytes. Only zeros shrink more.
+#: Maximum unpacked bytes per read of a deflated array: the larger of `_FREE_BYTES` and
+#: `_MAX_READ_EXPANSION` times the deflated bytes. Only zeros shrink more.
 _FREE_BYTES = 1 << 28
 _MAX_READ_EXPANSION = 256
 #: Exceptions that zipfile and numpy raise for damaged files.
@@ -59,18 +59,18 @@ def is_zip(path: Path) -> bool:
 
 
 class Unpacking:
-    """Random access to the bytes of a deflated member. States of zlib are kept every few MiB.
+    """Random access to a deflated zip member, by decompressor states saved every few MiB.
 
     Args:
         path: The zip file.
         known: State of the file at its first use.
-        offset: Place of the packed bytes.
-        packed_bytes, num_bytes: Number of packed and of unpacked bytes.
+        offset: Offset of the deflated bytes in the file.
+        packed_bytes, num_bytes: Number of bytes before and after unpacking.
         checksum: CRC-32 of the unpacked bytes; compared when the last piece is read.
 
     Attributes:
-        most_bytes: Bytes that may be read at a time. A small file could unpack to more than the
-            memory.
+        most_bytes: Maximum bytes per read. Without a limit, a small file could unpack to more bytes
+            than the memory has.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Unpacking:
         self._arguments = (path, known, offset, packed_bytes, num_bytes, checksum)
         self.most_bytes = max(_FREE_BYTES, packed_bytes * _MAX_READ_EXPANSION)
         self._spacing = max(_MIN_SPACING, -(-num_bytes // _MAX_STATES))
-        # Piece -> state of zlib, packed bytes and CRC-32 of the bytes before it. A dict, not a
-        # list, since two threads may add the same piece.
+        # Maps each piece to the decompressor state, the number of deflated bytes and the CRC-32
+        # before the piece. It is a dict, because two threads may add the same piece.
         self._states: dict[int, tuple[Any, int, int]] = {
             0: (zlib.decompressobj(-zlib.MAX_WBITS), 0, 0)
         }
@@ -107,7 +107,7 @@ class Unpacking:
         return unpacked
 
     def _piece(self, number: int) -> bytes:
-        """Return a piece of `_spacing` bytes, after decompressing earlier pieces if necessary."""
+        """Return a piece of `_spacing` bytes; decompress earlier pieces first if necessary."""
         for earlier in range(max(self._states), number):
             self._unpack(earlier)
         latest, data = self._latest
@@ -117,7 +117,7 @@ class Unpacking:
         return data
 
     def _unpack(self, number: int) -> bytes:
-        """Unpack a piece from its kept state, and keep the state after it."""
+        """Unpack a piece from its saved decompressor state, and save the state at its end."""
         path, known, offset, packed_bytes, num_bytes, checksum = self._arguments
         kept_state, position, crc = self._states[number]
         state = kept_state.copy()
@@ -153,12 +153,12 @@ class NpzArray:
     Attributes:
         path: The npz file.
         name: Name of the array.
-        dtype: Stored dtype, perhaps with the other byte order.
+        dtype: Stored dtype, possibly big-endian.
         shape: Stored shape; its size equals the number of stored bytes.
         is_fortran: Whether the array is stored by columns instead of rows.
-        offset: First byte, in the file or in `packed`.
-        packed: Deflated bytes; None if the array is stored plainly.
-        known: State of the file. Every read compares it with the file.
+        offset: Offset of the first byte in the file, or in the unpacked bytes of `packed`.
+        packed: Reader of the deflated bytes; None if the array is not compressed.
+        known: State of the file when it was opened. Every read checks that it has not changed.
     """
 
     path: Path
@@ -183,14 +183,14 @@ class NpzArray:
             return value
         stop = self.shape[0] if stop is None else min(stop, self.shape[0])
         start = min(start, stop)
-        if self.is_fortran and len(self.shape) > 1:  # Packed columns are all unpacked.
+        if self.is_fortran and len(self.shape) > 1:  # Rows are not contiguous here.
             whole: Array = self._stored(self.shape[::-1], 0).transpose()
             return whole[start:stop]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
         return self._stored((stop - start, *self.shape[1:]), start * row_bytes)
 
     def _stored(self, shape: tuple[int, ...], skipped: int) -> Array:
-        """Read an array of `shape` after `skipped` bytes."""
+        """Read an array of shape `shape` that begins `skipped` bytes after the first value."""
         num_bytes = prod(shape) * self.dtype.itemsize
         begin = self.offset + skipped
         self.known.check(self.path)
@@ -241,11 +241,12 @@ def member_names(path: Path) -> set[str]:
 
 
 def read_npz(path: Path) -> dict[str, NpzArray]:
-    """Return the arrays of an npz file by their names, without reading them.
+    """Map the name of each array of an npz file to the array. Rows are not read yet.
 
     Raises:
-        CorruptFileError: The file is damaged, is no npz file, or declares more data than it has.
-        UnsafeFileError: An array holds pickled objects.
+        CorruptFileError: The file is damaged, is not an npz file, or declares more data than it
+            has.
+        UnsafeFileError: An array contains pickled objects.
     """
     arrays: dict[str, NpzArray] = {}
     known = KnownFiles()
@@ -278,7 +279,7 @@ def check_count(file: BinaryIO, num_members: int) -> None:
     tail = file.read()
     place = tail.rfind(b"PK\5\6")
     count = int.from_bytes(tail[place + 10 : place + 12], "little")
-    if count not in (num_members, 0xFFFF):  # 0xFFFF: a larger number is stored elsewhere.
+    if count not in (num_members, 0xFFFF):  # 0xFFFF: the count is stored elsewhere.
         raise zipfile.BadZipFile(f"{num_members} members are listed, but its end says {count}")
 
 
@@ -290,7 +291,7 @@ def _describe(
     archive: zipfile.ZipFile,
     member: zipfile.ZipInfo,
 ) -> NpzArray:
-    """Read the head of an array, and compare its sizes with the bytes of the file."""
+    """Read the header of an array, and compare the declared sizes with the size of the file."""
     where = f"{name!r} of {str(path)!r}"
     is_packed = member.compress_type == zipfile.ZIP_DEFLATED
     is_encrypted = bool(member.flag_bits & 1)
@@ -325,12 +326,12 @@ def _describe(
 
 
 def member_begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Return the offset of the bytes of a member, after its own head.
+    """Return the offset of the content of a zip member, after its local header.
 
-    The directory does not state the length of the head.
+    The directory at the end of the zip file does not state the length of this header.
 
     Raises:
-        BadZipFile: The head is damaged, or has another name than the directory.
+        BadZipFile: The local header is damaged, or has a name other than in the directory.
     """
     file.seek(max(0, member.header_offset))
     head = file.read(30)
@@ -350,7 +351,7 @@ def _read_head(
     stream: IO[bytes],
     where: str,
 ) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, whether the array is stored by columns, and the length of the head."""
+    """Read an npy header: dtype, shape, whether the order is column-major, and header length."""
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
         raise DataFileError(

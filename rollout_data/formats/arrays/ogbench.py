@@ -1,4 +1,4 @@
-"""OGBench npz files: consecutive trajectories, each with one row more than steps.
+"""Reader of OGBench npz files: consecutive trajectories, each with one row more than it has steps.
 
 The last row of a trajectory has the observation after its last step, and a meaningless action.
 """
@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 1 << 20
 
 
 class Reader(FileSource):
-    """Reads `<name>.npz`; `<name>-val.npz` is the validation split.
+    """Reader of `<name>.npz`, or of `<name>-val.npz`, the validation split.
 
     The files do not state how a trajectory ended.
     """
@@ -37,7 +37,7 @@ class Reader(FileSource):
         if missing:
             raise CorruptFileError(f"{str(self.path)!r} has no array {min(missing)!r}.")
         num_rows = self._check_rows(arrays)
-        #: Field -> array with the rows of all trajectories.
+        #: Maps each field name to the array with the rows of all trajectories.
         self._fields: dict[str, NpzArray] = {}
         fields = []
         for stored_name, array in arrays.items():
@@ -75,10 +75,10 @@ class Reader(FileSource):
         return episodes
 
     def _check_rows(self, arrays: dict[str, NpzArray]) -> int:
-        """Remove arrays without a row of numbers per state; return the number of rows.
+        """Return the number of rows; remove arrays with another number of rows.
 
         Raises:
-            CorruptFileError: An array of the format has other rows.
+            CorruptFileError: A required array has another number of rows.
         """
         shape = arrays["observations"].shape
         num_rows = shape[0] if shape else 0
@@ -100,7 +100,7 @@ class Reader(FileSource):
         return num_rows
 
     def _ends(self, terminals: NpzArray, num_rows: int) -> list[int]:
-        """Return the last row of each trajectory."""
+        """Return the index of the last row of each trajectory."""
         ends: list[int] = []
         for start in range(0, num_rows, _ROWS_AT_ONCE):
             flags = np.asarray(terminals.read(start, start + _ROWS_AT_ONCE)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Arrays of zarr, formats 2 and 3, in a folder or zip file. Rows are read chunk by chunk.
+"""Read arrays of zarr formats 2 and 3 from a folder or zip file, chunk by chunk.
 
 Sizes are limited when an array is described, and a chunk is decoded to at most its declared size.
 Only compressors are supported, since filters of objects could run code.
@@ -30,13 +30,13 @@ MAX_META_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_CHUNKS = 1 << 16
 _MAX_ARRAYS = 256
-#: Bytes up to which an array may have any number of unwritten chunks, which take no bytes of the
-#: store.
+#: Maximum bytes of an array that may consist of unwritten chunks. They take no bytes in the store,
+#: so a small store could declare an array of any size.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Share of the chunks of a larger array that must be written.
+#: Minimum share of written chunks in a larger array.
 _MIN_WRITTEN = 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
-#: Offset and size of an unwritten chunk in the index of a shard.
+#: Value of both the offset and the size of an unwritten chunk in the index of a shard.
 _UNWRITTEN = (1 << 64) - 1
 _DAMAGE = (
     zipfile.BadZipFile,
@@ -51,12 +51,12 @@ _DAMAGE = (
 
 
 class Store:
-    """Named pieces of bytes: the files of a folder, or the members of a zip file.
+    """The files of a zarr folder, or the members of a zarr zip file, by name.
 
-    Files that have changed since the store was opened are an error.
+    Reading a file that has changed since the store was opened raises an error.
 
     Attributes:
-        names: Names of all pieces.
+        names: Names of all files or members.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class Store:
             self.names = set(self._members)
 
     def get(self, name: str, start: int, num_bytes: int) -> bytes:
-        """Read `num_bytes` of a piece, fewer at its end. A negative start counts from the end."""
+        """Read up to `num_bytes` bytes of a file; a negative `start` counts from its end."""
         member = self._members.get(name)
         if member is not None:
             return self._get_of_zip(member, name, start, num_bytes)
@@ -99,7 +99,7 @@ class Store:
         start: int,
         num_bytes: int,
     ) -> bytes:
-        """Read bytes of a member of a zip file, as `get`."""
+        """Read up to `num_bytes` bytes of a zip member; a negative `start` counts from its end."""
         with self._known.open(self._path) as file:
             begin = member_begin(file, member)
             size = member.compress_size
@@ -123,18 +123,19 @@ class Store:
             return data
 
     def json(self, name: str) -> Any:
-        """Parse a small piece as JSON."""
+        """Read a small file of the store and parse the content as JSON."""
         with damage_named(f"{name!r} of {str(self._path)!r}", *_DAMAGE):
             text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
         return parse_json(text, self._path / name)
 
     def check_names(self, arrays: Collection[ZarrArray]) -> None:
-        """Check the names of zip members that are not chunks of an array, or are listed twice.
+        """Check the name of each zip member that is listed twice or belongs to no array.
 
         Without this check, a chunk with a damaged name in the directory would count as unwritten.
 
         Raises:
-            CorruptFileError: A member has another name in the directory than in its own head.
+            CorruptFileError: A member has different names in the zip directory and in its local
+                header.
         """
         counts = Counter(member.filename for member in self._listed)
         others = []
@@ -150,7 +151,7 @@ class Store:
 
 
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
-    """Raise `BadZipFile` if `data` is the whole content of a member and has another checksum."""
+    """Raise `BadZipFile` if `data` is the complete content of a member with a wrong checksum."""
     if len(data) == member.file_size and zlib.crc32(data) != member.CRC:
         raise zipfile.BadZipFile(f"{member.filename!r} has another checksum than stored")
 
@@ -160,16 +161,17 @@ _Codecs = Sequence[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """An array of a store, read on request.
+    """An array of a store. Rows are read on request.
 
     Attributes:
         name: Path of the array in the store, such as "data/action".
         shape: Shape of the whole array.
-        dtype: Stored dtype, perhaps with the other byte order.
+        dtype: Stored dtype, possibly big-endian.
         chunks: Shape of a chunk, the unit of compression.
-        pieces: Shape of a piece of the store: `chunks`, or the shape of a shard.
+        pieces: Shape of the part of the array in one file of the store: `chunks`, or the shape of a
+            shard, which contains several chunks.
         codecs: (name, settings) of the compressor and of the checksum, if any.
-        key: Prefix of the names of pieces, and separator of the numbers in them.
+        key: Prefix of the file names of the array, and separator of the numbers in the names.
         fill: Value of unwritten chunks.
         order: Order of the values of a chunk, "C" or "F".
         index_at_end: Whether the index of a shard is at its end.
@@ -189,14 +191,14 @@ class ZarrArray:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether pictures were coded with loss."""
+        """Whether the array was compressed with loss."""
         for name, settings in self.codecs:
             if name == "imagecodecs_jpegxl" and settings.get("lossless") is not True:
                 return True
         return False
 
     def has_piece(self, name: str) -> bool:
-        """Return whether a piece of this array has this name."""
+        """Return whether `name` is a file with chunks of this array."""
         prefix, separator = self.key
         if not name.startswith(prefix):
             return False
@@ -211,7 +213,7 @@ class ZarrArray:
         return True
 
     def read(self, store: Store, start: int, stop: int) -> Array:
-        """Read the rows `start:stop`: `[stop - start, ...]`, little-endian, a new array."""
+        """Read the rows `start:stop` as a new little-endian array `[stop - start, ...]`."""
         where = f"The part {start}:{stop} of {self.name!r}"
         bounds = [(start, stop)] + [(0, size) for size in self.shape[1:]]
         chunk_ranges = []
@@ -235,7 +237,8 @@ class ZarrArray:
     def _chunk(self, store: Store, place: tuple[int, ...]) -> Array | None:
         """Return a decoded chunk; None if the chunk is unwritten.
 
-        The chunks of the latest rows are kept, since the next rows are often in them.
+        The chunks of the most recent rows are cached, because the next rows are often in the same
+        chunks.
         """
         if place in self._latest:
             return self._latest[place]
@@ -253,7 +256,7 @@ class ZarrArray:
         return chunk
 
     def _packed(self, store: Store, place: tuple[int, ...], most_bytes: int) -> bytes | None:
-        """Read the packed bytes of a chunk: a whole piece, or a part of a shard.
+        """Read the compressed bytes of a chunk: a complete file, or a part of a shard.
 
         The result is None if the chunk is unwritten.
         """
@@ -270,7 +273,7 @@ class ZarrArray:
         if self.pieces == self.chunks:
             return store.get(name, 0, most_bytes)
 
-        # The index of a shard has offset and size of each chunk, u64, and a CRC-32C.
+        # The index of a shard consists of the u64 offset and size of each chunk, and a CRC-32C.
         index_bytes = 16 * prod(per_piece) + 4
         index = store.get(name, -index_bytes if self.index_at_end else 0, index_bytes)
         _check_crc(index)
@@ -309,7 +312,7 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
             data = np.ascontiguousarray(imagecodecs.jpegxl_decode(data)).tobytes()
         else:
             if name == "blosc":
-                # The library does not check these sizes.
+                # The blosc library does not check these sizes itself.
                 unpacked_bytes = int.from_bytes(data[4:8], "little")
                 packed_bytes = int.from_bytes(data[12:16], "little")
                 if unpacked_bytes != num_bytes or packed_bytes != len(data):
@@ -323,13 +326,13 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
 
 
 def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, ZarrArray]:
-    """Return the arrays of a store by their names, without reading them.
+    """Map the name of each array of a store to the array. Rows are not read yet.
 
-    Arrays of texts and arrays without axes are passed to `leave_out` by their name.
+    `leave_out` is called with the name of each array of texts and each array without axes.
 
     Raises:
         CorruptFileError: A description is damaged, or declares more data than the store has.
-        UnsafeFileError: An array holds objects.
+        UnsafeFileError: An array contains objects.
     """
     arrays: dict[str, ZarrArray] = {}
     for name in sorted(store.names):
@@ -361,7 +364,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    """Return whether a description declares an array of texts."""
+    """Return whether the description of an array declares texts."""
     dtype = about.get("dtype", about.get("data_type"))
     if isinstance(dtype, dict):
         dtype = dtype.get("name")
@@ -425,7 +428,7 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
 
 
 def _codecs_3(listed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (name, settings) of the codecs of format 3."""
+    """Return the (name, settings) pairs of codecs that a zarr 3 description lists."""
     codecs = []
     for codec in listed:
         name = codec["name"].removeprefix("numcodecs.")
@@ -434,17 +437,17 @@ def _codecs_3(listed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[st
 
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a fill value in the dtype of its array. NaN and infinities are stored as texts."""
+    """Convert a declared fill value to the dtype of its array. NaN and infinities are texts."""
     if value is None:
         return dtype.type(0)
     return dtype.type(float(value) if isinstance(value, str) else value)
 
 
 def _check_sizes(array: ZarrArray, store: Store) -> None:
-    """Compare the sizes that an array declares with limits and with the pieces of the store.
+    """Check the declared sizes of an array against limits and against the files of the store.
 
     Raises:
-        ValueError: A size is too large, or contradicts another one.
+        ValueError: A size is too large, or contradicts another size.
     """
     names = [name for name, _ in array.codecs]
     if names[-1:] == ["crc32c"]:

@@ -1,7 +1,7 @@
 """Reader of replay buffers in zarr (diffusion policy, UMI): arrays with the rows of all episodes.
 
-The array `meta/episode_ends` has the end of each episode. Rows after the last end belong to an
-unfinished episode and are left out.
+The array `meta/episode_ends` contains the row after each episode. Rows after the last end belong to
+an unfinished episode and are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays
 
 _MAX_EPISODES = 1 << 18
 _OBSERVATIONS = ("obs", "observation", "observations")
-#: Name of an array -> field.
+#: Maps the name of an array to the field name.
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
@@ -74,7 +74,7 @@ class Reader(FileSource):
         return episodes
 
     def _check_rows(self, data: dict[str, ZarrArray], num_rows: int) -> None:
-        """Check that all arrays have the rows of all episodes. Further rows are reported."""
+        """Check that all arrays have at least `num_rows` rows; report additional rows."""
         where = repr(str(self.path))
         for name, array in data.items():
             if array.shape[0] < num_rows:
@@ -98,7 +98,7 @@ class Reader(FileSource):
                 self.metadata[name.removeprefix("meta/")] = values
 
     def _ends(self, stored: ZarrArray) -> Array:
-        """Read the row after each episode: int64 `[num_episodes]`, ascending."""
+        """Read the stop row (one past the last) of each episode: ascending int64 `[num_episodes]`."""
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
             raise CorruptFileError(
@@ -113,7 +113,7 @@ class Reader(FileSource):
         return ends
 
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:
-        """Return the field of an array."""
+        """Return the field name of an array."""
         field = _NAMES.get(name)
         if field is not None and (name == field or field not in data):
             return field
