@@ -34,7 +34,7 @@ class Reader(Hdf5Reader):
     format = "aloha"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bgr": False}
     STEPS: ClassVar[Mapping[str, str]] = {"action": "action", "observations": "observation"}
-    METADATA = ("compress_len",)  # Lengths of the pictures. Each picture has an end of its own.
+    METADATA = ("compress_len",)  # Not needed: encoded pictures mark their end.
     COUNTED = "action"
 
     def scan(self) -> Sequence[EpisodeInfo]:

@@ -19,12 +19,12 @@ from ..format_detection import BFM_ZERO_BUFFER
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name
 
-#: Fields of a step that the buffer stores together with the next observation.
+#: Fields of a step that BFM-Zero stores in the group of the next observation.
 _FIELDS_OF_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
 class Reader(FlatReader):
-    """Reader of the episodes of a ring. In a full ring the first episode may lack its beginning."""
+    """Reader of a saved ring buffer. In a full ring, the first episode may lack its beginning."""
 
     format = "bfm_zero"
 
@@ -55,7 +55,7 @@ class Reader(FlatReader):
 
 
 def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
-    """Return name of a dataset -> name of the field."""
+    """Map the name of each dataset to the name of its field."""
     names = {path: our_name(path.replace(separator, "/")) for path in paths}
     for path, name in list(names.items()):
         own_name = name.removeprefix("next/")
@@ -65,7 +65,7 @@ def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
 
 
 def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
-    """Return the written row ranges of a ring, the oldest first."""
+    """Return the ranges of written rows of a ring, oldest rows first."""
     position: Any = config.get("_idx")
     is_full: Any = config.get("_is_full")
     stated = config.get("capacity", capacity)

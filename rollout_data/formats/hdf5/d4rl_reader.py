@@ -116,7 +116,7 @@ class Reader(FlatReader):
 
 
 def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
-    """Return an episode without the flags that a conversion filled.
+    """Remove flags that a conversion filled from the description of an episode.
 
     If `timeouts` is listed as filled, the timeout only separates the episode from the next episode.
     The end is then unknown if `terminals` is listed too, and otherwise open.
@@ -134,9 +134,9 @@ def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-    """Return the steps at which episodes of `length` steps were truncated: bool `[rows]`.
+    """Return which steps truncate an episode after `length` steps: bool `[rows]`.
 
-    Steps are counted from the start or the last end. A terminated step is not truncated.
+    Steps are counted from the first row or the previous end. A terminated step is not truncated.
     """
     timeouts: np.ndarray[Any, Any] = np.zeros_like(terminated)
     start = 0

@@ -27,7 +27,7 @@ from ..episode_writer import (
 )
 from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
 
-#: Group of fields -> name of the dataset.
+#: Maps each group of fields to the name of its dataset.
 _DATASETS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _FLAGS = ("terminals", "timeouts")
 
@@ -43,7 +43,8 @@ class Writer(Hdf5Writer):
     """
 
     format = "d4rl"
-    #: The note is in the group of metadata, which readers of the format do not treat as steps.
+    #: The conversion record is in the group `metadata`, because readers do not treat datasets of
+    #: that group as steps.
     NOTE: ClassVar[str] = f"metadata/{NOTE_DATASET}"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
@@ -97,7 +98,7 @@ class Writer(Hdf5Writer):
         return [*self._fields.absent(episode, self._read_name), *flags]
 
     def _read_name(self, name: str) -> str:
-        """Return the name that the reader gives to a field.
+        """Return the name of a field in the reader of this format.
 
         Concatenated parts of an observation or action keep their names.
         """
@@ -107,7 +108,7 @@ class Writer(Hdf5Writer):
         return name if len(self._fields.schema.below(head)) > 1 else head
 
     def _forms(self) -> dict[str, Form]:
-        """Return name of a dataset -> dtype and shape of a row.
+        """Map the name of each dataset to the dtype and shape of a row.
 
         Raises:
             UsageError: Not all episodes have an observation, an action or a reward.
@@ -133,7 +134,7 @@ class Writer(Hdf5Writer):
         return forms
 
     def _missing(self, head: str, dataset: str) -> UsageError:
-        """Return the error for a group of fields that is missing from some episodes."""
+        """Return the error for a required group of fields that some episodes lack."""
         lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
         if lacking:
             got = f"episode {lacking[0]!r} has no {dataset}"
@@ -182,7 +183,7 @@ class Writer(Hdf5Writer):
         return self.join(parts, dtype, episode)
 
     def _write_ends(self, episode: EpisodeToWrite, first: int) -> None:
-        """Write the flags of the end. An episode that did not terminate ends with a timeout."""
+        """Write `terminals` and `timeouts`. An episode without termination ends with a timeout."""
         is_terminated = bool(episode.terminated)
         is_last = np.zeros(episode.length, bool)
         is_last[-1] = True
@@ -199,7 +200,7 @@ class Writer(Hdf5Writer):
         self._file.write("next_observations", self._joined(episode, parts), first)
 
     def _following(self, episode: EpisodeToWrite, name: str, final: Array | None) -> Array:
-        """Return the observations after each step: `[T, *shape]`."""
+        """Return the observation after each step: `[T, *shape]`."""
         rows = self._fields.read(episode, name)
         if final is None:
             change = "the last observation is written again"
@@ -222,10 +223,10 @@ class Writer(Hdf5Writer):
 
 
 def _others(schema: Schema) -> list[Field]:
-    """Return the fields that are neither observations, actions nor rewards."""
+    """Return the fields other than observations, actions and rewards."""
     return [field for name, field in schema.items() if name.split("/")[0] not in _DATASETS]
 
 
 def _info(field: Field) -> str:
-    """Return the dataset of a field that is neither an observation, an action nor a reward."""
+    """Return the dataset of a field other than an observation, action or reward."""
     return f"infos/{field.name.removeprefix('infos/')}"

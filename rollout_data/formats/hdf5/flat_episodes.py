@@ -1,4 +1,4 @@
-"""Episodes in files with flat datasets: the steps of all episodes in a row, and flags of the ends.
+"""Base of readers of flat datasets: the steps of all episodes in sequence, with end flags.
 
 An episode is a range of rows. The row after its last row belongs to the next episode.
 """
@@ -21,7 +21,7 @@ from ...sources.file_source import FileSource
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 from .hdf5_episodes import Column, row_shape
 
-#: First component of the name of a dataset -> first component of the field name.
+#: Maps the first part of dataset names to the first part of field names.
 _OUR_NAMES = {
     "observations": "observation",
     "obs": "observation",
@@ -57,8 +57,9 @@ class FlatReader(FileSource):
 
     Attributes:
         parts: Row ranges of all steps, in order.
-        columns: Name of a field -> its dataset in the group of each part.
-        following: Name of a field with the observations after each step -> name of the observation.
+        columns: Maps field names to the dataset in the group of each part.
+        following: Maps each field with the observation after each step to the name of the
+            observation.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -75,7 +76,7 @@ class FlatReader(FileSource):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all parts."""
+        """Total number of rows of all parts."""
         return sum(part.num_rows for part in self.parts)
 
     def add_group(
@@ -88,8 +89,8 @@ class FlatReader(FileSource):
         """Append the rows of a group to the steps. All groups must have the same datasets.
 
         Args:
-            datasets: Name -> form of the datasets in the group.
-            names: Name of a dataset to read -> name of the field.
+            datasets: Maps dataset names of the group to their descriptions.
+            names: Maps the name of each dataset to read to the name of its field.
             group: Path of the group.
             part: Rows to read; None means all rows.
 
@@ -117,7 +118,7 @@ class FlatReader(FileSource):
         self.parts.append(part or Part(group, 0, num_rows))
 
     def usable(self, datasets: Mapping[str, DatasetInfo]) -> list[str]:
-        """Return the readable datasets of numbers. Unreadable datasets of steps are reported."""
+        """Return the names of numeric datasets. Other datasets with rows are reported."""
         usable = []
         where = repr(str(self.file_path))
         for path, info in datasets.items():
@@ -128,7 +129,7 @@ class FlatReader(FileSource):
         return usable
 
     def read_rows(self, name: str, start: int, stop: int) -> Array:
-        """Read rows of a field, counted over all parts: `[stop - start, *shape]`."""
+        """Read rows of a field, `[stop - start, *shape]`. Rows are numbered across all parts."""
         column = self.columns[name]
         pieces = []
         first = 0
@@ -144,7 +145,7 @@ class FlatReader(FileSource):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def flags(self, name: str) -> Array:
-        """Read a flag of all steps: bool `[rows]`; all False if the field does not exist."""
+        """Read a flag field of all steps: bool `[rows]`; all False if the field does not exist."""
         num_rows = self.num_rows
         if name not in self.columns:
             return np.zeros(num_rows, bool)
@@ -166,7 +167,7 @@ class FlatReader(FileSource):
         terminated: Array | None,
         truncated: Array | None,
     ) -> list[EpisodeInfo]:
-        """Return the episodes of ranges of rows.
+        """Divide the rows into episodes, and return the descriptions of the episodes.
 
         Args:
             stops: int `[episodes]`, ascending: one past the last row of each episode.
@@ -220,7 +221,7 @@ class FlatReader(FileSource):
 
 
 def _following(columns: Mapping[str, Column]) -> dict[str, str]:
-    """Return field of the observations after each step -> name of the observation."""
+    """Map each field with the observation after each step to the name of the observation."""
     following = {}
     for name in columns:
         if name.startswith("next"):
@@ -231,7 +232,7 @@ def _following(columns: Mapping[str, Column]) -> dict[str, str]:
 
 
 def ends_of(ends: Array) -> Array:
-    """Return one past the last row of each episode. Rows after the last end are an episode too.
+    """Return one past the last row of each episode. Rows after the last end form an episode.
 
     Args:
         ends: bool `[rows]`: whether an episode ends with the row.
@@ -242,7 +243,7 @@ def ends_of(ends: Array) -> Array:
 
 
 def _rows_of_part(file: OpenFile, part: Part, column: Column, low: int, high: int) -> Array:
-    """Read rows of a part, counted from its first row."""
+    """Read the rows `low:high` of a part; row 0 is the first row of the part."""
     info = file.datasets(part.group)[column.path]
     if info.kind != column.kind or info.shape[0] < part.first + part.num_rows:
         raise CorruptFileError(

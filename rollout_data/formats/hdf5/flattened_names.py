@@ -1,10 +1,10 @@
-"""Notes of our writer in robomimic files. The reader restores names and final rows from them."""
+"""Attributes that our robomimic writer adds, so that our reader restores the original names."""
 
 from __future__ import annotations
 
-#: Attribute of `data`: key of `obs` -> name of the observation, if they differ, as JSON.
+#: Attribute of `data`: JSON that maps each renamed key of `obs` to the original name.
 OBS_NAMES = "obs_names"
-#: Entry of `ep_meta`: keys of `next_obs` whose last row repeats the last row of `obs`.
+#: Key in `ep_meta`: the observations whose last row of `next_obs` repeats the last row of `obs`.
 REPEATED = "repeated_next_obs"
 
 

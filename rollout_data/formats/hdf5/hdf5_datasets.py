@@ -29,13 +29,13 @@ from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, o
 
 from ..input_checks import KnownFiles
 
-#: Code of a compression filter -> maximum expansion factor. Other compression filters are refused.
+#: Maps the code of each supported compression filter to its maximum expansion factor.
 _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 #: Filters that do not change the number of bytes.
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
 #: Maximum bytes of unwritten values, which need no bytes in the file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Maximum bytes of a dataset with an unlimited expansion factor, such as a mask of zeros.
+#: Maximum unpacked bytes of a dataset with any expansion factor, such as a mask of zeros.
 _MAX_UNPACKED_BYTES = 1 << 29
 #: Maximum expansion factor of a larger dataset.
 _LIKELY_EXPANSION = 200
@@ -50,19 +50,19 @@ _MAX_OPEN_FILES = 8
 _MAX_LISTINGS = 256
 #: Minimum bytes of a link in a file.
 _LINK_BYTES = 16
-#: Bytes read from a map before its pages are unmapped.
+#: Bytes read from a memory map before its pages are released.
 _MAX_MAPPED_BYTES = 1 << 26
 
 
 class DatasetInfo(NamedTuple):
-    """The form of a dataset.
+    """Shape, type and storage of a dataset.
 
     Attributes:
         shape: Shape of all rows.
         kind: Key of `DTYPES`, "text", "bytes" (rows of variable length), or "" for an unreadable
             type.
         stored: Dtype of the values in the file; None if HDF5 must convert the values.
-        offset: Offset of contiguous values in the file.
+        offset: Offset of contiguous values in the file; None for other layouts.
         expansion: Maximum expansion factor of a chunk; 0 if chunks need no check.
         chunk_rows: Number of rows of a chunk; 0 without chunks.
     """
@@ -108,18 +108,19 @@ class OpenFile:
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._num_mapped_bytes = 0
         self._listings: OrderedDict[str, dict[str, DatasetInfo]] = OrderedDict()
-        #: Path of a dataset -> chunks that may expand to more than `_MAX_UNPACKED_BYTES`.
+        #: Maps the path of each dataset to the offsets of unchecked chunks that may expand to more
+        #: than `_MAX_UNPACKED_BYTES`.
         self._heavy_chunks: dict[str, set[tuple[int, ...]]] = {}
         self.allow_links()
 
     def allow_links(self) -> None:
-        """Reset the number of links that may be listed to the maximum for the size of the file."""
+        """Reset `num_links_left` to the number of links that a file of this size can contain."""
         self.num_links_left = max(self.num_bytes // _LINK_BYTES, MAX_FIELDS)
 
     def _unmap_pages(self, num_bytes: int) -> None:
-        """Count bytes read from the map, and unmap its pages after `_MAX_MAPPED_BYTES`.
+        """Count bytes read from the memory map; release its pages after `_MAX_MAPPED_BYTES`.
 
-        Unmapped pages stay in the page cache.
+        Released pages stay in the page cache.
         """
         self._num_mapped_bytes += num_bytes
         if self._num_mapped_bytes > _MAX_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
@@ -131,12 +132,12 @@ class OpenFile:
         return str(h5i.get_name(node).decode().lstrip("/"))
 
     def place(self, node: Any) -> str:
-        """Return the name of a group or dataset for errors."""
+        """Return the name of a group or dataset and of its file, for errors."""
         name = self.name(node)
         return f"{name!r} of {self.where}" if name else self.where
 
     def links(self, group: h5g.GroupID) -> dict[str, bool]:
-        """Return the members of a group: name -> whether the member is a hard link."""
+        """Map the name of each member of a group to whether the member is a hard link."""
         links: list[tuple[bytes, bool]] = []
 
         def append(name: bytes, link: Any) -> None:  # HDF5 callbacks must not raise.
@@ -198,7 +199,7 @@ class OpenFile:
         return node
 
     def datasets(self, path: str) -> dict[str, DatasetInfo]:
-        """Return all datasets in a group and its subgroups: path below the group -> form."""
+        """Map the path of each dataset in a group and its subgroups to its description."""
         if path not in self._listings:
             self._listings[path] = dict(self._walk(self.group(path), "", 0))
             if len(self._listings) > _MAX_LISTINGS:
@@ -223,7 +224,7 @@ class OpenFile:
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
     def describe(self, node: h5d.DatasetID) -> DatasetInfo:
-        """Return the form of a dataset, after comparing its size with the size of the file."""
+        """Return the description of a dataset after comparing its size with the file size."""
         space = node.get_space()
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return DatasetInfo((), "", None, None)
@@ -244,11 +245,11 @@ class OpenFile:
         info: DatasetInfo,
         num_bytes: int,
     ) -> DatasetInfo:
-        """Return the form of a dataset that is not contiguous.
+        """Return the description of a dataset that is not contiguous.
 
         Args:
             node: The dataset.
-            info: Form of the dataset, without the values about chunks.
+            info: Description of the dataset, without the values about chunks.
             num_bytes: Number of bytes of all elements.
         """
         settings = node.get_create_plist()
@@ -268,7 +269,8 @@ class OpenFile:
         else:
             expansion = 1
             if info.stored is None and stored_bytes:
-                # The row lengths of a compact dataset (in the object header) cannot be checked.
+                # A compact dataset is stored in its object header, where the declared lengths of
+                # texts cannot be checked. It is treated as unreadable.
                 info = info._replace(kind="")
 
         claimed_bytes = stored_bytes * expansion
@@ -303,7 +305,7 @@ class OpenFile:
 
         Args:
             path: Path in the file.
-            info: Form of the dataset.
+            info: Description of the dataset.
             start: First row.
             stop: One past the last row.
             node: The open dataset; None opens it.
@@ -358,7 +360,7 @@ class OpenFile:
         info: DatasetInfo,
         max_bytes: int = _MAX_ATTRIBUTE_BYTES,
     ) -> Any:
-        """Read a whole dataset: an array, a Python value or a list of texts.
+        """Read a complete small dataset: an array, a Python value or a list of texts.
 
         Returns:
             The value, or None if the dataset is larger than `max_bytes` or cannot be read.
@@ -377,7 +379,7 @@ class OpenFile:
         return _text(value) if info.kind == "text" else value.item()
 
     def _check_chunks(self, node: h5d.DatasetID, expansion: int, start: int, stop: int) -> None:
-        """Raise `CorruptFileError` if a chunk of the rows expands to more than the size of a chunk.
+        """Raise `CorruptFileError` if a chunk of these rows unpacks to more than its declared size.
 
         HDF5 decompresses a whole chunk before it checks the size.
         """
@@ -398,7 +400,8 @@ class OpenFile:
             if not start - shape[0] < offset[0] < stop:
                 continue
             _, data = node.read_direct_chunk(offset)
-            # The size of LZF data is unknown before decompression.
+            # The unpacked size of LZF data is unknown before decompression, so a chunk that may be
+            # too large is an error.
             is_too_large = expansion == _EXPANSION[h5z.FILTER_LZF]
             if not is_too_large:
                 unpacked = zlib.decompressobj().decompress(data, num_bytes + 1)
@@ -410,9 +413,9 @@ class OpenFile:
             self._heavy_chunks[name].discard(offset)
 
     def _check_lengths(self, node: h5d.DatasetID, info: DatasetInfo, start: int, stop: int) -> None:
-        """Raise `CorruptFileError` if the declared length of a row exceeds a heap.
+        """Raise `CorruptFileError` if the declared length of a text exceeds `MAX_HEAP_BYTES`.
 
-        HDF5 allocates the declared length of a row before it checks the length.
+        HDF5 allocates the declared length of a text before it checks the length.
         """
         for references in self._references(node, info, start, stop):
             lengths = np.frombuffer(references, "<u4")[:: _TEXT_BYTES // 4]
@@ -474,7 +477,7 @@ class OpenFile:
         return _plain_value(value)
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the attributes of a group or dataset with texts or numbers: name -> value."""
+        """Map the names of text and number attributes of a group or dataset to their values."""
         names: list[bytes] = []
         h5a.iterate(node, lambda name, *_: names.append(name))
         attributes = {}
@@ -546,7 +549,7 @@ class Files:
 
 
 class _Owner(NamedTuple):
-    """Stand-in for the h5py object that `h5py.AttributeManager` expects."""
+    """Replacement for the h5py object that `h5py.AttributeManager` expects."""
 
     id: Any
 
@@ -572,7 +575,7 @@ def hdf5_names(folder: Path) -> list[str]:
 
 
 def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
-    """Return whether a path is an HDF5 file that passes a test; False if reading fails."""
+    """Return whether a path is an HDF5 file for which `test` is true; False if reading fails."""
     with suppress(RolloutDataError, OSError):
         if path.is_file() and h5f.is_hdf5(os.fsencode(path)):
             guarded = GuardedFile(path)
@@ -609,7 +612,7 @@ def _filters(settings: Any) -> list[int]:
 
 
 def _unpacked(data: bytes, filters: Sequence[int], num_bytes: int) -> bytes:
-    """Undo the filters of a chunk of references to texts.
+    """Decompress a chunk of references to texts.
 
     Args:
         data: The stored bytes.

@@ -35,7 +35,7 @@ _MAX_METADATA_BYTES = 1 << 20
 _LARGE_ROW_BYTES = 16 << 10
 #: Bytes of large rows read at once from a dataset without chunks.
 _UNCHUNKED_BYTES = 1 << 18
-#: Maximum number of flags of an episode that are read. For a longer episode only the last is read.
+#: Maximum number of end flags to read. For a longer episode, only the last flag is read.
 _MAX_FLAGS = 1 << 16
 _JPEG_START = b"\xff\xd8"
 _JPEG_END = b"\xff\xd9"
@@ -44,13 +44,13 @@ _RESERVED = ("action", "observation", "reward", "terminated", "truncated")
 
 
 class Column(NamedTuple):
-    """The dataset of a field.
+    """The dataset that contains a field.
 
     Attributes:
         path: Path of the dataset below the group of the episode.
         shape: Shape of a row of the field, with as many elements as a row of the dataset.
         kind: Dtype of the field (a key of `DTYPES`), or "text".
-        first: Row of step 0. For a final observation: its row, relative to row T.
+        first: Row of step 0. For a final observation, its row minus the number of steps T.
         is_picture: Whether rows are encoded pictures.
     """
 
@@ -66,10 +66,10 @@ class Layout:
     """Mapping of the datasets of an episode to fields and metadata.
 
     Attributes:
-        columns: Name of a field -> its dataset.
-        final: Name of a field of the final observation -> its dataset.
-        metadata: Path of a metadata dataset -> row to read, counted from the end; None reads all
-            rows.
+        columns: Maps field names to datasets.
+        final: Maps field names of the final observation to datasets.
+        metadata: Maps paths of metadata datasets to the row to read, counted from the end; None
+            reads all rows.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
@@ -135,12 +135,12 @@ class LazyMetadata(Mapping[str, Any]):
 class Hdf5Reader(FileSource):
     """Base of readers of episodes in groups of HDF5 files. Subclasses set the class variables."""
 
-    #: Dataset or group of an episode with a row per step -> name of the field.
+    #: Maps each dataset or group with a row per step to the name of its field.
     STEPS: ClassVar[Mapping[str, str]] = {}
     #: Keys of `STEPS` with T + 1 rows, whose last row is the final observation. If there are such
     #: keys, unlisted datasets may have T + 1 rows too; their last row becomes metadata.
     WITH_FINAL: ClassVar[tuple[str, ...]] = ()
-    #: Dataset with a flag per step -> attribute of `EpisodeInfo` with the last flag.
+    #: Maps each dataset with a flag per step to the attribute of `EpisodeInfo` for the last flag.
     ENDS: ClassVar[Mapping[str, str]] = {}
     #: Datasets and groups that become metadata.
     METADATA: ClassVar[tuple[str, ...]] = ()
@@ -150,7 +150,7 @@ class Hdf5Reader(FileSource):
     STATED: ClassVar[str] = ""
     #: Subgroups whose members, with the members of the episode, determine the fields of an episode.
     GROUPS: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of episodes, besides `STATED`, that do not become metadata.
+    #: Attributes of episodes, in addition to `STATED`, that do not become metadata.
     ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -224,11 +224,11 @@ class Hdf5Reader(FileSource):
         return False
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a picture field whose stored pictures are `[H, W, C]`."""
+        """Return the shape of a picture field; `shape` is `[H, W, C]` of the stored pictures."""
         return shape
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Return values of further attributes of `EpisodeInfo` for the episode in a group.
+        """Return further attributes of `EpisodeInfo` for the episode in a group, such as its end.
 
         The attributes of the group are added to "metadata". "repeated" has the names of fields
         whose final observation repeats the last observation.
@@ -301,7 +301,7 @@ class Hdf5Reader(FileSource):
             group: Path of the group.
             name: Name of the episode.
             node: The open group.
-            layouts: Result of `_names` of an episode -> its layout. A new layout is added.
+            layouts: Maps results of `_names` to layouts. A new layout is added.
         """
         length, layout = self._layout_of(file, group, node, layouts)
         source = Source(file.path, group, layout)
@@ -334,7 +334,7 @@ class Hdf5Reader(FileSource):
             length, layout = self.layout(file, group, file.datasets(group))
             file.checked.add(group)
             if layouts.get(names) == layout:
-                layout = layouts[names]  # Equal layouts are one object.
+                layout = layouts[names]  # Equal layouts share one object.
             layouts[names] = layout
         else:
             length = self.length(file, node)
@@ -344,7 +344,7 @@ class Hdf5Reader(FileSource):
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
-        """Return the members of an episode and of its `GROUPS`, which determine its fields."""
+        """Return the names of the members of an episode group and of its subgroups `GROUPS`."""
         names = file.members(node)
         for group in self.GROUPS:
             below = file.open(group, node) if group in names else None
@@ -426,7 +426,7 @@ class Hdf5Reader(FileSource):
         return value if column.kind == "text" else np.asarray(value)
 
     def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
-        """Read rows of a field; `start` and `stop` are row numbers in its dataset."""
+        """Read rows of a field; `start` and `stop` are row numbers in the dataset."""
         path, group, _ = info.source
         with self.files.use(path) as file:
             dataset = self.checked_datasets(file, info)[column.path]
@@ -446,7 +446,7 @@ class LayoutMaker:
         reader: Reader that collects the problems.
         file: File of the episode.
         group: Path of the group of the episode.
-        datasets: Path below the group -> form of the dataset.
+        datasets: Maps paths below the group to descriptions of datasets.
 
     Attributes:
         layout: Layout of the datasets added so far.
@@ -518,7 +518,7 @@ class LayoutMaker:
             self.layout.final[name] = column
 
     def add_final(self, name: str, path: str, row: int) -> None:
-        """Add a row of a dataset as a field of the final observation; `row` 0 is row T."""
+        """Add row T + `row` of a dataset as a field of the final observation."""
         self._add(self.layout.final, name, path, row)
 
     def add_other(self, path: str, has_final: bool = False) -> None:
@@ -576,7 +576,7 @@ def absent_fields(text: Any) -> dict[str, list[str]]:
         text: JSON list of names.
 
     Returns:
-        `ABSENT` -> the names; {} if the text is not a JSON list of names.
+        A dict with the names under the key `ABSENT`; {} if the text is not a JSON list of names.
     """
     with suppress(CorruptFileError):
         names = parse_json(text, Path(ABSENT)) if isinstance(text, str) else None

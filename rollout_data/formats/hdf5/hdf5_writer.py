@@ -1,8 +1,8 @@
 """Base of writers of HDF5 files whose structure is known before a row is read.
 
 The structure of the file is built in memory. Rows are then written directly to their offsets in the
-file. An incomplete file has a hidden name. A dataset of the file contains the conversion note, with
-a line per written episode.
+file. An incomplete file has a hidden name. A dataset of the file contains the conversion record,
+with a line per written episode.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Form = tuple[np.dtype[Any], tuple[int, ...]]
 _ALIGNMENT = 64
 #: Bytes of a field copied at a time.
 _PART_BYTES = 1 << 23
-#: Bytes reserved for the last line of the note.
+#: Bytes reserved for the last line of the conversion record.
 _FINISH_BYTES = 512
 
 
 class Rows(NamedTuple):
-    """Rows of an episode in a file.
+    """Location of the rows of an episode in a file.
 
     Attributes:
         group: Group with the datasets of the episode; "" if all episodes share the datasets.
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
     num_rows: int | None = None
 
     def datasets(self, names: Mapping[str, Any]) -> list[str]:
-        """Return the names of the datasets with rows of the episode."""
+        """Select the names of the datasets that contain rows of the episode."""
         return [name for name in names if not self.group or name.startswith(f"{self.group}/")]
 
     def range_of(
@@ -87,12 +87,13 @@ class EpisodeFile:
 
     Args:
         path: Final path of the file.
-        datasets: Name of a dataset for `write` -> dtype and shape.
-        contents: Name of a small dataset -> value.
-        attributes: Name of a group -> attributes.
-        conversion: Conversion note of the target.
-        rows: Id of an episode -> its rows.
-        note_name: Name of the dataset of the note: bytes with room for the line of each episode.
+        datasets: Maps names of datasets for `write` to (dtype, shape).
+        contents: Maps names of small datasets to their values.
+        attributes: Maps names of groups to their attributes.
+        conversion: Conversion record of the target.
+        rows: Maps episode ids to locations of rows.
+        note_name: Name of the dataset of the conversion record, with bytes reserved for the line of
+            each episode.
 
     Attributes:
         written: Ids of the episodes in the file.
@@ -116,7 +117,7 @@ class EpisodeFile:
         names_of = {episode: part.datasets(datasets) for episode, part in rows.items()}
         lines = conversion.blank_lines(names_of)
         first_line = conversion.first_line().encode()
-        #: Id of an episode -> offset of its line in the note.
+        #: Maps each episode id to the offset of its line in the conversion record.
         self._places: dict[str, int] = {}
         place = len(first_line)
         for episode, line in lines.items():
@@ -128,7 +129,8 @@ class EpisodeFile:
 
         header = self._header(contents, attributes)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The HDF5 file of Minari gets its final name before the description of the dataset exists.
+        # A Minari file gets its final name before `metadata.json` is written, so an unfinished
+        # target may have a file with the final name.
         self._partial = path if path.exists() else partial_of(path)
         note = self._note_of_same_structure(header, conversion)
         self.written: set[str] = set() if note is None else {*note.rows}
@@ -140,7 +142,8 @@ class EpisodeFile:
             self._begin(header, first_line + blank)
         self._file = os.open(self._partial, os.O_RDWR)
         if note is not None and len(note.first_line()) == len(conversion.first_line()):
-            # The following episodes come from a later state of the source.
+            # The first line contains the state of the source, which may have changed since the file
+            # was created.
             self.write(note_name, np.frombuffer(first_line, np.uint8))
 
     def _header(
@@ -166,7 +169,7 @@ class EpisodeFile:
         return header
 
     def _begin(self, header: SparseFile, note: bytes) -> None:
-        """Create the file with its structure and its note, atomically."""
+        """Create the file with its structure and an empty conversion record, atomically."""
         temporary = self.path.with_name(f".{self.path.name}.begun")
         with (
             replace_file(self._partial, temporary=temporary) as new,
@@ -188,7 +191,7 @@ class EpisodeFile:
         header: SparseFile,
         conversion: ConversionNote,
     ) -> ConversionNote | None:
-        """Return the note of an existing file with the same structure; None without such a file."""
+        """Return the conversion record of an existing file of the same structure, or None."""
         try:
             with open(self._partial, "rb") as file:
                 descriptor = file.fileno()
@@ -218,11 +221,11 @@ class EpisodeFile:
         write_at(self._file, data, self._offsets[name] + start * row_bytes)
 
     def note(self, episode: str, line: str) -> None:
-        """Write the line of an episode into the note, after all of its rows."""
+        """Write the conversion record line of an episode, after all of its rows."""
         self.write(self._note_name, np.frombuffer(line.encode(), np.uint8), self._places[episode])
 
     def stored_sums(self, episode: str) -> dict[str, str]:
-        """Return the checksum of the rows of an episode in each dataset."""
+        """Map the name of each dataset of an episode to the checksum of the episode's rows."""
         rows = self._rows[episode]
         sums = {}
         for name in rows.datasets(dict.fromkeys(self._names)):
@@ -232,10 +235,10 @@ class EpisodeFile:
         return sums
 
     def finish(self, files: Mapping[str, FileSum], is_last: bool) -> None:
-        """Write the last line of the note, and rename the complete file.
+        """Write the last line of the conversion record, and rename the complete file.
 
         Args:
-            files: Name of another file of the target -> size and checksum.
+            files: Maps names of other files of the target to size and checksum.
             is_last: Whether this completes the target. False if another file follows.
         """
         size = os.fstat(self._file).st_size
@@ -254,7 +257,7 @@ class EpisodeFile:
         data = np.frombuffer(padded.encode(), np.uint8)
         self.write(self._note_name, data, self._place_of_finish)
         # A file cannot contain its own checksum. Its rows are trusted while its modification time
-        # is equal to the time in the note.
+        # is equal to the time in the conversion record.
         os.utime(self._file, ns=(time_ns, time_ns))
         os.fsync(self._file)
         if self._partial != self.path:
@@ -299,7 +302,7 @@ def _make_group(file: h5py.File, name: str) -> None:
 
 
 def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
-    """Yield the writes of a file in memory as offset and bytes, after all later writes."""
+    """Yield (offset, final bytes) of each write to a file in memory. Later writes may overlap."""
     ends = [offset + len(data) for offset, data in header.writes]
     content = bytearray(max(ends, default=header.size))
     for offset, data in header.writes:
@@ -314,7 +317,7 @@ def partial_of(path: Path) -> Path:
 
 
 def note_in_file(path: Path, name: str) -> ConversionNote | None:
-    """Return the note in an HDF5 file; None if the file has none.
+    """Return the conversion record in an HDF5 file; None if the file has no record.
 
     Raises:
         CorruptFileError: The file is damaged or truncated.
@@ -333,7 +336,7 @@ class Hdf5Writer(ForeignWriter):
     """Base of writers of one HDF5 file with all episodes. `begin` creates the file."""
 
     is_laid_out_first = True
-    #: Name of the dataset with the conversion note.
+    #: Name of the dataset with the conversion record.
     NOTE: ClassVar[str] = NOTE_DATASET
     _file: EpisodeFile
 
@@ -367,11 +370,11 @@ class Hdf5Writer(ForeignWriter):
     @classmethod
     @abstractmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
-        """Return id of an episode -> its rows, for each episode to write."""
+        """Map the id of each episode to write to the location of its rows."""
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        """Compare the rows of a file with their checksums in its note.
+        """Compare the rows of a file with the checksums in its conversion record.
 
         Other programs may add datasets and attributes to a complete file, as robomimic adds masks.
         The rows must keep their offsets.
@@ -417,7 +420,7 @@ class Hdf5Writer(ForeignWriter):
         Args:
             path: Path of the target.
             place: Path of the HDF5 file of the target.
-            note: Conversion note in the file.
+            note: Conversion record in the file.
             opened: The file, opened with h5py.
             descriptor: File descriptor for reading.
         """
@@ -437,7 +440,7 @@ class Hdf5Writer(ForeignWriter):
         return covered
 
     def begin_note(self) -> bool:
-        """Do nothing: the note is created with the structure of the file."""
+        """Do nothing, because the conversion record is created with the structure of the file."""
         return False
 
     def make_file(
@@ -449,9 +452,9 @@ class Hdf5Writer(ForeignWriter):
         """Create the file, or open an incomplete file. Return the ids of the episodes in the file.
 
         Args:
-            datasets: Name of a dataset -> dtype and shape.
-            contents: Name of a small dataset -> value.
-            attributes: Name of a group -> attributes.
+            datasets: Maps names of datasets to (dtype, shape).
+            contents: Maps names of small datasets to their values.
+            attributes: Maps names of groups to their attributes.
         """
         path = self.file_at(self.path)
         rows = self.rows_of(self.conversion)
@@ -510,9 +513,9 @@ class Hdf5Writer(ForeignWriter):
         first: int = 0,
         num_steps: int | None = None,
     ) -> None:
-        """Write the rewards of an episode if the episodes do not share rewards.
+        """Write the recorded rewards of an episode, or a constant if the episode has no rewards.
 
-        The value of the option `missing_reward` replaces missing rewards.
+        The constant is the option `missing_reward`.
 
         Args:
             episode: The episode.
@@ -556,7 +559,7 @@ def _dataset(
 
 
 def written_dtype(field: Field) -> np.dtype[Any]:
-    """Return the dtype of a field in other formats: bfloat16 becomes float32."""
+    """Return the dtype of a field in an HDF5 file: float32 for bfloat16, otherwise unchanged."""
     return np.dtype("<f4") if field.dtype == "bfloat16" else field.numpy_dtype
 
 
@@ -566,6 +569,6 @@ def has_number(episode: EpisodeToWrite, name: str) -> bool:
 
 
 def without_left_out(shared: SharedFields, names: Collection[str]) -> SharedFields:
-    """Return shared fields whose `left_out` excludes `names`, because the writer computes them."""
+    """Remove `names` from the omitted fields in `left_out`, because the writer computes them."""
     left_out = {name: why for name, why in shared.left_out.items() if name not in names}
     return replace(shared, left_out=left_out)

@@ -71,12 +71,11 @@ class Reader(Hdf5Reader):
 
 
 def read_motions(path: Path) -> list[dict[str, Any]]:
-    """Read all episodes of a file whole.
+    """Read all episodes of a file into memory.
 
     Returns:
-        Nested dicts by group: new arrays `[T, ...]`, arrays without axes for single numbers, and
-            texts. An array of
-        texts is read as its first text.
+        A nested dict of each episode, by group: new arrays `[T, ...]`, arrays without axes for
+        single numbers, and texts. Only the first text of an array of texts is read.
 
     Raises:
         CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can
@@ -106,7 +105,7 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
 def _read_whole(
     file: OpenFile, node: h5py.h5d.DatasetID, info: DatasetInfo, allowance: Allowance
 ) -> Any:
-    """Read a dataset as an array, or as its first text."""
+    """Read a complete dataset as an array; return only the first text of a text dataset."""
     dataset = h5py.Dataset(node)
     where = file.place(node)
     is_text = info.kind == "text"

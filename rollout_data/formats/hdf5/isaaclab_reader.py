@@ -19,7 +19,7 @@ from .hdf5_episodes import Column, LayoutMaker, Source
 from .robomimic_reader import Reader as RobomimicReader
 
 _ORDERS = ("wxyz", "xyzw")
-#: End of the names of poses: a position, and a quaternion at 3:7 of the last axis.
+#: Suffix of the names of pose arrays `[..., 7]`: a position, then a quaternion.
 _POSE = "root_pose"
 _POSE_SIZE = 7
 
@@ -49,14 +49,14 @@ class Reader(RobomimicReader):
         self.metadata["quaternion_order"] = wanted or stored
 
     def add_dataset(self, maker: LayoutMaker, path: str) -> None:
-        if path.startswith("obs/datagen_info/"):  # Isaac Lab Mimic's own data, no observation.
+        if path.startswith("obs/datagen_info/"):  # Internal data of Isaac Lab Mimic.
             maker.add_other(path)
         else:
             super().add_dataset(maker, path)
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         success = file.attribute(node, "success")
-        task = file.attribute(node, "task")  # Our writer adds it. Isaac Lab has no such attribute.
+        task = file.attribute(node, "task")  # Only our writer adds this attribute.
         return {
             "success": None if success is None else bool(success),
             "task": task if isinstance(task, str) else "",

@@ -18,14 +18,14 @@ from ...sources.origins import ORDER_KEY
 from ..episode_writer import Array, EpisodeToWrite
 from . import robomimic_writer
 
-#: Isaac Lab's number of its own environments.
+#: Value of `type` in `env_args` for environments of Isaac Lab.
 _ISAAC = 2
-#: First part of the names of metadata with the initial state.
+#: Prefix of the names of metadata that contain the initial state.
 _INITIAL = "initial_state/"
 
 
 class Writer(robomimic_writer.Writer):
-    """Demos with `success`, `seed` and other plain metadata as attributes.
+    """Writer of demos with `success`, `seed` and other plain metadata as attributes.
 
     Options:
         env_name: Name of the environment in `env_args`, if the recording does not state it.
@@ -39,7 +39,7 @@ class Writer(robomimic_writer.Writer):
 
     @property
     def _order(self) -> str:
-        """The order of quaternions that the file states."""
+        """Quaternion order that the file states: "wxyz" or "xyzw"."""
         return "xyzw" if self.metadata.get(ORDER_KEY) == "xyzw" else "wxyz"
 
     def root_attributes(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..input_checks import file_inside, read_object
 from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, LayoutMaker
 
-#: Dtype of depth -> unit.
+#: Maps the dtype of depth pictures to their unit.
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
@@ -47,7 +47,7 @@ class Reader(Hdf5Reader):
         return self.checked_some(episodes, "trajectory")
 
     def _read_descriptions(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Read the JSON file: trajectory -> description. Other values become metadata."""
+        """Map trajectory names to descriptions in the JSON file. Other values become metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
             self.problem(

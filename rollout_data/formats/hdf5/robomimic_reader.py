@@ -57,13 +57,13 @@ class Reader(Hdf5Reader):
     ATTRIBUTES: ClassVar[tuple[str, ...]] = ("ep_meta",)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        #: Names of the demos of each mask.
+        #: Maps each mask (a named subset of the demos) to the names of its demos.
         self._masks: dict[str, list[str]] = {}
-        #: Names of the masks of each demo.
+        #: Maps each demo to the names of its masks.
         self._masks_of: dict[str, list[str]] = {}
-        #: Episodes and fields whose `next_obs` was compared with `obs`.
+        #: (episode, field) pairs whose `next_obs` was compared with `obs`.
         self._compared: set[tuple[str, str]] = set()
-        #: Key of `obs` -> name of the observation.
+        #: Maps each renamed key of `obs` to the original name of the observation.
         self._obs_names: dict[str, str] = {}
         with self.files.use(self.path) as file:
             data = file.group(ROBOMIMIC_DATA)
@@ -87,7 +87,7 @@ class Reader(Hdf5Reader):
         return episodes
 
     def _set_splits(self, names: Sequence[str], present: set[str]) -> None:
-        """Set the splits from the masks.
+        """Set the splits of the recording from the masks, the named subsets of demos in the file.
 
         Args:
             names: All demos of the file.
@@ -105,11 +105,11 @@ class Reader(Hdf5Reader):
             self.splits[mask] = [name for name in demos if name in present]
 
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
-        """Return the sum of the rows of all demos."""
+        """Return the total number of rows of all demos."""
         return sum(info.length for info in episodes)
 
     def read_file_metadata(self, file: OpenFile, data: Any) -> None:
-        """Read the attributes of `data` as metadata of the file. Texts of JSON are parsed."""
+        """Read the attributes of `data` as metadata of the file. JSON texts are parsed."""
         self.metadata = {**file.attributes(data), **self.metadata}
         env_args = parse_attribute(self.metadata.get("env_args"), "env_args")
         self.metadata["env_name"] = str(env_args.get("env_name", ""))
@@ -130,7 +130,7 @@ class Reader(Hdf5Reader):
             super().add_dataset(maker, path)
 
     def _name_of(self, maker: LayoutMaker, path: str) -> str:
-        """Return the name of the observation in a dataset, as before our writer flattened it."""
+        """Return the name of the observation in a dataset, restored if our writer flattened it."""
         key = path.removeprefix("obs/")
         original = self._obs_names.get(key, key)
         if f"obs/{original}" in maker.datasets:
@@ -171,7 +171,7 @@ class Reader(Hdf5Reader):
                     self._masks_of.setdefault(name, []).append(mask)
 
     def _compare_first(self, episodes: Sequence[EpisodeInfo]) -> None:
-        """Compare `next_obs` with `obs` in the first episodes, up to a number of bytes."""
+        """Compare `next_obs` with `obs` in the first episodes, up to `_COMPARED_BYTES` bytes."""
         bytes_left = _COMPARED_BYTES
         for info in episodes[:_COMPARED_EPISODES]:
             row_bytes = sum(field.row_bytes for field in info.final.values())
@@ -189,7 +189,7 @@ class Reader(Hdf5Reader):
         return super().read_final(number, name)
 
     def _compare(self, info: EpisodeInfo, name: str) -> DataFileError | None:
-        """Compare rows of `next_obs` that are not delivered with the next rows of `obs`.
+        """Compare the rows of `next_obs` that are left out with the next rows of `obs`.
 
         Returns:
             The reported problem if they differ; None if they are equal or need no comparison.
@@ -217,7 +217,7 @@ class Reader(Hdf5Reader):
 
 
 def _original_names(text: Any) -> dict[str, str]:
-    """Parse the names of observations that our writer flattened. Invalid entries are ignored."""
+    """Map renamed keys to original names, parsed from the attribute of our writer."""
     names = {}
     for key, name in parse_attribute(text, OBS_NAMES).items():
         if isinstance(name, str) and all(name.split("/")) and flat_key(name) == key:
@@ -226,14 +226,14 @@ def _original_names(text: Any) -> dict[str, str]:
 
 
 def _control_mode(env_args: Mapping[str, Any]) -> str:
-    """Return the control mode of actions in the words of robosuite, or "unknown"."""
+    """Return the control mode of actions in robosuite's terms, or "unknown"."""
     settings: Any = env_args.get("env_kwargs")
     controller = settings.get("controller_configs") if isinstance(settings, dict) else None
     return _mode_of(controller) or "unknown"
 
 
 def _mode_of(settings: Any) -> str:
-    """Return the mode of a controller and of its parts; "" if it is unknown."""
+    """Return the mode of a controller and of its parts; "" if the mode is unknown."""
     if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
         return ""
     delta = {True: "delta", False: "absolute"}.get(settings.get("control_delta", ""), "")

@@ -33,14 +33,14 @@ from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
-#: Group of fields -> group in a demo.
+#: Maps each group of fields to its group in a demo.
 _GROUPS = {"observation": "obs", "action": "action_dict", "reward": "rewards"}
-#: robomimic's number of an environment that it does not simulate.
+#: Value of `type` in `env_args` for environments that robomimic does not simulate.
 _REAL = 4
 
 
 class Writer(Hdf5Writer):
-    """Writer of demos.
+    """Writer of one HDF5 file with a group per episode, called a demo.
 
     Ids such as "demo_7" are kept if all episodes have such an id. Otherwise the demos are numbered,
     and `ep_meta` has the ids.
@@ -57,7 +57,7 @@ class Writer(Hdf5Writer):
 
     format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
-    #: End of the line of the report about the ends of episodes.
+    #: Suffix of the report line about omitted ends of episodes.
     ends_exception = ", but for `dones`, which readers do not take for it"
     #: Whether every demo has `dones`.
     writes_dones = True
@@ -116,7 +116,7 @@ class Writer(Hdf5Writer):
         return self.make_file(datasets, contents, attributes)
 
     def _chosen_fields(self) -> SharedFields:
-        """Return the fields of every demo. `dones` and made-up rewards are always written."""
+        """Choose the fields of every demo. `dones` and filled rewards never count as left out."""
         shared = shared_fields(self.episodes, has_one_form=False)
         made = set()
         if self.writes_dones:
@@ -126,7 +126,7 @@ class Writer(Hdf5Writer):
         return without_left_out(shared, made)
 
     def key(self, name: str) -> str:
-        """Return the key of an observation. `name` is without "observation/"."""
+        """Return the key in `obs` for an observation name without the prefix "observation/"."""
         return flat_key(name)
 
     def _check_names(self) -> None:
@@ -167,12 +167,12 @@ class Writer(Hdf5Writer):
         return f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
 
     def _read_name(self, name: str) -> str:
-        """Return the name that the reader gives to a field."""
+        """Return the name of a field in the reader of this format."""
         key = self.options.get("obs_key")
         return f"observation/{key}" if name == "observation" and key else name
 
     def _columns(self, episode: EpisodeToWrite) -> Iterator[tuple[Field, str]]:
-        """Yield each field of a demo with its dataset."""
+        """Yield (field, name of the dataset) for each field that is copied to a demo."""
         for name, field in self._fields.schema.items():
             dataset = self._dataset_of(name)
             is_made = dataset == "dones" and self.writes_dones
@@ -180,7 +180,7 @@ class Writer(Hdf5Writer):
                 yield episode.schema.get(name, field), dataset
 
     def _forms(self, episode: EpisodeToWrite) -> dict[str, Form]:
-        """Return name of a dataset of a demo -> dtype and shape."""
+        """Map the name of each dataset of a demo to its dtype and shape."""
         length = episode.length
         forms: dict[str, Form] = {}
         for field, dataset in self._columns(episode):
@@ -228,7 +228,7 @@ class Writer(Hdf5Writer):
         dataset: str,
         final: Array | None,
     ) -> None:
-        """Write the observations after each step.
+        """Write the observation after each step, `next_obs`.
 
         The last observation is repeated if no later observation is known.
         """
@@ -241,7 +241,7 @@ class Writer(Hdf5Writer):
         self._file.write(dataset, final[None], last)
 
     def _dones(self, episode: EpisodeToWrite) -> Array:
-        """Return the `dones` of an episode, or 1 in its last row if it terminated."""
+        """Return the recorded `dones`, or zeros with a final 1 if the episode terminated."""
         if has_number(episode, "dones"):
             dones = episode.read("dones")
             return self.cast(dones, np.dtype("<i8"), "dones", episode).reshape(-1)
@@ -257,7 +257,7 @@ class Writer(Hdf5Writer):
         return dones
 
     def _write_missing_reward(self, episode: EpisodeToWrite, dataset: str) -> None:
-        """Write the rewards of an episode if the demos do not share rewards."""
+        """Write the rewards of an episode if rewards are not a field of all demos."""
         schema = self._fields.schema
         if "reward" in schema and schema["reward"].num_elements == 1:
             return
@@ -269,7 +269,7 @@ class Writer(Hdf5Writer):
         self.changed(change, episode, self.writes_dones and not schema.below("reward"))
 
     def extras(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """Return the metadata of a demo that are stored as datasets: name -> array."""
+        """Map names of datasets to metadata of a demo that are stored as arrays."""
         return {}
 
     def root_attributes(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Writer(Hdf5Writer):
         return {}
 
     def data_attributes(self) -> dict[str, Any]:
-        """Return the attributes of `data`."""
+        """Return the attributes of the group `data`."""
         env_args = self.metadata.get("env_args")
         if not isinstance(env_args, dict) or not env_args:
             env_args = {
@@ -300,7 +300,7 @@ class Writer(Hdf5Writer):
         return attributes
 
     def episode_attributes(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return the attributes of a demo without its length."""
+        """Return the attributes of a demo, except its length."""
         metadata: dict[str, Any] = {"lang": episode.task} if episode.task else {}
         metadata |= plain(episode.metadata)
         metadata.pop(ABSENT, None)
@@ -327,7 +327,7 @@ class Writer(Hdf5Writer):
         return [episode.schema[name] for name in names]
 
     def _has_next(self, field: Field) -> bool:
-        """Return whether the observations of a field after each step are written too."""
+        """Return whether the observation after each step is also written for this field."""
         return self._writes_next and field.name.split("/")[0] == "observation"
 
     def _report(self, episode: EpisodeToWrite) -> None:
@@ -373,7 +373,7 @@ def _env_kwargs(options: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
 
 
 def _demos_of(ids: Sequence[str]) -> dict[str, str]:
-    """Return id of an episode -> name of its demo.
+    """Map the id of each episode to the name of its demo.
 
     Ids are kept if all of them are names of demos. Otherwise all demos are numbered.
     """
