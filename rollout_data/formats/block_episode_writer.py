@@ -1,8 +1,8 @@
 """`OwnWriter`: write the episodes of any recording to a folder of block files.
 
-A published block has whole episodes, or a part of one episode that is larger than a block. A killed
-conversion may therefore leave blocks with a part of an episode. A resumed conversion removes these
-blocks.
+A published block contains complete episodes, or a part of one episode that is larger than a block.
+A killed conversion may therefore leave blocks with a part of an episode. A resumed conversion
+removes these blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PUBLISHED_BYTES = 64 << 20
 _COUNTS = "normalized_image"
 #: Key of a trajectory: (name of the writer, number of the trajectory).
 Key = tuple[str, int]
-#: Groups whose fields keep their names in a record.
+#: Groups of fields that are stored under their own names. Fields in other groups may be renamed.
 _GROUPS = ("observation", "privileged_observation", "action", "reward")
 
 
@@ -95,7 +95,7 @@ class OwnWriter(ForeignWriter):
         self._writer: RolloutWriter | None = None
         #: Bytes of rows added since blocks were last published.
         self._num_bytes = 0
-        #: Whether the trajectory of the last episode has no end in its block.
+        #: Whether the trajectory of the last added episode is still open in the `RolloutWriter`.
         self._is_open = False
         #: Ids of the episodes added since blocks were last published.
         self._added: list[str] = []
@@ -116,7 +116,7 @@ class OwnWriter(ForeignWriter):
         return {*self.conversion.published}
 
     def _shared_texts(self) -> list[str]:
-        """Return the names of the text fields that all episodes to write have."""
+        """Return the names of the text fields that exist in every episode to write."""
         left_out = self._fit.left_out
         written = [episode for episode in self.episodes if _renamed(episode.schema) not in left_out]
         if not written:
@@ -125,9 +125,9 @@ class OwnWriter(ForeignWriter):
         return [name for name in texts if all(name in episode.texts for episode in written)]
 
     def _mark_noted_ends(self) -> None:
-        """Set the mark in metadata.json that metadata of episodes state their ends.
+        """Mark in metadata.json that the metadata of some episodes state how the episode ended.
 
-        Readers search the metadata for ends only if this mark is set.
+        Readers search the metadata of episodes for ends only if this mark is set.
         """
         metadata = load_metadata(self.path) if self.path.is_dir() else None
         if metadata is None or not self._has_noted_ends:
@@ -138,14 +138,14 @@ class OwnWriter(ForeignWriter):
             mark_noted_ends(self.path)
 
     def _note_unlisted(self) -> None:
-        """Add the episodes in the folder that are missing from the conversion note."""
+        """Add published episodes that the conversion record does not list to the record."""
         if self.path.is_dir():
             unlisted = self._present_episodes() - self.conversion.published
             if unlisted:
                 self._note_blocks(unlisted)
 
     def _present_episodes(self) -> set[str]:
-        """Return the ids of the episodes in the folder, including dropped episodes.
+        """Return the ids of the episodes in the folder, including episodes that edits dropped.
 
         Blocks that contain only a part of an episode are removed.
 
@@ -173,7 +173,7 @@ class OwnWriter(ForeignWriter):
         return episodes
 
     def _note_blocks(self, episodes: Collection[str]) -> None:
-        """Add new blocks and their episodes to the conversion note."""
+        """Add new blocks and the ids of their episodes to the conversion record."""
         names = {entry.name for entry in block_entries(self.path) if named_edit(entry.name) is None}
         if (self.path / METADATA_NAME).exists():
             names.add(METADATA_NAME)
@@ -196,7 +196,8 @@ class OwnWriter(ForeignWriter):
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
             with warnings.catch_warnings():
-                # Episodes that a killed conversion did not publish are converted again.
+                # The warning about data of a killed conversion is ignored, because the unpublished
+                # episodes are converted again.
                 warnings.filterwarnings("ignore", ".*ended without close", RolloutDataWarning)
                 self._writer = RolloutWriter(
                     self.path,
@@ -220,11 +221,11 @@ class OwnWriter(ForeignWriter):
         writer = self._opened_writer()
         num_bytes = episode.length * self._layout.frame_bytes
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
-            # An episode that fills a block then has a block without other episodes.
+            # The blocks so far are published first, so that a large episode gets blocks of its own.
             self._publish(writer)
         try:
             self._add_steps(writer, episode)
-        except BaseException:  # Ctrl-C must not publish a part of an episode either.
+        except BaseException:  # Ctrl-C must not publish a part.
             writer.discard([0])
             raise
         if self._is_open:
@@ -251,7 +252,7 @@ class OwnWriter(ForeignWriter):
             self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
 
     def _add_steps(self, writer: RolloutWriter, episode: EpisodeToWrite) -> None:
-        """Add the steps of an episode in portions, and its note before the last portion."""
+        """Write an episode in portions; record its checksums before the last portion."""
         num_steps = max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
         for start in range(0, episode.length, num_steps):
             stop = min(start + num_steps, episode.length)
@@ -274,9 +275,9 @@ class OwnWriter(ForeignWriter):
             self._added = []
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
-        """Read steps as arguments of `add_rollout`, `[T, 1, ...]`.
+        """Read the steps `start:stop` as arguments of `RolloutWriter.add_rollout`: `[T, 1, ...]`.
 
-        The last step of the episode has the metadata of the episode.
+        The metadata of the episode are attached to its last step.
         """
         num_steps = stop - start
         is_last = stop == episode.length
@@ -294,8 +295,8 @@ class OwnWriter(ForeignWriter):
         for name in self._texts:
             steps[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
         final = self._final(episode) if is_last else None
-        # A block has a final observation only for an ended trajectory. The metadata of the episode
-        # state that this episode has not ended.
+        # A block stores a final observation only for a trajectory with an end. An episode without
+        # an end is therefore written as truncated, and its metadata state the true end.
         is_truncated = episode.truncated or (final is not None and not episode.terminated)
         for name, is_end in (("terminated", episode.terminated), ("truncated", is_truncated)):
             steps[name] = np.zeros((num_steps, 1), bool)
@@ -360,7 +361,7 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            # After a full disk the writer closes without publishing all added episodes.
+            # If the disk was full, some added episodes may be missing from the published blocks.
             if self._added:
                 self._note_unlisted()
 
@@ -376,7 +377,7 @@ def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
 
 
 def _without_inventions(fit: Fit) -> Fit:
-    """Return a fit that fills missing flags and floats and drops other missing fields.
+    """Return a copy of `fit` that fills missing flags and floats and drops other missing fields.
 
     A stream converts incomplete flags and integers to floats. A conversion must keep the values of
     its source: flags stay flags, and large integers must not be rounded to floats.
@@ -399,7 +400,7 @@ def _without_inventions(fit: Fit) -> Fit:
 
 
 def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
-    """Return the codecs of components that all episodes store as multiples of 1/255.
+    """Map components that all episodes store as multiples of 1/255 to their codec.
 
     The codec stores such components without loss.
     """
@@ -415,7 +416,7 @@ def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
 
 
 def _noted_end(episode: EpisodeToWrite) -> str:
-    """Return the end to store in the metadata of an episode.
+    """Return the end of an episode (unknown or open) to store in its metadata.
 
     The result is "" if the flags in its block state the end.
     """
@@ -429,9 +430,9 @@ def _are_equal(value: Any, own: Any) -> bool:
 
 
 def _free_name(name: str) -> str:
-    """Return the name of a field in a record.
+    """Return the name under which a field is stored.
 
-    A name with another meaning in a record gets the prefix "recorded_".
+    A name that `RolloutWriter` reserves gets the prefix "recorded_".
     """
     group, slash, rest = name.partition("/")
     is_used = group not in _GROUPS and (is_taken(group) or group in RESERVED)

@@ -1,6 +1,6 @@
-"""Checks that a recording is the source of an existing target of a conversion.
+"""Checks that an existing target was converted from the same recording with the same options.
 
-A target contains a note of its source, options and checksums: a `ConversionNote`.
+Each target contains a conversion record (`ConversionNote`): source, options and checksums.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ def check_same_note(
     effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     path: Path,
 ) -> None:
-    """Compare a recording and options with the note of a target, without reading rows.
+    """Compare the conversion record in a target with the record of a new conversion.
 
-    The recording may have more episodes at its end.
+    Rows are not read. The recording may have additional episodes at its end.
 
     Args:
-        there: Note of the target.
-        now: Note of a conversion that would begin now.
+        there: Conversion record in the target.
+        now: Conversion record of a new conversion with the given source and options.
         effective: Function that returns the effect of options on the recording; see
             `ForeignWriter.effective`.
         path: Path of the target.
 
     Raises:
-        UsageError: The notes differ. The error states the first difference.
+        UsageError: The records differ. The error states the first difference.
     """
     difference = _writer_difference(there, now)
     difference = difference or _option_difference(there.options, now.options, effective)
@@ -96,13 +96,13 @@ def check_same_rows(
     path: Path,
     progress: bool = False,
 ) -> None:
-    """Compare the rows of the target's episodes in the source with the checksums in the note.
+    """Compare the rows of the source with the checksums in the conversion record of a target.
 
-    Rows are not read if no file of the source has changed since the note was written.
+    Rows are not read if no file of the source has changed since the record was written.
 
     Args:
-        there: Note of the target.
-        now: Note of a conversion that would begin now.
+        there: Conversion record in the target.
+        now: Conversion record of a new conversion with the given source and options.
         recording: The source, after `check_same_note`.
         path: Path of the target.
         progress: Show a progress bar.
@@ -129,7 +129,7 @@ def check_same_rows(
 
 
 def other_source(path: Path, difference: str) -> UsageError:
-    """Return the error of a target that was converted from another source."""
+    """Return the error for a target that was converted from another source."""
     return UsageError(
         f"target {str(path)!r} was converted from another source or with other options: "
         f"{difference}. Choose an empty target, or remove the existing files."
@@ -194,7 +194,7 @@ def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:
 
 
 def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
-    """Return the first name under which two mappings differ; "" if they are equal."""
+    """Return the first key for which two mappings differ; "" if the mappings are equal."""
     for name in {**left, **right}:
         if name not in left or name not in right or not _are_same(left[name], right[name]):
             return name
@@ -216,11 +216,11 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Return the forms (dtype and shape) of the fields; the layout of a target depends on these.
+    """Return the dtypes and shapes of all fields, which determine the layout of a target.
 
     Returns:
-        Field -> its forms as texts, and whether every episode has the field. A known end or
-        success counts as a field.
+        A dict that maps each field to its forms (dtype and shape, as texts), and to whether every
+        episode has the field. A known end or success counts as a field.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
@@ -247,8 +247,8 @@ def check_nothing_gained(
     """Check that a complete target has all episodes of its source.
 
     Args:
-        there: Note of the target.
-        now: Note of a conversion that would begin now.
+        there: Conversion record in the target.
+        now: Conversion record of a new conversion with the given source and options.
         readable: Episodes that were unreadable when the target was written, and are readable now.
         path: Path of the target.
 
@@ -270,7 +270,7 @@ def unreadable_episodes(
     Args:
         ids: Episodes that were unreadable when the target was written.
         recording: The source.
-        damaged: Id of an episode with wrong checksums -> error.
+        damaged: Maps the id of each episode with wrong checksums to its error.
     """
     problems: dict[str, DataFileError] = {}
     if not ids:

@@ -55,7 +55,7 @@ class Conversion:
     Attributes:
         num_episodes: Episodes in the target.
         num_present: Episodes that an earlier conversion had written.
-        changes: Description of a change -> ids of the changed episodes.
+        changes: Maps the description of each change to the ids of the changed episodes.
         problems: Errors about data that were unreadable, repaired or left out.
         advice: Remarks on suspicious data, which were converted unchanged; see `Recording.advice`.
     """
@@ -79,9 +79,9 @@ def convert(
 
     Only a part of one episode is in memory at a time.
 
-    Repeat the same call to resume a stopped or killed conversion. The target contains a note of the
-    source, the options and the checksums of all rows. Source and options are compared with this
-    note. Rows of converted episodes are compared only if a file of the source has changed. A
+    Repeat the same call to resume a stopped or killed conversion. The target contains a record of
+    the source, the options and the checksums of all rows. Source and options are compared with this
+    record. Rows of converted episodes are compared only if a file of the source has changed. A
     complete target is not written again. New episodes at the end of the source are added to an
     incomplete target, and to every target of block files.
 
@@ -126,7 +126,7 @@ def convert(
 
 @dataclass(frozen=True)
 class _Job:
-    """Arguments of a conversion after checks.
+    """The checked arguments of a conversion.
 
     Attributes:
         recording: Episodes of the source whose files exist and are unchanged.
@@ -164,7 +164,7 @@ def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
 
 
 def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
-    """Convert after the target is locked for this process; append errors to `problems`."""
+    """Convert while the caller holds the lock of the target; append errors to `problems`."""
     recording = job.recording
     path = job.path
     writer_type = job.writer_type
@@ -222,9 +222,9 @@ def _check_earlier(
     plan: ConversionNote,
     is_complete: bool,
 ) -> None:
-    """Check that an earlier target has the source and the options of this conversion.
+    """Check that an existing target was converted from this source with these options.
 
-    The options of `plan` are replaced by the options in the earlier note, which have equal effects.
+    The options of `plan` are replaced by the recorded options, which have equal effects.
 
     Raises:
         UsageError: The source or an option differs. The error states the first difference.
@@ -252,8 +252,8 @@ def _write_episodes(
 ) -> tuple[ForeignWriter, int]:
     """Write the episodes that are missing from the target; append read errors to `problems`.
 
-    If the format needs the whole layout first (`is_laid_out_first`), an unreadable episode restarts
-    the conversion without this episode.
+    If the format fixes the positions of all rows first (`is_laid_out_first`), an unreadable episode
+    restarts the conversion without this episode.
 
     Returns:
         The closed writer, and the number of episodes that an earlier conversion had written.
@@ -343,7 +343,7 @@ def _reason(error: Exception) -> BaseException | None:
 
 
 def _damaged_episodes(recording: Recording) -> dict[str, DataFileError]:
-    """Return the episodes with wrong checksums in local block files: id -> error."""
+    """Map the id of each episode with wrong checksums in local block files to its error."""
     damaged: dict[str, DataFileError] = {}
     if recording.format != OWN or isinstance(recording.path, RemotePath):
         return damaged

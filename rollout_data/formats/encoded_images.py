@@ -20,7 +20,7 @@ from .input_checks import damage_named, of_kind, optional
 MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "TIFF")
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
-#: Mode of pillow with more than 8 bits per channel -> dtype of the decoded pixels.
+#: Maps each mode of pillow with more than 8 bits per channel to the dtype of the pixels.
 _DEEP_MODES = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
 _COMPRESSION_TAG = 259
 _UNCOMPRESSED = 1
@@ -42,7 +42,7 @@ _NUM_CHANNELS = (1, 3, 4)
 
 
 def axes_of(shape: Sequence[int]) -> str:
-    """Return the axes of a picture with this shape: "HW", "HWC" or "CHW".
+    """Return the axes of a picture of shape `shape`: "HW", "HWC" or "CHW".
 
     The result is "" if no picture has this shape.
     """

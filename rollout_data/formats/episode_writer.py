@@ -1,9 +1,9 @@
-"""`ForeignWriter`: base of the writers of all formats.
+"""`ForeignWriter`: base class of the writers of all formats.
 
-An episode is written whole or not at all, also if the process is killed. The target contains a
-note: the source, the options, and a line of checksums per written episode. The report lists data
-that a format cannot hold, one line for each kind of change. A new format needs one file in this
-folder and one line in `registry.py`.
+An episode is written completely or not at all, even if the process is killed. The target contains a
+conversion record: the source, the options, and a line of checksums per written episode. The report
+lists data that a format cannot hold, one line for each kind of change. A new format needs one file
+in this folder and one line in `registry.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeToWrite(Protocol):
-    """Interface of the episodes that writers read, a part of `Episode`."""
+    """Interface of the episodes that writers read, a subset of `Episode`."""
 
     id: str
     length: int
@@ -70,7 +70,7 @@ class EpisodeToWrite(Protocol):
 
     @property
     def final_observation(self) -> Any:
-        """Observation after the last step: an array, flat name -> array, or None if unknown."""
+        """Observation after the last step: an array, a dict of arrays, or None if it is unknown."""
 
 
 #: Names of metadata that are derived from the files and episodes of a recording.
@@ -100,9 +100,9 @@ class ForeignWriter(ABC):
     `add` with the episodes in order. An unfinished target of the same episodes is resumed, and
     `written` has the ids of its episodes.
 
-    The target contains a note (`writing/conversion_record.py`). The line of an episode is written
-    to the note before the files of the episode are renamed to their final names, so every episode
-    in the target has a line. A line without files is ignored.
+    The target contains a conversion record (`writing/conversion_record.py`). The line of an episode
+    is written to the record before the files of the episode are renamed to their final names, so
+    every episode in the target has a line. A line without files is ignored.
 
     Attributes:
         format: Name of the format, a key of `registry.WRITERS`.
@@ -110,7 +110,7 @@ class ForeignWriter(ABC):
         episodes: All episodes to write, in the order of the target.
         metadata: Metadata of the recording.
         options: Arguments of `convert` for this format.
-        conversion: Content of the note in the target.
+        conversion: Content of the conversion record in the target.
         written: Ids of the episodes in the target.
         num_earlier: Number of episodes that an earlier conversion had written. Episodes that have
             to be written again are included.
@@ -120,7 +120,7 @@ class ForeignWriter(ABC):
     format: ClassVar[str]
     #: Version of the written files. A target of a different version is not resumed.
     VERSION: ClassVar[int] = 2
-    #: Name of an option of `convert` for this format -> default value.
+    #: Maps each option of `convert` for this format to its default value.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     #: Names of the recording's metadata that the format can store; None means all names.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
@@ -158,7 +158,7 @@ class ForeignWriter(ABC):
         try:
             self.written: set[str] = self.begin() & self.conversion.rows.keys()
         except UsageError:
-            # The target has only the note so far.
+            # Nothing else was written. Without the record, the target is as before the call.
             if is_new:
                 (self.note_folder / NOTE_NAME).unlink()
                 with suppress(OSError):
@@ -172,7 +172,7 @@ class ForeignWriter(ABC):
             self._noted[change] = [episode.id for episode in episodes]
 
     def _own_note(self) -> ConversionNote:
-        """Return the note of an unfinished target, or a new note.
+        """Return the conversion record of an unfinished target, or a new record.
 
         Raises:
             UsageError: The target is complete, or has files that are not part of a conversion.
@@ -205,9 +205,9 @@ class ForeignWriter(ABC):
         episodes: Sequence[EpisodeToWrite],
         metadata: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the effect of options on a recording.
+        """Return the option values in effect for a recording, including values derived from it.
 
-        A target may be resumed with different options if their effects are equal.
+        A target may be resumed with different options if the values in effect are equal.
 
         Args:
             options: Result of `all_options`.
@@ -224,7 +224,7 @@ class ForeignWriter(ABC):
         metadata: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> ConversionNote:
-        """Return the note of a conversion that has not written an episode yet."""
+        """Return the conversion record to store in a new target, before any episode is written."""
         return ConversionNote(
             format=cls.format,
             version=cls.VERSION,
@@ -235,34 +235,34 @@ class ForeignWriter(ABC):
 
     @classmethod
     def noted(cls, path: Path) -> ConversionNote | None:
-        """Return the note in a target; None if the target does not exist or is empty.
+        """Return the conversion record in a target; None if the target is missing or empty.
 
         Raises:
-            UsageError: The target has content without a note.
+            UsageError: The target has content, but no conversion record.
         """
         return note_in_folder(path, path)
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
-        """Return whether a target with a note is complete."""
+        """Return whether a target with a conversion record is complete."""
         return False
 
     @classmethod
     def note_folder_of(cls, path: Path) -> Path:
-        """Return the folder with the note of a target."""
+        """Return the folder that contains the conversion record of a target."""
         return path
 
     @property
     def note_folder(self) -> Path:
-        """Folder with the note of this target."""
+        """Folder that contains the conversion record of this target."""
         return self.note_folder_of(self.path)
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        """Compare the files of a target with the sizes and checksums in the note.
+        """Compare the files of a target with the sizes and checksums in its conversion record.
 
         The files of the last episode may be missing, because the line of an episode is written
-        before its files are renamed.
+        before its files get their final names.
 
         Raises:
             UsageError: A file was removed or changed after it was written.
@@ -286,12 +286,12 @@ class ForeignWriter(ABC):
                 check_file(path, folder / name, noted_sum)
 
     def begin_note(self) -> bool:
-        """Write the note with a line for each episode in the target.
+        """Write the conversion record, with a line for each episode in the target.
 
         If the target has no episodes, its earlier files are removed.
 
         Returns:
-            Whether the target had no note.
+            Whether the target had no conversion record.
         """
         self.note_folder.mkdir(parents=True, exist_ok=True)
         place = self.note_folder / NOTE_NAME
@@ -299,7 +299,8 @@ class ForeignWriter(ABC):
         is_new = not place.exists()
         if not is_new and self.conversion.rows and _text_of(place) == text:
             return is_new
-        # `note_in_folder` treats a folder with only this temporary file as empty.
+        # If the process is killed here, only this temporary file is left. `note_in_folder` treats
+        # such a folder as empty.
         with replace_file(place, temporary=self.note_folder / f"{NOTE_NAME}.new") as new:
             new.write_text(text, "utf-8")
         if not is_new and not self.conversion.rows:
@@ -309,13 +310,13 @@ class ForeignWriter(ABC):
         return is_new
 
     def begin_again(self) -> None:
-        """Remove all episodes from the target and its note."""
+        """Remove all episodes from the target and its conversion record."""
         self._num_removed = len(self.conversion.rows)
         self.conversion.forget()
         self.begin_note()
 
     def note(self, episode: EpisodeToWrite, files: Mapping[str, Path] | None = None) -> None:
-        """Append the checksums of an episode to the note.
+        """Append the checksums of an episode to the conversion record.
 
         Call this when the files of the episode are complete, before they are renamed.
 
@@ -330,7 +331,7 @@ class ForeignWriter(ABC):
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
         conversion = self.conversion
         sums = summed.sums()
-        conversion.rows.pop(episode.id, None)  # The episode moves to the end of the note.
+        conversion.rows.pop(episode.id, None)  # `rows` is in the order of writing.
         conversion.rows[episode.id] = sums
         conversion.files[episode.id] = {
             name: file_sum(path) for name, path in (files or {}).items()
@@ -340,11 +341,11 @@ class ForeignWriter(ABC):
         self.save_line(episode.id, conversion.line_of(episode.id))
 
     def stored_sums(self, episode: EpisodeToWrite) -> dict[str, str]:
-        """Return dataset -> checksum of an episode in an HDF5 target; {} for other targets."""
+        """Map each HDF5 dataset to the checksum of an episode in it; {} for other targets."""
         return {}
 
     def note_files(self, files: Mapping[str, Path], published: Collection[str] = ()) -> None:
-        """Append the checksums of files that all episodes share to the note.
+        """Append the checksums of files that all episodes share to the conversion record.
 
         Call this before the last of the files is renamed.
 
@@ -358,29 +359,29 @@ class ForeignWriter(ABC):
         append_line(self.note_folder / NOTE_NAME, files_line(sums, published), is_durable=True)
 
     def note_placed(self) -> None:
-        """Record in the note that the files of the last episode have been renamed."""
+        """Record that the files of the last episode have their final names."""
         if self.conversion.unplaced:
             append_line(self.note_folder / NOTE_NAME, placed_line())
             self.conversion.unplaced = ""
 
     def note_open(self) -> None:
-        """Record in the note that the shared files are being rewritten, until `note_files`."""
+        """Record that the shared files are being rewritten. `note_files` ends this state."""
         append_line(self.note_folder / NOTE_NAME, open_line())
         self.conversion.files_of_all.clear()
 
     def note_finish(self) -> None:
-        """Record in the note that the target is complete, after its last file was renamed."""
+        """Record that the target is complete. Call this after its last file was renamed."""
         append_line(self.note_folder / NOTE_NAME, files_line({}, finish={}), is_durable=True)
 
     def leave_out(self, episode: EpisodeToWrite) -> None:
-        """Record in the note that an episode is unreadable and left out."""
+        """Record that an episode is unreadable and left out."""
         self.left_out.add(episode.id)
         self.conversion.left_out.add(episode.id)
         if not self.is_laid_out_first:
             self.save_line(episode.id, left_out_line(episode.id))
 
     def save_line(self, episode: str, line: str) -> None:
-        """Append the line of an episode to the note."""
+        """Append the line of an episode to the conversion record."""
         append_line(self.note_folder / NOTE_NAME, line)
 
     @abstractmethod
@@ -389,7 +390,7 @@ class ForeignWriter(ABC):
 
     @abstractmethod
     def add(self, episode: EpisodeToWrite) -> None:
-        """Write an episode and its line in the note.
+        """Write an episode and its line in the conversion record.
 
         After the return, the episode is in the target, even if the process is killed.
 
@@ -404,13 +405,13 @@ class ForeignWriter(ABC):
 
     @property
     def report(self) -> dict[str, list[str]]:
-        """Description of a change or omission -> ids of the episodes, in order of occurrence."""
+        """Ids of the changed episodes by description of the change, in order of occurrence."""
         casts = {cast.text(*key): cast.episodes for key, cast in self._casts.items()}
         return {**self._noted, **casts}
 
     @property
     def is_complete(self) -> bool:
-        """Whether the target has all readable episodes."""
+        """Whether the target contains all readable episodes."""
         done = self.written if self.is_laid_out_first else self.written | self.left_out
         return len(done) == len(self.episodes)
 
@@ -429,7 +430,7 @@ class ForeignWriter(ABC):
             ids.append(episode.id)
 
     def fitting_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the recording for metadata.json.
+        """Return the metadata of the recording, reduced to the size limit of metadata.json.
 
         If the metadata are too large, the largest values are left out.
         """
@@ -479,7 +480,7 @@ class ForeignWriter(ABC):
         self.changed(change, episode, own != shape)
 
     def cast(self, rows: Any, dtype: Any, name: str, episode: EpisodeToWrite) -> Array:
-        """Convert rows of a field to a dtype. The report states the number of changed values."""
+        """Convert rows of a field to a dtype, and report the number of changed values."""
         values = np.asarray(rows)
         if values.dtype == dtype:
             return values
@@ -498,7 +499,7 @@ class ForeignWriter(ABC):
         )
 
     def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
-        """Concatenate fields, name -> `[T, *shape]`, to one array `[T, sum of elements]`."""
+        """Concatenate fields, each `[T, *shape]`, to one array `[T, sum of elements]`."""
         parts = [self.cast(rows, dtype, name, episode) for name, rows in columns.items()]
         return np.concatenate(
             [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1
@@ -507,7 +508,7 @@ class ForeignWriter(ABC):
 
 @dataclass
 class _Cast:
-    """Values of a field that a conversion to another dtype changed.
+    """Number of values that changed when a field was converted to another dtype.
 
     Attributes:
         num_values: Number of changed values.
@@ -535,7 +536,7 @@ class _Cast:
         return f"field {name!r} ({before}) is written as {after}: {change}, by at most {most}"
 
 
-#: Bytes of a float dtype -> n, where all integers up to 2**n are exact in this dtype.
+#: Maps the bytes of a float dtype to n: all integers up to 2**n are exact in this dtype.
 _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 
@@ -570,12 +571,12 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
 
 
 def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
-    """Return the note in a folder of a target.
+    """Return the conversion record in a folder of a target.
 
     The result is None if the target does not exist, or is an empty folder.
 
     Raises:
-        UsageError: The target has content without a note.
+        UsageError: The target has content, but no conversion record.
     """
     place = folder / NOTE_NAME
     if place.is_file():
@@ -592,7 +593,7 @@ def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
 
 
 def _text_of(place: Path) -> str:
-    """Return the text of a note without duplicate lines; "" if the note is damaged."""
+    """Return the text of a conversion record without duplicate lines; "" if it is damaged."""
     note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
     return "" if note is None or note.has_damaged_lines else note.text()
 
@@ -619,12 +620,12 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SharedFields:
-    """Fields of a target in which all episodes have the same fields; see `shared_fields`.
+    """Fields that all episodes of a target have; see `shared_fields`.
 
     Attributes:
         schema: Numeric fields of the target.
         texts: Text fields of the target.
-        left_out: Name of an omitted field -> reason for the omission.
+        left_out: Maps the name of each omitted field to the reason.
     """
 
     schema: Schema
@@ -712,7 +713,7 @@ def shared_fields(
     Raises:
         UsageError: A field has the name of a group of fields.
     """
-    # Name of a field -> (dtype, shape) -> first episode with this dtype and shape.
+    # Maps the name of each field to its (dtype, shape) pairs, each with the first episode.
     forms: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
     fields: dict[str, Field] = {}
     counts: dict[str, int] = defaultdict(int)
@@ -787,7 +788,7 @@ def has_open_end(episode: EpisodeToWrite) -> bool:
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """Return the observation after the last step: field name -> `[*shape]`; {} if unknown."""
+    """Map field names to the observation after the last step, `[*shape]`; {} if it is unknown."""
     final = episode.final_observation
     if final is None:
         return {}

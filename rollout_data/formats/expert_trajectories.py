@@ -93,7 +93,7 @@ def load_expert_trajectories(
 
 
 class MotionEpisode(Protocol):
-    """Interface of an episode in memory, a part of `Episode`."""
+    """Interface of an episode in memory, a subset of `Episode`."""
 
     @property
     def id(self) -> str:
@@ -101,7 +101,7 @@ class MotionEpisode(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Flat name -> numeric field."""
+        """Numeric fields by flat name."""
 
     def read(self, name: str) -> Any:
         """Read all rows of a field: `[T, ...]`."""

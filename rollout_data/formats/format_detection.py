@@ -25,7 +25,7 @@ from .input_checks import file_inside, first_bytes, listed, parse_attribute
 #: Number of inspected files of a folder. One file is not enough, because it may be damaged.
 _MAX_FILES = 3
 
-# LeRobot: a folder with `meta/info.json`.
+# A LeRobot dataset is a folder with `meta/info.json`.
 
 LEROBOT_INFO = "meta/info.json"
 
@@ -35,15 +35,15 @@ def is_lerobot(path: Path) -> bool:
     return (path / LEROBOT_INFO).is_file()
 
 
-# RLinf: a checkpoint folder with an index, or a folder of checkpoint folders, one per rank.
+# RLinf writes a checkpoint folder with an index, or a folder of checkpoint folders, one per rank.
 
 
 def is_rlinf(path: Path) -> bool:
-    """Return whether a folder holds an RLinf checkpoint of trajectories."""
+    """Return whether a folder contains an RLinf checkpoint of trajectories."""
     return any(index_path(folder) for folder in checkpoint_folders(path))
 
 
-# RLDS: a version folder with two JSON files, or a folder of version folders.
+# An RLDS dataset is a version folder with two JSON files, or a folder of version folders.
 
 RLDS_INFO = "dataset_info.json"
 RLDS_FEATURES = "features.json"
@@ -67,7 +67,8 @@ def _is_rlds_version(folder: Path) -> bool:
     return (folder / RLDS_INFO).is_file() and (folder / RLDS_FEATURES).is_file()
 
 
-# zarr replay buffer of diffusion policy: a folder or zip file with the array `meta/episode_ends`.
+# A replay buffer of diffusion policy is a zarr folder or zip file with the array
+# `meta/episode_ends`.
 
 ZARR_ENDS = "meta/episode_ends"
 _ZARR_FILES = (f"{ZARR_ENDS}/.zarray", f"{ZARR_ENDS}/zarr.json")
@@ -83,7 +84,7 @@ def is_zarr_replay_buffer(path: Path) -> bool:
     return path.is_file() and path.name.endswith(".zarr.zip")
 
 
-# MCAP: a file, or a folder of only MCAP files.
+# An MCAP recording is a file, or a folder of only MCAP files.
 
 MCAP_MAGIC = b"\x89MCAP0\r\n"
 
@@ -102,7 +103,8 @@ def mcap_files(path: Path) -> list[Path]:
     return paths if all(one.suffix == ".mcap" for one in paths) else []
 
 
-# Minari: groups `episode_<id>` in an HDF5 file, or folders with Parquet or Arrow parts.
+# A Minari dataset has groups `episode_<id>` in an HDF5 file, or folders with Parquet or Arrow
+# files.
 
 MINARI_METADATA = "metadata.json"
 MINARI_MAIN_FILE = "main_data.hdf5"
@@ -123,7 +125,7 @@ def is_minari(path: Path) -> bool:
 def minari_folder(path: Path) -> Path | None:
     """Return the data folder of a Minari dataset: `path` or its subfolder `data`.
 
-    The result is None if the path is no Minari dataset.
+    The result is None if the path is not a Minari dataset.
     """
     for folder in (path, path / "data"):
         if (folder / MINARI_MAIN_FILE).is_file():
@@ -144,7 +146,7 @@ def _has_minari_episodes(file: OpenFile) -> bool:
     return bool(names) and file.attribute(file.open(names[0]), MINARI_NUM_STEPS) is not None
 
 
-# robomimic, LIBERO and Isaac Lab: groups `data/demo_<i>` in an HDF5 file.
+# Files of robomimic, LIBERO and Isaac Lab have groups `data/demo_<i>` in an HDF5 file.
 
 ROBOMIMIC_DATA = "data"
 ROBOMIMIC_DEMO = "demo_"
@@ -156,7 +158,7 @@ def is_robomimic(path: Path) -> bool:
 
 
 def is_libero(path: Path) -> bool:
-    """Return whether a path is a file of demos that names a LIBERO task."""
+    """Return whether a path is an HDF5 file of demos that names a LIBERO task."""
     return matches(path, lambda file: _has_demos(file) and _has_libero_task(file))
 
 
@@ -189,7 +191,7 @@ def _is_of_isaaclab(file: OpenFile) -> bool:
     return env.get("type", env.get("env_type")) == 2 and file.open("rewards", first) is None
 
 
-# ALOHA: files `episode_<n>.hdf5` with `action` and `observations/qpos`.
+# ALOHA writes files `episode_<n>.hdf5` with `action` and `observations/qpos`.
 
 
 def is_aloha(path: Path) -> bool:
@@ -215,7 +217,7 @@ def _is_aloha_episode(file: OpenFile) -> bool:
     return _are_datasets(file, "action", "observations/qpos")
 
 
-# ManiSkill: groups `traj_<i>` in an HDF5 file.
+# ManiSkill writes groups `traj_<i>` in an HDF5 file.
 
 MANISKILL_TRAJECTORY = "traj_"
 
@@ -225,7 +227,8 @@ def is_maniskill(path: Path) -> bool:
     return matches(path, lambda file: bool(file.numbered("", MANISKILL_TRAJECTORY)))
 
 
-# HumEnv: groups `ep_<i>` in an HDF5 file, in the files of a folder, or in the files of a text list.
+# HumEnv writes groups `ep_<i>` in an HDF5 file. A path may also be a folder of such files, or a
+# text file that lists them.
 
 HUMENV_EPISODE = "ep_"
 _HUMENV_LIST = ".txt"
@@ -239,7 +242,7 @@ def is_humenv(path: Path) -> bool:
 
 
 def humenv_files(path: Path) -> dict[str, Path]:
-    """Return the episode files: file name without extension -> path.
+    """Map the name of each episode file, without extension, to its path.
 
     The key is "" if `path` is an episode file.
 
@@ -261,7 +264,7 @@ def _has_humenv_episodes(file: OpenFile) -> bool:
     return bool(file.numbered("", HUMENV_EPISODE))
 
 
-# D4RL: flat datasets in the file, or in the numbered groups of `virtual`.
+# D4RL files have flat datasets in the root group, or in the numbered groups of `virtual`.
 
 _D4RL_CHUNKS = "virtual"
 
@@ -287,7 +290,7 @@ def _are_datasets(file: OpenFile, *names: str) -> bool:
     return all(isinstance(file.open(name), h5d.DatasetID) for name in names)
 
 
-# BFM-Zero: a folder with a ring buffer and its configuration.
+# BFM-Zero saves a folder with a ring buffer and its configuration.
 
 BFM_ZERO_BUFFER = ROWS + SUFFIX
 
@@ -299,7 +302,7 @@ def is_bfm_zero(path: Path) -> bool:
     return '"_idx"' in read_text(path / CONFIG_NAME)
 
 
-# OGBench: an npz file with the arrays of `OGBENCH_ARRAYS`.
+# An OGBench dataset is an npz file with the arrays of `OGBENCH_ARRAYS`.
 
 OGBENCH_ARRAYS = frozenset({"observations", "actions", "terminals"})
 
@@ -309,7 +312,7 @@ def is_ogbench(path: Path) -> bool:
     return array_names(path) >= OGBENCH_ARRAYS
 
 
-# Motion clips: npz files with joints and bodies, or JSON files of frames.
+# Motion clips are npz files with joint and body arrays, or JSON files with frames.
 
 #: Names of the arrays of a clip, in the order of the axes `_AXES` in `arrays/motion_clips.py`.
 MOTION_TRACKING = (
@@ -352,7 +355,7 @@ def is_clip(path: Path) -> bool:
 
 
 def clip_layout(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the layout with the array names `names`; None if no layout is recognized."""
+    """Return the array names of the clip format that matches `names`; None if no format matches."""
     if {"joint_pos", "body_pos_w"}.issubset(names):
         return MOTION_TRACKING
     if "dof_positions" in names:

@@ -14,7 +14,7 @@ from .episode_writer import EpisodeToWrite
 
 #: Metadata keys of a frame rate in Hz, in order of precedence.
 RATE_KEYS = ("frame_rate_hz", "fps")
-#: Last name components of fields with recorded times in seconds.
+#: Last parts of the names of fields with recorded times in seconds.
 _TIME_NAMES = ("timestamp", "timestamps")
 _TIME_DTYPES = ("float32", "float64")
 #: Relative difference above which two rates contradict each other.
@@ -23,7 +23,7 @@ _MAX_DIFFERENCE = 0.01
 #: are often rounded.
 _ROUNDING = 5e-4
 #: Largest relative difference between a regular time step and the median step. Irregular steps are
-#: pauses or lost frames.
+#: pauses or dropped frames.
 _MAX_STEP_DIFFERENCE = 0.5
 #: Metadata values that mean an unknown rate.
 _UNKNOWN = (None, "", "unknown")
@@ -60,7 +60,7 @@ def frame_rate(
     recording and of its episodes are searched.
 
     Returns:
-        The rate in Hz; and line of the report -> ids of the episodes.
+        The rate in Hz, and the lines of the report, each with the ids of its episodes.
 
     Raises:
         UsageError: The rate of an episode is unknown, or two known rates (including the argument
@@ -157,7 +157,7 @@ def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
         except UnansweredError:
             raise
-        except DataFileError:  # `add` of the writer raises the error again.
+        except DataFileError:  # `ForeignWriter.add` raises this error later.
             continue
         steps = np.diff(times)
         median = float(np.median(steps)) if len(steps) else 0.0

@@ -76,7 +76,7 @@ def copied_actions(
 
 
 def report_reset_rows(reader: FileSource) -> None:
-    """Report episodes whose first row is an autoreset row: the last observation of the previous."""
+    """Report episodes whose first row repeats the last observation of the previous episode."""
     num_resets = 0
     for number in range(1, min(len(reader.episodes), _NUM_ENDS + 1)):
         num_resets += _begins_with_reset(reader, number)
@@ -89,7 +89,7 @@ def report_reset_rows(reader: FileSource) -> None:
 
 
 def _begins_with_reset(reader: FileSource, number: int) -> bool:
-    """Return whether the first row of an episode is an autoreset row.
+    """Return whether an episode begins with a row that repeats the previous final observation.
 
     An autoreset row equals the final observation of the previous episode, and the next row differs.
     """

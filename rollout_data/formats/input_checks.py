@@ -85,8 +85,8 @@ class KnownFiles:
     without states, because inodes and times differ between machines.
 
     Args:
-        states: Path -> (inode, size in bytes, modification time in ns) of files that were already
-            used.
+        states: Maps paths of files that were already used to (inode, size in bytes, modification
+            time in ns).
     """
 
     def __init__(self, states: Mapping[Path, tuple[int, int, int]] | None = None) -> None:
@@ -188,7 +188,7 @@ def parse_attribute(text: Any, name: str) -> dict[str, Any]:
 
 
 def first_bytes(path: Path, num_bytes: int) -> bytes:
-    """Read the first bytes of a file; b"" if the file is unreadable."""
+    """Read the first bytes of a file; return b"" if the file is unreadable."""
     try:
         with open(open_regular(path), "rb") as file:
             return file.read(num_bytes)

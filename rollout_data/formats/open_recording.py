@@ -56,7 +56,7 @@ def open_source(name: str, source: DataDir) -> Recording:
 
 
 def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:
-    """Return the part of a recording whose files have not changed since it was opened.
+    """Select the episodes of a recording whose files have not changed since it was opened.
 
     Returns:
         A recording of the unchanged episodes, and the errors of the changed episodes.

@@ -46,7 +46,7 @@ _MAX_FOOTERS = 64
 _KEPT_GROUP_BYTES = 128 << 20
 #: Number of texts converted to Python objects at a time, before duplicates are removed.
 _TEXTS_AT_ONCE = 64
-#: Name of an Arrow type -> key of `DTYPES`, or "text".
+#: Maps the name of each Arrow type to a key of `DTYPES`, or "text".
 _TYPE_NAMES = {
     "halffloat": "float16",
     "float": "float32",
@@ -76,7 +76,7 @@ _PAGE_STORED_BYTES = 3
 _PAGE_VALUES = (5, 8)
 _MAX_HEADER_BYTES = 1 << 16
 Array = np.ndarray[Any, Any]
-#: Name of an Arrow type of numbers -> numpy dtype.
+#: Maps the name of each numeric Arrow type to a numpy dtype.
 _NUMPY_TYPES = {
     "halffloat": "float16",
     "float": "float32",
@@ -107,8 +107,8 @@ class ParquetFile:
     Attributes:
         path: Path of the file.
         num_rows: Number of rows of the file.
-        types: Name of a column -> Arrow type without extension types, in the order of the file.
-        declared_types: Name of a column -> Arrow type in the schema of the file.
+        types: Maps column names to Arrow types without extension types, in the order of the file.
+        declared_types: Maps column names to Arrow types in the schema of the file.
 
     Raises:
         CorruptFileError: The file is damaged, has changed, or declares more data than can fit in
@@ -135,7 +135,7 @@ class ParquetFile:
             sizes.append(self._footer.row_group(number).num_rows)
         #: First row of each row group, then the total number of rows.
         self._starts = np.cumsum([0, *sizes])
-        #: Name of a column -> positions of its leaf columns in the footer.
+        #: Maps the name of each column to the positions of its leaf columns in the footer.
         self._leaves: dict[str, range] = {}
         num_leaves = 0
         for name, plain in self.types.items():
@@ -162,13 +162,14 @@ class ParquetFile:
         """Read rows `start:stop` of some columns in batches.
 
         Args:
-            columns: Name of a column -> numbers per row; None if unknown, as for texts.
+            columns: Maps column names to the number of values per row; None if unknown, as for
+                texts.
             start: First row.
             stop: One past the last row.
             batch_rows: Maximum number of rows decoded at a time. Large rows reduce this number.
 
         Yields:
-            Name of a column -> Arrow array of the next rows; see `as_rows`.
+            Arrow arrays of the next rows by column name; see `as_rows`.
         """
         first_group = int(np.searchsorted(self._starts, start, "right")) - 1
         stop_group = (
@@ -201,7 +202,7 @@ class ParquetFile:
                 yield low, high
 
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
-        """Read all rows of columns of integers or booleans: name -> int64 `[rows]`."""
+        """Read all rows of integer or boolean columns. Map column names to int64 `[rows]`."""
         for name in names:
             if name not in self.types:
                 raise self._corrupt(f"has no column {name!r}")
@@ -219,7 +220,7 @@ class ParquetFile:
         return columns
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Return the minimum and the maximum of a column of integers from the footer.
+        """Return the minimum and the maximum of a column of integers, as stated in the footer.
 
         The result is None if the footer has no such statistics.
         """
@@ -265,7 +266,7 @@ class ParquetFile:
         return num_rows + max(self._num_bytes, min(by_bytes, by_rows))
 
     def _sizes(self, group: int, leaf: int) -> tuple[int, int, int]:
-        """Return the physical type, number of values and decoded bytes of a leaf of a row group.
+        """Return physical type, number of values and decoded bytes of a leaf column in a row group.
 
         The page headers are read as well as the footer, because Arrow allocates the sizes declared
         in page headers.
@@ -292,7 +293,7 @@ class ParquetFile:
 
     @cached_property
     def _columns(self) -> list[list[dict[int, Any]]]:
-        """Column metadata in the footer: row group -> leaf -> field number -> value.
+        """Column metadata in the footer, nested by row group, leaf column and Thrift field number.
 
         The footer is parsed here, because pyarrow ends the process if sizes, histograms and types
         of a footer contradict each other.
@@ -343,7 +344,7 @@ class KeptRows:
         self.nbytes += sum(array.nbytes for array in batch.values())
 
     def slices(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows `start:stop` as dicts: name of a column -> Arrow array, a view."""
+        """Yield the rows `start:stop` as dicts that map column names to views of Arrow arrays."""
         for batch in self._batches:
             num_rows = len(next(iter(batch.values())))
             first = max(start, 0)
@@ -384,7 +385,7 @@ class ParquetFiles(dict[str, ParquetFile]):
         start: int,
         stop: int,
     ) -> Iterator[dict[str, Any]]:
-        """Read rows like `ParquetFile.batches`, with a cache of encoded row groups.
+        """Read rows like `ParquetFile.batches`, and cache recently read row groups.
 
         Without the cache, reading a few rows decodes all earlier rows of their row group.
         """
@@ -431,7 +432,7 @@ class ParquetFiles(dict[str, ParquetFile]):
 class _Thrift:
     """Parser of Thrift's compact protocol, the encoding of Parquet's footers.
 
-    A struct is returned as a dict: field number -> value.
+    A struct is returned as a dict that maps field numbers to values.
     """
 
     STRUCT = 12
@@ -574,7 +575,7 @@ def shared_texts(array: Any, known: dict[str, str]) -> list[str]:
 
     Args:
         array: Arrow array of texts, possibly dictionary-encoded.
-        known: Text -> the object to return for equal texts. New texts are added.
+        known: Maps each text to the object to return for equal texts. New texts are added.
     """
     texts: list[str] = []
     for start in range(0, len(array), _TEXTS_AT_ONCE):

@@ -40,7 +40,7 @@ class Format(NamedTuple):
     refines: str = ""
 
 
-#: Name of a format -> format, in the order of detection.
+#: Maps format names to formats, in the order of detection.
 FORMATS: dict[str, Format] = {
     "lerobot": Format("lerobot.lerobot_reader", detection.is_lerobot),
     "rlinf": Format("rlinf.rlinf_reader", detection.is_rlinf),
@@ -60,7 +60,7 @@ FORMATS: dict[str, Format] = {
     "motion": Format("arrays.motion_clips", detection.is_motion),
 }
 
-#: Name of a format -> module below `formats` with the class `Writer` of the format.
+#: Maps format names to modules below `formats` that contain the class `Writer`.
 WRITERS: dict[str, str] = {
     "lerobot": "lerobot.lerobot_writer",
     "robomimic": "hdf5.robomimic_writer",
@@ -71,7 +71,7 @@ WRITERS: dict[str, str] = {
     "trajectory-folders": "trajectory_folders.trajectory_folder_writer",
 }
 
-#: Name of a write-only format for viewers -> module below `formats`.
+#: Maps names of write-only formats for viewers to modules below `formats`.
 EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 
 #: Maximum number of inspected entries of a folder.
@@ -114,7 +114,7 @@ def _detect(path: Path) -> str | None:
 
 
 def holds_files_of_others(folder: Path) -> bool:
-    """Return whether a folder has HDF5 files, all of which are recordings of other systems."""
+    """Return whether a folder contains HDF5 files, and all of them come from other systems."""
     names = hdf5_names(folder)[:_MAX_ENTRIES] if folder.is_dir() else []
     return bool(names) and all(_detect(folder / name) for name in names)
 
@@ -191,6 +191,6 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
 
     reader = reader_type(path, options)
     for check in (report_copied_actions, report_reset_rows):
-        with suppress(RolloutDataError):  # Reading the episode raises the error again.
+        with suppress(RolloutDataError):  # Reading raises this error later.
             check(reader)
     return reader

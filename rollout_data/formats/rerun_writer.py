@@ -28,7 +28,7 @@ from .input_checks import damage_named, optional
 _NOTE_ENTITY = "/rollout_conversion"
 #: Bytes of rows read at a time.
 _PORTION_BYTES = 16 << 20
-#: Last name components of fields with recorded times in seconds.
+#: Last parts of the names of fields with recorded times in seconds.
 _TIMES = ("timestamp", "timestamps", "time")
 _COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
 _PIXELS = {"uint8": "U8", "uint16": "U16", "float16": "F16"}
@@ -56,7 +56,7 @@ class Writer(ForeignWriter):
         if note is None:
             raise occupied(path, f"contains no entity {_NOTE_ENTITY!r} of a conversion")
         if _parts_of(path).exists():
-            remove(_parts_of(path))  # A killed conversion may leave this folder.
+            remove(_parts_of(path))  # Left by a killed conversion.
         return note
 
     @classmethod
@@ -69,7 +69,8 @@ class Writer(ForeignWriter):
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        if not is_finished:  # A truncated file has no note, because the note is its last part.
+        # A finished file needs no check: its record is its last part, so it is not truncated.
+        if not is_finished:
             super().check_files(path, note, is_finished)
 
     def begin(self) -> set[str]:
@@ -97,7 +98,7 @@ class Writer(ForeignWriter):
         return stream
 
     def _log(self, stream: Any, episode: EpisodeToWrite) -> None:
-        """Write an episode to a stream in portions."""
+        """Write an episode to a Rerun stream in portions."""
         self._log_metadata(stream, episode)
         for name, field in episode.schema.items():
             for change in _changes(field):
@@ -114,7 +115,7 @@ class Writer(ForeignWriter):
             for name in (*episode.schema, *episode.texts):
                 rows = episode.read(name, start, stop)
                 self._send(stream, episode, name, rows, self._timelines(range(start, stop), times))
-            stream.flush()  # The stream keeps unflushed rows in memory.
+            stream.flush()  # Unflushed rows stay in memory.
 
         final = episode.final_observation
         if final is None:
@@ -202,7 +203,7 @@ class Writer(ForeignWriter):
         shutil.rmtree(self._folder)
 
     def _log_parts(self, stream: Any) -> None:
-        """Merge the files of the complete episodes into a stream, and append the note."""
+        """Merge the files of the complete episodes into a stream; append the conversion record."""
         metadata = json.dumps(plain(self.metadata))
         stream.log("/recording", self._rr.AnyValues(metadata=metadata), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "recordings of Rerun")
@@ -229,7 +230,7 @@ def _time_field(episode: EpisodeToWrite) -> str | None:
 
 
 def _note_in(path: Path) -> str | None:
-    """Return the text of the note in an `.rrd` file; None if there is no note."""
+    """Return the text of the conversion record in an `.rrd` file; None if there is no record."""
     chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "recordings of Rerun")
     with damage_named(repr(str(path)), OSError, RuntimeError, ValueError):
         for chunk in chunks.RrdReader(path).stream():
@@ -241,6 +242,6 @@ def _note_in(path: Path) -> str | None:
 
 
 def _changes(field: Field) -> Iterator[str]:
-    """Yield descriptions of the properties of a field that a Rerun recording loses."""
+    """Yield descriptions of the properties of a field that a Rerun recording cannot represent."""
     if len(field.shape) > 1 and not axes_of(field.shape):
         yield "is flattened: scalars of a step are a list"

@@ -29,7 +29,7 @@ _PIXELS = {1: "gray", 3: "rgb24", 4: "rgba"}
 _PADDING = 128
 #: Largest integer code of a depth.
 _MAX_CODE = 4095
-#: Decoding starts this many seconds before the first requested frame. The next larger margin is
+#: Seconds before the first requested frame at which decoding starts. The next larger margin is
 #: tried if frames are missing, because some encoders mark frames as key frames although decoding
 #: cannot start there.
 _MARGINS_S = (TOLERANCE_S, 1.0, 10.0, np.inf)
@@ -62,7 +62,7 @@ class DepthCoding:
         return "uint16" if self.unit == "mm" else "float32"
 
     def is_valid(self) -> bool:
-        """Return whether the parameters define a finite depth for each code."""
+        """Return whether the parameters define a finite depth for each integer code."""
         numbers = (self.minimum, self.maximum, self.shift)
         is_log = not self.use_log or self.minimum + self.shift > 0
         return all(np.isfinite(numbers)) and self.minimum < self.maximum and is_log
@@ -84,7 +84,7 @@ class DepthCoding:
 
 @of_kind("undecodable")
 def copy_video(source: VideoRange, target: Path) -> str:
-    """Copy the frames of an episode to a separate file without encoding the frames again.
+    """Copy the encoded frames of an episode to a separate file.
 
     The caller has to compare copied packets with the source, because some encoders mark frames as
     key frames although decoding cannot start there.
@@ -108,7 +108,7 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
         _opened(source.path) as (container, stream),
         av.open(str(target), "w", format="mp4") as out,
     ):
-        # Without `opaque` PyAV searches for an encoder with the name of the decoder. AV1 has none.
+        # Without `opaque` PyAV looks up an encoder by the name of the decoder, which fails for AV1.
         copy = out.add_stream_from_template(stream, opaque=True)
         container.seek(int(max(0, source.start_s) / stream.time_base), stream=stream, backward=True)
         num_copied = 0

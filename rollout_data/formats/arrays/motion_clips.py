@@ -60,10 +60,10 @@ class Reader(FileSource):
 
     Options:
         body_order: "breadth", "depth", or the names of the bodies, if the files do not state them.
-        quaternions: Order of the quaternions that are read, "wxyz" or "xyzw". A clip that states
-        its order is
-            converted. A clip that does not is assumed to have this order. None keeps the stored
-            order; `metadata["quaternion_order"]` is "unknown" for a clip that does not state it.
+        quaternions: Order of the returned quaternions, "wxyz" or "xyzw". Clips that state another
+            order are converted. Clips that state no order are assumed to have this order. None
+            keeps the stored order; `metadata["quaternion_order"]` is then "unknown" for clips that
+            state no order.
     """
 
     format = "motion"
