@@ -24,7 +24,7 @@ from ..input_checks import optional
 from ..parquet import arrow, as_rows
 from .lerobot_language import describe, hub_feature
 
-#: Columns that LeRobot adds to every row -> dtype.
+#: Maps the columns that LeRobot adds to every row to their dtypes.
 SCALARS = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -32,9 +32,9 @@ SCALARS = {
     "index": "int64",
     "task_index": "int64",
 }
-#: Value of the option `video` -> encoder of ffmpeg and its settings.
+#: Maps values of the option `video` to the ffmpeg encoder and its settings.
 ENCODERS = {"h264": ("libx264", {"crf": "23"}), "av1": ("libsvtav1", {"crf": "30"})}
-#: Other codecs of LeRobot videos -> encoder and settings to encode such a video again.
+#: Maps other codecs of LeRobot videos to the encoder and settings for encoding such a video again.
 OTHER_ENCODERS = {
     "hevc": ("libx265", {"crf": "25", "x265-params": "log-level=none"}),
     "vp9": ("libvpx-vp9", {"crf": "25", "b:v": "0"}),
@@ -44,7 +44,7 @@ _KEY_FRAME_INTERVAL = 2
 #: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)
 _PICTURE_AXES = ("height", "width", "channels")
-#: Names of our fields that have a name of their own in LeRobot.
+#: Maps field names of this library to the fixed feature names of LeRobot.
 _FEATURE_NAMES = {"observation": "observation.state", "reward": "next.reward"}
 Array = np.ndarray[Any, Any]
 
@@ -125,7 +125,7 @@ def column_of(
 
     Args:
         field: Field of the recording.
-        units: Depth field -> unit. Version 2 stores depth as numbers.
+        units: Maps depth fields to units. Version 2 stores depth as numbers.
         codec: Codec of pictures as video; "" for PNG.
         is_v3: Whether the version is 3.
         copied_description: Description of the video if it is copied from another LeRobot set.
@@ -151,7 +151,7 @@ def _feature_name(field: Field, is_picture: bool, is_depth: bool, is_v3: bool) -
     name = _FEATURE_NAMES.get(field.name, field.name.replace("/", "."))
     if is_v3 or is_picture:
         return name
-    # Readers of version 2 take every feature with "image" in its name for a picture.
+    # Readers of version 2 treat every feature with "image" in its name as a picture.
     return name.replace("images.", "").replace("image", "picture")
 
 
@@ -175,7 +175,7 @@ def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
 
     Args:
         column: Column of the rows.
-        parts: The rows in parts, `[n, *shape]` each. A part is freed before the next is read.
+        parts: The rows in parts, `[n, *shape]` each. A part is freed before the next part is read.
         start: Frame of the first row, for the names of pictures.
     """
     if column.kind in ("image", "depth"):
@@ -217,12 +217,12 @@ def read_column(column: Column, array: Any, where: str) -> Array:
 def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[str, Any]) -> str:
     """Return the description of columns for the package `datasets`, as JSON.
 
-    Old releases of `datasets` know the types. lerobot up to 0.3 recognizes pictures by this
-    description only.
+    Only types that old releases of `datasets` know are used. lerobot up to 0.3 recognizes pictures
+    only by this description.
 
     Args:
-        features: Feature -> description as in `meta/info.json`.
-        languages: Feature of language -> Arrow type.
+        features: Maps feature names to descriptions as in `meta/info.json`.
+        languages: Maps names of language features to Arrow types.
     """
     columns: dict[str, Any] = {}
     for name, description in features.items():
@@ -252,7 +252,7 @@ def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> N
         codec: Key of `ENCODERS` or `OTHER_ENCODERS`.
     """
     av = optional("av", "av", "video", "video")
-    os.environ.setdefault("SVT_LOG", "1")  # Otherwise the AV1 encoder prints lines for each file.
+    os.environ.setdefault("SVT_LOG", "1")  # By default, the AV1 encoder prints lines for each file.
     encoder, settings = {**ENCODERS, **OTHER_ENCODERS}[codec]
     options = {**settings, "g": str(_KEY_FRAME_INTERVAL)}
     rate = Fraction(fps).limit_denominator(1 << 16)
@@ -261,7 +261,7 @@ def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> N
         stream.pix_fmt = "yuv420p"
         pictures = (picture for part in parts for picture in part)
         for number, picture in enumerate(pictures):
-            if number == 0:  # PyAV accepts no size after the encoder has begun.
+            if number == 0:  # PyAV accepts no size after the encoder has started.
                 stream.height, stream.width = picture.shape[:2]
             pixels = np.ascontiguousarray(picture)
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")

@@ -31,7 +31,7 @@ from .lerobot_subtasks import numbered_texts
 SUCCESS = "next.success"
 TASK = "task_index"
 _EPISODE = "episode_index"
-#: Version -> file with the texts of tasks.
+#: Maps the major version to the file with the texts of tasks.
 _TASK_FILES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
 #: Possible names of the text column in the table of tasks.
 _TASK_TEXTS = ("task", "__index_level_0__")
@@ -77,7 +77,7 @@ class Entry:
         length: Number of frames.
         start: Position of the first frame in the whole dataset.
         file: Name of the data file; "" if unknown.
-        videos: Name of a camera -> (video file, start time of the episode in the file in seconds).
+        videos: Maps camera names to (video file, start time of the episode in the file in seconds).
         other: Remaining values of the entry.
     """
 
@@ -97,9 +97,9 @@ class Index:
         rebuilds: Whether to rebuild an index that contradicts the data.
 
     Attributes:
-        entries: Number of an episode -> entry.
-        runs: Number of an episode -> its rows in order, from the index or rebuilt.
-        tasks: Number of a task -> text.
+        entries: Maps episode numbers to entries.
+        runs: Maps episode numbers to the rows of the episode in order, from the index or rebuilt.
+        tasks: Maps task numbers to texts.
         files: Parquet files with the rows.
         problems: Errors about data that were left out or rebuilt.
 
@@ -151,7 +151,7 @@ class Index:
         kind: str = "counts",
         episode: str = "",
     ) -> CorruptFileError:
-        """Return the error for an index that contradicts the data.
+        """Build the error for an index that contradicts the data.
 
         Args:
             subject: Subject of the message, a part of the set, such as "The index".
@@ -163,7 +163,7 @@ class Index:
         return CorruptFileError(message, kind=kind, episode=episode)
 
     def episode_error(self, episode: int, problem: str, kind: str = "counts") -> CorruptFileError:
-        """Return the error for an index that contradicts the data of an episode."""
+        """Build the error for an index that contradicts the data of an episode."""
         return self.error(f"Episode {episode}", problem, kind, str(episode))
 
     def _read_tasks(self) -> None:
@@ -208,7 +208,8 @@ class Index:
         if info.major == 3:
             if info.content.get(UNFINISHED) is not True:
                 return
-            # An unfinished dataset of this library has a data file and video files per episode.
+            # An unfinished dataset of this library has a separate data file and separate video
+            # files for each episode.
             chunk, file = divmod(episode, info.chunks_size)
             row["dataset_to_index"] = length
             for group in ("data", *(f"videos/{camera}" for camera in info.cameras)):
@@ -254,12 +255,12 @@ class Index:
         return runs
 
     def _damage(self, name: str, cause: DataFileError, episodes: list[int]) -> CorruptFileError:
-        """Remove the entries of the episodes in a damaged file and return the problem.
+        """Remove the entries of the episodes in a damaged file, and return the error to report.
 
         Args:
             name: The file.
             cause: The damage.
-            episodes: Episodes in the file, as indexed.
+            episodes: Episodes in the file according to the index.
 
         Raises:
             CorruptFileError: The file of a set of version 3 contradicts the index.
@@ -328,7 +329,7 @@ class Index:
         return list(runs)
 
     def _take_indexed(self, runs: Sequence[Run]) -> None:
-        """Set `runs` if the runs match the index; raise an error for the first difference."""
+        """Set `self.runs` if `runs` match the index; raise an error for the first difference."""
         indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)
@@ -353,7 +354,7 @@ class Index:
         self.runs = dict(sorted(indexed.items()))
 
     def _rebuild(self, runs: Sequence[Run]) -> None:
-        """Rebuild `runs` from the episode numbers in the rows, and report incomplete episodes."""
+        """Rebuild `self.runs` from the episode numbers in rows, and report incomplete episodes."""
         runs_of: dict[int, list[Run]] = defaultdict(list)
         for run in runs:
             runs_of[run.episode].append(run)
@@ -376,7 +377,7 @@ class Index:
                 self.problems.append(problem)
 
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
-        """Return the run of an episode in the index, or else all its runs in order."""
+        """Return the run that matches the index entry of an episode, or else the sorted `parts`."""
         entry = self.entries.get(episode)
         if entry is not None:
             for run in parts:
@@ -476,7 +477,7 @@ def _read_tasks_2(info: Info) -> dict[int, str]:
 
 
 def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str, Any]]:
-    """Read a file of JSON objects, each with these integers, one per line."""
+    """Read a JSON lines file. Each line must be an object with the keys `integers`."""
     path = file_inside(info.path, name)
     text = read_text(path, max_bytes=_MAX_LINES_BYTES)
     lines = [parse_json(line, path) for line in text.splitlines() if line.strip()]
@@ -490,7 +491,7 @@ def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str
 
 
 def _shortened(numbers: Sequence[int]) -> str:
-    """Return numbers as text; at most `_NUM_SHOWN` numbers are shown."""
+    """Format at most `_NUM_SHOWN` numbers as text for an error."""
     text = ", ".join(map(str, numbers[:_NUM_SHOWN]))
     if len(numbers) > _NUM_SHOWN:
         text += f" and {len(numbers) - _NUM_SHOWN} more"
@@ -527,11 +528,11 @@ def _index_rows_3(info: Info) -> Iterator[dict[str, Any]]:
 
 
 def _shared(value: Any, known: dict[str, str]) -> Any:
-    """Return a value with equal texts replaced by the same object, also in lists.
+    """Replace equal texts in a value, also in lists, by one object to save memory.
 
     Args:
         value: Value of a table.
-        known: Text -> the object to use for equal texts. New texts are added.
+        known: Maps each text to the object to use for equal texts. New texts are added.
     """
     if isinstance(value, list):
         return [_shared(item, known) for item in value]
@@ -541,7 +542,7 @@ def _shared(value: Any, known: dict[str, str]) -> Any:
 
 
 def _entry_of(info: Info, row: dict[str, Any]) -> Entry:
-    """Return the entry of a row of the index; values are removed from the row."""
+    """Build the `Entry` of an index row; remove its values from the row."""
     return _entry_3(info, row) if info.major == 3 else _entry_2(info, row)
 
 

@@ -31,10 +31,10 @@ INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 UNFINISHED = "is_unfinished"
 #: Pattern of a replacement field in a template, such as `{chunk_index:03d}`: name and format.
 _FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
-#: Names of numbers in templates.
+#: Names of replacement fields that are numbers.
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
-#: Version -> default templates of the names of data files and of video files.
+#: Maps versions to the default templates for names of data files and video files.
 TEMPLATES = {
     "v3.0": (
         "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -65,7 +65,7 @@ class Info:
         content: Parsed content of `meta/info.json`.
         major: Major version, 2 or 3.
         fps: Frames per second.
-        features: Name of a feature -> description of the feature.
+        features: Maps feature names to descriptions.
         data_path: Template of the names of data files.
         video_path: Template of the names of video files.
     """
@@ -152,7 +152,7 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
 
     Args:
         template: Template such as "data/chunk-{chunk_index:03d}.parquet".
-        values: Name of a replacement field -> value.
+        values: Maps names of replacement fields to values.
         where: Folder of the dataset, for errors.
 
     Raises:
@@ -185,13 +185,13 @@ class Feature:
     Attributes:
         source: Name of the column or camera.
         name: Name of the field.
-        kind: "number", "text", "language", "image", "video" or "annotation". An annotation is the
-            text of a task or subtask that a column numbers.
+        kind: "number", "text", "language", "image", "video" or "annotation". For an annotation, a
+            column contains the number of a task or subtask, and the value is its text.
         shape: Shape of a row.
         dtype: Dtype of a row.
         depth: Coding of depth in a video.
         unit: Unit of depth: "mm" or "m".
-        is_lossy: Whether values were stored with loss.
+        is_lossy: Whether values were compressed with loss.
         part: Range `start, stop` of a vector, for a named part in a GR00T dataset. None means the
             whole vector.
     """
@@ -255,7 +255,7 @@ def column_feature(
 
     declared = _shape(description.get("shape"))
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
-        shape = declared  # The column has flat lists, or scalars for the shape (1,).
+        shape = declared  # The column may store flat lists.
     is_vector = name.partition("/")[0] in _VECTOR_GROUPS
     if shape == (1,) and not is_vector:
         shape = ()

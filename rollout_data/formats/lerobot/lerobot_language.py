@@ -10,7 +10,7 @@ from storage.errors import UsageError
 
 from ..parquet import arrow, plain_type
 
-#: Metadata key of a recording: text field -> Arrow type of its column.
+#: Metadata key of a recording: maps text fields to the described Arrow types of their columns.
 ARROW_TYPES = "arrow_types"
 _LISTS = ("list", "large_list")
 _PRIMITIVES = (
@@ -21,9 +21,9 @@ _PRIMITIVES = (
 TEXT_TYPES = ("string", "large_string")
 #: Name of Arrow's extension type of JSON texts.
 _JSON_EXTENSION = "arrow.json"
-#: Description of that type.
+#: Description of this extension type, as returned by `describe`.
 _JSON = "json"
-#: Name of a primitive in the package `datasets`, where it differs from Arrow's name.
+#: Maps Arrow names of primitive types to other names in the package `datasets`.
 _HUB_NAMES = {"float": "float32", "double": "float64"}
 
 
@@ -55,7 +55,7 @@ def describe(value_type: Any) -> Any:
 def fits_json(value_type: Any) -> bool:
     """Return whether values of an Arrow type can be texts in JSON.
 
-    Times in nanoseconds and structs that repeat a field name cannot.
+    Times in nanoseconds and structs with duplicate field names cannot be JSON texts.
     """
     pyarrow, _ = arrow()
     if isinstance(value_type, pyarrow.BaseExtensionType):
@@ -70,7 +70,7 @@ def fits_json(value_type: Any) -> bool:
 
 
 def has_unknown(description: Any) -> bool:
-    """Return whether a part of a described type is null: all of its values were missing."""
+    """Return whether a described type contains the type null, because all values were missing."""
     if isinstance(description, Mapping):
         return any(map(has_unknown, description.values()))
     return bool(description == "null")
@@ -80,7 +80,7 @@ def arrow_type(description: Any) -> Any:
     """Return the Arrow type of a description that `describe` returned.
 
     Raises:
-        UsageError: The description has another form.
+        UsageError: The description is not a result of `describe`.
     """
     pyarrow, _ = arrow()
     if isinstance(description, str) and description in _PRIMITIVES:
@@ -103,7 +103,7 @@ def arrow_type(description: Any) -> Any:
 
 
 def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
-    """Return the Arrow array of texts in JSON.
+    """Parse JSON texts into an Arrow array of a type.
 
     Raises:
         UsageError: A text is not JSON of this type, or has a key for which the type has no field.
@@ -145,7 +145,7 @@ def _key_without_field(value: Any, value_type: Any) -> str:
 def hub_feature(description: Any) -> Any:
     """Convert a described type to the form of the package `datasets`.
 
-    Old releases of `datasets` know the forms.
+    Only forms that old releases of `datasets` know are used.
     """
     if isinstance(description, str):
         name = "string" if description == _JSON else description

@@ -47,7 +47,8 @@ from .lerobot_language import ARROW_TYPES, TEXT_TYPES, describe, has_unknown
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
-#: Group of `meta/modality.json` -> default feature for parts without a feature name; "" if none.
+#: Maps groups of `meta/modality.json` to the default feature of parts without a feature name; "" if
+#: there is no default.
 _MODALITY_GROUPS = {"state": "observation.state", "action": "action", "video": "", "annotation": ""}
 _FRAME = "frame_index"
 #: Kinds of features that become text fields.
@@ -98,7 +99,7 @@ class Reader(FileSource):
         self._tasks = index.tasks
         self._fps = info.fps
         self._known_videos = KnownFiles()
-        #: Name of a video file -> metadata of its coding, from `summarize_video`.
+        #: Maps names of video files to the coding metadata that `summarize_video` returns.
         self._video_details: dict[str, dict[str, str]] = {}
 
         features = self._describe(info, index)
@@ -143,7 +144,7 @@ class Reader(FileSource):
         return metadata
 
     def _describe(self, info: Info, index: Index) -> list[Feature]:
-        """Return the features; those of columns are determined from the first row."""
+        """Return all features. Shape and dtype of a column feature are those of the first row."""
         first = next((runs[0] for runs in index.runs.values()), None)
         columns: dict[str, Any] = {}
         row: dict[str, Any] = {}
@@ -201,7 +202,8 @@ class Reader(FileSource):
         """Read the texts of subtasks and append the feature of their field.
 
         Returns:
-            Name of the table -> description of its Arrow types; empty without a readable table.
+            A dict that maps the name of the table to the description of its Arrow types; empty
+            without a readable table.
         """
         self._subtasks: dict[int, str] = {}
         if not (self.path / TABLE_NAME).exists():
@@ -225,7 +227,8 @@ class Reader(FileSource):
         type therefore determines the type.
 
         Returns:
-            Name of a field -> described Arrow type; None if JSON cannot represent its values.
+            A dict that maps field names to described Arrow types; None if JSON cannot represent the
+            values.
         """
         files = dict.fromkeys(run.file for runs in index.runs.values() for run in runs)
         types_of_files = [self._files[file].declared_types for file in files]
@@ -287,7 +290,7 @@ class Reader(FileSource):
         Annotations in `features` become texts.
 
         Returns:
-            Group -> name of a part -> feature of the part.
+            The features of the parts, nested by group and name of the part.
         """
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         places = {feature.source: place for place, feature in enumerate(features)}
@@ -313,7 +316,7 @@ class Reader(FileSource):
         return components
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Return number of an episode -> cameras to leave out.
+        """Map episode numbers to the cameras to leave out.
 
         Cameras without a readable video are left out. With `on_bad_index="rebuild"`, cameras whose
         video is too short are left out too.
@@ -343,7 +346,7 @@ class Reader(FileSource):
         camera: str,
         end_of: Callable[[str], float],
     ) -> bool:
-        """Return whether the video of an episode is readable; report a video that is not.
+        """Return whether the video of an episode is readable; report an unreadable video.
 
         Raises:
             DataFileError: The index lists no video for the camera, or the video is too short.
@@ -361,7 +364,7 @@ class Reader(FileSource):
             problem = self.problem(message, kind="undecodable", episode=str(episode))
             problem.__cause__ = damage
             return False
-        # Half a frame of tolerance: times in the index are rounded.
+        # The tolerance is half a frame, because times in the index are rounded.
         if end_s < start_s + (num_frames - 0.5) / self._fps:
             video = f"starts at {start_s:.3f} s and ends at {end_s:.3f} s"
             contradiction = f"has {num_frames} frames, but its video of {camera!r} {video}"
@@ -428,7 +431,7 @@ class Reader(FileSource):
         return task
 
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
-        """Return the numeric fields and the names of text fields, without some cameras."""
+        """Return the numeric fields and the names of text fields, except fields of `cameras`."""
         fields = []
         texts = []
         for feature in self._features.values():
@@ -550,7 +553,7 @@ class Reader(FileSource):
             feature: Feature of the field.
             array: Rows of the column.
             where: Location of the rows, for errors.
-            texts: Text -> the object to return for equal texts. New texts are added.
+            texts: Maps each text to the object to return for equal texts. New texts are added.
         """
         if feature.kind == "text":
             return shared_texts(array, texts)
@@ -643,14 +646,14 @@ def _picture_bytes(value: Any) -> bytes | None:
 
 
 def _place(name: str, part: Feature) -> dict[str, Any]:
-    """Return the location of a named part: its field, and its columns (None means all)."""
+    """Return the location of a named part: its field, and its columns (None for all columns)."""
     if part.part is None:
         return {"field": part.name, "columns": None}
     return {"field": part.name.removesuffix(f".{name}"), "columns": list(part.part)}
 
 
 def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
-    """Return split -> names of its episodes, from ranges "start:stop" in the description."""
+    """Map split names to episode names, from ranges "start:stop" in the description."""
     ranges = info.content.get("splits")
     splits: dict[str, Sequence[str]] = {}
     if not isinstance(ranges, dict):

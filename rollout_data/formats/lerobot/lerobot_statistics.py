@@ -15,23 +15,24 @@ import numpy as np
 from .lerobot_features import Column
 
 Array = np.ndarray[Any, Any]
-#: LeRobot's name of a quantile -> share of the values below it.
+#: Maps LeRobot's names of quantiles to the share of values below them.
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 #: Largest `NumberTable` in bytes that is kept in memory. Larger tables are in temporary files.
 _MEMORY_BYTES = 1 << 26
 #: Number of values that are summarized at once.
 _NUM_SUMMED = 1 << 17
-#: Number of levels of a channel of uint8 pictures.
+#: Number of levels (possible values) of a uint8 channel.
 _LEVELS = 256
 
 
 class SetStatistics:
-    """Statistics of all features but texts: of each episode, and of all frames.
+    """Statistics of all features except texts, for each episode and for all frames.
 
     Args:
         columns: The features.
-        num_frames: Frames of the whole set, or of the longest episode if `total` is not called.
-        folder: Folder of temporary files. They need as many bytes as all numbers of the set.
+        num_frames: Number of frames of the dataset, or of its longest episode if `total` is not
+            called.
+        folder: Folder for temporary files, which need as many bytes as all numbers of the dataset.
     """
 
     def __init__(self, columns: Sequence[Column], num_frames: int, folder: Path) -> None:
@@ -55,7 +56,7 @@ class SetStatistics:
         return {name: PictureStatistics(num) for name, num in self._num_channels.items()}
 
     def of_rows(self, start: int, num_frames: int) -> Statistics:
-        """Return empty statistics of the frames of an episode.
+        """Return empty statistics for the frames of an episode.
 
         Args:
             start: Position of the first frame among all frames.
@@ -69,7 +70,7 @@ class SetStatistics:
         levels: Mapping[str, Iterable[Mapping[str, int]]],
         num_frames: int,
     ) -> None:
-        """Add the levels of the pictures of an episode to the levels of the set.
+        """Add the pixel counts of the pictures of an episode to the totals of the dataset.
 
         Args:
             levels: Result of `Statistics.levels` of the episode.
@@ -79,13 +80,13 @@ class SetStatistics:
             self._pictures[name].add_counts(counts, num_frames)
 
     def total(self, num_frames: int) -> Statistics:
-        """Return the statistics of the first `num_frames` frames: all rows that were added."""
+        """Return the statistics of the first `num_frames` frames, which contain all added rows."""
         numbers = [table.rows(0, num_frames) for table in self._tables]
         return Statistics(numbers, self._pictures)
 
 
 class Statistics:
-    """Statistics of consecutive frames; made by `SetStatistics`."""
+    """Statistics of consecutive frames; `SetStatistics` creates the instances."""
 
     def __init__(
         self,
@@ -104,15 +105,15 @@ class Statistics:
             self._numbers_of[name].add(name, rows)
 
     def reset(self, name: str) -> None:
-        """Remove all rows of a feature of pictures."""
+        """Remove all rows of a picture feature."""
         self._pictures[name] = PictureStatistics(len(self._pictures[name].levels))
 
     def levels(self) -> dict[str, list[dict[str, int]]]:
-        """Return how many pixels have each level: feature -> channel -> level -> pixels."""
+        """Return the number of pixels by feature, channel and level (pixel value)."""
         return {name: pictures.counts() for name, pictures in self._pictures.items()}
 
     def result(self, num_channels: int | None = None) -> dict[str, dict[str, Array]]:
-        """Return feature -> LeRobot's names -> values. Call it once, after all rows were added.
+        """Return statistics by feature and LeRobot's name. Call this once, after adding all rows.
 
         Args:
             num_channels: Channels that the reader expects; None for the channels of the pictures.
@@ -126,16 +127,16 @@ class Statistics:
 
 
 class NumberTable:
-    """Values of features of one dtype by column, `[columns, rows]`.
+    """Table with all values of the features of one dtype: `[columns, rows]`.
 
     A large table is in a temporary file.
 
     Args:
-        shapes: Feature -> shape of a row.
+        shapes: Maps features to the shape of a row.
         dtype: Dtype of the numbers.
         num_rows: Rows of all episodes.
         folder: Folder for a temporary file.
-        num_pixels: Rows of a frame: the pixels of a depth picture, otherwise 1.
+        num_pixels: Number of rows per frame: the pixels of a depth picture, otherwise 1.
     """
 
     def __init__(
@@ -157,25 +158,26 @@ class NumberTable:
             return
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as file:
-            # Without reserved bytes a full disk ends the process with SIGBUS.
+            # Without reserved bytes, a write to the map would end the process with SIGBUS on a full
+            # disk.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             self._columns = np.memmap(file, stored_dtype, "r+", shape=size)
 
     def rows(self, start: int, num_frames: int) -> NumberStatistics:
-        """Return the statistics of the frames from `start` on. They fill a view of the table."""
+        """Return empty statistics for the frames from `start` on, backed by this table."""
         first = start * self._num_pixels
         stop = first + num_frames * self._num_pixels
         return NumberStatistics(self._shapes, self._columns[:, first:stop], num_frames)
 
 
 class NumberStatistics:
-    """Statistics of each dimension of features of numbers. NaN is a missing value: it is left out.
+    """Statistics of each dimension of numeric features. NaN values are left out.
 
     Args:
-        shapes: Feature -> shape of a row.
+        shapes: Maps features to the shape of a row.
         columns: Values of the frames, `[columns, rows]`, filled by `add`, sorted by `result`.
-        num_frames: Frames of the rows.
+        num_frames: Number of frames.
     """
 
     def __init__(
@@ -205,13 +207,13 @@ class NumberStatistics:
         self._num_added[name] = stop
 
     def result(self) -> dict[str, dict[str, Array]]:
-        """Return feature -> LeRobot's names -> arrays of the shape of a row.
+        """Return statistics by feature and LeRobot's name: arrays of the shape of a row.
 
         `count` is the number of frames.
         """
         num_columns, num_rows = self._columns.shape
         step = max(1, _NUM_SUMMED // max(1, num_rows))
-        with np.errstate(invalid="ignore"):  # Infinite values have no mean and deviation.
+        with np.errstate(invalid="ignore"):  # The deviation of infinite values is NaN.
             starts = range(0, num_columns, step)
             parts = [_summary(self._columns[start : start + step]) for start in starts]
         summary = _joined(parts)
@@ -229,7 +231,7 @@ def _joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def _summary(columns: Array) -> dict[str, Array]:
-    """Sort and summarize each row of `[d, n]`: name -> `[d]`."""
+    """Sort each row of `[d, n]`, and map names of statistics to arrays `[d]`."""
     columns.sort(axis=1)  # Sorting is three times as fast as a partition by ten ranks.
     has_nan = columns.dtype.kind == "f" and np.isnan(columns[:, -1]).any()  # NaN is sorted last.
     if not has_nan:
@@ -268,7 +270,7 @@ def _summary_of_sorted(columns: Array) -> dict[str, Array]:
 def _quantiles(columns: Array) -> Array:
     """Return the quantiles of sorted columns, `[quantiles, d]`, interpolated between neighbors.
 
-    Equal neighbors are the result, as is an infinite neighbor.
+    If both neighbors are equal, or one neighbor is infinite, that value is the quantile.
     """
     last = columns.shape[1] - 1
     places = np.array(list(QUANTILES.values())) * last
@@ -288,7 +290,7 @@ def _unknown_summary() -> dict[str, Array]:
 
 
 class PictureStatistics:
-    """Statistics of each channel of uint8 pictures over all pixels, from 0 to 1.
+    """Statistics of each channel of uint8 pictures over all pixels, scaled to 0..1.
 
     Levels are counted, so memory does not grow with the number of pictures.
 
@@ -311,18 +313,18 @@ class PictureStatistics:
             levels += np.bincount(pictures[..., channel].reshape(-1), minlength=_LEVELS)
 
     def add_counts(self, levels: Iterable[Mapping[str, int]], num_frames: int) -> None:
-        """Add the levels that `counts` returned for other pictures."""
+        """Add the pixel counts that `counts` returned for other pictures."""
         self.num_frames += num_frames
         for channel, counts in enumerate(levels):
             for level, count in counts.items():
                 self.levels[channel, int(level)] += count
 
     def counts(self) -> list[dict[str, int]]:
-        """Return the pixels of each level that occurs, by channel."""
+        """Return the number of pixels for each channel and each level that occurs."""
         return [_nonzero(levels) for levels in self.levels]
 
     def result(self, num_channels: int) -> dict[str, Array]:
-        """Return LeRobot's names -> `[num_channels, 1, 1]`.
+        """Map LeRobot's names of statistics to arrays `[num_channels, 1, 1]`.
 
         A single channel is repeated for readers that expect three.
         """

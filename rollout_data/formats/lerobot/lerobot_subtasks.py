@@ -19,16 +19,16 @@ TABLE_NAME = "meta/subtasks.parquet"
 NUMBER = "subtask_index"
 #: Name of the field with the texts, and of the column with the texts in the table.
 TEXT = "subtask"
-#: Metadata key of a recording: number as text -> text, in the order of the table.
+#: Metadata key of a recording: maps numbers (as texts) to texts, in the order of the table.
 SUBTASKS = "subtasks"
 Array = np.ndarray[Any, Any]
 
 
 def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
-    """Read the table of subtasks in the folder of a set.
+    """Read the table of subtasks in the folder of a dataset.
 
     Returns:
-        Number -> text, and the description of the Arrow types of the table.
+        A dict that maps numbers to texts, and the description of the Arrow types of the table.
 
     Raises:
         CorruptFileError: The table is damaged, has other columns, or has a number twice.
@@ -48,7 +48,7 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
 
 
 def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> dict[int, str]:
-    """Read a table of numbers and texts: number -> text. The last text of a number counts."""
+    """Map numbers to texts, read from a table. The last text of a number is used."""
     numbers = file.integers([number_column])[number_column].tolist()
     known: dict[str, str] = {}
     texts: list[str] = []
@@ -58,7 +58,7 @@ def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> d
 
 
 def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
-    """Return the table in metadata of a recording: number -> text; empty without a valid table."""
+    """Map numbers to texts, from metadata of a recording; empty without a valid table."""
     stated = metadata.get(SUBTASKS)
     if not isinstance(stated, Mapping):
         return {}
@@ -70,12 +70,12 @@ def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return a table completed with the numbers and texts of some frames.
+    """Return a copy of a table of subtasks with the numbers and texts of further frames.
 
     If the number of a text already belongs to a different text, the text gets the next free number.
 
     Args:
-        subtasks: Number -> text.
+        subtasks: Maps numbers to texts.
         pairs: Number and text of each frame.
     """
     table = dict(subtasks)
@@ -94,7 +94,7 @@ def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Arra
     empty text, such as -1, is kept too if the table does not have the number.
 
     Args:
-        subtasks: Number -> text.
+        subtasks: Maps numbers to texts.
         texts: Text of each frame.
         recorded: Number of each frame.
 
@@ -113,10 +113,10 @@ def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Arra
 
 
 def subtask_table(subtasks: Mapping[int, str], description: Any) -> Any:
-    """Return the Arrow table of numbers and texts.
+    """Build the Arrow table of the numbers and texts.
 
     Args:
-        subtasks: Number -> text.
+        subtasks: Maps numbers to texts.
         description: Description of the Arrow types; None for the types that LeRobot writes.
     """
     pyarrow, _ = arrow()

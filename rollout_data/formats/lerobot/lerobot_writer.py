@@ -72,13 +72,14 @@ _VIDEO_PART_BYTES = 1 << 25
 _GROUP_BYTES = 1 << 24
 #: Number of index rows written at a time. A row with statistics may have 100 kB.
 _ENTRIES_AT_ONCE = 100
-#: Maximum bytes of cached notes of episodes, as text. In memory they need about twice as much.
+#: Maximum bytes of cached episode summaries, as JSON text. In memory, they need about twice as
+#: much.
 _KEPT_NOTES_BYTES = 1 << 24
 #: Number of files flushed to the disk at the same time.
 _NUM_SYNC_THREADS = 16
 #: Name of the folder for incomplete files.
 _UNFINISHED_FILES = ".unfinished"
-#: Metadata key of the note in a data file: id, task and statistics of its episode as JSON.
+#: Metadata key in a data file for the summary of its episode: id, task and statistics as JSON.
 _NOTE = "rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
@@ -88,7 +89,7 @@ _FLAG = np.dtype(bool)
 _HELD_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
 _SPEECH = {"role": "string", "content": "string", "style": "string"}
 _ATTACHMENTS = {"camera": "string", "tool_calls": {"list": "string"}}
-#: Name of a language field -> described Arrow type, for recordings without a recorded type.
+#: Maps language fields to described Arrow types, for recordings without a recorded type.
 _LANGUAGE = {
     "language_persistent": {
         "list": {"struct": {**_SPEECH, "timestamp": "float", **_ATTACHMENTS}},
@@ -156,7 +157,8 @@ class Writer(ForeignWriter):
         return {**options, "fps": fps, "video": codings}
 
     def begin(self) -> set[str]:
-        # A recording builds its episodes at each iteration, and this class iterates ten times.
+        # A recording builds its episodes at each iteration, and this class iterates about ten
+        # times.
         self.episodes = list(self.episodes)
         self._read_options()
         units = self.metadata.get("units") or {}
@@ -173,9 +175,10 @@ class Writer(ForeignWriter):
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._num_episodes = 0
         self._num_frames = 0
-        #: Number of episodes written by an earlier conversion. The statistics lack their numbers.
+        #: Number of episodes written by an earlier conversion. `_statistics` lacks their numeric
+        #: values.
         self._num_resumed = 0
-        #: Number of an episode -> cached note, for the first episodes.
+        #: Maps episode numbers to cached summaries, for the first episodes.
         self._notes: dict[int, dict[str, Any]] = {}
         self._num_kept_bytes = 0
         self._statistics = self._new_statistics()
@@ -186,7 +189,8 @@ class Writer(ForeignWriter):
             if features == json.loads(json.dumps(info["features"])):
                 self._note_tables()
                 return self._resume()
-            # New episodes of the source have different fields.
+            # New episodes of the source changed the shared fields, so all episodes are written
+            # again.
             self.begin_again()
         self._write_tables()
         self._write_json(LEROBOT_INFO, {**info, UNFINISHED: True})
@@ -226,7 +230,7 @@ class Writer(ForeignWriter):
         while (self.path / self._file(self._num_episodes)).exists():
             try:
                 note = self._note(self._num_episodes)
-            except CorruptFileError:  # After a power failure: the file is written again.
+            except CorruptFileError:  # Damaged by a power failure.
                 break
             if note["id"] not in self.conversion.rows:
                 break
@@ -236,7 +240,7 @@ class Writer(ForeignWriter):
         return ids
 
     def _note(self, number: int) -> dict[str, Any]:
-        """Return the note of an episode from the cache or from its data file."""
+        """Return the summary of an episode from the cache or from its data file."""
         if number in self._notes:
             return self._notes[number]
         pyarrow, parquet = arrow()
@@ -248,7 +252,7 @@ class Writer(ForeignWriter):
         return note
 
     def _count(self, note: Mapping[str, Any]) -> None:
-        """Add a written episode to the counters."""
+        """Add the summary of a written episode to the counters."""
         self._num_episodes += 1
         self._num_frames += note["length"]
         self._statistics.add_levels(note["levels"], note["length"])
@@ -292,7 +296,7 @@ class Writer(ForeignWriter):
         return column_of(field, units, codec, is_v3, copied_description)
 
     def _chosen_texts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return plain text fields and language fields, each as name -> described Arrow type."""
+        """Return two dicts that map plain text fields and language fields to Arrow types."""
         stated = {**_LANGUAGE, **(self.metadata.get(ARROW_TYPES) or {})}
         texts: dict[str, Any] = {}
         languages: dict[str, Any] = {}
@@ -325,7 +329,7 @@ class Writer(ForeignWriter):
         if not self._has_subtask_texts:
             return table
         for episode in self.episodes:
-            with suppress(DataFileError):  # `add` raises the error again.
+            with suppress(DataFileError):  # `add` raises this error later.
                 numbers = np.asarray(episode.read(NUMBER)).reshape(-1).tolist()
                 table = with_pairs(table, zip(numbers, episode.read(TEXT), strict=True))
         return table
@@ -372,7 +376,7 @@ class Writer(ForeignWriter):
         return [*(name for name in absent if name not in not_written), *flags]
 
     def _text_features(self) -> dict[str, str]:
-        """Return text field -> name of its feature."""
+        """Map text fields to the names of their features."""
         return {name: _feature_name(name) for name in (*self._texts, *self._languages)}
 
     def _check_names(self) -> None:
@@ -403,7 +407,7 @@ class Writer(ForeignWriter):
         return file_name(video_path if camera else data_path, values, self.path)
 
     def _features(self) -> dict[str, Any]:
-        """Return feature -> its description in `meta/info.json`."""
+        """Map features to their descriptions for `meta/info.json`."""
         features = {column.name: column.description(self._fps) for column in self._columns}
         stated: Any = self.metadata.get("features") or {}
         for name, description in features.items():
@@ -420,7 +424,7 @@ class Writer(ForeignWriter):
         return features
 
     def _scalar_dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Return the scalar features that this class adds: name -> dtype."""
+        """Map the names of the scalar features that this class adds to their dtypes."""
         dtypes: dict[str, np.dtype[Any]] = dict.fromkeys(self._flags, _FLAG)
         if self._is_for_groot:
             dtypes[_ANNOTATION] = np.dtype(np.int64)
@@ -436,7 +440,7 @@ class Writer(ForeignWriter):
         return [column for column in self._columns if column.kind == "video"]
 
     def _info(self) -> dict[str, Any]:
-        """Return the description of the set."""
+        """Return the description of the dataset, the content of `meta/info.json`."""
         num_cameras = len(self._video_columns())
         num_episodes = self._num_episodes
         data_path, video_path = TEMPLATES[self._version]
@@ -478,16 +482,16 @@ class Writer(ForeignWriter):
         files: dict[str, Path],
         replacements: ExitStack,
     ) -> dict[str, Any]:
-        """Write the files of an episode and return its note.
+        """Write the files of an episode and return its summary.
 
         Args:
             episode: The episode.
-            files: Output: final name of a file -> temporary path. Has the data file; videos are
-                added.
-            replacements: Stack whose closing renames the files. Videos are added.
+            files: Output: maps final file names to temporary paths. Contains the data file at
+                first; videos are added.
+            replacements: Stack that renames the files when it is closed. Videos are added.
         """
         (data_file,) = files.values()
-        self._notes.pop(self._num_episodes, None)  # The note may be of a failed attempt.
+        self._notes.pop(self._num_episodes, None)  # Cached by a failed attempt.
         start = self._num_frames if self._version == "v3.0" else 0
         statistics = self._statistics.of_rows(start, episode.length)
         for column in self._video_columns():
@@ -512,7 +516,7 @@ class Writer(ForeignWriter):
         return note
 
     def _file_metadata(self, columns: Sequence[str]) -> dict[str, str]:
-        """Return the metadata of a data file with these columns."""
+        """Return the metadata of a data file with the columns `columns`."""
         if self._version == "v3.0":
             return {}
         features = self._features()
@@ -521,7 +525,7 @@ class Writer(ForeignWriter):
         return {"huggingface": hub_features(described, languages)}
 
     def _new_note(self, episode: EpisodeToWrite, statistics: Statistics) -> dict[str, Any]:
-        # Readers of version 2 expect three channels of pictures.
+        # Readers of version 2 expect three channels even for grey pictures.
         num_channels = None if self._version == "v3.0" else 3
         return {
             "id": episode.id,
@@ -577,7 +581,7 @@ class Writer(ForeignWriter):
         if source.codec not in (column.codec, ""):
             return False
         copied = ""
-        with suppress(CorruptFileError):  # Reading the rows raises the error of the source.
+        with suppress(CorruptFileError):  # Reading the rows raises this error later.
             copied = copy_video(source, path)
         if not copied:
             return False
@@ -594,7 +598,7 @@ class Writer(ForeignWriter):
         return True
 
     def _new_statistics(self) -> SetStatistics:
-        """Return empty statistics of all features but texts."""
+        """Return empty statistics of all features except texts."""
         lengths = [episode.length for episode in self.episodes]
         num_frames = sum(lengths) if self._version == "v3.0" else max(lengths)
         columns = [*self._columns, *self._scalar_columns().values()]
@@ -649,7 +653,7 @@ class Writer(ForeignWriter):
             yield pyarrow.table(columns)
 
     def _scalars(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """Return the columns that this class adds: flags, task and numbers of the rows."""
+        """Return the columns that this class adds: flags, task, and row and episode numbers."""
         length = episode.length
         frames = np.arange(length)
         scalars: dict[str, Array] = {}
@@ -674,9 +678,9 @@ class Writer(ForeignWriter):
         return scalars
 
     def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
-        """Return the recorded values if LeRobot accepts them as `values`, otherwise `values`.
+        """Return the recorded values if they agree with the computed `values`, otherwise `values`.
 
-        Recorded values that LeRobot does not accept are reported.
+        Recorded values that do not agree, and are therefore replaced, are reported.
         """
         if name == TASK or name not in episode.schema:
             return values
@@ -692,8 +696,9 @@ class Writer(ForeignWriter):
     def _replaced(self, name: str) -> Iterator[Path]:
         """Yield a temporary path for a file, and rename the file at the end of the block.
 
-        `close` flushes all files at once. All temporary files are in the same folder, because
-        creating and removing a folder for each of 1,000 files takes longer than writing the files.
+        The file is not flushed, because `close` flushes all files at once. All temporary files are
+        in the same folder, because creating and removing a folder for each of 1,000 files takes
+        longer than writing the files.
         """
         new = self.path / _UNFINISHED_FILES / name.replace("/", ".")
         path = self.path / name
@@ -813,7 +818,7 @@ class Writer(ForeignWriter):
         self.note_finish()
 
     def _note_tables(self, info: Path | None = None) -> None:
-        """Append the checksums of the files of all episodes to the conversion note.
+        """Append the checksums of the files in `meta` to the conversion record.
 
         Args:
             info: Temporary path of the new `meta/info.json`; None if it has its final name.
@@ -828,7 +833,7 @@ class Writer(ForeignWriter):
         self.note_files(files)
 
     def _write_tables(self) -> None:
-        """Write the files of all episodes, without the description of the set."""
+        """Write the files that all episodes share, except the description of the dataset."""
         if self._subtasks:
             types: Any = (self.metadata.get(ARROW_TYPES) or {}).get(TABLE_NAME)
             self._write_texts(TABLE_NAME, subtask_table(self._subtasks, types))
