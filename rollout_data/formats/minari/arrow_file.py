@@ -25,7 +25,8 @@ _MAGIC_BYTES = 8
 _RECORD_BATCH = "record batch"
 #: Key in the metadata of batches that early versions of Arrow compressed.
 _EARLY_COMPRESSION = b"experimental_compression"
-#: Fields of the tables of Message.fbs: header of a message, buffers and compression of a batch.
+#: Field numbers in the FlatBuffer tables of Message.fbs: header of a message, buffers and
+#: compression of a batch.
 _HEADER = 2
 _BUFFERS = 2
 _COMPRESSION = 3
@@ -43,7 +44,7 @@ class ArrowFile:
     Attributes:
         path: The file.
         num_rows: Number of rows.
-        types: Name of a column -> Arrow type, in the order of the file.
+        types: Maps column names to Arrow types, in the order of the file.
 
     Raises:
         CorruptFileError: The file is damaged, or has changed.
@@ -63,10 +64,10 @@ class ArrowFile:
         start: int,
         stop: int,
     ) -> Iterator[dict[str, Any]]:
-        """Yield rows `start:stop` of some columns by the batches of the file.
+        """Yield the rows `start:stop` of some columns, one batch of the file at a time.
 
         Yields:
-            Column -> Arrow array of the next rows, a view of the map.
+            Arrow arrays of the next rows by column name, views of the memory map.
         """
         position = 0
         with self._opened() as (_, batches):
@@ -84,7 +85,7 @@ class ArrowFile:
         """
         mapped.seek(_MAGIC_BYTES)
         messages = iter(ipc.MessageReader.open_stream(mapped))
-        next(messages, None)  # The schema.
+        next(messages, None)  # The first message is the schema.
         where = repr(str(self.path))
         for _ in range(num_batches):
             message = next(messages, None)
@@ -98,7 +99,7 @@ class ArrowFile:
             else:
                 most_bytes = self.path.stat().st_size
             batch = ipc.read_record_batch(message, schema)
-            batch.validate()  # Its arrays must lie within the file.
+            batch.validate()  # Checks that arrays lie within the file.
             self._check_size(batch.nbytes, most_bytes)
             yield batch
 
@@ -111,7 +112,7 @@ class ArrowFile:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Open the file: its schema, and an iterator of its batches."""
+        """Open the file; yield its schema and an iterator of its batches."""
         self._known.check(self.path)
         pyarrow = optional("pyarrow", "pyarrow", "formats", "Arrow files")
         ipc = optional("pyarrow.ipc", "pyarrow", "formats", "Arrow files")
@@ -125,7 +126,7 @@ class ArrowFile:
 
 
 def _unpacked_bytes(message: Any) -> int:
-    """Return the stated size of a batch after unpacking, in bytes; 0 without compression."""
+    """Return the declared unpacked bytes of a batch; 0 without compression."""
     data = bytes(message.metadata)
     header = _field(data, _reference(data, 0), _HEADER)
     batch = _reference(data, header)
@@ -151,12 +152,12 @@ def _number(number_format: str, data: Any, offset: int) -> int:
 
 
 def _reference(data: bytes, offset: int) -> int:
-    """Return the target offset of the reference at `offset`."""
+    """Return the offset to which the FlatBuffer reference at `offset` points."""
     return offset + _number("<I", data, offset)
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Return the offset of a field of a table; 0 if the table lacks the field."""
+    """Return the offset of a field of a FlatBuffer table; 0 if the table lacks the field."""
     offsets = table - _number("<i", data, table)
     place = 4 + 2 * number
     if place >= _number("<H", data, offsets):

@@ -14,12 +14,12 @@ from ...sources.file_source import FileSource
 from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
-#: Group or column with a row per step -> name of the field.
+#: Maps each group or column with a row per step to the name of its field.
 STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "reward"}
-#: Group or column of flags -> attribute of an episode with the last flag.
+#: Maps each group or column of flags to the episode attribute for the last flag.
 ENDS = {"terminations": "terminated", "truncations": "truncated"}
 INFOS = "infos"
-#: Least height and width of pictures.
+#: Minimum height and width of pictures.
 _MIN_PICTURE_SIZE = 32
 
 
@@ -29,7 +29,8 @@ class Description:
 
     Attributes:
         metadata: The whole description.
-        spaces: "observation" and "action" -> description of the space; {} if it is unknown.
+        spaces: Maps "observation" and "action" to the description of the space; {} if it is
+            unknown.
     """
 
     metadata: dict[str, Any]
@@ -37,11 +38,11 @@ class Description:
 
     @property
     def is_jpeg(self) -> bool:
-        """Whether pictures are JPEG files, which is Minari's default."""
+        """Whether pictures are stored as JPEG files, which is Minari's default."""
         return self.metadata.get("jpeg_encoding") is not False
 
     def space(self, name: str) -> Mapping[str, Any]:
-        """Return the space of a field, such as "observation/camera"; {} if it is unknown."""
+        """Return the space of a field, such as "observation/camera"; {} if the space is unknown."""
         head, *parts = name.split("/")
         space: Any = self.spaces.get(head)
         for part in parts:
@@ -49,7 +50,7 @@ class Description:
         return space if isinstance(space, dict) else {}
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the space of a field if it has as many elements as `shape`.
+        """Return the shape of a field's space if the space has as many elements as `shape`.
 
         Otherwise `shape` is returned.
         """
@@ -116,7 +117,7 @@ def read_description(
 
 
 def check_totals(reader: FileSource, episodes: Sequence[EpisodeInfo]) -> None:
-    """Compare the totals in the metadata with the episodes, unless some were left out.
+    """Compare the totals in the metadata with the episodes, unless episodes were left out.
 
     Raises:
         CorruptFileError: The totals differ, and `on_bad_index` is "refuse".

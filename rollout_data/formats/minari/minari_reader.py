@@ -58,7 +58,8 @@ class GroupReader(Hdf5Reader):
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         facts = super().facts(file, node, length)
-        # Most episodes have an end. Their attributes need not be read.
+        # Only an episode without a True flag can have flags that a conversion filled, so the
+        # attributes of most episodes are not read.
         if not any(facts.values()):
             absent = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
             for path, name in self.ENDS.items():
@@ -67,7 +68,7 @@ class GroupReader(Hdf5Reader):
         return facts
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
-        # Pictures that are not encoded have more axes.
+        # Encoded pictures have at most one axis per row. Other pictures have more axes.
         info = maker.datasets[path]
         has_bytes = is_encoded(info) and info.shape[0] > 0
         if not has_bytes or not self._description.is_jpeg or not self._description.is_picture(name):

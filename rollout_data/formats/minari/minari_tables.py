@@ -34,12 +34,12 @@ _PICTURE = "picture"
 
 
 class Leaf(NamedTuple):
-    """A column of a table, or a part of a structure in it.
+    """A column of a table, or a part of a struct column, that becomes a field.
 
     Attributes:
         column: Name of the column.
-        parts: Names of the parts that lead to the leaf, from the outside in.
-        shape: Shape of a delivered row.
+        parts: Names of the nested struct fields that lead to the leaf, outermost first.
+        shape: Shape of a row of the field.
         dtype: Key of `DTYPES`, "text" or "picture".
     """
 
@@ -50,7 +50,7 @@ class Leaf(NamedTuple):
 
 
 class TableReader(FileSource):
-    """Reader of a dataset of tables. The files are opened for each read."""
+    """Reader of a dataset with a table per episode. The files are opened for each read."""
 
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
@@ -61,7 +61,7 @@ class TableReader(FileSource):
         self._description = read_description(self.path, folder)
         self.metadata = {**self._description.metadata, **self.metadata}
         self._known = KnownFiles()
-        #: Columns of a file -> its leaves by the names of fields.
+        #: Maps the columns of a file to its leaves by field name.
         self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
         with os.scandir(folder) as entries:
             is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -115,7 +115,7 @@ class TableReader(FileSource):
         )
 
     def _ends(self, files: Sequence[Any], length: int) -> dict[str, Any]:
-        """Read the flags of the end of an episode."""
+        """Read whether an episode was terminated or truncated."""
         ends = {}
         for column, name in ENDS.items():
             if column in files[0].types:
@@ -124,7 +124,7 @@ class TableReader(FileSource):
         return ends
 
     def _leaves_of(self, file: Any) -> dict[str, Leaf]:
-        """Return field -> its leaf. Files with the same columns share the result."""
+        """Map field names to the leaves of a file. Files with the same columns share the result."""
         key = tuple((name, str(arrow_type)) for name, arrow_type in file.types.items())
         if key not in self._leaves:
             leaves: dict[str, Leaf] = {}
@@ -147,7 +147,7 @@ class TableReader(FileSource):
         leaf_type: Any,
         name: str,
     ) -> Leaf | None:
-        """Return the leaf of a field by its first row; None if its type cannot be read."""
+        """Build the leaf of a field from its first row; None if its type cannot be read."""
         where = f"{name!r} of {str(file.path)!r}"
         batch = next(file.batches({column: None}, 0, 1))
         first = _part_of(batch[column], parts)
@@ -178,14 +178,14 @@ class TableReader(FileSource):
         return value if isinstance(value, str) else np.asarray(value)
 
     def _opened(self, paths: Sequence[Path]) -> list[Any]:
-        """Open the parts of the table of an episode."""
+        """Open the files of the table of an episode."""
         for path in paths:
             self._known.check(path)
         files = [file_inside(path.parent, path.name) for path in paths]
         return [_FILE_TYPES[path.suffix](path, self._known) for path in files]
 
     def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
-        """Read rows of a field, counted over all parts of the table."""
+        """Read rows of a field. Row numbers continue from file to file."""
         values: list[Any] = []
         first = 0
         for file in files:
@@ -203,7 +203,7 @@ class TableReader(FileSource):
         return np.concatenate(values) if values else np.empty((0, *leaf.shape), dtype)
 
     def _width(self, file: Any, leaf: Leaf) -> int | None:
-        """Return the most numbers in a row of the column of a leaf; None if it is unknown."""
+        """Return the maximum number of values per row in the column of a leaf; None if unknown."""
         if leaf.dtype in (_TEXT, _PICTURE):
             return None
         leaves = self._leaves_of(file).values()
@@ -216,7 +216,7 @@ class TableReader(FileSource):
         leaves: Mapping[str, Leaf],
         row: int,
     ) -> dict[str, Any]:
-        """Read the last row of the infos."""
+        """Read the last row of the column `infos` as metadata."""
         files = self._opened(paths)
         infos = {}
         for name, leaf in leaves.items():
@@ -256,7 +256,7 @@ def _part_paths(folder: Path) -> list[Path]:
 
 
 def _walk(arrow_type: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the names that lead to each leaf of a type, and the type of the leaf."""
+    """Yield (names of the nested struct fields, type) for each leaf of an Arrow type."""
     if not str(arrow_type).startswith("struct<"):
         yield parts, arrow_type
         return
@@ -272,7 +272,7 @@ def _part_of(array: Any, parts: Sequence[str]) -> Any:
 
 
 def _values(array: Any, leaf: Leaf, where: str) -> Any:
-    """Convert an Arrow array to the delivered rows."""
+    """Convert an Arrow array to rows of the field."""
     if leaf.dtype == _TEXT:
         return shared_texts(array, {})
     if leaf.dtype == _PICTURE:

@@ -40,7 +40,7 @@ from ..hdf5.hdf5_writer import (
     written_dtype,
 )
 
-#: Group of fields -> group in an episode.
+#: Maps each group of fields to its group in an episode.
 _GROUPS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 #: Groups with T + 1 rows.
 _WITH_FINAL = ("observations", "infos")
@@ -127,7 +127,7 @@ class Writer(Hdf5Writer):
         )
 
     def _forms(self, length: int) -> dict[str, Form]:
-        """Return name of a dataset of an episode -> dtype and shape."""
+        """Map the name of each dataset of an episode to its dtype and shape."""
         forms: dict[str, Form] = {name: (np.dtype(bool), (length,)) for name in _FLAGS}
         forms["rewards"] = (np.dtype("<f8"), (length,))
         for field in self._fields.schema.values():
@@ -181,7 +181,7 @@ class Writer(Hdf5Writer):
                 continue
             if name in finals:
                 self._file.write(f"{group}/{dataset}", finals[name][None], length)
-            elif dataset.split("/")[0] == "observations":  # The field is missing from the episode.
+            elif dataset.split("/")[0] == "observations":  # Missing in this episode.
                 filled = self._fields.read(episode, name, 0, 1)
                 self._file.write(f"{group}/{dataset}", filled, length)
         has_reward = has_number(episode, "reward")
@@ -241,7 +241,7 @@ def _dataset_id(options: Mapping[str, Any], path: Path) -> str:
 
 
 def _has_final(dataset: str) -> bool:
-    """Return whether a dataset has T + 1 rows."""
+    """Return whether a dataset has T + 1 rows for T steps."""
     return dataset.split("/")[0] in _WITH_FINAL
 
 
@@ -257,10 +257,10 @@ def _dataset_of(field: Field) -> str:
 
 
 def _space(tree: Any) -> dict[str, Any]:
-    """Return fields as Minari's JSON of a gymnasium space: a box, or a dict of spaces.
+    """Return the gymnasium space of fields as Minari's JSON: a box, or a dict of spaces.
 
     Args:
-        tree: A field, or name -> tree.
+        tree: A field, or a dict that maps names to trees.
     """
     if isinstance(tree, Field):
         return _box(tree)
@@ -268,7 +268,7 @@ def _space(tree: Any) -> dict[str, Any]:
 
 
 def _box(field: Field) -> dict[str, Any]:
-    """Return the box space with all values of the dtype of a field."""
+    """Return the box space of a field that allows all values of its dtype."""
     dtype = written_dtype(field)
     low: float = -np.inf
     high: float = np.inf
