@@ -105,7 +105,7 @@ class Reader(FileSource):
         shape: tuple[int, int],
         is_rebuilt: bool,
     ) -> None:
-        """Compare the number of samples in a file with the entry of the file in the index.
+        """Compare the number of samples in a file with the number in the index.
 
         Raises:
             CorruptFileError: The numbers differ, and `is_rebuilt` is false.
@@ -125,7 +125,7 @@ class Reader(FileSource):
         return {**self.__dict__, "_latest": (None, {})}
 
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
-        """Return (id, entry, file) of each trajectory in the order of the index.
+        """Return (id, index entry, file) of each trajectory in the order of the index.
 
         If `is_rebuilt` is true, files that the index does not list are appended.
         """
@@ -229,7 +229,7 @@ class Reader(FileSource):
             if name in END_FLAGS:
                 continue
             if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                # bfloat16 becomes float32, because numpy has no bfloat16.
+                # bfloat16 is read as float32, because numpy has no bfloat16.
                 dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
                 fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(dtype))
             elif _is_texts(value, shape):
@@ -251,7 +251,7 @@ class Reader(FileSource):
         number: int,
         entry: Mapping[str, Any],
     ) -> list[EpisodeInfo]:
-        """Return the episodes of a block: the steps of each column between two dones."""
+        """Divide a block into episodes: the steps of a column (environment) between two dones."""
         prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
         ends = {}
         for name in END_FLAGS:
@@ -299,7 +299,7 @@ class Reader(FileSource):
 
 
 def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
-    """Return the entries of an index in the order of the index: id -> entry.
+    """Map trajectory ids to the entries of an index, in the order of the index.
 
     Raises:
         CorruptFileError: The index is damaged, or lists an id twice.
@@ -313,7 +313,7 @@ def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
 
 
 def _absent_fields(absent: Any, number: int) -> list[str]:
-    """Return the fields of a trajectory that a conversion filled, from metadata.json."""
+    """Return the names of the fields that a conversion filled in a trajectory."""
     names = absent.get(str(number)) if isinstance(absent, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
@@ -322,7 +322,7 @@ def _schemas(fields: Mapping[str, Field], is_copy: bool) -> tuple[Schema, Schema
     """Return the fields of the steps, and the fields of the final observation.
 
     Args:
-        fields: Name -> field, for all fields of a block.
+        fields: Maps the names of all fields of a block to the fields.
         is_copy: Whether the next observations repeat the observations of the next steps.
     """
     of_steps = []
@@ -342,7 +342,7 @@ def _short(text: str) -> str:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map the tensors of a file: name -> tensor, nested lists of texts, or a plain value.
+    """Map names in a file to memory-mapped tensors, nested lists of texts, or plain values.
 
     Raises:
         CorruptFileError: The file is damaged, or declares more data than its size.
@@ -365,7 +365,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
-    """Return whether a tensor is dense and not larger than its file.
+    """Return whether a tensor is dense (not sparse) and not larger than its file.
 
     A tensor with strides of 0 can be larger than its file.
     """
@@ -374,7 +374,7 @@ def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
 
 
 def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) for the leaves of nested dicts; a name is the keys joined by "/"."""
+    """Yield (name, value) for the leaves of nested dicts. A name consists of keys joined by "/"."""
     if not isinstance(content, dict) or len(keys) > _MAX_DEPTH:
         yield "/".join(keys), content
     else:
@@ -383,7 +383,7 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:
-    """Return the field name of a stored name; the key `states` alone is the whole observation."""
+    """Return the field name of a stored name. If `states` is the only key, it is "observation"."""
     group, _, part = name.partition("/")
     for stored, field in (("curr_obs", "observation"), ("next_obs", _NEXT)):
         if group == stored:
@@ -411,7 +411,7 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
-    """Return flags as bool `[T, B]`.
+    """Convert end flags to bool `[T, B]`.
 
     A block of several epochs may have an additional row before the first step of each epoch. These
     rows are removed.
@@ -437,7 +437,7 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (column, number, start, stop) of each run of steps between dones.
+    """Yield (column, number in the column, start, stop) of each run of steps between dones.
 
     The last run of a column ends at the end of the block.
     """

@@ -22,15 +22,15 @@ from ...sources.trajectory_checkpoints.checkpoint_folder import INDEX_NAME, META
 from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS = "recorded"
-#: Group of the observations.
+#: Group of the observations in a file.
 _OBSERVATIONS = "curr_obs"
-#: Group of all fields that are neither observations, actions nor rewards.
+#: Group of all fields other than observations, actions and rewards in a file.
 _OTHERS = "forward_inputs"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
 class Writer(ForeignWriter):
-    """Writer of a checkpoint folder. Ids of the episodes are 0, 1, ... in order."""
+    """Writer of a checkpoint folder. Trajectory ids are 0, 1, ... in the order of the episodes."""
 
     format = "rlinf"
     MADE = (INDEX_NAME, "trajectory_*.pt")
@@ -84,7 +84,7 @@ class Writer(ForeignWriter):
             self.changed("the end, which is unknown, is only in `dones`", episode)
 
     def _content(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return the content of the file of an episode.
+        """Return the content to write to the file of an episode.
 
         The content is nested dicts with tensors `[T, 1, ...]` and lists of texts.
         """
@@ -172,6 +172,6 @@ def _place_of(name: str) -> tuple[str, str]:
 
 
 def _read_name(name: str) -> str:
-    """Return the name that the reader gives to a numeric field."""
+    """Return the name of a numeric field in the reader of this format."""
     group, key = _place_of(name)
     return f"{_OTHERS}/{key}" if group == _OTHERS else name
