@@ -1,7 +1,8 @@
-"""MCAP files: offsets of the messages of each topic, found in one pass without summary and index.
+"""Scanner of MCAP files: offsets of the messages of each topic, found in one pass over the file.
 
 The complete messages of a truncated file are read. Chunks are decompressed to at most their
-declared size and compared with their checksum. A record is u8 kind, u64 length, the bytes.
+declared size and compared with their checksum. A record consists of a u8 opcode, a u64 length, and
+the content.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..format_detection import MCAP_MAGIC
 from ..input_checks import KnownFiles, damage_named, optional
 from .tfrecord import open_map
 
-# Opcodes of records.
+# Opcodes: the kinds of MCAP records.
 _SCHEMA = 3
 _CHANNEL = 4
 _MESSAGE = 5
@@ -39,7 +40,7 @@ _MAX_TOPICS = 4096
 _MAX_MESSAGE_BYTES = 1 << 24
 #: Maximum average number of decompressed bytes per byte of a file.
 _MAX_EXPANSION = 256
-#: Number of decompressed bytes that are allowed for a file of any size.
+#: Decompressed bytes that a file of any size may have.
 _FREE_BYTES = 1 << 26
 #: Bytes of the header of a message record.
 _MESSAGE_HEAD_BYTES = 22
@@ -65,7 +66,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Topic:
-    """A topic: messages with the same name and encoding.
+    """A topic: messages that share a name and an encoding.
 
     Attributes:
         name, encoding: Name of the topic and encoding of its messages, from the channel record.
@@ -88,9 +89,9 @@ class Log:
     Attributes:
         path: Path of the file.
         topics: Name of a topic -> topic.
-        metadata: Metadata records: (name, key -> value).
+        metadata: Metadata records as pairs of a name and a dict.
         num_left_out: Number of omitted metadata records.
-        is_whole: Whether the file is complete.
+        is_whole: Whether the file is not truncated.
 
     Raises:
         CorruptFileError: A chunk or record is damaged, or declares a size above the limits.
@@ -107,7 +108,7 @@ class Log:
         self._known = KnownFiles()
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
-        #: Name of a topic -> flat array with time, chunk, start and stop of each message.
+        #: Maps topic names to flat arrays with the time, chunk, start and stop of each message.
         self._found: dict[str, array[int]] = {}
         data = open_map(path, self._known)
         with damage_named(repr(str(path)), *_DAMAGE):
@@ -150,7 +151,7 @@ class Log:
         return False
 
     def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
-        """Yield the messages of a topic with the numbers `rows`.
+        """Yield the bytes of the messages of a topic with the numbers `rows`.
 
         Raises:
             ValueError: A message is larger than `_MAX_MESSAGE_BYTES`.
@@ -224,7 +225,7 @@ class Log:
 
 
 def _records(data: memoryview, position: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (kind, start, stop) of the complete records after a position."""
+    """Yield (opcode, start, stop) of each complete record after a position."""
     while position + 9 <= len(data):
         kind = data[position]
         num_bytes = int.from_bytes(data[position + 1 : position + 9], "little")

@@ -34,7 +34,7 @@ _MAX_TEXTS = 4096
 _TIME = "log_time"
 _TASKS = ("task", "language_instruction")
 _TRUTHS = {"true": True, "false": False}
-#: Dtype of a field -> accepted `dtype.kind` codes of numpy arrays of its JSON values.
+#: Maps field dtypes to the accepted `dtype.kind` codes of numpy arrays of JSON values.
 _KINDS = {"float64": "iuf", "int64": "iu", "bool": "b", _TEXT: "U"}
 _MAX_INT64 = np.iinfo(np.int64).max
 #: Integers of at most this magnitude are exact in float64.
@@ -63,9 +63,9 @@ class _Source(NamedTuple):
 
     Attributes:
         log: Messages of the file.
-        leaves: Name of a field -> its value in the messages.
-        messages: Name of a topic -> number of the message at each step; `log_time` -> time of each
-            step in ns.
+        leaves: Maps field names to values in the messages.
+        messages: Maps topic names to the message number at each step, and `log_time` to the time of
+            each step in ns.
     """
 
     log: Log
@@ -88,7 +88,8 @@ class Reader(FileSource):
         self._actions, self._clock = self._checked_options()
         #: Key (episode, topic, start, stop) of the cached columns, and the columns.
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
-        #: (episode, field) -> step -> (number of rounded integers, largest difference).
+        #: Maps (episode, field) and then the step to (number of rounded integers, largest
+        #: difference).
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         episodes = []
         errors = list[RolloutDataError]()
@@ -174,7 +175,7 @@ class Reader(FileSource):
         return first
 
     def _named_leaves(self, log: Log, topics: Mapping[str, list[_Leaf]]) -> dict[str, _Leaf]:
-        """Return the fields of all topics: name of a field -> value.
+        """Map field names of all topics to values in the messages.
 
         Of several values with the same name, the first is kept.
         """
@@ -208,7 +209,7 @@ class Reader(FileSource):
                 raise _other_encoding(log, log.topics[name])
 
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
-        """Return the topics with fields (name -> values), and the metadata.
+        """Return the values of each topic with fields, by topic name; and the metadata.
 
         Topics with only texts become metadata, as do metadata records.
         """
@@ -238,7 +239,7 @@ class Reader(FileSource):
         return topics, metadata
 
     def _leaves_of(self, log: Log, topic: Topic) -> list[_Leaf]:
-        """Return the values in the first message of a topic.
+        """Return the values in the first message of a topic, which determine its fields.
 
         Values that cannot be fields are reported.
         """
@@ -284,7 +285,8 @@ class Reader(FileSource):
         if name == _TIME:
             return source.messages[_TIME][start:stop].copy()
         leaf = source.leaves[name]
-        # The fields of a topic are in the same messages, and are usually read one after another.
+        # All fields of a topic are cached, because they come from the same messages and are usually
+        # read one after another.
         key = (number, leaf.topic, start, stop)
         if self._latest[0] != key:
             columns = self._read_topic(number, leaf.topic, start, stop)
@@ -293,7 +295,7 @@ class Reader(FileSource):
         return rows.copy()
 
     def _read_topic(self, number: int, topic: str, start: int, stop: int) -> dict[Any, Any]:
-        """Read steps of all fields of a topic, and record the rounded integers."""
+        """Read steps of all fields of a topic, and remember integers rounded to floats."""
         source: _Source = self.episodes[number].source
         names = {leaf.keys: name for name, leaf in source.leaves.items() if leaf.topic == topic}
         leaves = [source.leaves[name] for name in names.values()]
@@ -326,11 +328,11 @@ def _columns(
         log: Messages of the file.
         leaves: Values to read, all from the same topic.
         rows: Ascending numbers of messages; may contain duplicates.
-        rounded: Output: `_Leaf.keys` -> row -> (number of integers that a float64 cannot represent,
-            largest difference).
+        rounded: Output: maps `_Leaf.keys` and then the row to (number of integers that a float64
+            cannot represent, largest difference).
 
     Returns:
-        `_Leaf.keys` -> `[len(rows), ...]`, or a list of texts.
+        A dict that maps `_Leaf.keys` to an array `[len(rows), ...]` or a list of texts.
     """
     columns: dict[Any, Any] = {}
     for leaf in leaves:
@@ -360,7 +362,7 @@ def _columns(
 
 
 def _checked_array(value: Any, leaf: _Leaf) -> Array:
-    """Return a value of a message as an array.
+    """Convert a value of a message to an array.
 
     Raises:
         ValueError: The type or shape differs from the first message, or an integer exceeds 64 bits.
@@ -377,7 +379,7 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
 
 
 def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
-    """Return the number of integers without an equal float64, and the largest difference.
+    """Return how many integers a float64 cannot represent, and the largest difference.
 
     The result is None if all integers are exact.
     """
@@ -399,7 +401,7 @@ def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
 def _leaves(
     value: Any, schema: Any, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """Yield (keys, dtype, shape) of the values in a message.
+    """Yield (keys, dtype, shape) of each value in a message.
 
     The dtype is "" for a value that cannot be a field.
     """
@@ -411,7 +413,7 @@ def _leaves(
         return
     try:
         array = np.asarray(value)
-    except ValueError:  # The lists have different lengths.
+    except ValueError:  # Nested lists of different lengths.
         array = np.asarray(None)
     is_named = len(keys) > 0 and all(key and "/" not in key for key in keys)
     yield keys, _leaf_dtype(array, schema) if is_named else "", array.shape
@@ -438,7 +440,7 @@ def _schema(topic: Topic) -> Any:
     try:
         return json.loads(topic.schema)
     except _DAMAGE:
-        return None  # The schema is optional: it only distinguishes integers from floats.
+        return None  # Only needed to identify integers.
 
 
 def _described(topic: Topic) -> str:

@@ -1,4 +1,4 @@
-"""Features of RLDS datasets: parse their declaration, and decode their values in a record."""
+"""Features of RLDS datasets: parse their declarations, and decode their values in records."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MAX_DEPTH = 64
 #: times the compressed bytes.
 _FREE_BYTES = 1 << 28
 _MAX_EXPANSION = 256
-#: Declared float dtype -> dtype of the field. Records store every float as float32.
+#: Maps declared float dtypes to field dtypes. Records store every float as float32.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
-#: Declared encoding of a tensor -> `Leaf.kind`.
+#: Maps declared encodings of tensors to `Leaf.kind`.
 _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A declared feature.
+    """A declared feature of steps.
 
     Attributes:
         kind: "numbers", "text", "picture", or the encoding of a tensor: "raw" or "zlib".
@@ -50,13 +50,13 @@ class Leaf:
 
     @property
     def values(self) -> int:
-        """Kind of the value list in a record: `BYTES`, `FLOATS` or `INTEGERS`."""
+        """Kind of the values in a record: `BYTES`, `FLOATS` or `INTEGERS`."""
         if self.kind != "numbers":
             return BYTES
         return FLOATS if self.declared in _FLOATS else INTEGERS
 
     def num_steps(self, data: memoryview, feature: Feature) -> int:
-        """Return the number of steps of a feature.
+        """Return the number of steps of this feature in a record.
 
         Raises:
             ValueError: The last step is incomplete.
@@ -78,7 +78,7 @@ class Leaf:
         shape: tuple[int, ...],
         where: str,
     ) -> Any:
-        """Read steps: a new array `[len(steps), *shape]`, or a list of texts.
+        """Decode steps to a new array `[len(steps), *shape]`, or to a list of texts.
 
         Raises:
             ValueError, CorruptFileError: The feature has fewer steps, or is damaged.
@@ -112,9 +112,9 @@ class Leaf:
         dtype: np.dtype[Any],
         where: str,
     ) -> Array:
-        """Decode a picture, or the bytes of a tensor."""
+        """Decode a value that is a picture or the bytes of a tensor."""
         if self.kind == "picture":
-            if dtype == np.float32:  # A float32 is stored as four 8-bit channels.
+            if dtype == np.float32:  # Encoded as four 8-bit channels.
                 return decode_picture(item, where, (*shape[:2], 4)).view("<f4").reshape(shape)
             picture_shape = shape if dtype == np.uint8 else shape[:2]
             return decode_picture(item, where, picture_shape).reshape(shape)
@@ -130,7 +130,7 @@ class Leaf:
 def declared_leaves(
     node: Any, name: str = "", shape: tuple[int, ...] = (), depth: int = 0
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield (name, feature) for each leaf of a feature tree.
+    """Yield (name, feature) for each leaf of the declared feature tree.
 
     Nested names are joined by "/". A ragged axis has size -1.
 

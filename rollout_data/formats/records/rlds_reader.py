@@ -48,7 +48,7 @@ _STEPS = "steps/"
 _METADATA = "episode_metadata/"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
-#: Flags of steps that are derived from the first and the last step of the episode.
+#: Flags that only mark the first and the last step of an episode, and do not become fields.
 _BOUNDS = ("is_first", "is_last")
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_JSON_BYTES = 1 << 24
@@ -294,7 +294,7 @@ class Reader(FileSource):
         )
 
     def _check_steps(self, data: memoryview, key: str, feature: Feature, length: int) -> None:
-        """Raise `ValueError` if a feature has an undeclared kind, or not `length` steps.
+        """Raise `ValueError` if a feature has an undeclared kind or does not have `length` steps.
 
         Steps of pictures and compressed tensors are counted when the steps are read.
         """
@@ -307,7 +307,7 @@ class Reader(FileSource):
             raise ValueError(f"{key!r} does not have {length} steps of {form}")
 
     def _num_steps(self, data: memoryview, stored: _Stored) -> int:
-        """Return the number of steps, counted in the feature with the cheapest count."""
+        """Return the number of steps, counted in the feature that can be counted fastest."""
         keys = [key for key in self._steps if _STEPS + key in stored]
         if not keys:
             raise ValueError("the episode has no features of steps")
@@ -320,7 +320,7 @@ class Reader(FileSource):
         return self._steps[key].num_steps(data, stored[_STEPS + key])
 
     def _picture_shape(self, data: memoryview, feature: Feature, key: str) -> tuple[int, ...]:
-        """Return the shape of the pictures of a feature. A JPEG feature is marked as lossy."""
+        """Return the shape of the pictures of a feature; mark a JPEG feature as lossy."""
         first = items(data, feature, MAX_STEPS)[0]
         leaf = self._steps[key]
         if picture_format(first) == "JPEG" and key not in self.metadata["lossy"]:
@@ -385,6 +385,6 @@ def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
 
 
 def _plain(data: memoryview, feature: Feature, dtype: str) -> list[Any]:
-    """Read all numbers of a feature as a list of Python values."""
+    """Convert all numbers of a feature to a list of Python values."""
     values: list[Any] = numbers(data, feature, 0, count(data, feature)).astype(dtype).tolist()
     return values

@@ -1,7 +1,7 @@
 """TFRecord files, and the offsets of values in their messages `tf.train.Example`.
 
-A record is u64 length, u32 masked CRC-32C of the length, the bytes, u32 masked CRC-32C of the
-bytes.
+A record consists of a u64 length, the u32 masked CRC-32C of the length, the content, and the u32
+masked CRC-32C of the content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BITS = np.arange(32, dtype=np.uint32)
 
 
 class Feature(NamedTuple):
-    """The value list of a feature in a file.
+    """Location of the values of a feature in a file.
 
     Attributes:
         kind: `BYTES`, `FLOATS` or `INTEGERS`.
@@ -48,14 +48,14 @@ class Feature(NamedTuple):
 
 
 def open_map(path: Path, known: KnownFiles) -> memoryview:
-    """Map a file read-only after comparing the file with its state in `known`."""
+    """Memory-map a file read-only after checking that it has not changed."""
     with known.open(path) as file:
         size = file.seek(0, 2)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
 def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each record, reading only the lengths.
+    """Yield the offsets (start, stop) of each record; read only the lengths.
 
     Raises:
         CorruptFileError: A record is truncated, or its length is damaged. Earlier records have
@@ -96,7 +96,7 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
-    """Return the features of the `Example` in `data[start:stop]`: name -> value list.
+    """Map the names of the features in the `Example` in `data[start:stop]` to their values.
 
     Raises:
         ValueError: The bytes are not an `Example`.
@@ -188,7 +188,7 @@ def _packed(data: memoryview, feature: Feature) -> Array:
 
 
 def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield (bytes, end offsets of the integers) for pieces of packed integers."""
+    """Yield (bytes, end offset of each integer) for parts of packed integers."""
     position = 0
     while position < len(packed):
         piece = packed[position : position + _PIECE_BYTES]
@@ -200,7 +200,7 @@ def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _varints(piece: Array, begin: int, ends: Array) -> Array:
-    """Decode consecutive varints; the first starts at `begin`, and `ends` are the end offsets."""
+    """Decode consecutive varints. The first begins at `begin`; `ends` are the end offsets."""
     starts = np.concatenate([[begin], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > 10:
@@ -254,7 +254,7 @@ def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Array, Array]:
-    """Return the CRC-32C (Castagnoli) tables for one byte, `[256]`, and two bytes, `[65536]`."""
+    """Compute the CRC-32C (Castagnoli) tables for one byte, `[256]`, and two bytes, `[65536]`."""
     of_byte = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         of_byte = (of_byte >> 1) ^ ((of_byte & 1) * np.uint32(0x82F63B78))
@@ -264,7 +264,7 @@ def _tables() -> tuple[Array, Array]:
 
 
 def masked_crc32c(data: memoryview | bytes) -> int:
-    """Compute the masked CRC-32C of bytes: rotated right by 15, plus 0xa282ead8."""
+    """Compute the masked CRC-32C of TFRecord: the CRC rotated right by 15 bits, plus 0xa282ead8."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -305,7 +305,7 @@ def crc32c(data: memoryview | bytes) -> int:
 
 
 def _over_zeros(num_bytes: int) -> Array:
-    """Return the linear map of a CRC over `num_bytes` zero bytes: the image of each of 32 bits."""
+    """Compute the linear map of a CRC over `num_bytes` zero bytes, as the image of each bit."""
     linear: Array = np.uint32(1) << _BITS
     power = _tables()[0][linear & 255] ^ (linear >> 8)
     while num_bytes:
@@ -317,6 +317,6 @@ def _over_zeros(num_bytes: int) -> Array:
 
 
 def _apply(linear: Array, crcs: Array) -> Array:
-    """Apply a linear map to CRCs."""
+    """Apply a linear map from `_over_zeros` to CRCs."""
     mapped: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
     return mapped
