@@ -1,7 +1,7 @@
-"""Globals that a pickle may name, and safe replacements of their calls.
+"""Globals (classes and functions) that a pickle may name, and safe replacements of their calls.
 
-No replacement calls numpy. Each one compares sizes with the bytes of the file and returns a
-description of the array or dtype. `restricted_pickle.py` executes the operations of the pickle.
+No replacement calls numpy. Each replacement compares sizes with the bytes of the file, and returns
+a description of the array or dtype. `restricted_pickle.py` executes the operations of the pickle.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array of a file that was not read yet.
+    """Location of an array in a file. `read` reads the array.
 
     Attributes:
-        dtype: Stored dtype, perhaps with the other byte order.
+        dtype: Stored dtype, possibly big-endian.
         shape: Stored shape. Its bytes lie inside the file.
         offset: First byte in the file.
         order: "C" or "F", the order of the stored values.
@@ -48,7 +48,7 @@ class StoredArray:
     axes: tuple[int, ...] | None = None
 
     def read(self, file: BufferedIOBase, path: Path) -> np.ndarray:
-        """Read the array from its open file, as a new array."""
+        """Read the array from its open file into a new array."""
         data = bytearray(prod(self.shape) * self.dtype.itemsize)
         view = memoryview(data)
         done = 0
@@ -74,7 +74,7 @@ class PickledDtype:
 
 @dataclass(eq=False)
 class PickledArray:
-    """An array of a pickle. `stored` is None until an operation sets its state."""
+    """An array of a pickle. `stored` is None until the operation BUILD sets it."""
 
     stored: StoredArray | None = None
 
@@ -102,12 +102,12 @@ def unsafe_pickle(path: Path, content: str) -> UnsafeFileError:
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a value for errors. Its content may be large or hostile."""
+    """Return the type name of a value for errors, because its content may be large or hostile."""
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
 def set_state(path: Path, state: Any, target: Any) -> None:
-    """Set the state of an array or dtype, as the operation BUILD does."""
+    """Set the state of an array or dtype: the pickle operation BUILD."""
     if isinstance(target, PickledDtype):
         _set_dtype_state(path, target, state)
     elif isinstance(target, PickledArray) and target.stored is None:
@@ -134,7 +134,7 @@ def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
 def _stored(
     path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None
 ) -> StoredArray:
-    """Return the description of an array after its shape is compared with the bytes of the file."""
+    """Return the location of an array after comparing its shape with its number of bytes."""
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")
     if (
@@ -159,7 +159,7 @@ def _stored(
     return StoredArray(dtype.dtype, shape, data.offset, order, axes)
 
 
-# Replacements of the calls that numpy and Python write to pickles, with their arguments.
+# The following functions replace calls that numpy and Python write to pickles.
 
 
 def _new_array(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
@@ -208,7 +208,7 @@ def _sequence(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def pairs(items: list[Any]) -> dict[str, Any]:
-    """Return a dict of (key, value) pairs.
+    """Build a dict from (key, value) pairs of a pickle.
 
     Keys must be texts, since hashing other keys can run code.
     """
@@ -241,10 +241,10 @@ _CALLS: dict[tuple[str, str], Callable[[Path, tuple[Any, ...]], Any]] = {
     ("builtins", "list"): lambda path, arguments: _sequence(arguments),
     ("builtins", "tuple"): lambda path, arguments: tuple(_sequence(arguments)),
 }
-for _core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2
+for _core in ("numpy.core", "numpy._core"):  # Names in numpy 1 and numpy 2.
     _CALLS[f"{_core}.multiarray", "_reconstruct"] = _new_array
     _CALLS[f"{_core}.multiarray", "scalar"] = _scalar
     _CALLS[f"{_core}.numeric", "_frombuffer"] = _array_of_buffer
 
-#: (module, name) -> global that a pickle may name. All others are an error.
+#: Maps (module, name) to each global that a pickle may name. All others are an error.
 GLOBALS = {key: Global(".".join(key), call) for key, call in _CALLS.items()}

@@ -33,9 +33,9 @@ from .pickled_arrays import (
     unsafe_pickle,
 )
 
-#: Most operations of a pickle. A chunk of arrays needs a few hundred.
+#: Maximum number of operations in a pickle. A chunk of arrays needs a few hundred.
 MAX_OPERATIONS = 100_000
-#: Most bytes of a text, and of a line with a number or name.
+#: Maximum bytes of a text, and of a line with a number or name.
 MAX_TEXT_BYTES, MAX_LINE_BYTES = 1 << 16, 1 << 10
 MAX_PROTOCOL = 5
 _NAME = re.compile(r"[A-Za-z_][\w.<>]*", re.ASCII)
@@ -44,20 +44,20 @@ _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, Attribute
 
 
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
-    """Return the content of a pickled dict.
+    """Return the content of a pickled dict, with arrays as descriptions.
 
-    Arrays are returned as `StoredArray`. An array that is alone in a tuple or list is returned in a
-    tuple.
+    Arrays are returned as `StoredArray`. A tuple or list that contains only one array is returned
+    as a tuple.
 
     Args:
         file: A seekable file, open for reading.
         path: Path of the file, for errors.
 
     Raises:
-        UnsafeFileError: The pickle names a global that is not in the table, or calls more than
-            arrays need.
+        UnsafeFileError: The pickle names a global that is not in the table, or makes calls that
+            arrays do not need.
         CorruptFileError: The pickle is truncated or damaged, or contradicts itself.
-        ForeignFileError: The pickle is no dict, or has a newer protocol.
+        ForeignFileError: The pickle is not a dict, or has a newer protocol.
     """
     try:
         content = _Machine(file, path).run()
@@ -115,7 +115,7 @@ class _Machine:
             elif operation.arg is not None:
                 argument = operation.arg.reader(reader)
             if name in _PUSHED:
-                # The call may replace the stack, so `self.stack` is looked up after it.
+                # The handler may replace the stack, so `self.stack` is looked up after the call.
                 pushed = _PUSHED[name](self, argument)
                 self.stack.append(pushed)
             elif name in _CHANGES:
@@ -158,7 +158,7 @@ class _Machine:
         return line
 
     def check(self, count: int) -> None:
-        """Raise `CorruptFileError` if fewer than `count` bytes follow."""
+        """Raise `CorruptFileError` if fewer than `count` bytes follow in the file."""
         left = self.file_bytes - self.position
         if not 0 <= count <= left:
             problem = f"an array has {left} of {count} bytes"
@@ -181,7 +181,7 @@ class _Machine:
         return items
 
     def find(self, named: str) -> Global:
-        """Return a global of the table. `named` is its module, a space and its name."""
+        """Return an allowed global. `named` consists of its module, a space and its name."""
         module, _, name = named.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):
@@ -239,7 +239,7 @@ def _reduce(m: _Machine, _: None) -> Any:
 
 _Handler = Callable[[_Machine, Any], Any]
 _OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}
-#: Operation that pushes bytes -> size of their length, which follows the operation.
+#: Maps operations that push bytes to the size of the length field that follows the operation.
 _BYTES = {
     "SHORT_BINSTRING": 1,
     "BINSTRING": 4,
@@ -251,7 +251,7 @@ _BYTES = {
 #: Operations that push a number or text.
 _VALUES = """INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
     STRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"""
-#: Operation -> function that returns the pushed value for the argument of the operation.
+#: Maps operations that push a value to functions that compute the value from the argument.
 _PUSHED: dict[str, _Handler] = {
     "NONE": lambda m, _: None,
     "NEWTRUE": lambda m, _: True,
@@ -271,7 +271,7 @@ _PUSHED: dict[str, _Handler] = {
     **dict.fromkeys([*_BYTES, *_VALUES.split()], lambda m, value: value),
     **dict.fromkeys(["GET", "BINGET", "LONG_BINGET"], lambda m, key: m.memo[key]),
 }
-#: Operation -> function that changes the machine otherwise.
+#: Maps other operations to functions that change the machine.
 _CHANGES: dict[str, _Handler] = {
     "PROTO": _protocol,
     "FRAME": lambda m, num_bytes: m.check(num_bytes),

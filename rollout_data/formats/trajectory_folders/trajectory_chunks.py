@@ -32,12 +32,12 @@ REWARDS = "rewards"
 DONES = "dones"
 TIMEOUTS = ("timeouts", "timeout")
 _UNREAD = {"values"}
-#: Most rows of a chunk. Its `dones` are read into memory when a dataset is opened.
+#: Maximum rows of a chunk. The `dones` of chunks are read into memory when a dataset is opened.
 MAX_FRAMES = 1 << 26
 
 
 class StoredField(NamedTuple):
-    """An array of a chunk: its key, the shape of a row, and the name of its dtype."""
+    """Form of an array in a chunk: key, shape of a row, and name of the dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class OpenChunk(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        """Arrays that are fields. Components have one flat axis."""
+        """Keys, row shapes and dtypes of the arrays that become fields. Components are flat."""
         shapes = {
             key: array.shape[1:]
             for key, array in self.arrays.items()
@@ -115,7 +115,7 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
 
 
 def scan_chunk(file: ChunkFile) -> Chunk:
-    """Read the description of a chunk, a few kilobytes of the file."""
+    """Read the description of a chunk. This reads only a few kilobytes of the file."""
     with open_chunk(file.path) as chunk:
         is_done = _flags(chunk, DONES)
         timeout_keys = [key for key in TIMEOUTS if key in chunk.arrays]
@@ -133,9 +133,9 @@ def _is_component(key: str) -> bool:
 
 
 def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[str]]:
-    """Return the arrays of this layout, and repairs. The order is the same for all chunks.
+    """Return the known arrays of a chunk in a fixed order, and descriptions of repairs.
 
-    Optional arrays with empty rows are left out, since they were not recorded.
+    Optional arrays with empty rows are left out, because they were not recorded.
     """
     repairs: list[str] = []
     observations = (
@@ -159,7 +159,7 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     arrays = {}
     for key in wanted:
         value = content.get(key)
-        if type(value) is tuple:  # The older writer has a stray comma after the array.
+        if type(value) is tuple:  # A stray comma in the older writer.
             repairs.append(f"{key!r} is a tuple, and the array in the tuple is read")
             value = value[0] if len(value) == 1 else value
         if not isinstance(value, StoredArray):
@@ -208,7 +208,7 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
 
 
 def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
-    """Return the chunks that form one run of frames from 0 on, and errors for the other chunks.
+    """Return the chunks that cover the frames from 0 on without gaps, and errors for the others.
 
     If several chunks have the same START, the newest is kept. A resumed collector writes the same
     frames again. The length of the arrays is used instead of END in the file name.
@@ -264,9 +264,9 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
 def cut_trajectories(
     folder: Path, chunks: Sequence[Chunk]
 ) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
-    """Cut the joined chunks of a folder at every recorded end.
+    """Divide the joined chunks of a folder into trajectories at every recorded end.
 
-    A last trajectory without an end is open: the recording stopped before it ended.
+    If the last trajectory has no end, it is open: the recording stopped before it ended.
 
     Returns:
         Fragments of `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.

@@ -61,15 +61,15 @@ _FIELD_OF_KEY = {
 }
 _COMPONENT = "observation/"
 
-#: Number of chunks that are scanned without threads first, and number of threads for the rest.
+#: Number of chunks that are first scanned without threads, and number of threads for the rest.
 #: Scanning a pickle holds the interpreter's lock. Threads cost 30 % if the files are in the page
 #: cache, and help only if the disk is slow. The first chunks are timed to decide.
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
 #: Age in ns up to which a truncated last chunk is not reported. The older writer writes chunks in
 #: place, so a recently changed chunk may still grow.
 _WRITING_NS = 10 * 10**9
-#: A joined folder: its sort key, its chunks, and the fragments and chunk positions of
-#: `cut_trajectories`.
+#: A trajectory folder with joined chunks: sort key, chunks, and the fragments and chunk positions
+#: from `cut_trajectories`.
 _Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
 _CUT = "This chunk and the later chunks of its trajectory are left out."
 
@@ -90,9 +90,9 @@ class FolderScan:
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
         problems: Errors of repaired, skipped and unreadable files. Each names the file and the
             action.
-        absent: Folder -> fields and flags that a conversion filled because its source lacks them;
-            see `ABSENT`.
-        known: Readable chunks by file, for the next scan.
+        absent: Maps folders to fields and flags that a conversion filled because its source lacks
+            them; see `ABSENT`.
+        known: Readable chunks by file. The next scan does not open these files again.
         files: States of the readable chunks. Every read compares them with the files.
         signature: Arrays of the used chunks; () without chunks.
     """
@@ -152,7 +152,7 @@ def scan_trajectory_folder(
                 is_new_end = file == folder.files[-1] and file.path not in known_paths
                 is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
                 is_cut = isinstance(found.__cause__, TruncatedPickleError)
-                # A chunk that may still be written is read or reported by the next scan.
+                # The writer may still be writing this chunk. The next scan reads or reports it.
                 problems += [] if is_new_end and is_cut and is_recent else [found]
             elif found.signature != signature:
                 expected, got = _difference(signature, found.signature)
@@ -189,12 +189,12 @@ def scan_trajectory_folder(
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
-    """Return, per folder, the fields and flags that the source lacked and a conversion filled in.
+    """Map folders to the fields and flags that a conversion filled because its source lacks them.
 
     The result is empty if the folders have several parents, since folder names are ambiguous then.
 
     Args:
-        noted: Name of a folder -> names of fields and flags that its source lacks.
+        noted: Maps folder names to names of fields and flags that the source lacks.
         folders: All trajectory folders.
     """
     if not isinstance(noted, dict) or len({folder.path.parent for folder in folders}) != 1:
@@ -210,12 +210,13 @@ def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, li
 def _fields(
     chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
 ) -> tuple[Signature, Schema, list[DataFileError]]:
-    """Return the arrays to read, their fields, and contradictions of the metadata.
+    """Return the arrays to read, their fields, and errors about contradicting metadata.
 
     Arrays and fields of the previous scan are kept if it had any.
     """
     if previous is None or not previous.signature:
-        # The signature with the most frames is used, so that one odd chunk cannot exclude the rest.
+        # The signature with the most frames is used, so that one unusual chunk cannot exclude the
+        # rest.
         frames = Counter[Signature]()
         for chunk in chunks:
             frames[chunk.signature] += chunk.num_frames
@@ -248,7 +249,7 @@ def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
 def _build_schema(
     signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
 ) -> tuple[Schema, list[DataFileError]]:
-    """Return the fields as users see them, and contradictions between metadata and chunks.
+    """Build the fields as users see them, and errors about contradictions with the metadata.
 
     If they contradict each other, the chunks are used.
 
@@ -355,7 +356,7 @@ def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
 
 
 def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
-    """Return chunk paths, fragments and chunk positions of all folders in order.
+    """Join the chunk paths, fragments and chunk positions of all folders, sorted by their keys.
 
     Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
     """
@@ -427,7 +428,7 @@ def read_chunk_rows(
 
 
 def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
-    """Return the number of each trajectory within its folder, from 0 on: int64 `[n]`."""
+    """Return the number of each trajectory within its folder, counted from 0: int64 `[n]`."""
     _, folder_number = np.unique(folder, return_inverse=True)
     pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
     return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(

@@ -30,7 +30,8 @@ from ..import_errors import copied_actions
 from .trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from .trajectory_listing import ChunkFile, is_trajectory_folder
 
-#: Keys in metadata.json of DAgger datasets, whose actions are a teacher's labels.
+#: Keys in metadata.json that only DAgger datasets have. The actions of such a dataset are labels of
+#: a teacher, not executed actions.
 _DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
 
 
@@ -48,7 +49,7 @@ class TrajectoryFolderScanner(Scanner):
         self._source = source
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        #: Scan of each folder by an open recording; None if the folder has to be scanned.
+        #: Scan of each folder that an open recording has already made; None for other folders.
         self._opened = [
             None if one.opened is None else one.opened.listing[1][0] for one in source.origins
         ]
@@ -72,7 +73,7 @@ class TrajectoryFolderScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # Beside blocks, a trajectory folder without files does not make this format likely.
+        # In a folder with blocks, a trajectory folder without chunks does not count.
         return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
@@ -139,7 +140,7 @@ class TrajectoryFolderScanner(Scanner):
             found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
             return found
 
-        with suppress(DataFileError, OSError):  # Reading the episode raises the error again.
+        with suppress(DataFileError, OSError):  # Reading raises this error later.
             for problem in copied_actions(layout.schema, int(one["length"]), read):
                 path = str(scan.chunk_paths[chunk])
                 self._source.advise(DataFileError(f"{path!r}: {problem}"))
@@ -201,10 +202,10 @@ class TrajectoryFolderScanner(Scanner):
 
 
 class ChunkRows(UnmappedRows):
-    """Rows of the chunks of trajectory folders.
+    """Source of the rows in the chunks of trajectory folders.
 
     Args:
-        chunks: Key of a block -> the scan with its chunk, and the position in `scan.chunk_paths`.
+        chunks: Maps block keys to the scan with the chunk, and the position in `scan.chunk_paths`.
     """
 
     def __init__(

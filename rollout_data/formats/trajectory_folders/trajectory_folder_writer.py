@@ -38,7 +38,7 @@ _KEYS = {
     "privileged_observation": "privileged_observations",
     "action": "actions",
 }
-#: Only codec of this layout: uint8 multiples of 1/255.
+#: Only codec of this layout: values that are multiples of 1/255, stored as uint8.
 _COUNTS = "normalized_image"
 #: Seconds between the modification times of consecutive folders.
 _STEP_S = 1
@@ -114,13 +114,14 @@ class Writer(ForeignWriter):
         return self._folders[episode.id] / f"traj_{0:06d}_{episode.length:06d}.pickle"
 
     def _name(self, episode: EpisodeToWrite) -> str:
-        """Return the name of the file of an episode in the target."""
+        """Return the path of an episode's file, relative to the target."""
         return self._file(episode).relative_to(self.path).as_posix()
 
     def _chosen_fields(self) -> SharedFields:
-        """Choose the fields of every chunk.
+        """Choose the fields that every chunk contains.
 
-        A coded component that an episode lacks is left out, since its bytes cannot hold NaN.
+        A component that is stored as uint8 is left out if an episode lacks it, because uint8 has no
+        NaN.
         """
         shared = shared_fields(self.episodes)
         coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
@@ -165,7 +166,7 @@ class Writer(ForeignWriter):
                 self.reshaped(name, (field.num_elements,), episode)
             if head == "observation" and rest:
                 if _COUNTS in field.codec and field.dtype != "uint8":
-                    # Recovers the stored bytes exactly.
+                    # Values are multiples of 1/255, so the stored bytes are recovered exactly.
                     flat = np.rint(flat * 255).astype(np.uint8)
                 chunk[f"obs_{_component(rest)}"] = self._narrowed(
                     flat, name, episode, keeps_bytes=True
@@ -196,7 +197,7 @@ class Writer(ForeignWriter):
         return chunk
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields and flags that an episode lacks."""
+        """Return the names of the fields and flags that an episode lacks."""
         return [
             *self._fields.absent(episode, _read_name),
             *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ()),
@@ -205,7 +206,7 @@ class Writer(ForeignWriter):
     def _narrowed(
         self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False
     ) -> Array:
-        """Convert values to a dtype of the original reader: float32; uint8 with `keeps_bytes`."""
+        """Convert values to float32, which the original reader needs. `keeps_bytes` keeps uint8."""
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
         self.changed(f"{values.dtype} is written as float32", episode)
@@ -255,7 +256,7 @@ class Writer(ForeignWriter):
                 os.utime(file, (time_s, time_s))
         with replace_file(self.path / "metadata.json") as temporary:
             temporary.write_text(json.dumps(about, indent=1), "utf-8")
-            # The files are noted again, since their modification times have changed.
+            # The files are recorded again, because their modification times have changed.
             files = {self._name(one): self._file(one) for one in episodes}
             self.note_files({**files, "metadata.json": temporary})
         self.note_finish()
@@ -266,7 +267,7 @@ def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -
 
 
 def _is_written(name: str) -> bool:
-    """Return whether a chunk can hold a field of this name."""
+    """Return whether a chunk can contain a field named `name`."""
     return name in _KEYS or name == "reward" or name.startswith("observation/")
 
 
@@ -277,5 +278,5 @@ def _read_name(name: str) -> str:
 
 
 def _component(name: str) -> str:
-    """Return the name of a component. The layout has no nested names, so "/" becomes "_"."""
+    """Return the component name in a chunk, which has no nested names: "/" becomes "_"."""
     return name.replace("/", "_")

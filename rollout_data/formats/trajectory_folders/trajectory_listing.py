@@ -1,7 +1,7 @@
 """Listing of a data folder of the older layout: trajectory folders, chunk files and metadata.
 
-No chunk is opened here. Links that lead out of the data folder are an error. Links to folders are
-not followed, so no file is read twice.
+Chunks are not opened here. Links that lead out of the data folder are an error. Links to folders
+are not followed, so no file is read twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RETRY_S = 0.02
 
 @dataclass(frozen=True, order=True)
 class ChunkFile:
-    """A chunk file: the frames `start:stop` in its name, and its size, time and inode."""
+    """A chunk file: the frames `start:stop` from its name, and its size, time and inode."""
 
     start: int
     stop: int
@@ -193,8 +193,8 @@ def read_metadata(
 ) -> tuple[dict[str, Any], list[DataFileError]]:
     """Read metadata.json of the data folder, or of the parents of its trajectory folders.
 
-    The first readable file is used, with its order and unknown keys. Without one, the result is {}.
-    A file that stays half-written is reported and ignored.
+    The first readable file is used, with its order and unknown keys. The result is {} if no file is
+    readable. A file that stays incomplete is reported and ignored.
     """
     root = os.path.realpath(data_dir)
     parents = dict.fromkeys(
