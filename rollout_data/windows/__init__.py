@@ -1,1 +1,1 @@
-"""Fixed-length windows by index."""
+"""Datasets of fixed-length windows of trajectories: each window has a number."""

@@ -19,22 +19,23 @@ from .window_reader import WindowPlan
 
 
 class ChunkedOrder:
-    """The order of the windows of an epoch, by chunks of consecutive frames of the files.
+    """Order in which an epoch reads windows from remote files, chunk by chunk.
 
-    Chunks are assigned to groups of `num_chunks` in random order, and the windows of a group are
-    shuffled. A window belongs to the chunk with its anchor.
+    A chunk is a run of consecutive frames in the files. The chunks are shuffled and divided into
+    groups of `num_chunks`. Then the windows within each group are shuffled. A window belongs to the
+    chunk that contains its anchor frame.
 
     Args:
-        windows: Which there are.
-        place: int64 `[K]`, the trajectories of `windows` in the order of their files.
+        windows: Index of the windows to order.
+        place: int64 `[K]`, indices into `windows.trajectories`, in the order of the files.
         num_frames: Frames per chunk.
         num_chunks: Chunks per group.
         epoch: Epoch that shuffles the chunks and windows; None keeps the windows in the order of
             their numbers.
 
     Attributes:
-        bounds: int64 `[G + 1]`, position of the first window of each group, then the number of
-            windows.
+        bounds: int64 `[G + 1]`, position of the first window of each of the G groups, then the
+            total number of windows.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ChunkedOrder:
         counts = np.diff(windows.first_window)[place]
         place = place[counts > 0]
         counts = counts[counts > 0]
-        # Frames are counted over all trajectories, in the order of the files.
+        # Chunks may span trajectories, so frames are counted over all files, in file order.
         stop = np.cumsum(windows.lengths[place])
         anchor = stop - windows.lengths[place] + windows.first_anchor
         first = anchor // num_frames
@@ -62,14 +63,15 @@ class ChunkedOrder:
         low = np.maximum(low, 0)
         high = np.minimum(high, counts[part])
         part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
-        _, chunk = np.unique(chunk, return_inverse=True)  # Skips chunks without an anchor.
+        _, chunk = np.unique(chunk, return_inverse=True)  # Removes chunks without an anchor.
         num_all = int(chunk[-1]) + 1 if len(chunk) else 0
         rank = np.empty(num_all, np.int64)
         rank[self._shuffled(num_all, 0)] = np.arange(num_all)
         order = np.argsort(rank[chunk], kind="stable")
         group = rank[chunk][order] // num_chunks
-        #: Parts of trajectories in the order of groups, int64 `[P]`: the trajectory as an index of
-        #: `place`, and its windows `_low:_high`.
+        #: One entry per part of a trajectory in a chunk, int64 `[P]`, in the order of the groups.
+        #: `_place` is the trajectory, an index into `windows.trajectories`. `_low:_high` are the
+        #: windows in the part, counted from the first window of the trajectory.
         self._place = place[part][order]
         self._low = low[order]
         self._high = high[order]
@@ -78,7 +80,7 @@ class ChunkedOrder:
         self.bounds: Int64s = np.append(0, np.cumsum(self._high - self._low))[self._parts]
 
     def windows(self) -> Int64s:
-        """Return all windows in order, int64."""
+        """Return the numbers of all windows in the order of the epoch, int64."""
         numbers = counted_from(self._first_window + self._low, self._high - self._low)
         for group, (start, stop) in enumerate(
             zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True), 1
@@ -87,10 +89,10 @@ class ChunkedOrder:
         return numbers
 
     def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Return the windows of a group as parts of trajectories, int64 `[P]` each.
+        """Return the windows of a group of chunks as ranges, one per trajectory part: int64 `[P]`.
 
         Returns:
-            Position of the trajectory, and its first window and stop window in this part.
+            Index into `windows.trajectories`, first window and stop window of each range.
         """
         part = slice(int(self._parts[group]), int(self._parts[group + 1]))
         return self._place[part], self._low[part], self._high[part]
@@ -103,12 +105,12 @@ class ChunkedOrder:
 
 
 class Route:
-    """Prefetcher of the rows of an epoch's windows, one group ahead of the reader.
+    """Prefetcher that fetches the rows of windows one group of chunks ahead of the reader.
 
     Args:
         source: Remote blocks with the rows.
-        plan: Columns and shapes of the windows.
-        windows: Which there are.
+        plan: Columns of the windows, and the frames to read from each column.
+        windows: Index of the windows.
         order: Order of the windows in the epoch.
     """
 
@@ -122,9 +124,9 @@ class Route:
         self._stocks: dict[int, list[Stock]] = {}
 
     def advance(self, start: int, stop: int) -> None:
-        """Prefetch the rows of the windows at positions `start:stop`, which are read next.
+        """Prefetch the rows for the next read, at positions `start:stop` of the epoch.
 
-        Rows of earlier groups are released.
+        Rows of earlier groups are released. The rows of the following group are prefetched too.
         """
         bounds = self._order.bounds
         stop = min(stop, int(bounds[-1]))
@@ -132,7 +134,7 @@ class Route:
         for group in [one for one in self._stocks if one < low]:
             for stock in self._stocks.pop(group):
                 stock.drop()
-        # If a batch needs two groups, the third is fetched later: at most two are in memory.
+        # Limits memory to two groups, unless a single batch needs more.
         for group in range(low, min(max(low + 2, high + 1), len(bounds) - 1)):
             if group not in self._stocks:
                 self._stocks[group] = self._ask(group)
@@ -147,7 +149,7 @@ class Route:
         stocks = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
-            if stride > last - first + 1:  # Frames between windows are skipped.
+            if stride > last - first + 1:  # Windows have gaps between them, which are not fetched.
                 which = np.repeat(np.arange(len(low)), high - low)
                 begin = first_anchor + counted_from(low, high - low) * stride
                 end = begin

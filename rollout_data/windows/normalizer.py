@@ -18,11 +18,12 @@ from storage.errors import MissingFieldError, UsageError, nearest
 from ..sources.recordings.field_statistics import FieldStatistics
 
 NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
-#: Smallest ratio of scale to offset; below it, a feature counts as constant. The limit is the
-#: resolution of float32.
+#: Minimum ratio of scale to offset. A feature with a smaller ratio counts as constant, because its
+#: variation is close to the resolution of float32.
 _LEAST_PART = 1e-6
-#: Smallest ratio of the distance of two quantiles to the larger one; below it, a feature counts as
-#: constant. Otherwise a value outside the quantiles could become larger than 1000.
+#: Minimum difference of two quantiles, relative to the larger absolute value of the two. A feature
+#: with a smaller ratio counts as constant. Otherwise a value outside the quantiles could become
+#: larger than 1000.
 _LEAST_QUANTILE_PART = 1 / 500
 _OFFSET = "offset:"
 _SCALE = "scale:"
@@ -125,7 +126,7 @@ class Normalizer(torch.nn.Module):
         return self._applied(values, name, lambda x, offset, scale: x * scale + offset)
 
     def forward(self, values: Any, name: str | None = None) -> Any:
-        """Normalize; see `normalize`."""
+        """Return `normalize(values, name)`, so that the module can be called."""
         return self.normalize(values, name)
 
     def extra_repr(self) -> str:
@@ -149,7 +150,7 @@ class Normalizer(torch.nn.Module):
         return _moved(values, name, *found, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
-        if hasattr(values, "_asdict"):  # the fields in "extras" have no prefix in statistics
+        if hasattr(values, "_asdict"):  # Statistics name fields in "extras" without a prefix.
             named = values._asdict()
             extras = named.pop("extras", None)
             moved = self._of_batch(named, prefix, function)
@@ -167,7 +168,7 @@ class Normalizer(torch.nn.Module):
         return out
 
     def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return offset and scale of a field or of joined components; also for a next field."""
+        """Return offset and scale of a field, a next observation or joined components, or None."""
         names = self.fields
         for own in (name, name.removeprefix(_NEXT)):
             parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]
@@ -184,7 +185,7 @@ class Normalizer(torch.nn.Module):
 
 
 def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
-    """Check `min_range`; return the smallest distance of quantiles by field."""
+    """Check `min_range` and map each field to its minimum distance of quantiles."""
     if given is None:
         return {}
     found: dict[str, float] = {}
@@ -240,9 +241,9 @@ def _offset_and_scale(
 
 
 def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
-    """Shift and scale values. Integers are computed in the dtype of the statistics."""
+    """Apply `function(values, offset, scale)`. Integers are converted to the dtype of `offset`."""
     sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
-    may_repeat = offset.dim() > 1  # statistics per image channel, or over all elements
+    may_repeat = offset.dim() > 1  # An axis of 1 covers all pixels or elements.
     if offset.dim() > values.dim() or any(
         mine != size and not (may_repeat and mine == 1) for mine, size in sizes
     ):

@@ -13,7 +13,7 @@ OnError = Literal["raise", "skip"]
 
 
 class WindowLosses:
-    """The skipped windows of a dataset, over all its worker processes.
+    """Windows of a dataset that were skipped by this process or its worker processes.
 
     Attributes:
         known: Names of windows that this process skipped.
@@ -25,7 +25,7 @@ class WindowLosses:
         self._num_heard = 0
 
     def add(self, name: Sequence[Any], problem: DataFileError) -> None:
-        """Record that the window with this name cannot be read."""
+        """Record a skipped window with its error, and share the record with other processes."""
         key = repr(list(name))
         self.known.add(key)
         self._board.write(key, str(problem), is_final=True)
@@ -37,7 +37,7 @@ class WindowLosses:
         return len(self._board.names())
 
     def new_problems(self) -> list[DataFileError]:
-        """Return the problems recorded since the last call."""
+        """Return the errors that any process recorded since the last call, without duplicates."""
         names = self._board.names()[self._num_heard :]
         self._num_heard += len(names)
         texts = dict.fromkeys(str(self._board.read(name)) for name in names)

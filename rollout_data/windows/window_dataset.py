@@ -1,7 +1,7 @@
 """`WindowDataset`: numbered windows of trajectories, for sequence models and action chunks.
 
-A batch is computed as integer frame numbers first; one gather per kind of row then copies the
-frames. `window_index.py` lists the windows; `window_reader.py` plans and reads their fields.
+A batch is first computed as integer frame numbers. Then one gather per kind of row copies the
+frames. `window_index.py` numbers the windows; `window_reader.py` plans and reads their fields.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from .worker_batches import WindowBatches
 
 
 class WindowDataset(WindowBatches):
-    """Numbered windows of trajectories; a map-style dataset that reads whole batches at once.
+    """Map-style dataset of numbered windows of trajectories, which reads a batch in one call.
 
     A window belongs to a frame `t` of a trajectory, its anchor. It contains the frames `t + delta`
     of each field. Read it with a `DataLoader` with `collate_fn=dataset.collate`, or with
@@ -115,9 +115,9 @@ class WindowDataset(WindowBatches):
     Attributes:
         problems: Exceptions for data that were unreadable, repaired or left out.
         advice: Remarks on suspicious data that are read unchanged, such as copied actions.
-        num_lost_windows: Number of skipped windows, each counted once over all worker processes.
-        opened_as: Description of the snapshot, for `at`: a short list of plain data. The fourth
-            entry is the number of windows when the dataset was first opened.
+        num_lost_windows: Number of different windows skipped by any worker process.
+        opened_as: Short list of plain data that identifies the snapshot; an argument of `at`. The
+            fourth entry is the number of windows when the dataset was first opened.
 
     Raises:
         UsageError: An argument is invalid, or nothing was recorded.
@@ -156,7 +156,7 @@ class WindowDataset(WindowBatches):
         on_error: OnError = "raise",
     ) -> None:
         self.on_error = choice("on_error", on_error, get_args(OnError))
-        self.losses, self._intact = WindowLosses(), 0  # number of the last window that was readable
+        self.losses, self._intact = WindowLosses(), 0  # number of a readable window
         self.data_dir = data_dir
         self._origins = present_origins_of(data_dir)
         self.padding = choice("padding", padding, get_args(Padding))
@@ -181,7 +181,7 @@ class WindowDataset(WindowBatches):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
 
     def _open(self) -> None:
-        """Open the folders. A pickled copy opens the snapshot of the original."""
+        """Open the folders; an unpickled copy opens the same snapshot as its original."""
         super()._open()
         self._source = LiveSource(
             self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote
@@ -260,7 +260,7 @@ class WindowDataset(WindowBatches):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state; a spawned worker also gets the shared memory with the index."""
+        """Return the state to pickle; for a spawned worker with the shared memory of the index."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return {
             **super().__getstate__(),
@@ -286,7 +286,7 @@ class WindowDataset(WindowBatches):
         )
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
-        """Return the dataset with the snapshot that `opened_as` describes.
+        """Return a dataset that reads the snapshot described by `opened_as`.
 
         Raises:
             DataFileError: Trajectories of the snapshot were deleted and `may_lack` is False.
@@ -295,7 +295,7 @@ class WindowDataset(WindowBatches):
         """
         if self.opened_as == opened_as:
             return self
-        may_lack &= not self._source.is_remote  # a missing trajectory would move the chunks
+        may_lack &= not self._source.is_remote  # A missing trajectory would shift all chunk bounds.
         earlier: WindowDataset = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
         return earlier
@@ -305,22 +305,20 @@ class WindowDataset(WindowBatches):
         """Whether the files are read over a network."""
         return self._source.is_remote
 
-    # Description
-
     def __len__(self) -> int:
         """Return the number of windows."""
         return len(self._windows)
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """Exceptions for data that were unreadable, repaired or left out, oldest first."""
+        """Errors about data that were unreadable, repaired or left out, oldest first."""
         for problem in self.losses.new_problems():
             self._source.report(problem)
         return self._source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
-        """Remarks on suspicious data that are read unchanged, such as copied actions.
+        """Remarks about suspicious data that are read unchanged, such as copied actions.
 
         See `Recording.advice`.
         """
@@ -328,7 +326,7 @@ class WindowDataset(WindowBatches):
 
     @property
     def num_lost_windows(self) -> int:
-        """Number of windows skipped because of damaged or deleted data, each counted once."""
+        """Number of different windows that were skipped because of damaged or deleted data."""
         return len(self.losses)
 
     @property
@@ -338,12 +336,12 @@ class WindowDataset(WindowBatches):
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and quaternion orders in the metadata, as (name, value)."""
+        """Pairs (name, value) from the metadata, for control modes and quaternion orders."""
         return self._source.conventions
 
     @property
     def texts(self) -> dict[int, str]:
-        """Text by number, for text fields and `task`. Each access reads all files."""
+        """Texts by number, as stored in text fields and `task`. Each access reads all files."""
         return self._notes.texts(self._snapshot)
 
     @property
@@ -353,7 +351,7 @@ class WindowDataset(WindowBatches):
 
     @property
     def lengths(self) -> Int64s:
-        """Frames per trajectory of this split, int64 `[M]`."""
+        """Number of frames of each trajectory of this split, int64 `[M]`."""
         return self._windows.lengths
 
     @property
@@ -363,7 +361,7 @@ class WindowDataset(WindowBatches):
 
     @property
     def form(self) -> tuple[str, ...]:
-        """Text descriptions of the fields. Batches of datasets with equal forms can be joined."""
+        """Description of each field as text. Datasets with equal forms have compatible batches."""
         schema = self._snapshot.layouts[DATA].schema
         words = [
             f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"
@@ -385,18 +383,16 @@ class WindowDataset(WindowBatches):
         place, anchor = self._windows.find(checked_windows(windows, len(self)))
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
-    # Windows
-
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Return all windows in a shuffled order and their sort keys.
+        """Return all window numbers in shuffled order, and the sort key of each.
 
-        The order depends only on the epoch and the names of the windows. Files over a network use
-        the order of `ChunkedOrder`.
+        The order depends only on the epoch and the names of the windows. Files over a network are
+        ordered by `ChunkedOrder`. `until` is not used.
         """
         if self._source.is_remote:
             return self._chunked(epoch).windows(), np.arange(len(self))
         keys = self._windows.random_keys(epoch) ^ np.uint64(1 << 63)
-        # The xor keeps the order for signed integers: torch sorts them in a third of numpy's time.
+        # With the top bit flipped, int64 sorts like uint64. torch takes 1/3 of numpy's time.
         ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
         return windows.numpy(), ordered.numpy()
 
@@ -406,9 +402,9 @@ class WindowDataset(WindowBatches):
         return Route(self._snapshot, self.plan, self._windows, self._chunked(epoch)).advance
 
     def _chunks(self) -> list[int]:
-        """Return [frames per chunk, chunks per group] for files over a network; else [].
+        """Return [frames per chunk, chunks per group] for remote files, [] for local files.
 
-        Frames per chunk do not include the rows after the end of the chunk that its windows read.
+        A window may reach beyond its chunk, so a chunk has fewer frames than fit `chunk_bytes`.
         """
         if not self._source.is_remote:
             return []
@@ -429,18 +425,18 @@ class WindowDataset(WindowBatches):
         return ChunkedOrder(self._windows, place, num_frames, num_chunks, epoch)
 
     def random_keys(self, epoch: Epoch) -> np.ndarray:
-        """Return a random number for each window, uint64; see `WindowIndex`."""
+        """Return a random sort key for each window, uint64."""
         return self._windows.random_keys(epoch)
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window; see `WindowIndex`.
+        """Return the name of a window: end time, writer, trajectory number, number in trajectory.
 
-        The name keeps its place in the order of windows after the window is deleted.
+        Names are ordered. A name keeps its position in the order after its window is deleted.
         """
         return self._windows.name(window)
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Return the number of windows up to the window of this name."""
+        """Return the number of windows whose name is at most `name`."""
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
@@ -471,7 +467,7 @@ class WindowDataset(WindowBatches):
             if problem is None:
                 self._intact = window
                 return
-            # The block was deleted: its other windows are lost too.
+            # A deleted block makes all its windows unreadable, so skip trying each of them.
             if isinstance(problem, LostBlockError) and not isinstance(
                 problem.__cause__, DataFileError
             ):
@@ -483,7 +479,7 @@ class WindowDataset(WindowBatches):
         ) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:
-        """Return the error of an unreadable window, and record it; None if it is readable."""
+        """Record and return the error of an unreadable window; return None if it is readable."""
         problem = self._damage_of(window)
         if problem is not None and (name := self.name(window)) not in self.losses:
             self.losses.add(name, problem)
@@ -491,7 +487,7 @@ class WindowDataset(WindowBatches):
         return problem
 
     def _failure_of(self, window: int) -> DataFileError | None:
-        """Return the error that reading a window raises; None if it is readable."""
+        """Return the error raised by reading a window; None if it is readable."""
         place, anchor = self._windows.find(np.array([window]))
         try:
             self._reader.read(place, anchor, self._pool.empty)
@@ -502,7 +498,7 @@ class WindowDataset(WindowBatches):
         return None
 
     def _damage_of(self, window: int) -> DataFileError | None:
-        """Return the error of an unreadable window with file, episode and frame; else None."""
+        """Return an error with the file, episode and frame of a damaged window; None if intact."""
         problem = self._failure_of(window)
         if problem is None:
             return None
@@ -524,12 +520,12 @@ class WindowDataset(WindowBatches):
         use_cache: bool = True,
         progress: bool = True,
     ) -> dict[str, FieldStatistics]:
-        """Compute statistics of each recorded field for normalization; each frame counts once.
+        """Compute statistics of each recorded field, such as mean and range, for normalization.
 
-        The statistics cover the frames of this split. They are computed in one pass, in bounded
-        memory, and cached in a file beside the data. For trajectory folders and URLs, the cache is
-        in the user's cache folder. The cache is rewritten when the data change. If it cannot be
-        written, the next call computes the statistics again.
+        The statistics cover each frame of this split once. They are computed in one pass, in
+        bounded memory, and cached in a file in the data folder. For trajectory folders and URLs,
+        the cache is in the user's cache folder. The cache is rewritten when the data change. If the
+        cache cannot be written, the next call computes the statistics again.
         """
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
@@ -544,12 +540,12 @@ class WindowDataset(WindowBatches):
 
     @property
     def frames(self) -> Frames:
-        """The snapshot, and the trajectories in it that statistics use."""
+        """Snapshot of the data, and the trajectories of this split, for statistics."""
         return self._snapshot, self.trajectories
 
     @property
     def field_names(self) -> list[str]:
-        """Names of the recorded fields of a batch."""
+        """Names of the recorded fields in a batch, without flags and next observations."""
         read = [field for field in self.plan.fields if field.rows and not field.is_next]
         return [source for field in read for source in field.sources]
 

@@ -1,7 +1,7 @@
-"""Numbers of windows: trajectories of a split, windows of a trajectory, frames of a window.
+"""Index arithmetic of windows: choose trajectories, number their windows, list window frames.
 
-All functions compute with lengths and read no frame. A window belongs to one frame of a trajectory,
-its anchor `t`, and reads only the frames `t + delta` of that trajectory.
+All functions use trajectory lengths only and read no frame. A window belongs to one frame `t` of a
+trajectory, its anchor, and reads only the frames `t + delta` of that trajectory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..sources.rows.row_source import Rows
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
-#: Low bits of a time of `arrivals`, which hold the time within a turn. The turn is above, in int64.
+#: Number of low bits of an int64 arrival time that store the time within a turn; see `arrivals`.
 _TURN_BITS = 60
 
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Options that select the trajectories of a dataset; see `WindowDataset`."""
+    """Options that divide trajectories into training and validation; see `WindowDataset`."""
 
     split: str | None = None
     validation_fraction: float = 0.1
@@ -47,16 +47,16 @@ class SplitOptions:
 def choose_trajectories(
     index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
 ) -> tuple[Int64s, list[Any]]:
-    """Return the trajectories of a split, ascending int64, and the first training trajectory.
+    """Return the trajectories of a split, int64 in ascending order, and the first training one.
 
     Each trajectory has a key, a function of (seed, writer, number within the writer) that does not
     depend on the folder. Trajectories with the smallest keys are for validation, all others for
-    training, so the splits are disjoint and complete. Few trajectories change sides when a folder
-    grows or another folder is added. Copies of a folder have the same splits, except for one
-    trajectory at the boundary. Packing changes the writers, and therefore the splits.
+    training, so the splits are disjoint and complete. Few trajectories move to the other split when
+    a folder grows or another folder is added. Copies of a folder have the same splits, except for
+    one trajectory at the boundary. Packing changes the writers, and therefore the splits.
 
-    The first training trajectory is [key, *name]. As the argument `first_of_training`, an earlier
-    result restores the earlier split.
+    The first training trajectory is returned as [key, *name]. Pass it as `first_of_training` to
+    restore the same split later.
     """
     present = np.flatnonzero(index.is_present())
     if options.split is None:
@@ -77,14 +77,14 @@ def choose_trajectories(
 
 
 class WindowIndex:
-    """The windows of some trajectories, numbered from 0.
+    """Numbering of the windows of selected trajectories, from 0.
 
     Args:
         index: Index of all trajectories.
         trajectories: int64 `[K]`, positions of the selected trajectories in the index, ascending.
         first_delta, last_delta: Smallest and largest delta of a window.
         stride: Frames between anchors.
-        pads: Whether windows may reach beyond their trajectory. If so, every `stride`-th frame is
+        pads: Whether windows may extend beyond their trajectory. If so, every `stride`-th frame is
             an anchor; otherwise every `stride`-th frame whose window lies inside the trajectory.
     """
 
@@ -111,21 +111,21 @@ class WindowIndex:
         return int(self.first_window[-1])
 
     def find(self, windows: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the position in `trajectories` and the anchor of each window, int64 `[B]` each."""
+        """Return the index into `trajectories` and the anchor of each window, int64 `[B]` each."""
         place = self.first_window.searchsorted(windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
-    # Keys and names, which do not change when trajectories are added or deleted
+    # The following keys and names do not change when trajectories are added or deleted.
 
     def random_keys(self, epoch: Epoch) -> np.ndarray:
-        """Return the key of each window, uint64: a function of the epoch and the window's name."""
+        """Return the sort key of each window, uint64: a hash of the epoch and the window's name."""
         keys = epoch.keys(self._index, self.trajectories)
         counts = np.diff(self.first_window)
         step = counted_from(np.zeros_like(counts), counts)
         return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window: `TrajectoryIndex.name`, and the number in the trajectory."""
+        """Return the name of a window: trajectory name, then window number in the trajectory."""
         place = int(np.searchsorted(self.first_window, window, side="right")) - 1
         return [
             *self._index.name(int(self.trajectories[place])),
@@ -133,29 +133,30 @@ class WindowIndex:
         ]
 
     def num_upto(self, end_time_ns: int, writer: str, number: int, step: int) -> int:
-        """Return the number of windows up to and including a name, which may be deleted."""
+        """Return the number of windows up to a name, which may belong to a deleted window."""
         bounds = [self._index.num_before(end_time_ns, writer, number + more) for more in (0, 1)]
         first, stop = np.searchsorted(self.trajectories, bounds)
         return int(self.first_window[first] + (step + 1) * (stop - first))
 
 
 def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64s]:
-    """Draw items with replacement: the times at which each item arrives within one turn.
+    """Draw items with replacement, by computing random arrival times of each item in one turn.
 
-    The arrivals of an item are a function of its key alone. All arrivals together are a Poisson
-    process: each arrival belongs to each item with equal probability, independently of all other
-    arrivals. Only integers are used, so that every processor draws the same.
+    A turn is a fixed period of a random process. The arrivals of an item depend only on its key,
+    so deleting an item changes no other draw. All arrivals together are a Poisson process: each
+    arrival belongs to each item with equal probability, independently of all other arrivals. All
+    arithmetic uses integers, so that every processor draws the same items.
 
     Args:
         keys: uint64 `[n]`, key of each item in this turn.
         mean: Mean number of arrivals of an item in a turn.
-        turn: Number of the turn, 0, 1, ... Times of a later turn are later.
+        turn: Number of the turn, 0, 1, ... Times increase from turn to turn.
 
     Returns:
-        Number of the item, ascending, and time of each arrival: int64 `[K]` each.
+        Index of the item (ascending), and time of each arrival: int64 `[K]` each.
     """
-    # A turn is divided into 2**num_halvings parts, so that the mean number of arrivals of an item
-    # in a part is at most 1.
+    # A turn is divided into 2**num_halvings parts. An item has at most one arrival per part on
+    # average, so that the table of `_poisson_bounds` stays short.
     num_halvings = max(0, math.ceil(mean) - 1).bit_length()
     parts = np.arange(1 << num_halvings, dtype=np.uint64)
     part_keys = mixed(keys[:, None] + parts).ravel()
@@ -169,16 +170,17 @@ def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64
 
 
 def turn_of(time: int) -> int:
-    """Return the turn of `arrivals` that contains a time."""
+    """Return the number of the turn that contains a time from `arrivals`."""
     return time >> _TURN_BITS
 
 
 @lru_cache(maxsize=64)
 def _poisson_bounds(mean: Fraction) -> np.ndarray:
-    """Return bounds, uint64 `[K]`, that convert a random uint64 to a Poisson variable.
+    """Compute a table, uint64 `[K]`, that converts a random uint64 to a Poisson variable.
 
-    The variable is the number of bounds that are not above the random number. `bounds[n]` is 2**64
-    times the probability of n or less, rounded down, in fixed-point arithmetic of 192 bits.
+    The variable is the number of table entries that are at most the random number. Entry `n` is
+    2**64 times the probability of at most n, rounded down. Fixed-point arithmetic of 192 bits makes
+    the entries equal on every processor.
     """
     term = 1 << 192
     terms = []
@@ -191,11 +193,11 @@ def _poisson_bounds(mean: Fraction) -> np.ndarray:
 
 
 def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
-    """Return checked window numbers, int64 `[B]`. Negative numbers count from the end.
+    """Check window numbers and return them as int64 `[B]`. Negative numbers count from the end.
 
     Raises:
         IndexError: A number is out of range.
-        UsageError: The numbers are no list of integers.
+        UsageError: `given` is not a list of integers.
     """
     windows = np.asarray(given)
     if windows.size == 0:
@@ -204,7 +206,7 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
         raise UsageError(
             f"windows must be a list of integers, got dtype {windows.dtype}, shape {windows.shape}."
         )
-    # As uint64, negative numbers are too large.
+    # A negative number becomes a large uint64, so one maximum checks both limits.
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:
         return windows
     low = int(windows.min())
@@ -218,7 +220,7 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
 
 @dataclass(frozen=True, eq=False)
 class WindowShape:
-    """The frames of a window relative to its anchor, as runs of consecutive frames.
+    """Frames of a window relative to its anchor, grouped into runs of consecutive frames.
 
     Attributes:
         deltas: int64 `[W]`, ascending: distances of the frames from the anchor.
@@ -235,12 +237,12 @@ class WindowShape:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """Smallest and largest delta."""
+        """Smallest and largest distance from the anchor, in frames."""
         return int(self.deltas[0]), int(self.deltas[-1])
 
     @classmethod
     def of(cls, deltas: Sequence[int], fills_gaps: bool) -> WindowShape:
-        """Build the shape of some deltas.
+        """Build a shape that contains all `deltas`.
 
         With `fills_gaps`, all frames between the deltas are read too, unless this more than doubles
         the number of frames.
@@ -256,9 +258,9 @@ class WindowShape:
         )
 
     def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
-        """Return the frames of windows with these trajectories and anchors, int64 `[B]` each.
+        """Return the frame runs of windows, from their trajectories and anchors, int64 `[B]` each.
 
-        Frames before the start or after the end of a trajectory are included; see `cut`.
+        Runs may extend beyond the start or the end of a trajectory. `cut` replaces these frames.
         """
         target, counts = self._targets(len(anchor))
         if len(self.first) == 1:
@@ -269,8 +271,8 @@ class WindowShape:
     def cut(self, rows: Rows, lengths: Int64s) -> Rows:
         """Replace frames outside of their trajectory by the nearest frames inside.
 
-        `lengths`, int64 `[B]`, are the lengths of the trajectories. A run that reaches outside
-        becomes one run per frame.
+        `lengths`, int64 `[B]`, are the lengths of the trajectories. A run with outside frames is
+        divided into one run per frame.
         """
         trajectory, start, counts, target = rows
         lengths = np.repeat(lengths, len(self.first))
@@ -283,6 +285,6 @@ class WindowShape:
 
     @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:
-        """Return the first output rows and the sizes of the runs of a batch."""
+        """Return the first output row and the number of frames of each run in a batch."""
         target = (np.arange(num_windows)[:, None] * len(self.deltas) + self.target).ravel()
         return target, np.tile(self.count, num_windows)

@@ -1,4 +1,4 @@
-"""Epochs of windows: `WindowLoader` reads ahead in a thread, `WindowMixture` joins datasets.
+"""`WindowLoader`: batches of windows, epoch by epoch. `WindowMixture`: several joined datasets.
 
 The position of a window in an epoch depends only on (seed, epoch) and on the name of the window.
 The state of all ranks is therefore two numbers: the epoch, and the key of the last delivered
@@ -49,7 +49,7 @@ _SAMPLER = "call WindowMixture.sampler"
 
 
 class WindowMixture(WindowBatches):
-    """Windows of several recordings, which must have the same fields, deltas and masks.
+    """Map-style dataset of the windows of several recordings with the same fields and deltas.
 
     Args:
         datasets: Members: a list of `WindowDataset`s, paths and `Recording`s, or a single member.
@@ -63,7 +63,7 @@ class WindowMixture(WindowBatches):
     `draw`, `sampler()` and `WindowLoader` use the weights. Window numbers and `len` do not.
 
     Raises:
-        UsageError: Members or weights do not fit together, or a member with a weight has no window.
+        UsageError: Members have different fields or deltas, or a weighted member has no window.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class WindowMixture(WindowBatches):
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
-        # A turn has at least as many draws as an epoch, except in one of 10^9 turns.
+        # With six standard deviations more, one turn is enough for an epoch in all but 1 of 10^9.
         num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
-        #: Mean number of draws of each window in one turn, by member.
+        #: Mean number of times that a window of each member is drawn in one turn of `arrivals`.
         self._means = [
             Fraction(num_expected * part, total * max(size, 1))
             for part, size in zip(whole_parts.tolist(), sizes.tolist(), strict=True)
@@ -164,7 +164,7 @@ class WindowMixture(WindowBatches):
 
     @property
     def texts(self) -> dict[int, str]:
-        """Text id -> text, for the texts of all members; see `WindowDataset`."""
+        """Map from text number to text, for all members; see `WindowDataset.texts`."""
         return {number: text for dataset in self.datasets for number, text in dataset.texts.items()}
 
     def statistics(
@@ -201,7 +201,7 @@ class WindowMixture(WindowBatches):
 
     @property
     def num_lost_windows(self) -> int:
-        """Number of skipped windows of all members; see `WindowDataset`."""
+        """Number of skipped windows of all members; see `WindowDataset.num_lost_windows`."""
         return sum(dataset.num_lost_windows for dataset in self.datasets)
 
     def readable(
@@ -225,7 +225,7 @@ class WindowMixture(WindowBatches):
         return next((one for one in found if one is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
-        """Return this mixture with its members as they were opened; see `WindowDataset.at`."""
+        """Return a mixture of the member snapshots in `opened_as`; see `WindowDataset.at`."""
         if self.opened_as == opened_as:
             return self
         members = [
@@ -236,10 +236,10 @@ class WindowMixture(WindowBatches):
         return earlier
 
     def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Draw the windows of an epoch by weight; return the windows and ascending draw times.
+        """Draw the windows of an epoch by weight. Returns window numbers and ascending draw times.
 
-        Draws are with replacement. They depend only on the epoch and the names of the windows, see
-        `arrivals`. `until`, the time and the window name of a draw, ends the draws with this draw.
+        Windows are drawn with replacement; see `arrivals`. The draws depend only on the epoch and
+        the names of the windows. `until` is [time, *window name] of the last draw to return.
         """
         draws = times = np.zeros(0, np.int64)
         for turn in count():
@@ -255,7 +255,7 @@ class WindowMixture(WindowBatches):
         return draws[:num_draws], times[:num_draws]
 
     def _arrivals(self, epoch: Epoch, turn: int) -> tuple[Int64s, Int64s]:
-        """Draw windows for one turn; return the window numbers and the ascending times."""
+        """Return the windows drawn in one turn of `arrivals`, and their ascending draw times."""
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
@@ -268,18 +268,18 @@ class WindowMixture(WindowBatches):
         return np.concatenate(windows)[order.numpy()], ordered.numpy()
 
     def name(self, window: int) -> list[Any]:
-        """Return the name of a window: its member, and its name in the member."""
+        """Return the name of a window: index of its dataset, then its name in that dataset."""
         member = int(np.searchsorted(self._first, window, side="right")) - 1
         return [member, *self.datasets[member].name(window - int(self._first[member]))]
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Return the number of windows up to and including the window with this name."""
+        """Return the number of windows whose name is at most `name`."""
         member, *rest = name
         num_there: int = self.datasets[member].num_upto(rest)
         return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        """Return the member of each window and its number in the member, int64 `[B]` each."""
+        """Return the member dataset of each window and the number there, int64 `[B]` each."""
         return self._located(windows)
 
     def _located(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
@@ -305,8 +305,8 @@ class WindowMixture(WindowBatches):
     ) -> MixtureSampler:
         """Return a sampler for a `DataLoader` with `num_samples` draws per epoch.
 
-        None draws as many windows as the mixture has. With shard="auto", every rank of
-        torch.distributed must call this method, since all ranks then use the mixture of rank 0.
+        `num_samples=None` draws as many windows as the mixture has. With shard="auto", all ranks of
+        torch.distributed use the mixture of rank 0, so every rank must call this method.
         """
         told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
         if told != self.opened_as:
@@ -316,10 +316,11 @@ class WindowMixture(WindowBatches):
 
 
 class MixtureSampler(Shown, Sampler[int]):
-    """Sampler of a mixture. Draws depend on (seed, epoch), and each iteration is the next epoch.
+    """Sampler of window numbers of a mixture. Each iteration is the next epoch.
 
-    Rank r of W takes the draws r, r + W, ...; `even` and `shard` are as in `WindowLoader`. Trainers
-    that split samplers themselves, as accelerate and Lightning do, need `shard="none"`.
+    The drawn windows depend on (seed, epoch). Rank r of W takes the draws r, r + W, ...; `even` and
+    `shard` are as in `WindowLoader`. Trainers that split samplers themselves, such as accelerate
+    and Lightning, need `shard="none"`.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class MixtureSampler(Shown, Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Later iterations count on from this epoch."""
+        """Set the epoch of the next iteration; each later iteration adds 1."""
         self.epoch = whole("epoch", epoch, 0)
 
     def _places(self) -> Int64s:
@@ -351,13 +352,13 @@ class MixtureSampler(Shown, Sampler[int]):
 
 
 def _num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
-    """Return the number of draws up to a draw whose window may be deleted; see `num_upto`.
+    """Return the number of draws up to the draw `last`, whose window may have been deleted.
 
     Args:
         windows: A `WindowDataset` or `WindowMixture`.
         draws: int64 `[K]`, numbers of the drawn windows, in order.
         keys: int64 `[K]`, keys of the draws, ascending.
-        last: Key of the draw, and name of its window.
+        last: [key, *window name] of the draw.
     """
     key, *name = last
     return num_upto(draws, keys, key, windows.num_upto(name))
@@ -368,16 +369,16 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 class WindowLoader(Shown):
-    """Batches of the windows of a dataset; one iteration is one epoch.
+    """Iterable over batches of windows; one iteration is one epoch.
 
-    A thread reads batches ahead, since a gather takes less time than a transfer from a worker
-    process. Leaving an iteration stops the thread, which may first complete its current batch. The
-    next iteration continues the same epoch. Continuing the old iteration afterwards raises, as in
-    `zip(loader, loader)`.
+    A background thread prefetches batches, since a gather takes less time than a transfer from a
+    worker process. `break` stops the thread, which may first complete its current batch. The next
+    iteration resumes the same epoch. Only one iteration may be active: the older of two raises, as
+    in `zip(loader, loader)`.
 
-    Ranks share an epoch: of each W * B windows in the order of the epoch, rank r of W takes the
-    r-th B windows, so that all ranks have equally many batches. Under torch.distributed, every rank
-    must create the loader, and all ranks use the windows that rank 0 finds.
+    An epoch is divided among W ranks: of each W * B windows in the order of the epoch, rank r takes
+    the r-th B windows, so that all ranks have the same number of batches. Under torch.distributed,
+    every rank must create the loader, and all ranks use the windows that rank 0 finds.
 
     Args:
         dataset: A `WindowDataset`, or a `WindowMixture`, whose epochs are weighted draws with
@@ -385,9 +386,9 @@ class WindowLoader(Shown):
         batch_size: Windows in a batch of one rank, B.
         shuffle: Use a new permutation for each (seed, epoch). False keeps the order of the numbers.
         seed: Seed of the permutations or draws.
-        drop_last: Leave out a last batch with less than B windows per rank.
+        drop_last: Leave out the last batch if it has less than B windows per rank.
         device: Device of the batches.
-        num_ahead: Batches that are read ahead.
+        num_ahead: Number of batches to prefetch.
         even: Rule by which ranks share the n windows of an incomplete last batch. "pad": each rank
             gets ceil(n / W) windows, where less than W windows are repeated from the start of the
             epoch. "drop": each rank gets floor(n / W) windows. "none": the first ranks get the
@@ -443,12 +444,12 @@ class WindowLoader(Shown):
                 f"ranks {current_shard(self._shard).total})"
             )
             warnings.warn(text, RolloutDataWarning, stacklevel=2)
-        #: Number of started iterations and jumps. Iterations with an earlier number must stop.
+        #: Number of iterations and jumps so far. An iteration stops if the number increases.
         self._turn = 0
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Jump to the start of an epoch. Later iterations count on from this epoch."""
+        """Jump to the start of an epoch; each later iteration adds 1."""
         self._go_to(whole("epoch", epoch, 0))
         self._turn += 1
 
@@ -456,13 +457,13 @@ class WindowLoader(Shown):
         self.epoch = epoch  #: Epoch of the next batch.
         self._position = 0
         self._windows = self.dataset
-        self._until: Any = None  # Key and name of the last window of a loaded epoch.
+        self._until: Any = None  # [key, *name] of the epoch's last window in a loaded state.
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
-        """Return a dataset with the windows of rank 0.
+        """Return the dataset with the snapshot that rank 0 has opened, on every rank.
 
-        `opened_as` restricts the windows to those of a saved state that rank 0 still has.
+        With `opened_as`, return the snapshot of a saved state, without windows deleted since then.
         """
 
         def look() -> Any:
@@ -475,11 +476,11 @@ class WindowLoader(Shown):
         return windows.at(agreement_of(current_shard(self._shard))(0, look))
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch of this rank."""
+        """Return the number of batches of this rank in a complete epoch."""
         return int((np.diff(self._bounds(0, len(self.dataset))) > 0).sum())
 
     def __getitem__(self, window: Any) -> Any:
-        """Raise `UsageError`: a loader is only iterated. A `DataLoader` takes its `dataset`."""
+        """Raise `UsageError`: a loader has no items. Pass `loader.dataset` to a `DataLoader`."""
         raise UsageError(
             f"a WindowLoader has no items, got [{window!r}]. Iterate over it, or pass its dataset "
             "to a DataLoader with collate_fn=dataset.collate."
@@ -487,16 +488,16 @@ class WindowLoader(Shown):
 
     @property
     def num_lost_windows(self) -> int:
-        """Number of skipped windows of the dataset; see `WindowDataset`."""
+        """Number of skipped windows of the dataset; see `WindowDataset.num_lost_windows`."""
         return self.dataset.num_lost_windows
 
     def order(self, epoch: int) -> Int64s:
-        """Return the windows of an epoch of all ranks in order, int64."""
+        """Return the window numbers of an epoch in order, for all ranks together, int64."""
         epoch = whole("epoch", epoch, 0)
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
-        """Return the windows of an epoch, and the ascending keys of a shuffled order or None."""
+        """Return the window numbers of an epoch in order, and their sort keys, if shuffled."""
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None
@@ -527,13 +528,13 @@ class WindowLoader(Shown):
             )
 
         batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
-        # No `with` block: an iteration that the garbage collector drops must not wait for its
-        # thread.
+        # A `with` block would wait for the thread when the garbage collector deletes an abandoned
+        # iteration.
         ahead = iter(PipelinedDataCollector(batches, self.device, self.num_ahead))
         for number, batch in enumerate(ahead, 1):
             if number < len(bounds):
                 self._position = start + number * global_size
-            else:  # Before `yield`, so that no saved state is at the end of an epoch.
+            else:  # Advance before `yield`, so that a state saved now starts the next epoch.
                 self._go_to(epoch + 1)
             yield batch
             del batch
@@ -546,9 +547,9 @@ class WindowLoader(Shown):
         self._go_to(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks after the last delivered batch, as plain data.
+        """Return the position after the last delivered batch as plain data.
 
-        The state is the same in each rank.
+        The state is the same on each rank and restores all ranks.
         """
         place: dict[str, Any] = {
             "epoch": self.epoch,
@@ -568,17 +569,16 @@ class WindowLoader(Shown):
         return {"version": _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of `state_dict`, with any number of ranks and any batch size.
+        """Resume from a `state_dict()`, with any number of ranks and any batch size.
 
-        The same windows follow. The epoch continues with the windows with which it started, as far
-        as they still exist; later epochs have the windows of the dataset. Under torch.distributed
-        every rank must call this method.
+        The remaining windows of the saved epoch follow in the same order, without deleted windows.
+        Later epochs contain all windows of this dataset. Under torch.distributed every rank must
+        call this method.
 
         Raises:
-            UsageError: The state belongs to other windows or to another order, or is of an earlier
-                version.
+            UsageError: The state has other windows, another order or another format version.
             DataFileError: Trajectories of the epoch were deleted, and the folder has the older
-                layout. `set_epoch` starts another epoch.
+                layout. Call `set_epoch` to start another epoch.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:

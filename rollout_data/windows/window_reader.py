@@ -1,8 +1,8 @@
 """Plan and read windows: gather the rows of a batch, and view them as nested fields.
 
-The plan is made once, when a dataset is opened. A batch then needs a few table look-ups, and one
-gather per kind of row. Fields are views of the rows. Exceptions: fields decoded by a codec, and
-next observations that contain a recorded final observation.
+The plan is made once, when a dataset is opened. Each batch then needs a few table look-ups, and one
+gather per kind of row. Most fields are views of the rows. Fields decoded by a codec are copies, and
+so are next observations that contain a recorded final observation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .window_index import WindowShape
 
 MASK = "mask"
 NEXT_MASK = "next_mask"
-#: Fields that are not stored: computed from the end of the trajectory.
+#: Boolean fields that are not stored, but computed from the end of the trajectory.
 DONE, TIMEOUT = "done", "timeout"
 FLAGS = (DONE, TIMEOUT)
 #: Groups of fields that can have a recorded final observation.
@@ -51,8 +51,8 @@ class WindowField:
         name: Name in the batch, levels joined by "/".
         sources: The field that is read, or the components that are joined, in schema order.
         deltas: int64 `[L]`, frames relative to the anchor.
-        rows: For each source, positions in the rows read from its column: a slice, or int64 `[L]`.
-            Empty for flags.
+        rows: For each source, a slice or int64 `[L]` that selects from the rows read per window.
+            Empty for `done` and `timeout`.
         is_next: Whether the field is a next observation.
         is_joined: Whether components are joined along the last axis, even a single component.
     """
@@ -66,7 +66,7 @@ class WindowField:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """The smallest and the largest delta."""
+        """Smallest and largest distance of the frames from the anchor."""
         return int(self.deltas.min()), int(self.deltas.max())
 
 
@@ -75,9 +75,9 @@ class WindowPlan:
     """The fields of a batch of windows, and the frames to read for them.
 
     Attributes:
-        fields: Fields in schema order, then flags, then next observations.
-        shapes: Frames to read; columns with equal frames share a shape.
-        columns: Column -> position in `shapes`.
+        fields: Recorded fields in schema order, then `done` and `timeout`, then next observations.
+        shapes: Frames to read from a column. Columns with equal frames share a shape.
+        columns: Map from each column to its index in `shapes`.
     """
 
     fields: tuple[WindowField, ...]
@@ -86,7 +86,7 @@ class WindowPlan:
 
     @cached_property
     def columns_of(self) -> tuple[tuple[str, ...], ...]:
-        """The columns of each shape, in the order of `columns`."""
+        """For each shape, the names of the columns that are read with it."""
         numbers = range(len(self.shapes))
         return tuple(
             tuple(name for name, shape in self.columns.items() if shape == number)
@@ -95,7 +95,7 @@ class WindowPlan:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The smallest and the largest delta of fields that are not next observations."""
+        """Smallest and largest delta of any field, except next observations."""
         ends = [field.reach for field in self.fields if not field.is_next]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -108,7 +108,7 @@ def plan_windows(
     next_observations: bool,
     flatten_observations: bool = False,
 ) -> WindowPlan:
-    """Plan windows of the fields of a layout; see `WindowDataset` for the options.
+    """Choose fields, frames and columns for windows; see `WindowDataset` for the options.
 
     Raises:
         MissingFieldError: A name is not a field.
@@ -165,7 +165,7 @@ def plan_windows(
 def _shapes(
     layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
 ) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
-    """Return the frames to read from each column; see `WindowPlan`."""
+    """Return the attributes `shapes` and `columns` of a `WindowPlan`."""
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
         if source in layout.schema:
@@ -180,7 +180,7 @@ def _shapes(
 
 
 def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
-    """Return the positions of `deltas` in `read`: a slice if possible."""
+    """Return the indices of `deltas` in the sorted array `read`, as a slice if possible."""
     places = np.searchsorted(read, deltas)
     steps = np.diff(places)
     if not len(steps):
@@ -191,7 +191,7 @@ def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
 
 
 def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
-    """Return the fields called `name` or `name/...`."""
+    """Return the known fields `name` and `name/...`. Raise `MissingFieldError` without any."""
     found = [one for one in known if one == name or one.startswith(f"{name}/")]
     if not found:
         groups = {one.split("/")[0] for one in known}
@@ -203,7 +203,7 @@ def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
 
 
 def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
-    """Return the deltas of the longest entry that is a prefix of the name."""
+    """Return the deltas of a field or its nearest parent in `given`, else `0 .. length - 1`."""
     parts = name.split("/")
     for size in range(len(parts), 0, -1):
         found = given.get("/".join(parts[:size]))
@@ -213,7 +213,7 @@ def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
 
 
 def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s] | None:
-    """Return lists of frames relative to the anchor as int64 `[L]` each.
+    """Check the argument `delta` and convert each of its lists to int64 `[L]`.
 
     Raises:
         UsageError: `delta` is not a mapping of fields to lists of integers, or a list is empty.
@@ -244,9 +244,9 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
 def damaged_frame(
     snapshot: RowSource, plan: WindowPlan, trajectory: int, anchor: int, length: int
 ) -> DataFileError | None:
-    """Return the error for the first damaged frame of a window; None if no frame is damaged.
+    """Return an error that names the first damaged frame of a window; None if it has none.
 
-    A deleted file is not damage: its error, which names the trajectories, is returned unchanged.
+    If the file was deleted, the original error, which names the trajectories, is returned.
     """
     one = np.array([trajectory])
     for column, number in plan.columns.items():
@@ -264,7 +264,7 @@ def _named_damage(
 ) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
-    if not isinstance(cause, DataFileError):  # the file was deleted
+    if not isinstance(cause, DataFileError):  # An error without a cause is about a deleted file.
         return problem
     episode = snapshot.name_of(trajectory)
     path = str(snapshot.file_of_row(column, trajectory, frame))
@@ -279,10 +279,10 @@ def _named_damage(
 
 
 class WindowReader:
-    """Read windows of some trajectories of a snapshot.
+    """Reader of windows of selected trajectories in a snapshot.
 
-    `trajectories` is int64 `[K]`. A batch has one mask for all fields if `mask_is_one`, else a mask
-    for each field.
+    `trajectories` are the selected indices into the snapshot, int64 `[K]`. A batch has one mask for
+    all fields if `mask_is_one`, otherwise one mask per field.
     """
 
     def __init__(
@@ -307,21 +307,21 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        #: Field -> (parts, whether they are joined). A part is (cut, rows per window, steps, first
-        #: row, selected rows).
+        #: For each stored field: (parts, whether the parts are joined). A part describes one source
+        #: of the field: (cut, rows per window, steps, first row, selected rows or None).
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
             field.name: FrameCut(snapshot.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
             if field.is_next
         }
-        #: Whether a trajectory has a single frame; `_flag` takes a faster path otherwise.
+        #: Whether any trajectory has only one frame. Otherwise `_flag` can skip most windows.
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
-        """Read the windows at frame `anchor` of trajectory `trajectories[place]`, both int64 `[B]`.
+        """Read the windows with anchors `anchor` in the trajectories `trajectories[place]`.
 
-        Returns a nested dict of `[B, L, *shape]` tensors, with masks.
+        Both arguments are int64 `[B]`. Returns a nested dict of `[B, L, *shape]` tensors and masks.
         """
         at = _Places(place, anchor, self._lengths[place])
         rows = FrameRows(self._gather(at, allocate))
@@ -347,7 +347,7 @@ class WindowReader:
         return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
-        """Read the rows of a batch: column -> `[B * W, row_bytes / 4]` int32."""
+        """Read the rows of B windows: an int32 tensor `[B * W, row_bytes / 4]` for each column."""
         memory: dict[str, torch.Tensor] = {}
         for number, shape in enumerate(self.plan.shapes):
             out: dict[str, torch.Tensor] = {}
@@ -384,7 +384,7 @@ class WindowReader:
     def _values(
         self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate
     ) -> torch.Tensor:
-        """Return a stored field: `[B, L, *shape]`."""
+        """Return the values of a stored field, `[B, L, *shape]`, from the rows that were read."""
         found, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
             values = part(rows, Grid((num_windows, length), steps, first))
@@ -394,7 +394,7 @@ class WindowReader:
     def _with_finals(
         self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate
     ) -> torch.Tensor:
-        """Insert recorded final observations into a copy of next observations, if there are any."""
+        """Return next observations with the final observation of each ended trajectory inserted."""
         if at.least_after > field.reach[1]:
             return values
         window, step = np.nonzero(self._is_final(field, at))
@@ -413,19 +413,19 @@ class WindowReader:
         return own
 
     def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
-        """Return whether each row is a recorded final observation: bool `[B, L]`."""
+        """Return whether each next observation is a recorded final one, bool `[B, L]`."""
         has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
         found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
         return found
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
-        """Return `done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
+        """Compute `done` or `timeout`, bool `[B, L]`, which are True only on last frames."""
         flag = np.zeros((len(at.anchor), len(field.deltas)), bool)
         last = field.reach[1] + 1
         if at.least_after <= last or self._has_single_frames:
             near = np.flatnonzero((at.after <= last) | (at.length == 1))
             after = at.after[near, None] - 1
-            # Frames outside the trajectory have the flags of the nearest frame, except with zeros.
+            # Padding repeats the flags of the nearest frame, unless it consists of zeros.
             is_last = (
                 field.deltas == after
                 if self._is_zero
@@ -437,15 +437,20 @@ class WindowReader:
         return torch.from_numpy(flag)
 
     def _mask(self, field: WindowField, at: _Places) -> torch.Tensor:
-        """Return whether each frame, or its recorded final observation, exists: bool `[B, L]`."""
+        """Return whether each frame or next observation was recorded, bool `[B, L]`."""
         inside = at.inside(field.deltas, *field.reach)
         return torch.from_numpy(inside | self._is_final(field, at) if field.is_next else inside)
 
 
 class _Places:
-    """Positions of windows, int64 `[B]` each: trajectory, anchor, frames of the trajectory.
+    """Positions of the B windows of a batch in their trajectories, int64 `[B]` each.
 
-    `after` is the delta from the anchor to the first frame after the trajectory.
+    Attributes:
+        place: Index of the trajectory among the selected trajectories.
+        anchor: Anchor frame.
+        length: Number of frames of the trajectory.
+        after: Distance from the anchor to the first frame after the trajectory.
+        least_after: The smallest `after` of the batch, an int.
     """
 
     def __init__(self, place: Int64s, anchor: Int64s, length: Int64s) -> None:
@@ -456,13 +461,16 @@ class _Places:
         self.least_after = int(self.after.min(initial=MAX_FRAMES))
 
     def reaches_outside(self, low: int, high: int) -> bool:
-        """Return whether any frame from delta `low` to `high` is missing."""
+        """Return whether a frame from `anchor + low` to `anchor + high` is outside a trajectory."""
         return high >= self.least_after or (
             low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES))
         )
 
     def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
-        """Return whether each frame exists: bool `[B, L]`, new. `deltas` lie in [low, high]."""
+        """Return whether each frame is inside its trajectory, bool `[B, L]`, as a new array.
+
+        `low` and `high` are the smallest and the largest of `deltas`.
+        """
         inside = np.ones((len(self.anchor), len(deltas)), bool)
         if self.reaches_outside(low, high):
             cut = np.flatnonzero((-self.anchor > low) | (self.after <= high))

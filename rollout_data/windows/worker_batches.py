@@ -1,8 +1,8 @@
-"""Transfer of batches from `DataLoader` workers through shared memory, mapped once and reused.
+"""Transfer of batches from `DataLoader` workers through shared memory that is reused.
 
-A slot of shared memory is written only after worker and consumer have released all its tensors.
-Without reuse, every batch would cost a file, a mapping and its page faults: several times the time
-of the gather.
+A worker has several slots of shared memory. A slot is written again only after the worker and the
+consumer have deleted all its tensors. Without reuse, every batch would need a new file, a mapping
+and page faults, which take several times as long as the gather.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from ..sources.processes.process_group import is_in_worker
 from ..sources.processes.shared_memory import SharedMemory, Spot, shared_memory
 from .skipped_windows import OnError
 
-#: Batches of one worker in transfer or in use at once; further batches use torch's own transfer.
+#: Maximum number of slots per worker. If all are in use, a batch uses torch's own transfer.
 NUM_PLACES = 8
 _ALIGNMENT = 64
-#: Bytes before the batch. The first byte is 1 while the batch is in transfer or in use.
+#: Bytes of a slot before the batch. The first byte is 1 while the batch is in transfer or in use.
 _HEADER_BYTES = 4096
 _IS_LENT = 0
 
 
 def collate_windows(batch: Any) -> Any:
-    """Return a batch as a plain dict, as torch's pytree needs it; stack a list of windows."""
+    """Convert a batch to a plain dict, which torch's pytree requires; stack a list of windows."""
     if not isinstance(batch, list):
         return (
             dict(batch) if type(batch) is WindowBatch else batch
-        )  # Sending converts other mappings.
+        )  # `_departing` converts a `_SharedBatch`.
     if not batch or not all(isinstance(window, Mapping) for window in batch):
         raise UsageError(
             "collate requires a batch or a list of windows, got a list of "
@@ -63,7 +63,7 @@ def collate_windows(batch: Any) -> Any:
 
 
 class WindowBatch(dict[str, Any]):
-    """A nested dict of tensors whose errors explain that torch's default collate cannot be used."""
+    """Nested dict of tensors, with a helpful error if torch's default collate function is used."""
 
     def __missing__(self, key: object) -> Any:
         text = f"the batch has no field {key!r}. The fields are {', '.join(self)}."
@@ -74,16 +74,16 @@ class WindowBatch(dict[str, Any]):
     __repr__ = described
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to a plain dict."""
+        """Reduce to a plain dict, so that a pickled batch does not need this class."""
         return dict, (dict(self),)
 
 
 class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
-    """A map-style dataset that reads whole batches at once; its memory is not pickled."""
+    """Base class of map-style datasets that read a batch of windows in one call."""
 
-    #: Handling of windows with damaged data; see `WindowDataset`.
+    #: Whether windows with damaged data raise or are skipped; see `WindowDataset`.
     on_error: OnError = "raise"
-    #: Attributes that are not pickled; `_open` creates them.
+    #: Names of attributes that are not pickled, because `_open` creates them again.
     _made_anew: tuple[str, ...] = ("_pool", "_shared")
 
     def _open(self) -> None:
@@ -135,7 +135,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     def batch(
         self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None
     ) -> dict[str, Any]:
-        """Return a batch like `__getitems__`; `on_error` None means the setting of the dataset.
+        """Return a batch like `__getitems__`; `on_error` replaces the setting of the dataset.
 
         Raises:
             DataFileError: A window is damaged and not skipped; the message names file, episode and
@@ -153,7 +153,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             return self._made(kept)
         except UnansweredError:
             raise
-        except DataFileError:  # remote reads also fetch damaged rows that lie between two windows
+        except DataFileError:  # A remote read of several windows includes the rows between them.
             return self._made_one_by_one(kept)
 
     def _made(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:
-        """Return the readable windows; count the unreadable ones.
+        """Return the readable windows of `windows`, and record the unreadable ones as skipped.
 
         Raises:
             DataFileError: No window of the dataset is readable.
@@ -175,20 +175,20 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        """Return the error for the first damaged window; `problem` if no window is damaged."""
+        """Return an error that describes the first damaged window; `problem` if none is damaged."""
 
     @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        """Read a batch into memory from `allocate(shape, dtype)`; otherwise like `__getitems__`."""
+        """Read a batch like `__getitems__`, into tensors created by `allocate(shape, dtype)`."""
 
     def ahead(self, epoch: Epoch | None) -> Callable[[int, int], None]:
-        """Return a function that prefetches the positions `start:stop` of an epoch.
+        """Return a function `(start, stop)` that prefetches these positions of an epoch.
 
-        By default the function does nothing. Without an epoch the windows are in ascending order.
+        By default the function does nothing. `epoch=None` means ascending window numbers.
         """
         return lambda start, stop: None
 
-    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: lists of windows are stacked.
+    #: Argument for torch: `DataLoader(dataset, collate_fn=dataset.collate)`.
     collate = staticmethod(collate_windows)
 
 
@@ -196,23 +196,23 @@ class WorkerMemory:
     """Shared memory for the batches of one worker. Not thread-safe.
 
     Attributes:
-        places: Slots of shared memory, one for each batch in transfer or in use, and free slots.
+        places: Slots of shared memory, each for one batch; free slots are reused.
     """
 
     def __init__(self) -> None:
-        # Only batches sent to another process use the slot; `copy` and `pickle` make plain dicts.
+        # Registered for sending only: `copy` and `pickle` must make plain dicts instead.
         ForkingPickler.register(_SharedBatch, _departing)
         self.places: list[_SharedPlace] = []
         self._place_bytes = 0
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
-        """Read a batch with `read(allocate)`: a nested dict, in shared memory if possible."""
-        place, num_bytes = self._free_place(), 0  # bytes that the batch needs
+        """Return the nested dict from `read(allocate)`, in a slot of shared memory if possible."""
+        place, num_bytes = self._free_place(), 0  # Bytes required by the batch.
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
-        given = {memory.data_ptr()}  # start addresses of the storages of allocated tensors
+        given = {memory.data_ptr()}  # Addresses of allocated storages.
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            """Return the next bytes of the slot; ordinary memory if the slot is full."""
+            """Allocate a tensor in the slot, or in ordinary memory if the slot is full."""
             nonlocal num_bytes
             start = num_bytes
             size = prod(shape) * dtype.itemsize
@@ -235,7 +235,7 @@ class WorkerMemory:
         return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
     def _free_place(self) -> _SharedPlace | None:
-        """Return a free slot, a new one if none is large enough; None if none can be created."""
+        """Return a free slot, created if necessary; None if all slots are in use."""
         free = next((place for place in self.places if place.is_free()), None)
         if free is not None and free.num_bytes >= self._place_bytes:
             return free
@@ -249,7 +249,7 @@ class WorkerMemory:
 
 
 class _SharedPlace:
-    """Shared memory for one batch. The system reserves all of it when it is created."""
+    """Slot of shared memory for one batch. All its pages are reserved when it is created."""
 
     def __init__(self, memory: SharedMemory, num_bytes: int) -> None:
         self.memory = memory
@@ -259,17 +259,20 @@ class _SharedPlace:
         self._part: weakref.ref[np.ndarray] | None = None
 
     def is_free(self) -> bool:
-        """Return whether neither this process nor the consumer has a tensor in the slot."""
+        """Return whether all tensors in the slot were deleted, here and in the consumer."""
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
-        """Return the memory: uint8 `[n]`, for torch ordinary memory, copied when sent by itself."""
+        """Return the slot's memory after the header, uint8 `[n]`. Deleting it frees the slot.
+
+        torch treats the tensor as ordinary memory: a view that is sent without its batch is copied.
+        """
         part = self._bytes[_HEADER_BYTES:]
         self._part = weakref.ref(part)
         return torch.from_numpy(part)
 
     def spot(self, leaf: Any) -> Any:
-        """Return the place of a tensor in the slot; return other leaves unchanged.
+        """Convert a tensor in the slot to its position in the slot; return other leaves unchanged.
 
         Tensors in other memory, with gradients, or with lazy conjugation or negation are unchanged.
         """
@@ -283,7 +286,7 @@ class _SharedPlace:
 
 
 class _Spot(NamedTuple):
-    """Place of a tensor in a slot; offset and strides in elements."""
+    """Position of a tensor in a slot. Offset and strides are numbers of elements."""
 
     dtype: torch.dtype
     offset: int
@@ -292,7 +295,7 @@ class _Spot(NamedTuple):
 
 
 class _SharedBatch(WindowBatch):
-    """A batch in shared memory; another process receives a nested dict of views of that memory."""
+    """Batch in a slot. A process that receives it gets a nested dict of views of the slot."""
 
     def __init__(self, batch: Mapping[str, Any], place: _SharedPlace) -> None:
         super().__init__(batch)
@@ -302,19 +305,19 @@ class _SharedBatch(WindowBatch):
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
     place = batch.place
     batch.place = None
-    if place is None:  # sent before: the receiver may release it, which frees the slot
+    if place is None:  # Sent before, so the receiver may free the slot at any time.
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)
     place.flags[_IS_LENT] = 1
     return _arrive, (place.memory.spot, _HEADER_BYTES + place.num_bytes, form)
 
 
-#: Mapped shared memory of workers, in the consuming process.
+#: Slots of workers that this process, the consumer, has mapped.
 mapped: dict[Spot, np.ndarray] = {}
 
 
 def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
-    """Return views of a batch in shared memory; the slot is free when all views are deleted."""
+    """Return the batch in a slot as views. The slot becomes free when all views are deleted."""
     found = mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
     part = found[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
@@ -332,7 +335,7 @@ def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
-    """Keep a worker's memory mapped until the worker process object is deleted."""
+    """Keep a slot mapped until the `Process` object of its worker is deleted; return the memory."""
     for process in active_children():
         if process.pid == spot[0]:
             mapped[spot] = memory
@@ -341,5 +344,5 @@ def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
 
 
 def _release(memory: np.ndarray, process: int) -> None:
-    if os.getpid() == process:  # a forked copy of the batch must not free the slot
+    if os.getpid() == process:  # A forked child must not free the slot.
         memory[_IS_LENT] = 0
