@@ -1,1 +1,1 @@
-"""Replay buffer of whole trajectories, stored on disk and cached in memory."""
+"""Replay buffer that stores trajectories on disk and caches the newest in memory."""

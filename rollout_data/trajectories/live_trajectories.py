@@ -1,10 +1,10 @@
-"""The live trajectories of a buffer, the locations of their rows, and samples of their steps.
+"""Table of the trajectories in a buffer, used to find their rows and to sample their steps.
 
-A trajectory is live until the buffer removes it. A table has one entry per trajectory, which
-locates its rows. The entry is updated when the rows move, so the time to add a trajectory does not
-depend on the number of trajectories. A drawn step is located by a search in the cumulative sum of
-lengths. Rows are gathered with one call per location and layout. `sample` restores the random state
-if it raises an error.
+A trajectory is live until the buffer removes it. The table has one entry per trajectory with the
+location of its rows: in the cache, in a file or in other memory. The entry is updated when the rows
+move, so the time to add a trajectory does not depend on the number of trajectories. A sampled step
+is found by a binary search in the cumulative sum of lengths. Rows are gathered with one call per
+location and layout. `sample` restores the random state if it raises an error.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from .trajectory_files import Entry, naming
 from .trajectory_rows import Rows
 
 Int64s = npt.NDArray[np.int64]
-#: Name of a column -> rows, int32 `[n, words]`.
+#: Map from the name of a column to its rows, int32 `[n, words]`.
 Arrays = dict[str, npt.NDArray[np.int32]]
 #: Locations of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or
-#: in a file that can only be read as a whole).
+#: in a file without random access).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Entry of a trajectory in the table: number of steps, number of the layout, location of the rows,
-#: and first row in the cache (0 if not cached).
+#: Table row of a trajectory: "size" is the number of steps, "layout" an index of the row layout,
+#: "source" the location (`CACHED`, ...) and "first" the first row in the cache (0 if not cached).
 _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
 #: Maximum number of mapped files per layout. All files of the layout are unmapped when the number
 #: is exceeded. Linux allows 65,530 mappings per process, and each column of a file is one mapping.
 MAX_MAPPED_FILES = 20_000
-#: Number of probed rows that decide whether the rows of a sample are in the page cache.
+#: Number of rows of a sample that are tested for presence in the page cache, before prefetching.
 _NUM_PROBES = 16
-#: Maximum bytes of a gather with numpy, which has less overhead per call. For more bytes torch is
-#: faster, because it uses several threads.
+#: Maximum bytes of a gather with numpy, which has less overhead per call. Above, torch is faster,
+#: because it uses several threads.
 _MAX_NUMPY_BYTES = 1 << 20
 
 
 class Window:
-    """Snapshot of the trajectories to draw from, divided into runs.
+    """Snapshot of the trajectories to sample from, divided into runs.
 
     A run is one trajectory, or several consecutive trajectories whose rows are contiguous in the
     cache.
 
     Args:
         entries: Trajectories, oldest first.
-        numbers: Table entries of the trajectories, `[W]` of `_NUMBERS`.
-        layouts: Layouts, indexed by `numbers["layout"]`.
+        numbers: Table rows of the W trajectories, dtype `_NUMBERS`, `[W]`.
+        layouts: Row layouts, indexed by `numbers["layout"]`.
 
     Attributes:
         num_samples: Number of steps of all trajectories.
         entries: First entry of each run.
-        layout: Number of the layout of each run, int64 `[R]`.
+        layout: Index of the layout of each run, int64 `[R]`.
         source: Location of the rows of each run (`CACHED`, `MAPPED`, `ELSEWHERE`), int64 `[R]`.
-        layouts: Number of a layout -> layout, for the layouts of the runs.
-        names: Names of the fields in all layouts.
+        layouts: Map from layout index to layout, for the layouts of the runs.
+        names: Names of the fields that every trajectory has.
         is_one_place: Whether all rows are in the cache, or all rows are in mapped files.
     """
 
@@ -109,9 +109,9 @@ class Window:
         )
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the run and the row of each drawn step; step 0 is the oldest step.
+        """Return the run and the row of each sampled step. `draws` counts from the oldest step.
 
-        A row is a position in the cache or in the trajectory. If there is only one run, the first
+        A row is an index into the cache or into the trajectory. If there is only one run, the first
         result has the shape `[1]`.
         """
         run = (
@@ -120,7 +120,7 @@ class Window:
         return run, draws + self._shift[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Return the names of the leaves at or below `keys` in any trajectory of the window."""
+        """Return the names of the fields at or below `keys` that any trajectory has."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError(f"keys must be a list of names, got {keys!r}.")
@@ -138,19 +138,19 @@ class Window:
 
 
 class LiveTrajectories:
-    """The live trajectories of a buffer. All methods are called under the lock of the buffer.
+    """Trajectories in a buffer. The caller of a method must hold the lock of the buffer.
 
     Args:
-        window_size: Number of newest trajectories to draw from; 0 means all.
+        window_size: Number of newest trajectories to sample from; 0 means all.
         capacity: Maximum number of live trajectories; 0 means no limit.
         cache: Cache of rows, or None.
-        trusted: Whether pickles may be read.
+        trusted: Whether pickles may be read, which can run code.
 
     Attributes:
-        capacity, cache: The arguments.
-        entries: Id of a trajectory -> entry, oldest first.
-        fields: Name -> field, for all fields of past and present trajectories. The dtype and shape
-            of a field never change.
+        capacity, cache: The arguments of the same names.
+        entries: Map from trajectory id to entry, oldest first.
+        fields: Map from name to field, for the fields of all past and present trajectories. The
+            dtype and shape of a field never change.
         num_samples: Number of steps of all live trajectories.
         pool: Memory pool for the rows of samples.
     """
@@ -167,8 +167,8 @@ class LiveTrajectories:
         self.num_samples = 0
         self.pool = BufferPool(16)
         self._layouts: dict[RowLayout, int] = {}
-        #: Table of the trajectories, valid up to `_stop`. The first `_offset` trajectories were
-        #: removed from the table.
+        #: Table of the trajectories. Rows below `_stop` are in use. The rows of the first `_offset`
+        #: trajectories of the buffer were removed.
         self._numbers = np.zeros(_FIRST_ROOM, _NUMBERS)
         self._stop = 0
         self._offset = 0
@@ -176,7 +176,7 @@ class LiveTrajectories:
         self._files: dict[RowLayout, FileMap] = {}
 
     def append(self, entry: Entry, rows: Rows | None = None) -> None:
-        """Add an entry, and add its rows to the cache.
+        """Add an entry to the table, and its rows to the cache if there is one.
 
         If the capacity is exceeded, the oldest entry is removed.
         """
@@ -198,7 +198,7 @@ class LiveTrajectories:
                 self.cache.drop(gone.trajectory_id)
             files = self._files.get(gone.layout)
             if files is not None and gone.block is not None and gone.block.identity in files.mapped:
-                # The disk space of a deleted file is freed when the file is unmapped.
+                # While a file is mapped, deleting it does not free its disk space.
                 files.unmap([gone.block.identity])
         if self.cache is not None and rows is not None:
             self.note_moved(self.cache.put_rows(entry.trajectory_id, {entry.layout: rows}))
@@ -206,7 +206,7 @@ class LiveTrajectories:
             self.note_moved([entry.trajectory_id])
 
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
-        """Update the row locations of trajectories in the table. Unknown ids are ignored."""
+        """Update the table rows of trajectories whose data moved. Unknown ids are ignored."""
         for entry in filter(None, map(self.entries.get, trajectory_ids)):
             source = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE
             first = 0
@@ -225,17 +225,17 @@ class LiveTrajectories:
             self.note_moved(cached)
 
     def rows_of(self, entry: Entry) -> Rows:
-        """Return all rows of an entry from any location. The caller must not change the rows."""
+        """Return all rows of a trajectory, wherever they are. The caller must not change them."""
         if self.cache is not None and entry.trajectory_id in self.cache:
             [(block, first)] = self.cache.find(entry.trajectory_id)
             return block.rows(first)
         return entry.read_rows(self._trusted, self.pool)
 
     def window(self, min_weights_version: int | None = None) -> Window:
-        """Return the trajectories to draw from.
+        """Return a snapshot of the newest trajectories, from which `sample` draws.
 
         Raises:
-            BufferEmptyError: There is no trajectory to draw from.
+            BufferEmptyError: No trajectory has `min_weights_version` or a later version.
         """
         if self._window is None or self._window[0] != min_weights_version:
             size = min(self._window_size or len(self.entries), len(self.entries))
@@ -262,7 +262,7 @@ class LiveTrajectories:
         min_weights_version: int | None,
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Draw steps; see `TrajectoryReplayBuffer.sample` for arguments, result and errors."""
+        """Draw random steps; see `TrajectoryReplayBuffer.sample` for arguments and errors."""
         window = self.window(min_weights_version)
         names = window.names if keys is None else window.names_of(keys)
         before = rng.get_state()
@@ -275,15 +275,15 @@ class LiveTrajectories:
             if len(window.layouts) == 1:
                 return self._fields(window, run, row, names, contiguous, nested=True)
             return self._fields_of_several_layouts(window, run, row, names)
-        except BaseException:  # Ctrl-C must restore the random state too.
+        except BaseException:  # Includes KeyboardInterrupt.
             rng.set_state(before)
             raise
 
     def _fill_cache(self, window: Window, run: Int64s) -> bool:
-        """Add drawn trajectories to the cache while the cache has room.
+        """Add sampled trajectories to the cache until the cache is full.
 
         Returns:
-            Whether at least one trajectory was added.
+            Whether a trajectory was added, so that `window()` must be called again.
         """
         cache = self.cache
         if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
@@ -323,7 +323,7 @@ class LiveTrajectories:
         contiguous: bool,
         nested: bool,
     ) -> dict[str, Any]:
-        """Gather steps of trajectories with the same layout, and split the rows into fields."""
+        """Gather the rows of steps with the same layout, and split the rows into fields."""
         layout = window.entries[run[0]].layout
         plan, columns = _cut_of(layout, names, contiguous, nested)
         wanted = [name for name in columns if name is not None]
@@ -331,7 +331,7 @@ class LiveTrajectories:
             rows = self._rows_at_one_place(window, run, row, wanted)
         else:
             source = window.source[run]
-            # Each run with the location ELSEWHERE is gathered separately.
+            # `_rows_at_one_place` reads ELSEWHERE rows of one run only, so each run gets a number.
             place = np.where(source == ELSEWHERE, -1 - run, source)
             rows = {
                 name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy()
@@ -348,7 +348,7 @@ class LiveTrajectories:
     def _rows_at_one_place(
         self, window: Window, run: Int64s, row: Int64s, columns: list[str]
     ) -> Arrays:
-        """Copy rows from the cache, from mapped files, or from one trajectory elsewhere."""
+        """Copy rows that are all in the cache, all in mapped files, or all in one other run."""
         entry = window.entries[run[0]]
         source = window.source[run[0]]
         if source == MAPPED:
@@ -372,13 +372,13 @@ class LiveTrajectories:
                 if not all(
                     map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())
                 ):
-                    # All reads start before the first wait.
+                    # Starts all disk reads at once, instead of one per page fault.
                     mapped.will_need(np.sort(rows), np.ones_like(rows))
                 found[name] = self._taken(mapped.words_view, rows)
         return found
 
     def _files_of(self, entries: list[Entry]) -> FileMap:
-        """Map the files of entries with the same layout."""
+        """Return a map of files that includes those of `entries`, which have the same layout."""
         layout = entries[0].layout
         blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
@@ -392,7 +392,7 @@ class LiveTrajectories:
             or len(files.mapped) + len(new) > MAX_MAPPED_FILES
             or (new and not files.has_room(new))
         ):
-            self._files.pop(layout, None)  # Dropping the map unmaps its files.
+            self._files.pop(layout, None)  # Unmaps the files of this layout.
             files = FileMap({DATA: layout}, blocks)
             new = blocks
             self._files[layout] = files
@@ -417,7 +417,7 @@ class LiveTrajectories:
 
 
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
-    """Add new fields to `known`.
+    """Add `fields` to `known`, and check fields that it already has.
 
     Raises:
         SchemaError: A field in `known` has a different dtype or shape.
@@ -435,9 +435,9 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 def _cut_of(
     layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool
 ) -> tuple[Cut, list[str | None]]:
-    """Return the function that splits rows into fields, and the names of its columns.
+    """Return a function that splits rows into fields, and the columns that the function needs.
 
-    The name of an unused column is None.
+    The columns are a list with the name of each column in layout order, or None if it is unused.
     """
     groups = []
     for column in layout.columns.values():

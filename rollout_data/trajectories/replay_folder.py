@@ -1,9 +1,9 @@
-"""Folders of trajectories: trajectory files, `trajectory_index.json` and `metadata.json`.
+"""Read and write folders with trajectory files, `trajectory_index.json` and `metadata.json`.
 
-The index lists the trajectories of the folder, and is replaced atomically. A checkpoint folder is
-replaced atomically as a whole, so a crash leaves the old or the new checkpoint. Both JSON files
-have the names and keys of an earlier system, and additional keys. Each of the two systems can
-therefore read the folders of the other system. The JSON files contain no paths.
+The index lists the trajectories of the folder, and is replaced atomically. A checkpoint replaces
+its folder atomically, so a crash leaves the old or the new checkpoint. Both JSON files have the
+names and keys of an earlier system, and additional keys. Each of the two systems can therefore read
+the folders of the other system. The JSON files contain no paths, so folders can be moved.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MAX_INDEX_BYTES = 1 << 30
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
-    """The folder has no index of trajectories."""
+    """A folder was loaded that has no index of trajectories."""
 
 
 class Counters(NamedTuple):
-    """Counters and random state of a buffer in an index."""
+    """State of a buffer that is stored in an index: seed, next id, file format, random state."""
 
     seed: int
     next_id: int
@@ -65,7 +65,7 @@ class Counters(NamedTuple):
 def save_to(
     folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]
 ) -> None:
-    """Write entries and their index to a folder, replacing an earlier checkpoint."""
+    """Write the files of trajectories and their index to a folder, which is replaced atomically."""
     own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
     if folder.is_dir():
         for paths in find_files(folder.resolve()).values():
@@ -80,7 +80,7 @@ def save_to(
 
 
 def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
-    """Write the index and the metadata of a folder; `entries` maps ids in file names to entries."""
+    """Write the two JSON files of a folder. `entries` maps the ids in file names to entries."""
     summary = {
         "trajectory_format": counters.file_format,
         "size": len(entries),
@@ -120,8 +120,8 @@ def check_json(info: Mapping[str, Any]) -> None:
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     """Read the trajectories of a folder, oldest first.
 
-    If the folder has no index, its `rank_<r>` folders are read. Entries without a file are left
-    out, with one warning. If two ranks used the same id, one trajectory gets a new id.
+    If the folder has no index, its `rank_<r>` folders are read. Trajectories whose file is missing
+    are left out, with one warning. If two ranks used the same id, one trajectory gets a new id.
 
     Raises:
         MissingTrajectoriesError: Neither the folder nor a `rank_<r>` folder has an index.
@@ -148,7 +148,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
-    """Return the contiguous share of a rank in the result of `read_folder`, oldest first.
+    """Return the entries that a rank loads: a contiguous part of `entries`, oldest first.
 
     A share is sorted by id, because the ranks of a run use disjoint ascending ids. If ranks used
     equal ids, `read_folder` chose new ids and the share is not sorted.
@@ -170,7 +170,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         counters = _counters_of(
             (index.get("counters") if is_ours else about.exists() and read_json(about)) or {}
         )
-        items = dict(listed_entries(index))  # A repeated id is listed once.
+        items = dict(listed_entries(index))  # `dict` removes repeated ids.
         files = find_files(folder)
         entries = []
         missing = []
@@ -203,7 +203,7 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
 
 
 def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
-    """Return the file of a trajectory: in `file_format`, or else in the first of `FORMATS`."""
+    """Return the path with the extension `file_format`, else with the first in `FORMATS`."""
     for suffix in (file_format, *FORMATS):
         for path in paths:
             if path.suffix == f".{suffix}":
@@ -241,7 +241,7 @@ def _read_entry(
 
 
 def _counters_of(summary: Mapping[str, Any]) -> Counters:
-    """Return the counters in an index; raise `ValueError` for invalid counters."""
+    """Parse the counters in an index. Raise `ValueError` if they are invalid."""
     file_format = str(summary.get("trajectory_format"))
     seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
     if next_id >= MAX_ID:
@@ -257,6 +257,6 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
 
 
 def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Derive the random state of a rank from the random state of a checkpoint."""
+    """Return a random state for a rank, derived from the random state of a checkpoint."""
     digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

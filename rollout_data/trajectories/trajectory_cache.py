@@ -1,6 +1,6 @@
-"""`TrajectoryCache`: the newest trajectories in memory, first in, first out.
+"""`TrajectoryCache`: keep the newest trajectories in memory and remove the oldest first.
 
-All trajectories with the same layout share one allocation, so that one call gathers steps of many
+All trajectories with the same fields share one allocation, so that one call gathers steps of many
 trajectories. The rows of a trajectory are contiguous. The memory of removed trajectories is reused.
 """
 
@@ -22,31 +22,31 @@ from storage.errors import MissingFieldError, UsageError
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
 
-#: Initial memory of a cache without a limit, in multiples of the size of the first trajectory.
+#: Initial capacity of a cache without a limit, in trajectories as long as the first one.
 _FIRST_ROOM = 8
-#: Minimum growth factor of the memory.
+#: Minimum factor by which an allocation grows.
 _GROWTH = 1.5
 
 
 class RowBlock:
-    """Allocation for the rows of trajectories with the same layout, one piece per trajectory.
+    """Memory for the rows of trajectories with the same layout, with one piece per trajectory.
 
     Attributes:
         layout: Layout of a row.
         capacity: Number of allocated rows.
-        words: Name of a column -> rows, int32 `[capacity, words]`. New tensors replace the old
-            tensors when the memory grows.
+        words: Map from the name of a column to its rows, int32 `[capacity, words]`. The tensors are
+            replaced when the memory grows.
     """
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.layout = layout
-        #: First row of a piece in use -> one past its last row, in ascending order.
+        #: Map from the first row of each piece to its stop row, in ascending order.
         self._pieces: dict[int, int] = {}
         self.words: Rows = {}
         self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
-        """Copy rows into this block; return the position of the first row."""
+        """Copy rows into a free piece of this block. Returns the index of the first row."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
@@ -58,12 +58,12 @@ class RowBlock:
         return first
 
     def rows(self, first: int) -> Rows:
-        """Return a copy of the rows of a piece."""
+        """Return a copy of the rows of the piece that starts at row `first`."""
         stop = self._pieces[first]
         return {name: words[first:stop].clone() for name, words in self.words.items()}
 
     def free(self, first: int) -> None:
-        """Release the rows of a piece."""
+        """Free the piece that starts at row `first`, so that `put` can reuse its rows."""
         del self._pieces[first]
 
     @property
@@ -71,7 +71,7 @@ class RowBlock:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Return the first row of a free gap for `num_rows` rows; grow the memory if necessary."""
+        """Return the first of `num_rows` free rows. Grows the memory if necessary."""
         end = self._end
         before = 0
         if end + num_rows <= self.capacity:
@@ -94,11 +94,11 @@ class RowBlock:
 
 
 class Cached(NamedTuple):
-    """Location of cached rows: all fields of a trajectory with the same number of steps.
+    """Location of some fields of a cached trajectory: the fields with equal numbers of steps.
 
     Attributes:
-        block: Allocation with the rows.
-        first: Position of the first row in `block`.
+        block: Block that contains the rows.
+        first: Index of the first row in `block`.
     """
 
     block: RowBlock
@@ -106,7 +106,7 @@ class Cached(NamedTuple):
 
 
 class TrajectoryCache(Shown):
-    """Cache of the newest trajectories in memory, first in, first out. Thread-safe.
+    """In-memory cache that removes its oldest trajectory when it is full. Thread-safe.
 
     Args:
         max_size: Maximum number of trajectories; 0 means no limit.
@@ -132,7 +132,7 @@ class TrajectoryCache(Shown):
 
     @property
     def is_full(self) -> bool:
-        """Whether the next trajectory replaces the oldest one."""
+        """Whether adding a trajectory removes the oldest trajectory."""
         return 0 < self.max_size <= len(self._entries)
 
     @property
@@ -143,12 +143,12 @@ class TrajectoryCache(Shown):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of allocated rows."""
+        """Number of allocated bytes, including free rows."""
         with self.lock:
             return sum(block.capacity * block.layout.frame_bytes for block in self._blocks.values())
 
     def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
-        """Copy a trajectory into the cache. A full cache drops its oldest trajectory.
+        """Copy a trajectory into the cache. A full cache removes its oldest trajectory.
 
         A cached trajectory with the same id is replaced, and becomes the newest trajectory.
 
@@ -187,10 +187,10 @@ class TrajectoryCache(Shown):
         self.put_rows(trajectory_id, parts)
 
     def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> list[int]:
-        """Copy packed rows into the cache.
+        """Copy a trajectory into the cache as packed rows, with one entry in `parts` per layout.
 
         Returns:
-            Ids of the trajectories whose rows moved: the added and the dropped trajectories.
+            Ids of the added trajectory and, if the cache was full, of the removed trajectory.
         """
         moved = [trajectory_id]
         with self.lock:
@@ -211,7 +211,7 @@ class TrajectoryCache(Shown):
         return moved
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Return a copy of a trajectory: nested tensors `[n, ...]`.
+        """Return a copy of a cached trajectory as a nested dict of tensors `[n, ...]`.
 
         Raises:
             MissingFieldError: The trajectory is not cached (a `KeyError`).
@@ -226,7 +226,7 @@ class TrajectoryCache(Shown):
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Return the locations of the rows of a trajectory, which are valid while `lock` is held.
+        """Return the row locations of a trajectory. They are valid while `lock` is held.
 
         Raises:
             MissingFieldError: The trajectory is not cached (a `KeyError`).
@@ -240,7 +240,7 @@ class TrajectoryCache(Shown):
         return entry
 
     def drop(self, trajectory_id: int) -> None:
-        """Remove a trajectory if it is cached."""
+        """Remove a trajectory from the cache. Does nothing if the trajectory is not cached."""
         with self.lock:
             for block, first in self._entries.pop(trajectory_id, ()):
                 block.free(first)

@@ -1,8 +1,8 @@
-"""Files of trajectories: blocks (`h5`), files of `torch.save` (`pt`), and pickles (`pkl`).
+"""Read and write trajectory files: blocks (`h5`), `torch.save` files (`pt`), pickles (`pkl`).
 
 A file is written under a temporary name and then renamed. A file is checked before it is read. A
 block stores the `[T, B]` steps of a trajectory as B fragments of T frames. Single rows can be read
-from a block; files of other formats are read as a whole.
+from a block. Files of the other formats must be read completely.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
-    """The file of a live trajectory does not exist."""
+    """The file of a trajectory that a buffer still uses does not exist."""
 
 
 @contextmanager
 def naming(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Convert a `FileNotFoundError` in the block into a `MissingTrajectoryError`.
+    """Convert a `FileNotFoundError` about `path` in the block to a `MissingTrajectoryError`.
 
     The new error names the trajectory. Errors about other files are not converted.
     """
     try:
         yield
     except FileNotFoundError as cause:
-        if path.exists():  # The error is about a different file.
+        if path.exists():  # The error is about another file.
             raise
         raise MissingTrajectoryError(
             f"the file {str(path)!r} of trajectory {trajectory_id} is missing. "
@@ -62,19 +62,19 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Entry:
-    """Entry of a trajectory in a buffer.
+    """Trajectory in a buffer: its id, layout, metadata, and its rows or its file.
 
     Attributes:
         trajectory_id: Id of the trajectory, unique in the buffer and never reused.
-        layout: Layout of the rows.
+        layout: Layout of the rows: the fields and their byte offsets.
         shape: Number of steps and of environments, (T, B).
-        info: Flat name -> leaf that is not a tensor.
-        uuid: Name that is unique across runs.
-        weights_version: Version of the policy that acted, or None.
+        info: Map from flat name to metadata leaf, such as a text or a number.
+        uuid: Identifier of the trajectory that is unique across runs.
+        weights_version: Version of the policy that recorded the trajectory; None if unknown.
         path: File of the trajectory; None until the file is written.
         rows: Rows in memory; None after the file is written.
         block: Locations of the rows in a block file; None for other files.
-        place: Position among all past and present trajectories of the buffer.
+        place: Number of trajectories that the buffer received before this trajectory.
     """
 
     trajectory_id: int
@@ -94,13 +94,13 @@ class Entry:
 
     @property
     def weights_id(self) -> str:
-        """Name of the policy that acted: the leaf `model_weights_id`, or the version as text."""
+        """Name of the recording policy: the leaf `model_weights_id`, or the version as text."""
         version = "" if self.weights_version is None else self.weights_version
         return str(self.info.get("model_weights_id", version))
 
     @property
     def filed_id(self) -> int:
-        """Trajectory id in the name of the file."""
+        """Trajectory id in the file name, which may differ from `trajectory_id` after loading."""
         trajectory_id = None if self.path is None else id_of_file(self.path.name)
         assert trajectory_id is not None, "named by file_name() or found by find_files()"
         return trajectory_id
@@ -116,12 +116,12 @@ class Entry:
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def file_name(self, file_format: str) -> str:
-        """Return the file name; special characters in the name of the policy become "_"."""
+        """Return a file name with the id and the policy name. Special characters become "_"."""
         weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
     def read_rows(self, trusted: bool, pool: BufferPool) -> Rows:
-        """Return the rows of the trajectory, from memory or from its file.
+        """Return all rows of the trajectory, from memory if possible, otherwise from its file.
 
         The caller must not change the rows.
         """
@@ -148,7 +148,7 @@ class Entry:
         return torch.from_numpy(words).view(num_rows, -1)
 
     def write(self, path: Path, rows: Rows) -> None:
-        """Write rows to a file atomically; the file extension selects the format."""
+        """Write rows to a file atomically, in the format of its extension (h5, pt or pkl)."""
         with replace_file(path) as new:
             if path.suffix == ".h5":
                 write_block_file(new, self._content(rows), starts_writeback=False, num_threads=1)
@@ -161,7 +161,7 @@ class Entry:
                     pickle.dump(trajectory, file)
 
     def _content(self, rows: Rows) -> BlockContent:
-        """Return the content of a block with one fragment per environment."""
+        """Convert rows to the content of a block file, with one fragment per environment."""
         num_steps, num_envs = self.shape
         fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
         fragments["trajectory"] = np.arange(num_envs)
@@ -188,9 +188,9 @@ class Entry:
         )
 
     def put_file(self, target: Path, rows: Rows | None) -> None:
-        """Write `rows` to a file; if `rows` is None, link or copy the existing file."""
+        """Create the file `target` with `rows`, or as a link or copy of the existing file."""
         has_other_id = self.block is not None and self.block.sequence != self.trajectory_id
-        if rows is None and has_other_id:  # A block contains the id.
+        if rows is None and has_other_id:  # A link would store the old id.
             rows = self.read_rows(trusted=False, pool=BufferPool())
         if rows is not None:
             self.write(target, rows)
@@ -201,7 +201,7 @@ class Entry:
                 os.link(self.path, target)
             except FileNotFoundError:
                 raise
-            except OSError:  # Hard links are impossible here.
+            except OSError:  # The file system has no hard links.
                 with replace_file(target) as new:
                     shutil.copyfile(self.path, new)
 
@@ -224,7 +224,7 @@ def find_block(
     shape: tuple[int, int],
     verify: bool,
 ) -> tuple[RowLayout, Block]:
-    """Read the header of a block file; return the layout and the locations of the rows.
+    """Read and check the header of a block file. Returns the layout and the row locations.
 
     Args:
         path: Path of the block file.
@@ -243,7 +243,7 @@ def find_block(
     layout = layout_for(header.schema.values())
     is_whole = (
         header.sequence == trajectory_id
-        # The order matters: `num_envs` of a hostile index may be too large for the lists below.
+        # Tested before the lists below, whose length `num_envs` may be huge in a forged index.
         and len(fragments) == num_envs
         and layout.schema == header.schema
         and fragments["length"].tolist() == [num_steps] * num_envs
@@ -269,5 +269,5 @@ def find_block(
 
 
 def read_whole(path: Path, trusted: bool) -> Leaves:
-    """Read the leaves of a `pt` or `pkl` file. Raises the errors of `read_trajectory`."""
+    """Read all leaves of a `pt` or `pkl` file. Raises the errors of `read_trajectory`."""
     return take_apart(read_trajectory(path, trusted), END_FLAGS, (), f"of {str(path)!r}")

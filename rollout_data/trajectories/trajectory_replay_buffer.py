@@ -1,4 +1,4 @@
-"""`TrajectoryReplayBuffer`: store whole trajectories on disk and sample their steps.
+"""`TrajectoryReplayBuffer`: store trajectories in memory or on disk and sample their steps.
 
 Every step of the newest trajectories is drawn with equal probability. `live_trajectories.py`
 gathers the rows, and `trajectory_saver.py` writes the files.
@@ -36,7 +36,7 @@ _LEAST_VERSION = -(1 << 62)
 
 
 class TrajectoryReplayBuffer(Shown, Owned):
-    """Store trajectories of `[T, B, ...]` tensors and sample their steps. Thread-safe.
+    """Replay buffer of trajectories, `[T, B, ...]` tensors, that samples steps. Thread-safe.
 
     Args:
         seed: Seed of the random numbers of this buffer.
@@ -45,12 +45,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
         cache_size: Maximum number of trajectories in memory with `auto_save`; 0 means all.
         sample_window_size: Number of newest trajectories to draw samples from; 0 means all. Without
             `auto_save`, older trajectories are removed.
-        auto_save: Write every trajectory to `auto_save_path` in the background. The folder is a
-            checkpoint at any time: `load_checkpoint` reads it, also after a crash.
+        auto_save: Write every trajectory to `auto_save_path` in the background. The folder is
+            always a valid checkpoint, which `load_checkpoint` reads, even after a crash.
         auto_save_path: Folder for the files. No other buffer may use this folder.
         trajectory_format: "h5" writes block files, from which single rows can be read. "pt" writes
             files of `torch.save`, and "pkl" writes pickles, for other tools. Files of both formats
-            are read as a whole.
+            must be read completely.
         max_trajectories: Maximum number of live trajectories; None means no limit. The oldest
             trajectory is removed first. Its auto-saved file is deleted after `max_trajectories`
             newer files and their index were written, so a crash loses no live trajectory.
@@ -59,14 +59,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
         drop_last: Names of leaves that may have `T + e` rows for e epochs: an additional row after
             the last step of each epoch. The additional rows are dropped.
         trusted: Allow reading pickles, which may run any code. Required for "pkl".
-        max_pending_saves: Maximum number of trajectories that wait to be written. Adding blocks
-            while the number is reached.
-        rank, world_size: Rank of this buffer among several buffers that save below the same path,
-            and their number. The buffer saves to `rank_<rank>`, and no other rank uses its ids.
+        max_pending_saves: Maximum number of trajectories that wait to be written. `add` blocks
+            while this number of trajectories waits.
+        rank, world_size: Rank of this buffer among all buffers that save to the same path, and the
+            number of these buffers. Each saves to its folder `rank_<rank>` and has its own ids.
         load_path: Checkpoint to load during construction with `load_checkpoint`. If `world_size` is
             set, only the share of this rank is loaded.
         save_path: Alias of `auto_save_path` that also enables `auto_save`.
-        monitor: Receiver of durations, including waiting times: `trajectories/add`, `/sample`,
+        monitor: Monitor that records durations, with waiting times: `trajectories/add`, `/sample`,
             `/save_checkpoint`, `/load_checkpoint`, and `/write` for one file in the background.
     """
 
@@ -141,7 +141,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 max_pending_saves,
                 self.max_trajectories,
                 self._lock,
-                # The lambda looks up `_live` late, because loading a checkpoint replaces `_live`.
+                # Not `self._live.note_moved`, because loading a checkpoint replaces `_live`.
                 lambda trajectory_id: self._live.note_moved([trajectory_id]),
                 self._counters,
                 self._timed,
@@ -178,28 +178,28 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     @property
     def cached_ids(self) -> list[int]:
-        """Ids of the trajectories in the cache, oldest first."""
+        """Ids of the trajectories in the memory cache, oldest first."""
         with self._lock:
             return [] if self._live.cache is None else self._live.cache.ids
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
-        """Copy a trajectory into the buffer; see `add_trajectories`. Returns its id."""
+        """Copy a trajectory into the buffer and return its id; see `add_trajectories`."""
         return self._add([trajectory], weights_version)[0]
 
     def add_trajectories(
         self, trajectories: Iterable[Any], *, weights_version: int | None = None
     ) -> list[int]:
-        """Copy trajectories into the buffer, oldest first.
+        """Copy trajectories, oldest first, into the buffer and return their ids.
 
         Args:
             trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays. T, B
                 and keys may differ between trajectories. Texts, numbers and lists are metadata of
                 the trajectory. A leaf that is None is ignored.
-            weights_version: Version of the policy that acted; by default the leaf
+            weights_version: Version of the recording policy; by default the leaf
                 `weights_version`.
 
         Returns:
-            The ids of the trajectories. Ids ascend and are never reused.
+            Ids of the added trajectories. Ids ascend and are never reused.
 
         Raises:
             SchemaError: The leading sizes of the leaves differ, or the dtype or shape of a leaf
@@ -241,14 +241,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
         min_weights_version: int | None = None,
         contiguous: bool = False,
     ) -> dict[str, Any]:
-        """Draw steps uniformly with replacement from the `sample_window_size` newest trajectories.
+        """Draw random steps with replacement from the `sample_window_size` newest trajectories.
 
         Args:
             num_chunks: Number of steps, >= 1.
             keys: Leaves to return, as flat names ("obs/state") or tuples (("obs", "state")). The
-                name of a nested mapping selects all leaves below it. None selects the leaves that
-                are in every trajectory to draw from.
-            min_weights_version: Draw only from trajectories of this policy version or later.
+                name of a nested mapping selects all leaves in it. None selects the leaves that are
+                in each of the newest trajectories.
+            min_weights_version: Use only trajectories of this policy version or later.
             contiguous: Return contiguous tensors. Otherwise small tensors are strided views of
                 packed rows.
 
@@ -256,8 +256,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
             Nested dict of new tensors `[num_chunks, ...]` on the CPU.
 
         Raises:
-            BufferEmptyError: There is no trajectory to draw from.
-            MissingFieldError: A key is missing from a drawn trajectory (a `KeyError`).
+            BufferEmptyError: The buffer has no trajectory (of `min_weights_version` or later).
+            MissingFieldError: A sampled trajectory lacks a key (a `KeyError`).
             UsageError: `keys` is not a list of keys, for example a str.
             DataFileError: The file of a trajectory was deleted or is damaged.
 
@@ -274,7 +274,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Return a copy of a trajectory: nested tensors `[T, B, ...]` and metadata leaves.
+        """Return a copy of a trajectory as a nested dict of tensors `[T, B, ...]` and metadata.
 
         Raises:
             MissingFieldError: The trajectory is not live (a `KeyError`).
@@ -286,7 +286,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             )
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
-        """Return the index entry of a live trajectory, with its shape, uuid and weights version."""
+        """Return the shape, uuid, weights version and metadata of a trajectory as a dict."""
         with self._lock:
             return self._find(trajectory_id).to_json()
 
@@ -306,14 +306,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._saver.name([])
 
     def flush(self) -> None:
-        """Wait until all trajectories are saved. Raise the error if saving failed."""
+        """Wait until all trajectories are saved. Raises `BackgroundError` if saving failed."""
         if self._saver is not None and not self._is_closed:
             self._saver.flush()
 
     def close(self) -> None:
         """Save all trajectories, stop the thread and free the memory.
 
-        Raises the error if saving failed. Idempotent.
+        Raises `BackgroundError` if saving failed. Further calls do nothing.
         """
         with self._lock:
             was_closed = self._is_closed
@@ -327,9 +327,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self.clear()
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Write all live trajectories and the state of this buffer, atomically.
+        """Write all trajectories and the random state of this buffer to a folder, atomically.
 
-        An earlier checkpoint is replaced. Saved files are hard-linked, or copied if hard links are
+        An earlier checkpoint is replaced. Auto-saved files are linked, or copied if hard links are
         impossible. Without `auto_save`, `add` and `sample` block until the checkpoint is written.
 
         Raises:
@@ -342,7 +342,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             with self._lock:
                 self._check_usable()
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
-                    # The auto-save folder is a checkpoint, since `flush` wrote its index.
+                    # `flush` has just written the index, so the folder is a checkpoint already.
                     return
                 save_to(
                     folder, list(self._live.entries.values()), self._counters(), self._live.rows_of
@@ -358,7 +358,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         min_weights_version: int | None = None,
         verify: bool = True,
     ) -> None:
-        """Replace all trajectories with a checkpoint, or with a folder of an earlier system.
+        """Replace all trajectories of this buffer with those of a checkpoint folder.
 
         Args:
             directory: A folder of `save_checkpoint`, of `auto_save`, or of an earlier system with
@@ -373,9 +373,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
         The random state is restored. With `is_distributed`, each rank derives its own random state
         from the random state in the checkpoint. With `auto_save` the files are linked or copied
-        into the folder of this buffer and added to its index. If the folder already has a file with
-        an id, a warning is issued and the file with this id is read from `directory`. Earlier files
-        in the folder of this buffer are kept.
+        into the folder of this buffer and added to its index. If the folder has another file with
+        the id of a loaded trajectory, a warning is issued and the trajectory stays in `directory`.
+        Earlier files in the folder of this buffer are kept.
 
         Raises:
             UsageError: The rank or world size is invalid.
@@ -415,7 +415,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._id_step = step
 
     def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
-        """Add a checked trajectory and return its id."""
+        """Add a trajectory that was checked by `take_apart`, and return its id."""
         rows = pack(layout, one.tensors, self._live.pool)
         version = (
             weights_version if weights_version is not None else one.info.get("weights_version")
@@ -428,7 +428,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 entry.rows = rows
                 self._saver.expect(entry)
         if self._saver is not None:
-            self._saver.submit(entry)  # `submit` may block, so the lock is not held.
+            self._saver.submit(entry)  # Called without the lock, because it may block.
         return entry.trajectory_id
 
     def _find(self, trajectory_id: int) -> Entry:
@@ -442,7 +442,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         return entry
 
     def _empty_state(self) -> LiveTrajectories:
-        # Without `auto_save` all trajectories are in the cache, so the cache size is the capacity.
+        # Without `auto_save` there are no files, so the cache must hold all trajectories.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=0)
         cache_size = self._cache_size if self.auto_save else capacity
@@ -465,6 +465,6 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
 
 def _rank_of(rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
-    """Return the checked rank and world size; raise `UsageError` if they are invalid."""
+    """Check a rank and a world size, and return them. Raise `UsageError` if one is invalid."""
     world_size = arguments.whole("world_size", world_size, 1)
     return arguments.whole(name, rank, 0, world_size - 1), world_size

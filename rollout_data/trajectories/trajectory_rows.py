@@ -1,7 +1,7 @@
-"""Conversion of trajectories between tensors and rows of block files.
+"""Convert trajectories between `[T, B, ...]` tensors and rows as in block files.
 
-Rows are ordered by environment, then by time, as in a block file. Copying a trajectory between a
-file and memory therefore needs no conversion.
+Rows are ordered by environment, then by time. Block files have the same order, so reading and
+writing them needs no further conversion.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..sources.trajectory_checkpoints.checkpoint_file import split_epochs
 
 #: Names of leaves that define the number of steps of a trajectory, in order of precedence.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
-#: Python types of metadata leaves.
+#: Types of leaves that are stored as metadata of a trajectory.
 INFO_TYPES = (str, int, float, bool, list)
-#: Name of a column -> rows, int32 `[B * T, words]` on the CPU.
+#: Map from the name of a column to its rows, int32 `[B * T, words]` on the CPU.
 Rows = dict[str, torch.Tensor]
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
-    """Return the layout of tensors `[T, B, *shape]`; `where` names the trajectory in errors."""
+    """Return the row layout for tensors `[T, B, *shape]`. Errors contain `where`."""
     fields = []
     for name, tensor in tensors.items():
         dtype = dtype_name(tensor.dtype, f"{name!r} {where}")
@@ -39,9 +39,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
 
 
 def layout_for(fields: Iterable[Field]) -> RowLayout:
-    """Return the layout of fields.
+    """Return the row layout for fields.
 
-    Equal fields in any order give the same layout object, so that layouts can be dict keys.
+    Equal fields in any order have equal layouts, so that layouts can be dict keys.
     """
     ordered = sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))
     return _layout_for(tuple(ordered))
@@ -65,7 +65,7 @@ def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPoo
         rows[name] = words
         num_bytes = sum(layout.schema[field].row_bytes for field in column.offsets)
         if num_bytes < column.row_bytes:
-            words.zero_()  # Padding is zeroed, because it is written to files too.
+            words.zero_()  # Padding bytes are written to files, so clear them.
         cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
         for field in column.offsets:
             values = tensors[field].detach().transpose(0, 1)
@@ -86,11 +86,11 @@ def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, t
 
 
 class Leaves(NamedTuple):
-    """The leaves of a trajectory.
+    """Flattened trajectory, with tensors and metadata separated.
 
     Attributes:
-        tensors: Flat name -> tensor `[T, B, *shape]`.
-        info: Flat name -> metadata leaf, such as a text.
+        tensors: Map from flat name to tensor `[T, B, *shape]`.
+        info: Map from flat name to metadata leaf, such as a text or a number.
         shape: Number of steps and of environments, (T, B).
     """
 
@@ -105,7 +105,7 @@ def take_apart(
     drop_last: Collection[str],
     where: str = "of a trajectory",
 ) -> Leaves:
-    """Check and flatten a nested mapping or dataclass of leaves `[T, B, ...]`, without copies.
+    """Flatten a nested trajectory, check its shapes and remove additional rows, without copies.
 
     Args:
         trajectory: Nested mapping or dataclass of tensors or arrays. Texts, numbers and lists are
@@ -151,7 +151,7 @@ def take_apart(
 
 
 def _as_mapping(tree: Any) -> Any:
-    """Convert nested dataclasses to dicts."""
+    """Convert dataclasses and mappings at any depth to dicts."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     if isinstance(tree, Mapping):
@@ -164,9 +164,9 @@ def _shape_of(
     longer: Collection[str],
     where: str,
 ) -> tuple[int, int]:
-    """Return (T, B) of a trajectory.
+    """Return the number of steps and of environments, (T, B), of a trajectory.
 
-    Leaves in `longer` may have additional rows, so the shape of another leaf is preferred.
+    Leaves in `longer` may have additional rows, so another leaf is used if there is one.
     """
     if not tensors:
         raise SchemaError(f"the fields {where} include no tensor.")
@@ -188,7 +188,7 @@ def _epochs(
     is_declared: bool,
     where: str,
 ) -> torch.Tensor:
-    """View a leaf with an additional row per epoch as `[epochs, rows of an epoch, B, ...]`.
+    """Split a leaf with one additional row per epoch: a view `[epochs, rows, B, ...]`.
 
     Raises:
         SchemaError: The number of rows is wrong, or the leaf is not declared to have more rows.

@@ -1,8 +1,8 @@
 """`TrajectorySaver`: write trajectories and the index of their folder in the background.
 
-A trajectory stays in memory until its file is written, also if writing fails. The next call raises
-the error once, and writing is retried later. An old file is deleted only after a new index without
-the file was written.
+A trajectory stays in memory until its file is written. If writing fails, the next call raises the
+error once, and writing is retried by `flush`. An old file is deleted only after a new index that
+does not list the file was written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..sources.trajectory_checkpoints.checkpoint_folder import find_files
 from .replay_folder import Counters, write_index
 from .trajectory_files import Entry, find_block, naming
 
-#: Maximum share of the background thread's time for writing the index. A long index is therefore
-#: written less often.
+#: Maximum share of the background thread's time for writing the index. After writing an index for
+#: 1 s, the next index is due 10 s later.
 _INDEX_SHARE = 0.1
 
 
@@ -49,7 +49,7 @@ class TrajectorySaver:
             the lock.
         counters: Function that returns the counters for the index, called in the background
             thread, under the lock.
-        timed: Function that returns a context manager which measures a block under a name.
+        timed: Function that maps a name to a context manager, which measures the time of a block.
 
     Attributes:
         first_free_id: Smallest id that is larger than the ids of all files of earlier runs.
@@ -70,7 +70,7 @@ class TrajectorySaver:
         self.file_format = file_format
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
-        #: Ids of files of an earlier run that were not loaded. Cleared after the warning.
+        #: Ids of files of an earlier run that were not loaded. Emptied after the warning.
         self._earlier = set(find_files(folder))
         self.first_free_id = max(self._earlier, default=-1) + 1
         self._lock = lock
@@ -78,11 +78,11 @@ class TrajectorySaver:
         self._counters = counters
         self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
-        #: Entries that the next index lists, oldest first.
+        #: Map from id to entry, oldest first, for the trajectories that the next index lists.
         self._named: dict[int, Entry] = {}
-        #: Id of an entry that waits to be written -> whether the index will list the entry.
+        #: Map from the id of each unwritten entry to whether the index will list the entry.
         self._expected: dict[int, bool] = {}
-        #: Files to delete after the next index, which does not list the files, is written.
+        #: Files that the next index does not list, to delete after it is written.
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
@@ -90,7 +90,7 @@ class TrajectorySaver:
         self._num_in_index = 0
 
     def warn_of_earlier(self) -> None:
-        """Warn once that the index will not list the files of an earlier run.
+        """Warn once if the folder has files of an earlier run, which the index will not list.
 
         The warning is attributed to the caller outside of this library.
         """
@@ -104,18 +104,18 @@ class TrajectorySaver:
             warnings.warn(text, RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
-        """Announce an entry that will be submitted. Call this under the lock."""
+        """Register an entry before `submit`, so that the index will list it. Requires the lock."""
         self._expected[entry.trajectory_id] = True
 
     def submit(self, entry: Entry) -> None:
-        """Queue an announced entry. The caller must not change its `rows` any more.
+        """Queue an entry that `expect` has registered. Its `rows` must not change any more.
 
         The call blocks while `max_pending` entries are queued.
         """
         self._worker.submit(self._save, entry)
 
     def name(self, entries: Iterable[Entry]) -> None:
-        """List exactly those of `entries` whose files are in this folder.
+        """Make the next index list exactly the `entries` whose files are in this folder.
 
         Call this under the lock. Files of formerly listed entries are not deleted.
         """
@@ -124,7 +124,7 @@ class TrajectorySaver:
         self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
-        """Link or copy the files of loaded trajectories into this folder. Call this under the lock.
+        """Link or copy the files of loaded trajectories into this folder. Requires the lock.
 
         Afterwards the index can list the trajectories, and their rows are read from this folder. If
         an error is raised, the folder is unchanged.
@@ -143,7 +143,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Unlisted files are removed after Ctrl-C too.
+        except BaseException:  # Includes KeyboardInterrupt.
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -161,7 +161,7 @@ class TrajectorySaver:
             warnings.warn(text, RolloutDataWarning, stacklevel=3)
 
     def check(self) -> None:
-        """Raise the error of an earlier failed save, once."""
+        """Raise `BackgroundError` if a save failed since the last call."""
         with self._lock:
             failure = self._failure
             self._failure = None
@@ -173,11 +173,11 @@ class TrajectorySaver:
             ) from failure
 
     def wait(self) -> None:
-        """Wait until all submitted entries are written or have failed."""
+        """Wait until each submitted entry is written or its write has failed."""
         self._worker.drain()
 
     def flush(self) -> None:
-        """Write all entries, retry failed entries, and wait. Raise the error if a save failed."""
+        """Write all entries, retry failed ones, and wait. Raises `BackgroundError` on failure."""
         self.wait()
         with self._lock:
             again = self._unsaved
@@ -191,7 +191,7 @@ class TrajectorySaver:
         self.check()
 
     def close(self) -> None:
-        """Write all entries and stop the thread. Raise the error if a save failed. Idempotent."""
+        """Write all entries and stop the thread. Raises `BackgroundError` if a write fails."""
         try:
             self.flush()
         finally:
@@ -203,9 +203,9 @@ class TrajectorySaver:
     def _place(
         self, entry: Entry, there: list[Path], made: list[Path]
     ) -> tuple[Path, Block | None] | None:
-        """Return the file of a loaded entry in this folder, linking or copying the file if needed.
+        """Return the file in this folder for a loaded entry, after creating it if necessary.
 
-        The result is None if a different file in this folder has the id of the entry.
+        The result is None if another trajectory in this folder has the id of the entry.
         """
         number = entry.trajectory_id
         source = entry.path
@@ -245,8 +245,9 @@ class TrajectorySaver:
                 self._on_saved(entry.trajectory_id)
             if not is_kept:
                 path.unlink(missing_ok=True)
-            # The index is written after the last queued entry, so that it lists all saved entries.
-            # The index is also written if files wait for deletion and the index is too short.
+            # Writing the index after each entry would be slow. It is written after the last queued
+            # entry. It is written earlier if it is due, or if files wait for deletion and the last
+            # index lists fewer entries than have files.
             is_short = self._superfluous and self._num_in_index < len(self._named)
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
@@ -257,13 +258,13 @@ class TrajectorySaver:
                     self._unsaved.append(entry)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Add a written entry to the next index; return whether its file is kept."""
+        """Add a written entry to the next index. Returns False if its file must be deleted."""
         if not self._expected.pop(entry.trajectory_id):
             return self._capacity is None
         self._named[entry.trajectory_id] = entry
         before = islice(reversed(self._named), 1, None)
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            # A retried entry may be written after newer entries.
+            # Newer entries may precede an entry whose first write failed, so move them behind it.
             self._named[one] = self._named.pop(one)
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))
@@ -284,7 +285,7 @@ class TrajectorySaver:
             write_index(self.folder, named, counters)
             self._num_in_index = len(named)
             with self._lock:
-                # Files in only one of the sets were listed again in the meantime, and are kept.
+                # `name` may have listed files again in the meantime, which must be kept.
                 for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)
