@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from .writing.retention import prune as prune
     from .writing.rollout_writer import RolloutWriter as RolloutWriter
 
-#: Public name -> its module. It is imported when the name is first used, so that `rollout-data
-#: --help` needs no torch.
+#: Module of each public name. Modules are imported when a name is first used, so that
+#: `rollout-data --help` does not import torch.
 _HOMES = {
     "Conversion": ".formats.convert",
     "Diagnosis": ".tools.doctor.findings",
@@ -107,7 +107,7 @@ _HOMES = {
     "undrop": ".tools.edit.edits",
     "untag": ".tools.edit.edits",
 }
-#: `from rollout_data import *` leaves Python's own `open` alone; `rollout_data.open` stays.
+#: Names that `from rollout_data import *` imports: without `open`, to keep Python's own `open`.
 __all__ = sorted(_HOMES.keys() - {"open"})
 
 _storage = importlib.util.find_spec("storage")
@@ -120,10 +120,10 @@ if _storage and not any(
         "Rename that folder or file, or start Python from another folder."
     )
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that `__getattr__` gives
+if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept misspelled names.
 
     def __getattr__(name):
-        """Import a public name."""
+        """Import the module of a public name and return the object with this name."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = getattr(importlib.import_module(_HOMES[name], __name__), name)

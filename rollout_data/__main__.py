@@ -1,4 +1,4 @@
-"""`python -m rollout_data` is the command `rollout-data`."""
+"""Run the command `rollout-data` as `python -m rollout_data`."""
 
 import runpy
 

@@ -1,8 +1,8 @@
-"""`read_rollouts` and `write_rollouts`: a data folder as a source and a sink of Ray Data, for preprocessing.
+"""`read_rollouts` and `write_rollouts`: read and write data folders with Ray Data.
 
-A trajectory is read as a whole, and has to be written as a whole. Written trajectories become part
-of the folder once all of them are complete, also where tasks fail and run again. To feed a learner
-use `RolloutDataset`.
+Use these functions to preprocess data, and `RolloutDataset` to feed a learner. Each task reads or
+writes complete trajectories. Written trajectories are added to the folder together, after all tasks
+have succeeded, even if Ray ran some tasks twice.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .remote.locations import DataDirs
 from .windows.window_dataset import WindowDataset
 from .writing.rollout_writer import RolloutWriter
 
-# Columns besides the recorded fields.
-_TRAJECTORY = "trajectory"  # number of the trajectory
-_FRAME = "frame"  # number of the frame in its trajectory
-_LENGTH = "length"  # frames of the trajectory
+# Columns that are added to the recorded fields, so that `write_rollouts` can sort the rows.
+_TRAJECTORY = "trajectory"  # int64, unique in the data set
+_FRAME = "frame"  # int64, from 0 in each trajectory
+_LENGTH = "length"  # int64, number of frames of the trajectory
 _ADDED_COLUMNS = (_TRAJECTORY, _FRAME, _LENGTH)
 _NEXT_PREFIX = "next_"
 _NEXT_MASK = "next_mask"
@@ -40,11 +40,11 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
     """Read recorded trajectories as a `ray.data.Dataset` with one row per frame.
 
     Args:
-        data_dir: A folder or a list of folders, on a file system that all machines see.
-        rows_per_task: Frames that one task reads: as many whole trajectories as fit, at least one.
-            Ray splits blocks that are larger than its `target_max_block_size` (128 MiB).
-        options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`.
-            `next_observations=False` reads half of the bytes, without true final observations.
+        data_dir: A folder or a list of folders, on a file system that all machines can access.
+        rows_per_task: Maximum number of frames per task. A task reads complete trajectories, at
+            least one. Ray splits blocks that are larger than its `target_max_block_size` (128 MiB).
+        options: Options of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`.
+            `next_observations=False` reads half of the bytes, without final observations.
             `on_error="skip"` leaves out each trajectory that has a damaged frame.
 
     Returns:
@@ -70,12 +70,12 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
 
 
 def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str, Any]:
-    """Read the trajectories of one task.
+    """Read the trajectories of one task as columns of frames.
 
     Args:
-        windows: The data.
-        task: A batch of one row: number of the first trajectory, and first frame of each one and of
-            the next task.
+        windows: Dataset with windows of one frame.
+        task: A batch of one row: "trajectory" is the number of the first trajectory. "frame" has
+            the first frame of each trajectory, then the first frame of the next task.
     """
     first = task[_TRAJECTORY][0]
     bounds = np.asarray(task[_FRAME][0], np.int64)
@@ -85,7 +85,7 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
     frames = np.arange(bounds[0], bounds[-1])
     fields = flatten(dict(windows.__getitems__(frames)))
     if len(fields["mask"]) < len(frames):
-        # Damaged frames were skipped. Leave their trajectories out as a whole.
+        # Damaged frames were skipped. `write_rollouts` requires complete trajectories.
         place = np.repeat(np.arange(len(lengths)), lengths)
         is_readable = np.isin(frames, windows.readable(frames))
         is_whole = np.bincount(place[is_readable], minlength=len(lengths)) == lengths
@@ -108,18 +108,19 @@ def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str
 
 
 def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: Any) -> None:
-    """Write the rows of `read_rollouts` into a data folder; trajectories get new numbers, in any order.
+    """Write a dataset with the columns of `read_rollouts` to a data folder.
 
     Args:
         dataset: A `ray.data.Dataset` with the columns `done`, `timeout`, `trajectory`, `frame` and
-            `length` unchanged. Whole trajectories may be missing.
-        data_dir: A folder, new or not, on a file system that all machines see.
-        options: Of `RolloutWriter`: `obs_disassemble_mapping`, `metadata`, ...
+            `length` unchanged. All frames of a trajectory may be missing, but not some of them.
+        data_dir: A new or existing folder, on a file system that all machines can access.
+        options: Options of `RolloutWriter`: `obs_disassemble_mapping`, `metadata`, ...
 
-    Policy versions are not kept. A trajectory whose recording was cut becomes a truncated one.
+    Trajectories get new numbers, in any order. Policy versions are not stored. Open trajectories,
+    whose recording was cut, become truncated trajectories.
 
     Raises:
-        UsageError: Not all frames of a trajectory came to one task; nothing was written.
+        UsageError: The frames of a trajectory are in several tasks. Nothing was written.
     """
     from ray.data import Datasink
     from ray.data.block import BlockAccessor
@@ -158,10 +159,10 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
 
 
 def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -> None:
-    """Write the trajectories of one task.
+    """Write the trajectories in the rows of one task.
 
     Raises:
-        UsageError: A trajectory lacks frames.
+        UsageError: The rows do not contain all frames of a trajectory.
     """
     order = np.lexsort((columns[_FRAME], columns[_TRAJECTORY]))
     cuts = np.flatnonzero(np.diff(columns[_TRAJECTORY][order])) + 1
@@ -185,7 +186,10 @@ def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -
 
 
 def _final_observations(trajectory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the observations after the last frame, where all of a kind are known: final name -> `[1, *shape]`."""
+    """Return the final observations by name, `[1, *shape]` each.
+
+    A group, such as "observation", is left out if one of its components has no final observation.
+    """
     finals: dict[str, np.ndarray] = {}
     for kind in ("observation", "privileged_observation"):
         masks = [
