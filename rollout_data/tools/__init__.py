@@ -1,1 +1,1 @@
-"""Tools on recordings: the command line, the doctor, editing, the report."""
+"""Tools for recordings: command line, doctor, edits and report."""

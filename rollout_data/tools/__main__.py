@@ -1,4 +1,4 @@
-"""`python -m rollout_data.tools` is `rollout-data`."""
+"""Run the command `rollout-data` as `python -m rollout_data.tools`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""The command `rollout-data`: one table of commands, and a function for each."""
+"""The command-line program `rollout-data`, with one function per command."""

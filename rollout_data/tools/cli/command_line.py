@@ -1,6 +1,6 @@
-"""The command `rollout-data`: the table of commands, parsing, errors and printing.
+"""Parse the command line of `rollout-data`, run a command, and print its result or error.
 
-Only this file prints. The modules of a command are imported when the command runs, so help is fast.
+Only this file prints. A command's modules are imported when the command runs, so help is fast.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
 PROGRAM = "rollout-data"
-#: Argument -> keywords of `add_argument`.
+#: Map from argument name to the keyword arguments of `ArgumentParser.add_argument`.
 Arguments = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `rollout-data`: help text, arguments and function.
+    """Description of one command, such as `info`: help text, arguments and function.
 
     Attributes:
         summary: One sentence of help.
         example: Example call, without the name of the program.
-        arguments: Arguments of the command, or a function that returns the arguments and avoids an
-            early import. All commands also have `--json`.
-        path: Path of the documented Python function below `rollout_data`; "" for the command name.
+        arguments: Arguments of the command. A function that returns them is called when the command
+            runs, so that help needs no further imports. All commands also have `--json`.
+        path: Dotted name of the equivalent Python function in `rollout_data`; "" if it is the name
+            of the command.
         module: Module of `tools.cli` with the function of the command. The function has the name
             of the command, takes the parsed options, and returns an `Answer`.
     """
@@ -43,12 +44,12 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Name of the command."""
+        """Name of the command: the first word of `example`."""
         return self.example.split()[0]
 
     @property
     def function(self) -> str:
-        """Qualified name of the equivalent Python function."""
+        """Qualified name of the equivalent Python function, such as "rollout_data.report"."""
         return f"rollout_data.{self.path or self.name}"
 
 
@@ -67,7 +68,7 @@ def _several(metavar: str, text: str) -> dict[str, Any]:
 
 _ANY: Arguments = {"data_dir": {"help": "a file or folder of any format"}}
 _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
-#: The option `--select` of all commands that select episodes; see `select_option`.
+#: Option `--select`, which several commands share. `select_option.py` implements it.
 SELECT: Arguments = {
     "--select": _several(
         "WHICH",
@@ -117,7 +118,7 @@ _PLAY: Arguments = {
     },
     "--mp4": {"metavar": "FILE", "help": "write the pictures as a video (extra video)"},
 }
-#: The path is optional, because `--list-rules` and `--explain` need no recording.
+#: Arguments of `doctor`. `--list-rules` and `--explain` need no recording, so its path is optional.
 _DOCTOR: Arguments = {
     "data_dir": {"nargs": "?", "help": "a file or folder of any format"},
     "--only": {"metavar": "CODES", "help": "run these rules only: VAL01,TIM,..."},
@@ -165,7 +166,7 @@ def _prune_arguments() -> Arguments:
     return {**_OWN, **limits, "--dry-run": _flag("print the files, and delete nothing")}
 
 
-#: Arguments of all commands that edit.
+#: Arguments shared by the commands `drop`, `keep` and `tag`.
 _EDIT: Arguments = {
     **_OWN,
     "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},
@@ -173,7 +174,7 @@ _EDIT: Arguments = {
     "--undo": _flag("undo the command for these ids, or for all without one"),
     "--dry-run": _flag("print the number of trajectories, and change nothing"),
 }
-#: Flags that change data. These flags are never suggested for an unknown flag.
+#: Flags that change data, so they are never suggested for a misspelled flag.
 _CHANGING = {"--undo", "--repair", "--in-place", "--set"}
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
 _MERGE: Arguments = {
@@ -207,7 +208,7 @@ _REPAIR: Arguments = {
 _URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
 
 _edit = partial(Command, module="edit_commands")
-#: Name of a command -> command, in the order of the help.
+#: All commands by name, in the order of the help text.
 COMMANDS: dict[str, Command] = {
     "info": Command(
         "Print the counts, fields and metadata of a recording of any format.",
@@ -311,9 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = _command_name(words)
         prog = f"{PROGRAM} {name}"
         code = _run(COMMANDS[name], prog, words[1:])
-        sys.stdout.flush()  # Flushing raises if the disk is full or the pipe is closed.
+        sys.stdout.flush()  # Raises if the disk is full or the pipe is closed.
         return code
-    except SystemExit as exit_request:  # Help was printed, or the call is invalid.
+    except SystemExit as exit_request:  # argparse printed help or an error.
         code = int(exit_request.code or 0)
     except KeyboardInterrupt:
         code = _print_error(prog, "stopped", 130)
@@ -326,13 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(OSError):
         try:
             sys.stdout.flush()
-        except OSError:  # Closing avoids an error message of the interpreter at exit.
+        except OSError:  # Avoids a second error message at exit.
             sys.stdout.close()
     return code
 
 
 def _run(command: Command, prog: str, words: Sequence[str]) -> int:
-    """Parse the words after the name of a command, run it and print its answer."""
+    """Parse `words` as arguments of a command, run the command and print its result."""
     options = _parser(command, prog).parse_intermixed_args(words)
     options.progress = sys.stderr.isatty()
     options.command = command.name
@@ -356,7 +357,7 @@ def _run(command: Command, prog: str, words: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser with one-line errors and a suggestion for an unknown flag."""
+    """Argument parser that prints errors in one line and suggests a flag for a misspelled one."""
 
     def error(self, message: str) -> NoReturn:
         known: list[str] = []
@@ -371,14 +372,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
-    """Return the parser of a command."""
+    """Build the argument parser of a command."""
     epilog = f"example:\n  {PROGRAM} {command.example}\n\nin Python: {command.function}"
     parser = _Parser(
         prog,
         description=command.summary,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # `--und` must be an error, not `--undo`.
+        allow_abbrev=False,  # Typing errors must not select a flag.
     )
     arguments = command.arguments
     if callable(arguments):
@@ -391,7 +392,7 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
 
 
 def _command_name(words: Sequence[str]) -> str:
-    """Return the command named by the first word, which may be abbreviated unambiguously.
+    """Return the name of the command in `words[0]`, which may be an unambiguous abbreviation.
 
     Raises:
         SystemExit: Help was printed, or the command is unknown.
@@ -415,12 +416,12 @@ def _command_name(words: Sequence[str]) -> str:
 
 
 def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) -> str:
-    """Return an ending for an error: the nearest known name, or a list of names if none is near.
+    """Return the end of an error: "did you mean ..." or, without a similar name, all names.
 
     Args:
         word: The unknown name.
-        known: Candidates for the suggestion.
-        listed: Names to list if no candidate is near; `known` if empty.
+        known: Names that may be suggested.
+        listed: Names to list if no name is similar; `known` if empty.
     """
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if matches:
@@ -429,13 +430,13 @@ def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) ->
 
 
 def _print_error(prog: str, text: str, code: int) -> int:
-    """Print an error in one line to stderr; return `code`."""
+    """Print an error in one line to stderr, and return the exit code `code`."""
     _print_line(f"{prog}: {text}", sys.stderr)
     return code
 
 
 def _print_line(text: str, stream: TextIO) -> None:
-    """Print a line; escape control characters, line breaks and unencodable characters."""
+    """Print one line, with control characters, line breaks and unencodable characters escaped."""
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     encoding = stream.encoding or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)

@@ -1,7 +1,7 @@
-"""The functions of the commands, which call the library with parsed options.
+"""Functions of most commands. Each calls the library with parsed options.
 
-Each function is named after its row in `command_line.COMMANDS`. `edit_commands` has the commands
-that edit, and `doctor_command` has `doctor`.
+A function has the name of its command in `command_line.COMMANDS`. `edit_commands.py` has the
+commands that edit, and `doctor_command.py` has `doctor`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .list_recordings import recording_rows, rows_as_text
 from .play_command import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .select_option import selected
 
-#: Maximum number of ids in a line. A line with more ids ends in "...".
+#: Maximum number of episode ids in a line of text. A line with more ids ends in "...".
 _MAX_IDS = 3
-#: Default frame rate of a GIF or video in Hz, for metadata without a frame rate.
+#: Frame rate in Hz of a GIF or video, if the metadata have no frame rate.
 _RATE_HZ = 20.0
 
 
@@ -68,7 +68,7 @@ def ls(options: argparse.Namespace) -> Answer:
 
 
 def _listed(paths: Sequence[Path]) -> Answer:
-    """Return a row for each recording; the exit code is 1 if a recording cannot be opened."""
+    """Return a table of recordings as an answer, with exit code 1 if one cannot be opened."""
     rows = recording_rows(paths)
     has_errors = any(row["error"] for row in rows)
     return Answer(rows, rows_as_text(rows), int(has_errors))
@@ -98,19 +98,19 @@ def convert(options: argparse.Namespace) -> Answer:
 
 
 def _selected_episodes(options: argparse.Namespace) -> Recording:
-    """Open a recording with the options of `--open`; return the episodes of `--select`."""
+    """Open a recording with the options in `--open`, and select episodes by `--select`."""
     open_options = option_values(options.open)
     return selected(open_recording(options.data_dir, **open_options), options.select)
 
 
 def some_ids(ids: Sequence[str]) -> str:
-    """Return the first ids, separated by commas."""
+    """Return the first 3 ids as text, separated by commas."""
     text = ", ".join(ids[:_MAX_IDS])
     return f"{text}, ..." if len(ids) > _MAX_IDS else text
 
 
 def option_values(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse NAME=VALUE pairs: name -> value, from JSON if it is valid JSON, otherwise the text.
+    """Parse NAME=VALUE pairs into a dict. A value is parsed as JSON if possible, else kept as text.
 
     Raises:
         UsageError: A pair has no "=", or a name occurs twice.
@@ -146,7 +146,10 @@ def report(options: argparse.Namespace) -> Answer:
 
 
 def _several_recordings(options: argparse.Namespace, recordings: Sequence[Path]) -> Answer:
-    """List recordings instead of writing a page; the exit code is 2 with `--out` or `--compare`."""
+    """List the recordings in a folder, because `report` accepts only one recording.
+
+    The exit code is 2 with `--out` or `--compare`, since no page is written.
+    """
     answer = _listed(recordings)
     holds = f"{options.data_dir} holds several recordings"
     lines = [*answer.lines, f"{holds}: no page was written; name one of them"]
@@ -221,7 +224,7 @@ def pack(options: argparse.Namespace) -> Answer:
 
 
 def prune(options: argparse.Namespace) -> Answer:
-    open_folder(options.data_dir)  # Raises if the folder has no data.
+    open_folder(options.data_dir)  # Raises an error if the folder has no data.
     pruned = prune_folder(
         options.data_dir,
         dry_run=options.dry_run,

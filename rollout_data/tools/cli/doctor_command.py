@@ -1,4 +1,4 @@
-"""The command `doctor`: print findings, the list of rules, or explanations of rules."""
+"""Function of the command `doctor`: print findings, a list of rules, or explanations of rules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..doctor.rules.change_scripts import CHANGES
 from .commands import Answer
 from .list_recordings import recording_rows, rows_as_text
 
-#: Maximum number of trajectories in the line of a finding.
+#: Maximum number of trajectories that are listed for a finding.
 _MAX_LISTED = 8
-#: Maximum number of frame ranges in the line of a finding.
+#: Maximum number of frame ranges that are listed for a finding.
 _MAX_RANGES = 3
 
 
@@ -53,7 +53,7 @@ def _examine_several(
     chosen: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> Answer:
-    """Examine several recordings and return a row for each recording.
+    """Examine several recordings, and return a table with the counts of their findings.
 
     The exit code is the largest exit code of all recordings.
     """
@@ -63,7 +63,7 @@ def _examine_several(
     def counts(path: Path) -> dict[str, int | None]:
         try:
             diagnosis = examination.doctor(path, **chosen, progress=options.progress)
-        except (RolloutDataError, OSError):  # `recording_row` reports the error.
+        except (RolloutDataError, OSError):  # The row of the recording has the error.
             codes.append(1)
             return dict.fromkeys(columns)
         codes.append(1 if diagnosis.at_least(options.fail_on) else 0)
@@ -110,7 +110,7 @@ def _explained(rules: Sequence[Rule]) -> Iterator[str]:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the text of a diagnosis: findings (worst first), summary, repair scripts."""
+    """Yield the lines of a diagnosis: findings (worst first), summary, repair scripts."""
     for finding in diagnosis.findings:
         yield f"{finding.severity} {finding.code} {finding.name}: {finding.message}"
         place = _place(finding)
@@ -134,7 +134,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def _place(finding: Finding) -> str:
-    """Return the trajectories and frames of a finding as text; "" if there are none."""
+    """Return the trajectories and frames of a finding as text; "" for the whole recording."""
     trajectories = [*map(str, finding.places), *finding.left_out]
     if not trajectories:
         return _frames(finding)

@@ -1,4 +1,4 @@
-"""The functions of the commands that edit, merge, split and repair recordings."""
+"""Functions of the commands that edit, merge, split and repair recordings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keep(options: argparse.Namespace) -> Answer:
 
 
 def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
-    """Call `edits.drop` or `edits.keep`; with `--undo`, restore dropped trajectories instead."""
+    """Drop trajectories by `call` (`edits.drop` or `edits.keep`); restore them with `--undo`."""
     ids = _chosen_ids(options)
     if options.undo:
         count = edits.undrop(options.data_dir, ids, dry_run=options.dry_run)
@@ -134,7 +134,9 @@ def _action_line(action: repair_recording.Action) -> str:
 
 
 def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
-    """Return the ids chosen by arguments and `--select`; None means all ids (only for `--undo`).
+    """Return the ids of the chosen trajectories; None for all, which only `--undo` allows.
+
+    The arguments name ids, and `--select` has ids and conditions.
 
     Raises:
         UsageError: The call has neither ids nor `--select`, and no `--undo`.

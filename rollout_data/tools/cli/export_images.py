@@ -1,6 +1,6 @@
-"""Write the pictures of an episode as a GIF or a video.
+"""Write the images of an episode as a GIF or a video.
 
-A video is written in parts of at most 16 MiB of pictures.
+To limit memory, images for a video are read in parts of at most 16 MiB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...formats.lerobot.lerobot_features import write_video
 from ...sources.recordings.episode import Episode
 from ..report.embedded_data import to_rgb
 
-#: Bytes of pictures read at once, counted as float64.
+#: Maximum bytes of images in memory at once, if they were float64.
 _PART_BYTES = 16 << 20
-#: Maximum bytes of the pictures of a GIF, which are all in memory. A longer episode is subsampled.
+#: Maximum bytes of the images of a GIF, which are all in memory. Longer episodes are subsampled.
 _MAX_GIF_BYTES = 256 << 20
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ def save_mp4(
     rate_hz: float = 20.0,
     progress: bool = False,
 ) -> int:
-    """Write the pictures of an episode as a video (H.264); return their number.
+    """Write the images of an episode as an H.264 video. Returns the number of frames.
 
     Args:
         episode: Episode with pictures `[H, W]`, `[H, W, C]` or `[C, H, W]`. Other dtypes than uint8
@@ -66,9 +66,9 @@ def save_gif(
     rate_hz: float = 20.0,
     progress: bool = False,
 ) -> int:
-    """Write the pictures of an episode as a GIF; return their number.
+    """Write the images of an episode as a GIF. Returns the number of frames.
 
-    A long episode is written with every second, third, ... frame at a lower rate. Arguments and
+    Of a long episode, only every n-th frame is written, at a lower rate. Arguments and
     errors are those of `save_mp4`.
     """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
@@ -91,7 +91,7 @@ def save_gif(
 
 
 def _picture_field(episode: Episode, field: str | None) -> str:
-    """Return the name of a picture field: `field`, or the first picture field if it is None.
+    """Return `field` after checking that it has images, or the first field with images.
 
     Raises:
         UsageError: The episode has no such picture field.
@@ -108,7 +108,7 @@ def _picture_field(episode: Episode, field: str | None) -> str:
 
 
 def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterator[Array]:
-    """Yield every `step`-th picture, in parts `[n, H, W, 3]` of uint8."""
+    """Yield every `step`-th image of a field in parts, uint8 `[n, H, W, 3]`."""
     field = episode.schema[name]
     picture_bytes = math.prod(field.shape) * 8
     size = step * max(1, _PART_BYTES // (picture_bytes * step))
@@ -130,7 +130,7 @@ def _range_of(
     name: str,
     parts: list[tuple[int, int]],
 ) -> tuple[float, float]:
-    """Return the minimum and the maximum of a field; (0, 1) if all values are in [0, 1]."""
+    """Return (0, 1) if all values of a field are in [0, 1], else its minimum and maximum."""
     minima = []
     maxima = []
     for start, stop in parts:
@@ -145,6 +145,6 @@ def _range_of(
 
 
 def _with_even_sides(part: Array) -> Array:
-    """Pad pictures to even sides by repeating the last row and column; H.264 needs even sides."""
+    """Pad images to even heights and widths, as H.264 requires, by repeating the edge."""
     _, height, width, _ = part.shape
     return np.pad(part, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")

@@ -1,6 +1,6 @@
-"""The contents of a recording, as a dict and as text.
+"""Describe a recording and list its episodes, as a dict or as text.
 
-Only descriptions and rewards of the episodes are read.
+Of the episodes, only metadata and rewards are read.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ...sources.recordings.recording import Recording
 from ..edit.pack_folder import open_folder
 from .list_recordings import aligned
 
-#: Name of an episode end -> flag of the end.
+#: Bit flag of each kind of episode end in a block file.
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
-#: Columns that `ls` prints as text.
+#: Columns that `ls` prints without `--json`.
 _LISTED = ("id", "length", "return", "ends", "success", "task")
-#: Maximum number of characters of a metadata value in the text.
+#: Maximum number of characters that are printed of a metadata value.
 _MAX_TEXT = 80
 
 
 def describe(data_dir: str) -> dict[str, Any]:
     """Return the counts, fields, metadata and problems of a recording of any format.
 
-    For a folder of block files, the result also has the block counts and compressed field sizes.
+    For a folder of block files, the result also has the number of blocks and compressed sizes.
     """
     origin = origins_of(data_dir)[0]
     if isinstance(origin.path, RemotePath) or scanner_of(origin) not in (BlockScanner, None):
@@ -68,7 +68,7 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
 
 
 def listing(source: DataDir) -> list[dict[str, Any]]:
-    """Return the table of episodes of a path or `Recording` as dicts; unknown values are None."""
+    """Return one dict per episode of a path or `Recording`. Unknown values are None."""
     recording = source if isinstance(source, Recording) else open_recording(source)
     table = recording.table
     success = {1: True, 0: False}
@@ -80,7 +80,7 @@ def listing(source: DataDir) -> list[dict[str, Any]]:
 
 
 def listing_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a heading and a line for each episode of `listing`."""
+    """Convert the result of `listing` to text: a heading and one line per episode."""
     cells = [[_cell(row[name]) for name in _LISTED] for row in rows]
     return aligned([_LISTED, *cells])
 
@@ -134,7 +134,7 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
 
 
 def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Return the codec, the sizes in bytes and the largest error of each field with a codec."""
+    """Return codecs, bytes and largest error of each field that is stored with a codec."""
     fields: dict[str, dict[str, Any]] = {}
     for path in paths:
         header = read_header(path)
@@ -154,7 +154,7 @@ def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def as_text(about: dict[str, Any]) -> list[str]:
-    """Return the result of `describe` as lines."""
+    """Convert the result of `describe` to lines of text."""
     is_blocks = "num_blocks" in about
     trajectories = f"{about['total_trajectories']:,} trajectories"
     lines = [f"{about['data_dir']}: {trajectories}, {about['total_timesteps']:,} frames"]
@@ -209,7 +209,7 @@ def _left_out_line(about: Mapping[str, Any]) -> str:
 
 
 def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
-    """Return the codec, size and error of a field as text; "" for a field without a codec.
+    """Return codec, compressed size and error of a field as text; "" without a codec.
 
     Args:
         codec: Name of the codec in the schema.
@@ -226,7 +226,7 @@ def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
 
 
 def strict_json(about: Any) -> str:
-    """Return JSON; NaN and infinities become null, because JSON cannot represent them."""
+    """Convert a value to JSON text. NaN and infinities become null, since JSON has neither."""
     text = json.dumps(_strict(about), indent=2, default=str, allow_nan=False)
     return text.replace("\x7f", "\\u007f")
 

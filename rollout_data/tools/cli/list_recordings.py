@@ -1,4 +1,4 @@
-"""The table of the recordings in a folder of several recordings."""
+"""Table of the recordings in a folder that contains several recordings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from storage.errors import RolloutDataError
 from ...formats.open_recording import open as open_recording
 from ...sources.block_scanner import BlockScanner
 
-#: Columns of a row except `error`, in the order of the text.
+#: Columns of a row in printed order, except `error`.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
 
 
 def recording_row(path: Path) -> dict[str, Any]:
-    """Return the row of a recording; its `error` is None unless the recording cannot be opened."""
+    """Return the table row of a recording: its counts, or `error` if it cannot be opened."""
     try:
         recording = open_recording(path)
         num_frames = int(np.sum(recording.column("length")))
@@ -39,11 +39,11 @@ def recording_rows(
     paths: Sequence[Path],
     more: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each recording.
+    """Return the table rows of several recordings.
 
     Args:
-        paths: The recordings.
-        more: Function that returns further columns of a recording.
+        paths: Paths of the recordings.
+        more: Function that returns additional columns for the path of a recording.
     """
     rows = []
     for path in paths:
@@ -55,7 +55,7 @@ def recording_rows(
 
 
 def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a heading and a line for each recording."""
+    """Convert table rows to text: a heading and one line per recording."""
     names = [name for name in rows[0] if name != "error"]
     cells = [[_cell(row[name]) for name in names] for row in rows]
     heading, *lines = aligned([names, *cells])
@@ -66,7 +66,7 @@ def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, with columns of equal width."""
+    """Join rows of cells to lines, with cells padded so that columns are aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 

@@ -1,6 +1,6 @@
-"""Draw an episode in the terminal: a line of bars for each dimension of its fields.
+"""Draw an episode as text: one line of bar characters per dimension of its fields.
 
-Fields are read in parts of at most 64 MiB.
+To limit memory, fields are read in parts of at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ...sources.episode_info import end_of
 from ...sources.recordings.episode import Episode
 from ...sources.recordings.recording import Recording
 
-#: Characters for bars, from low to high.
+#: Bar characters for values from low to high.
 BARS = "▁▂▃▄▅▆▇█"
-#: Characters for bars in a terminal that cannot encode `BARS`.
+#: Bar characters for a terminal that cannot encode `BARS`.
 ASCII_BARS = "_.,-=+*#"
-#: Character for NaN and infinite values.
+#: Character that represents NaN and infinite values.
 NOT_FINITE = "!"
-#: Maximum number of drawn dimensions per field if the call names no field.
+#: Maximum number of dimensions per field that are shown, if the caller names no fields.
 _MAX_DIMENSIONS = 12
-#: Bytes of a field read at once, counted as float64.
+#: Maximum bytes of a field in memory at once, if it were float64.
 _PART_BYTES = 64 << 20
-#: Minimum line width in characters for printing the range of a curve.
+#: Minimum line width in characters for printing minimum and maximum after a curve.
 _MIN_RANGE_WIDTH = 60
-#: Number of characters of the printed range.
+#: Number of characters for the printed minimum and maximum.
 _RANGE_WIDTH = 24
 Array = np.ndarray[Any, Any]
 
@@ -45,14 +45,14 @@ def play(
     width: int = 80,
     bars: str = BARS,
 ) -> str:
-    """Return an episode drawn in lines of text.
+    """Return a drawing of an episode as text, with one line per curve.
 
     Args:
         source: As in `describe_episode`.
         episode: As in `describe_episode`.
         fields: As in `describe_episode`.
         width: Line width in characters.
-        bars: Characters for bars, from low to high, such as `BARS` or `ASCII_BARS`.
+        bars: Bar characters from low to high, such as `BARS` or `ASCII_BARS`.
 
     Raises:
         UsageError: There is no such episode or field.
@@ -63,7 +63,7 @@ def play(
 
 
 def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recording, int]:
-    """Return a recording and the position of an episode in it.
+    """Open a recording and find an episode. Returns the recording and the episode's position.
 
     Args:
         source: A path of any format, or a `Recording`.
@@ -80,7 +80,7 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
         raise UsageError(f"{str(recording.path)!r} has no episodes.")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
         return recording, int(wanted)
-    # Raises `UsageError` if there is no such episode.
+    # `select` raises `UsageError` if there is no such episode.
     selected_id = recording.select(wanted).ids[0]
     return recording, ids.index(selected_id)
 
@@ -91,16 +91,16 @@ def describe_episode(
     fields: Sequence[str] = (),
     num_values: int = 80,
 ) -> dict[str, Any]:
-    """Return a description of an episode, with a curve for each dimension of its numeric fields.
+    """Return facts about an episode as a dict, with a curve per dimension of its numeric fields.
 
     Args:
         source: A path of any format, or a `Recording`.
         episode: As in `chosen_episode`.
-        fields: Names or leading parts of names of fields. Without names, the first 12 dimensions of
-            every field are returned. A picture field has one curve, the mean of each picture.
-        num_values: Maximum number of values of a curve. The episode is divided into parts. A curve
-            has the extreme of each part that is furthest from the mean of all extremes; NaN if a
-            value of the part is not finite.
+        fields: Names of fields or groups of fields. Without names, the first 12 dimensions of every
+            field are returned. An image field has one curve with the mean of each image.
+        num_values: Maximum number of values of a curve. The episode is divided into as many parts.
+            The value of a part is its minimum or its maximum, whichever is further from the mean of
+            the curve. It is NaN if the part has NaN or infinite values.
 
     Raises:
         UsageError: There is no such episode or field.
@@ -127,7 +127,7 @@ def describe_episode(
 
 
 def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
-    """Return the numeric fields at or below the names `prefixes`; all fields if it is empty.
+    """Return the numeric fields at or below the names in `prefixes`; all fields without names.
 
     Raises:
         UsageError: No field is at or below a name.
@@ -154,7 +154,7 @@ def _curves(
     num_values: int,
     max_dimensions: int | None,
 ) -> list[dict[str, Any]]:
-    """Return at most `max_dimensions` curves of a field; all curves if it is None."""
+    """Return the curves of a field, at most `max_dimensions` unless it is None."""
     shape = episode.schema[name].shape
     bounds = _bounds(episode.length, num_values)
     if 0 in shape:
@@ -176,7 +176,7 @@ def _curves(
 
 
 def _picture_means(episode: Episode, name: str, frames: Sequence[int]) -> Array:
-    """Return the mean of the picture at each frame in `frames`: float64 `[len(frames), 1]`."""
+    """Return the mean of the image in each of `frames`: float64 `[len(frames), 1]`."""
     means = []
     for frame in frames:
         picture = episode.read(name, frame, frame + 1)
@@ -190,9 +190,9 @@ def _part_extremes(
     bounds: Array,
     max_dimensions: int | None,
 ) -> tuple[Array, Array]:
-    """Return the minima and the maxima of parts of an episode: `[parts, dimensions]` each.
+    """Return the minimum and the maximum of each part of an episode: `[parts, dimensions]` each.
 
-    Both are NaN for a part with values that are not finite.
+    Both are NaN for a part with NaN or infinite values.
 
     Args:
         episode: The episode.
@@ -217,12 +217,14 @@ def _part_extremes(
 
 
 def _bounds(length: int, num_parts: int) -> Array:
-    """Return the bounds of at most `num_parts` non-empty parts of `length` frames."""
+    """Divide `length` frames into at most `num_parts` parts. Returns the bounds of the parts."""
     return np.unique(np.linspace(0, length, min(length, num_parts) + 1).astype(np.int64))
 
 
 def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
-    """Return a curve for each dimension: per part the extreme furthest from the curve's mean.
+    """Build a curve per dimension, with one value per part: the more extreme of low and high.
+
+    The value is the minimum or the maximum, whichever is further from the mean of the curve.
 
     Args:
         minima: Minimum of each part, `[parts, dimensions]`.
@@ -236,7 +238,7 @@ def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
         middle = np.nan
         if len(known):
             curve = {"min": float(known.min()), "max": float(known.max())}
-            # Values are divided before the sum, because the sum of large values may overflow.
+            # Not `mean()`, because the sum of large values may overflow.
             middle = (known / len(known)).sum()
         is_high_further = high / 2 - middle >= -low / 2
         curves.append({**curve, "values": np.where(is_high_further, high, low).tolist()})
@@ -244,7 +246,7 @@ def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
 
 
 def episode_as_text(about: dict[str, Any], width: int = 80, bars: str = BARS) -> list[str]:
-    """Return the result of `describe_episode` as lines of `width` characters."""
+    """Convert the result of `describe_episode` to lines of at most `width` characters."""
     lines = [_head_line(about)]
     task = [about["task"]] if about["task"] else []
     texts = {"task": task, **about["texts"]}
@@ -281,12 +283,12 @@ def _cut(line: str, width: int) -> str:
 
 
 def _bars(curve: dict[str, Any], num_bars: int, bars: str) -> str:
-    """Return a curve as at most `num_bars` bars."""
+    """Convert a curve to a line of at most `num_bars` bar characters."""
     values = np.array(curve["values"], np.float64)[:, None]
     starts = _bounds(len(values), num_bars)[:-1]
     minima = np.minimum.reduceat(values, starts)
     maxima = np.maximum.reduceat(values, starts)
-    # Values are halved, because the difference of two finite values may overflow.
+    # Halved, because the difference of two large finite values may overflow.
     low = (curve["min"] or 0.0) / 2
     high = (curve["max"] or 0.0) / 2
 

@@ -1,4 +1,4 @@
-"""The option `--select`: choose episodes by ids and conditions."""
+"""Implementation of the option `--select`, which chooses episodes by ids and conditions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from storage.errors import UsageError
 from ...sources.episode_table import COLUMNS
 from ...sources.recordings.recording import Recording
 
-#: Sign -> comparison. The first argument is the value in the condition, so "<" maps to `gt`.
+#: Function of each sign. Its first argument is the value in the condition, so "<" is `gt`.
 _SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.ge, ">=": operator.le,
     "=": operator.eq, "<": operator.gt, ">": operator.lt,
 }  # fmt: skip
 _CONDITION = re.compile(rf"\s*(\w+)\s*({'|'.join(_SIGNS)})\s*(.*?)\s*", re.DOTALL)
-#: Word in a condition -> value of the column `success`.
+#: Words for values of the column `success` in a condition.
 _SUCCESS = {"true": 1, "false": 0, "unknown": -1}
-#: Columns of numbers.
+#: Columns whose values are numbers.
 _NUMBERS = ("env", "length", "return")
 
 
 def selected(recording: Recording, which: Sequence[str]) -> Recording:
-    """Return the episodes with one of the ids that meet all conditions.
+    """Return the episodes that have one of the ids in `which` and meet all its conditions.
 
     Args:
         recording: Recording to select from.
@@ -60,13 +60,13 @@ def selected(recording: Recording, which: Sequence[str]) -> Recording:
 
 
 def _column_value(name: str, text: str) -> Any:
-    """Parse the value in a condition on a column.
+    """Parse the value that a condition compares a column with.
 
     Raises:
         UsageError: The text is not a value of the column.
     """
     if name not in COLUMNS:
-        return text  # `Recording.filter` raises an error that lists the columns.
+        return text  # `Recording.filter` raises the error, with a list of columns.
     try:
         if name == "success":
             return _SUCCESS[text.lower()]
