@@ -1,1 +1,1 @@
-"""Edit recordings: drop and tag trajectories; merge, split, pack and repair folders."""
+"""Edit recordings: drop, tag, merge, split, pack and repair."""

@@ -1,4 +1,4 @@
-"""New blocks from fragments of other blocks. Bytes of rows are copied and never decoded."""
+"""Build new blocks from fragments of other blocks, by copying encoded rows without decoding."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ...blocks.write_block import block_name, write_block
 
 @dataclass(frozen=True)
 class PackSummary:
-    """The result of packing.
+    """Result of packing a folder into fewer blocks.
 
     Attributes:
-        num_trajectories: Trajectories in the new blocks.
-        num_frames: Frames in the new blocks.
-        num_blocks_before: Blocks before packing.
-        num_blocks_after: Blocks after packing.
+        num_trajectories: Number of trajectories in the new blocks.
+        num_frames: Number of frames in the new blocks.
+        num_blocks_before: Number of blocks before packing.
+        num_blocks_after: Number of blocks after packing.
     """
 
     num_trajectories: int
@@ -47,11 +47,11 @@ class PackSummary:
 
 
 class Part(NamedTuple):
-    """A fragment for a new block.
+    """Fragment of an existing block that is copied to a new block.
 
     Attributes:
-        header: Header of the block with the rows of the fragment.
-        fragment: The fragment, a row of the table of fragments.
+        header: Header of the existing block, which contains the rows of the fragment.
+        fragment: Entry of the fragment for the table of the new block, `FRAGMENT_DTYPE`.
         reward_sum: Sum of the rewards of the fragment.
     """
 
@@ -60,23 +60,23 @@ class Part(NamedTuple):
     reward_sum: np.ndarray
 
 
-#: Kind of note -> (key, UTF-8) of each note of a block.
+#: Annotations of a block by kind (`EPISODES`, `TEXTS`), each as (key, UTF-8 bytes).
 Notes = dict[str, list[tuple[int, bytes]]]
 
 
 def parts_of(header: BlockHeader) -> list[Part]:
-    """Return all fragments of a block."""
+    """Return all fragments of the block with this header."""
     rows = zip(header.fragments, header.reward_sums, strict=True)
     return [Part(header, fragment, reward_sum) for fragment, reward_sum in rows]
 
 
 def intact_part(path: Path) -> tuple[BlockContent | None, int]:
-    """Read the intact trajectories and notes of a block with an intact header.
+    """Read the trajectories and annotations of a damaged block that are intact.
 
     Returns:
-        (content, number of trajectories without an intact part). (None, 0) for a block with a
-        damaged header, and for a whole block that does not belong in its folder: it has other
-        fields, or is a second copy.
+        Content of a new block, and the number of damaged trajectories. The result is (None, 0) if
+        the header is damaged, or if the block is intact but does not belong in its folder, because
+        it has other fields or is a second copy.
     """
     try:
         header = read_header(path)
@@ -90,7 +90,7 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
     damaged_trajectories = set(header.fragments["trajectory"][damaged].tolist())
     parts: list[Part] = []
-    # A trajectory with a damaged part is dropped as a whole, with its parts in other blocks.
+    # An empty fragment drops a damaged trajectory, so that its parts in other blocks are ignored.
     tombstones: dict[int, Part] = {}
     for part in parts_of(header):
         number = int(part.fragment["trajectory"])
@@ -107,7 +107,7 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
 
 def _tombstone(part: Part) -> Part:
-    """Return a fragment without frames that drops the trajectory of a part."""
+    """Return an empty fragment with the flag `DROPPED`, so that readers skip its trajectory."""
     fragment = part.fragment.copy()
     fragment["flags"] = DROPPED
     fragment["length"] = 0
@@ -117,7 +117,7 @@ def _tombstone(part: Part) -> Part:
 
 
 def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
-    """Return the intact notes of a block, and the number of damaged notes."""
+    """Return the intact annotations of a block, and the number of damaged annotations."""
     notes: Notes = {EPISODES: [], TEXTS: []}
     num_damaged = 0
     for kind, table in header.notes.items():
@@ -133,7 +133,7 @@ def rebuilt(
     sequence: int,
     codecs: dict[str, str],
 ) -> BlockContent:
-    """Return a block of fragments of other blocks. The encoded bytes of rows are copied."""
+    """Return the content of a block that consists of the fragments `parts`, with copied rows."""
     errors: dict[str, float] = {}
     for part in parts:
         for name, coding in part.header.codings.items():
@@ -154,7 +154,7 @@ def rebuilt(
 
 
 def _headers_of(parts: Sequence[Part]) -> list[BlockHeader]:
-    """Return the headers of parts, without duplicates."""
+    """Return the block headers of parts, without duplicates."""
     return list({id(part.header): part.header for part in parts}.values())
 
 
@@ -163,7 +163,7 @@ def _episode_notes(
     number: int,
     edits: Mapping[str, BlockHeader],
 ) -> list[tuple[int, bytes]]:
-    """Return the notes of a trajectory under its new number, in order; notes of edits last."""
+    """Return the annotations of a trajectory with its new number as key, oldest first."""
     headers = _headers_of(parts)
     edit = edits.get(parts[0].header.writer)
     if edit is not None:
@@ -176,7 +176,7 @@ def _episode_notes(
 
 
 def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
-    """Return the texts of the blocks of some parts, one text per key."""
+    """Return the texts in the blocks of `parts`, as pairs (key, UTF-8 bytes)."""
     texts: dict[int, bytes] = {}
     for header in _headers_of(parts):
         for key, text in header.read_notes(TEXTS):
@@ -185,7 +185,7 @@ def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
 
 
 def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
-    """Yield the fragments of each trajectory, trajectories in the order of completion."""
+    """Yield the fragments of each trajectory, in the order in which trajectories ended."""
     index = folder.index
     parts: dict[tuple[str, int], list[Part]] = {}
     for block in index.blocks:
@@ -210,15 +210,15 @@ def write_packed(
     origins: Sequence[tuple[int, int]] = (),
     progress: bool = False,
 ) -> PackSummary:
-    """Write the trajectories of a folder as blocks of a new writer, in the order of completion.
+    """Write the trajectories of a folder as blocks of a new writer, in the order of their ends.
 
     Args:
-        folder: Folder without damaged blocks.
-        target: Another folder.
+        folder: Folder to read, without damaged blocks.
+        target: Folder for the new blocks.
         writer: A name that no writer in `target` has.
         block_bytes: Maximum bytes of a block. A block with one large trajectory may be larger.
-        origins: (env, end in ns) of each trajectory, instead of the recorded ones. The blocks then
-            have no later time of creation.
+        origins: Environment number and end time in ns of each trajectory, which replace the
+            recorded values. The creation time of each block is then its latest end time.
         progress: Show a progress bar.
     """
     edits: dict[str, BlockHeader] = {}
@@ -248,7 +248,7 @@ def write_packed(
         num_frames += length
         num_frames_in_block += length
 
-    codecs: dict[str, str] = {}  # Codecs that "auto" chose, the same for all blocks.
+    codecs: dict[str, str] = {}  # Filled by the first block, so that all blocks have the same.
     bar = tqdm(contents, desc="pack", unit=" blocks", disable=not progress)
     for sequence, parts in enumerate(bar):
         content = rebuilt(parts, writer, sequence, codecs)
@@ -261,13 +261,13 @@ def write_packed(
 
 
 def _renumber(parts: Sequence[Part], number: int) -> None:
-    """Change the number and the flags of the fragments of a trajectory, in place."""
+    """Set the number and the flags of all fragments of a trajectory, in place."""
     for part in parts:
         part.fragment["trajectory"] = number
         part.fragment["flags"] &= ~np.uint32(TENTATIVE | FIRST)
     parts[0].fragment["flags"] |= FIRST
     last = parts[-1].fragment
-    if not last["flags"] & ENDS:  # The writer died, so no further fragment follows.
+    if not last["flags"] & ENDS:  # Its writer died before the end.
         last["flags"] |= OPEN
 
 
@@ -278,7 +278,7 @@ def _replace_origin(parts: Sequence[Part], env: int, end_time_ns: int) -> None:
 
 
 def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Join neighbouring fragments of one trajectory and policy version.
+    """Join adjacent fragments that have the same trajectory and policy version.
 
     Returns:
         The joined fragments, and their reward sums.
@@ -300,7 +300,7 @@ def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray,
 
 
 def _continues(last: np.void, fragment: np.void) -> bool:
-    """Return whether a fragment continues the previous one with the same policy version."""
+    """Return whether `fragment` continues `last` with the same policy version, or is empty."""
     is_same_policy = fragment["policy_version"] == last["policy_version"]
     is_empty = fragment["length"] == 0
     return bool(is_same_policy or is_empty) and not fragment["flags"] & FIRST

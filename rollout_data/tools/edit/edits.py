@@ -1,7 +1,7 @@
-"""Dropping and tagging trajectories of a folder of block files. Both can be undone.
+"""Drop and tag trajectories in a folder of block files. Both can be undone.
 
-No block is changed. All edits of a folder are one state. The state is published as a whole, as
-small blocks beside the data blocks (`blocks/edit_blocks.py`). Every reader applies the edits.
+Data blocks are not changed. The edits of a folder are stored in small additional blocks
+(`blocks/edit_blocks.py`). Each change replaces all of these blocks. Every reader applies the edits.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from ...sources.recordings.recordings_in_folder import check_single
 from ...writing.annotation_checks import episode_json
 
 LOCK_NAME = ".rollout_edits.lock"
-#: One or several trajectories, each by its name "writer:number" or its place in
+#: One or several trajectories, each by its name "writer:number" or its index in
 #: `rollout_data.open(path)`.
 Ids = str | int | Iterable[str | int]
-#: (writer, number) of a trajectory.
+#: Key of a trajectory: its writer, and its number within the writer.
 Key = tuple[str, int]
-#: Maximum number of names of trajectories in an error.
+#: Maximum number of trajectory names that an error suggests.
 _NUM_SHOWN = 5
 
 
 @dataclass
 class Edits:
-    """All edits of a folder.
+    """All edits of a folder: dropped trajectories and tags.
 
     Attributes:
-        dropped: Trajectories that are left out.
-        notes: Trajectory -> notes of `tag`.
-        writers: Writers whose trajectories have ever been edited.
-        created_ns: Time of the edits in ns; None for the current time.
+        dropped: Keys of the trajectories that readers skip.
+        notes: Map from trajectory key to the annotations that `tag` has added.
+        writers: Writers of all trajectories that were ever edited, even if the edit was undone.
+        created_ns: Creation time of the edit blocks in ns; None for the current time.
     """
 
     dropped: set[Key] = field(default_factory=set)
@@ -69,17 +69,17 @@ class Edits:
 def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
     """Drop trajectories, so that every reader skips them from now on.
 
-    `undrop` restores dropped trajectories, and `pack` removes them. Safe to call while writers and
-    readers are running. A stream that plays a dropped trajectory continues with another trajectory
-    after its next scan of the folder.
+    `undrop` restores dropped trajectories, and `pack` removes them permanently. Safe to call while
+    writers and readers are running. A stream that plays a dropped trajectory continues with another
+    trajectory after its next scan of the folder.
 
     Args:
         path: A folder of block files.
-        ids: Names as in `open(path).ids`, or places in `open(path)`.
-        dry_run: Only count them.
+        ids: Names as in `open(path).ids`, or indices into `open(path)`.
+        dry_run: Count the trajectories without dropping them.
 
     Returns:
-        Number of trajectories that are newly left out.
+        Number of trajectories that were not dropped before.
 
     Raises:
         UsageError: A trajectory does not exist, or the path is of another format.
@@ -92,7 +92,7 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Drop all other trajectories that the folder has now. See `drop`."""
+    """Drop all present trajectories except `ids`; see `drop`. Later trajectories are kept."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         kept = _chosen(index, Edits(), ids)
@@ -102,22 +102,22 @@ def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def _drop(edits: Edits, keys: Iterable[Key]) -> int:
-    """Add trajectories to the dropped ones; return the number of newly dropped trajectories."""
+    """Add `keys` to `edits.dropped`. Returns the number of keys that were not in it."""
     num_before = len(edits.dropped)
     edits.dropped |= {*keys}
     return len(edits.dropped) - num_before
 
 
 def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
-    """Undo `drop` and `keep`.
+    """Restore trajectories that `drop` or `keep` has dropped.
 
     Args:
         path: A folder of block files.
-        ids: Names of trajectories; None for all.
-        dry_run: Only count them.
+        ids: Names of trajectories; None for all dropped trajectories.
+        dry_run: Count the trajectories without restoring them.
 
     Returns:
-        Number of trajectories that are restored.
+        Number of restored trajectories.
     """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
@@ -131,18 +131,18 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
 
 
 def tag(path: str | os.PathLike[str], ids: Ids, /, **notes: Any) -> int:
-    """Add notes to trajectories, as `episode=` of a writer does.
+    """Add metadata to recorded trajectories, like the argument `episode` of a writer.
 
-    A note replaces a recorded note of the same name. None marks a value as unknown. `untag` removes
-    the notes.
+    A value replaces the recorded value of the same name. None marks a value as unknown. `untag`
+    restores the recorded values.
 
     Args:
         path: A folder of block files.
-        ids: Names as in `open(path).ids`, or places in `open(path)`.
-        **notes: Name -> value that JSON can hold; `task` is a text, `success` a bool.
+        ids: Names as in `open(path).ids`, or indices into `open(path)`.
+        **notes: Names and values, which must be JSON values. `task` is a str, `success` a bool.
 
     Returns:
-        Number of trajectories.
+        Number of tagged trajectories.
 
     Raises:
         UsageError: A trajectory does not exist, a value has a wrong type, or the path is of another
@@ -158,7 +158,10 @@ def tagged(
     *,
     dry_run: bool = False,
 ) -> int:
-    """Add notes like `tag`, with any names. With `dry_run`, only check and count."""
+    """Add metadata like `tag`, but from a mapping, so that any name is possible.
+
+    With `dry_run`, the arguments are checked and the trajectories are counted.
+    """
     data = json.loads(episode_json(notes))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
@@ -182,15 +185,15 @@ def tagged(
 
 
 def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
-    """Remove all notes of `tag`.
+    """Remove the metadata that `tag` has added to trajectories.
 
     Args:
         path: A folder of block files.
-        ids: Names or places of trajectories; None for all.
-        dry_run: Only count them.
+        ids: Names or indices of trajectories; None for all.
+        dry_run: Count the trajectories without changing them.
 
     Returns:
-        Number of trajectories that had notes.
+        Number of trajectories that had tags.
     """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
@@ -206,10 +209,10 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
 
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the edits of a folder.
+    """Return the dropped trajectories and the tags of a folder.
 
     Returns:
-        "dropped": names of the dropped trajectories; "said": name -> notes of `tag`.
+        "dropped" is a list of trajectory names. "said" maps trajectory names to their tags.
     """
     edits = read_edits(_folder(path))
     return {
@@ -219,10 +222,10 @@ def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_edits(folder: BlockFolder) -> Edits:
-    """Return the edits in the latest listing of a folder.
+    """Read the edits from the edit blocks of an opened folder.
 
     Raises:
-        CorruptFileError: A block of edits is damaged.
+        CorruptFileError: An edit block is damaged.
     """
     writers = {writer for writer, _ in _edit_files(folder.data_dir).values()}
     edits = Edits(writers=writers)
@@ -240,20 +243,20 @@ def read_edits(folder: BlockFolder) -> Edits:
 
 
 def _edit_files(path: Path) -> dict[str, tuple[str, int]]:
-    """Return name -> (writer, sequence) of the blocks of edits in a folder."""
+    """Map the file name of each edit block in a folder to its (writer, sequence)."""
     files = {name: named_edit(name) for name in os.listdir(path)}
     return {name: edit for name, edit in files.items() if edit is not None}
 
 
 def publish_edits(folder: BlockFolder, edits: Edits) -> None:
-    """Replace the edits of a folder. If the process is killed, the old or the new edits apply.
+    """Replace all edits of a folder. A crash leaves either the old or the new edits.
 
-    The caller must hold `only_editor`, unless no other process knows the folder.
+    The caller must hold the lock `only_editor`, unless no other process uses the folder.
     """
     path = folder.data_dir
     schema = folder.schema
     assert schema is not None
-    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # Left by a killed process.
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # Left by a crash.
         if named_edit(unfinished.name.removeprefix(TEMPORARY_PREFIX)):
             unfinished.unlink(missing_ok=True)
     old_files = _edit_files(path)
@@ -270,7 +273,7 @@ def publish_edits(folder: BlockFolder, edits: Edits) -> None:
 
 
 def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Edits) -> None:
-    """Write the edits of the trajectories of one writer as a block without frames."""
+    """Write the edits that concern one writer's trajectories as a block without frames."""
     tables: dict[str, dict[str, ArrayRows]] = {}
     for table, layout in layouts_of(schema).items():
         tables[table] = {}
@@ -302,7 +305,7 @@ def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Ed
 
 @contextmanager
 def only_editor(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder's edits. The system releases it if the process is killed."""
+    """Hold the lock for editing a folder. The system releases the lock if the process dies."""
     lock = path / LOCK_NAME
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -310,7 +313,7 @@ def only_editor(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
-        except FileNotFoundError:  # Another process removed the lock file just now.
+        except FileNotFoundError:  # The previous owner has just removed the file.
             pass
         except BaseException:
             os.close(descriptor)
@@ -328,7 +331,7 @@ def _edited(
     change: Callable[[Edits, TrajectoryIndex], int],
     dry_run: bool,
 ) -> int:
-    """Change the edits of a folder and return the number of changed trajectories.
+    """Apply `change` to the edits of a folder. Returns the number of changed trajectories.
 
     Nothing is written if nothing changes, or with `dry_run`.
     """
@@ -346,13 +349,13 @@ def _edited(
 
 
 def _folder(path: str | os.PathLike[str]) -> BlockFolder:
-    """Open a folder of block files.
+    """Open the folder of block files at `path`, for editing.
 
     Raises:
         UsageError: The path is of another format, or not on this machine.
-        DataFileError: A block of edits is damaged.
+        DataFileError: An edit block is damaged.
     """
-    if hasattr(path, "origin"):  # A `Recording` may have other places and ids than its folder.
+    if hasattr(path, "origin"):  # A selection has other indices than its folder.
         raise UsageError(
             f"path must be a folder of block files, got {path!r}. "
             "Pass the path of the recording, and ids of its trajectories."
@@ -382,7 +385,7 @@ def _folder(path: str | os.PathLike[str]) -> BlockFolder:
 
 
 def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
-    """Return (writer, number) of trajectories of the folder, or of dropped ones.
+    """Convert ids to keys of trajectories, which may be present or dropped.
 
     Raises:
         UsageError: A trajectory does not exist.

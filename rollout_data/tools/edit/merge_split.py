@@ -1,7 +1,7 @@
-"""Merge and split recordings: new folders of block files, hard links to whole blocks if possible.
+"""Merge and split recordings into new folders, with hard links instead of copies if possible.
 
-A new folder appears as a whole or not at all. No source is changed. A linked block is one file with
-two names, which is safe because blocks are never written to.
+A new folder is created atomically. No source is changed. A hard-linked block is one file with two
+names, which is safe because block files never change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ...sources.recordings.recording import Recording
 from .copied_blocks import parts_of, rebuilt
 from .edits import Edits, Key, publish_edits, read_edits
 
-#: Errors of linking that mean that hard links are impossible there.
+#: Error numbers of `os.link` if hard links are impossible, so that the file must be copied.
 _NO_LINKS = (
     errno.EXDEV,
     errno.EPERM,
@@ -58,28 +58,28 @@ _NO_LINKS = (
     errno.EOPNOTSUPP,
     errno.EACCES,
 )
-#: Errors of linking and copying that concern the source file, not its target.
+#: Error numbers of linking and copying that are about the source file, not the target.
 _OF_SOURCE = (errno.ENOENT, errno.ESTALE, errno.EIO)
-#: Folder of converted sources, within the new folder.
+#: Subfolder of the new folder for sources that had to be converted first.
 _CONVERTED = ".converted"
-#: (key, notes) of trajectories.
+#: Map from trajectory key to the annotations of the trajectory.
 Notes = dict[Key, dict[str, Any]]
 
 
 @dataclass
 class NewFolder:
-    """The content of a new folder.
+    """Result of creating a folder by `merge` or `split`.
 
     Attributes:
         path: The folder.
-        num_trajectories: Trajectories.
-        num_frames: Frames.
-        num_linked: Blocks that are hard links.
-        num_copied: Blocks that were written.
-        renamed: (place of the source, its writer) -> name of the writer in the new folder, if
-            another writer had that name.
-        problems: Data of the sources that were not read, were repaired or were left out.
-        advice: Remarks on data that are kept as they are stored. See `Recording.advice`.
+        num_trajectories: Number of trajectories.
+        num_frames: Number of frames.
+        num_linked: Number of blocks that are hard links.
+        num_copied: Number of blocks that were written.
+        renamed: Map from (index of the source, writer) to the new name of the writer, for writers
+            whose name another source also has.
+        problems: Errors about data that were unreadable, repaired or left out.
+        advice: Remarks about suspicious data that were not changed. See `Recording.advice`.
     """
 
     path: Path
@@ -98,15 +98,15 @@ def new_folder(
     target: str | os.PathLike[str],
     *sources: Path | RemotePath,
 ) -> Iterator[Path]:
-    """Yield an empty folder that replaces `target` if the block succeeds.
+    """Yield an empty temporary folder, which is renamed to `target` if the block succeeds.
 
     Args:
-        name: The argument that errors name.
+        name: Name of the caller's argument, for errors.
         target: A new or empty folder.
-        sources: Paths that are read.
+        sources: Paths that the block reads, which must not contain the target.
 
     Raises:
-        UsageError: The target is or lies in a source, is not empty, or another process writes it.
+        UsageError: The target is in a source, is not empty, or another process writes to it.
         DataFileError: A file of a source cannot be read.
         TargetError: The target cannot be written.
     """
@@ -140,7 +140,7 @@ def new_folder(
 
 
 def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetError:
-    """Return the error of a target that cannot be written."""
+    """Return a `TargetError`: the target cannot be written because of `cause`."""
     problem = f"{type(cause).__name__}: {cause}."
     if isinstance(cause, RolloutDataError):
         problem = cause.message
@@ -150,7 +150,7 @@ def _target_error(target: str | os.PathLike[str], cause: Exception) -> TargetErr
 
 
 def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
-    """Return whether an error concerns a file in one of some places."""
+    """Return whether an error is about reading a file in one of the folders `places`."""
     if not isinstance(error.filename, (str, os.PathLike)):
         return False
     if error.filename2 is not None and error.errno not in _OF_SOURCE:
@@ -167,11 +167,11 @@ def merge(
 ) -> NewFolder:
     """Merge recordings with the same fields into a new folder of block files.
 
-    Edits of the sources are kept. Blocks become hard links. They are copied to another file system,
-    and if two writers have the same name.
+    Edits of the sources are kept. Blocks become hard links. They are copied if the new folder is on
+    another file system, or if writers of two sources have the same name.
 
     Sources may share blocks, for example parts of `split`. A shared block or trajectory is stored
-    once. A shared trajectory is dropped only if every source lacks it.
+    once. A shared trajectory is dropped only if it is dropped in every source.
 
     Recordings of other formats, and folders with a damaged block, are converted, as by `convert`.
     Unreadable data, and episodes that were removed after opening, are left out and listed in
@@ -183,8 +183,8 @@ def merge(
         progress: Show progress bars.
 
     Raises:
-        UsageError: There is no source, or `out` is not empty, or lies in a source.
-        SchemaError: The fields differ.
+        UsageError: There is no source, or `out` is not empty or is in a source.
+        SchemaError: The sources have different fields.
         DataFileError: A source cannot be opened, or none of its episodes can be read.
     """
     progress = arguments.flag("progress", progress)
@@ -207,23 +207,25 @@ def split(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, NewFolder]:
-    """Split a recording into folders `out/<name>` of block files: disjoint, and complete together.
+    """Split a recording into several folders of block files, `out/<name>`.
 
-    Blocks become hard links. A block is linked as a whole even if a part has only some of its
-    trajectories; the others are dropped there. Recordings of other formats, and folders with a
-    damaged block, are converted, as by `merge`.
+    With shares, each trajectory is in exactly one folder. Blocks become hard links. If a folder
+    needs only some trajectories of a block, the block is linked and its other trajectories are
+    dropped. Recordings of other formats, and folders with a damaged block, are converted, as by
+    `merge`.
 
     Args:
         path: A path of any format, or a recording.
-        parts: Name -> share, as in `{"train": 0.9, "val": 0.1}`; None for the parts that the
-            recording itself names.
+        parts: Share of the trajectories for each folder name, such as `{"train": 0.9, "val": 0.1}`.
+            None uses the splits that the recording itself defines, which may overlap.
         out: A new or empty folder.
-        seed: Seed. The part of a trajectory is a function of the seed and the trajectory's name.
+        seed: Seed of the random choice. The choice also depends on the name of a trajectory and on
+            the number of trajectories.
         progress: Show progress bars.
 
     Raises:
-        UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is
-            not empty, or lies in the source.
+        UsageError: The shares do not add up to 1, a name is no valid folder name, or `out` is
+            not empty or is in the source.
         DataFileError: The source cannot be opened, or none of its episodes can be read.
     """
     progress = arguments.flag("progress", progress)
@@ -251,13 +253,13 @@ def _check_source(recording: Recording) -> None:
 
 @dataclass
 class _MergedSource:
-    """A source whose blocks are in the new folder.
+    """Source as a folder of blocks, after conversion if necessary.
 
     Attributes:
-        recording: The source, or the converted one.
-        folder: Its folder of blocks.
-        writers: Writer -> its name in the new folder.
-        metadata: Metadata of the folder; None without any.
+        recording: The source, or the result of its conversion.
+        folder: Folder with the blocks of `recording`.
+        writers: Map from writer name to the writer's name in the new folder.
+        metadata: Metadata of `folder`; None if it has none.
     """
 
     recording: Recording
@@ -272,10 +274,11 @@ def _merge_into(
     result: NewFolder,
     progress: bool,
 ) -> None:
-    """Put the blocks of recordings into an empty folder, and fill in the result.
+    """Link or copy the blocks of recordings into the empty folder `made`, and update `result`.
 
-    If a selection has only some trajectories of a block, the whole block is used and the other
-    trajectories are dropped. They would look complete otherwise, although blocks are missing.
+    If a selection has only some trajectories of a block, the whole block is linked and the other
+    trajectories are dropped. Readers would otherwise see trajectories whose other blocks are
+    missing.
     """
     kept: set[Key] = set()
     notes: Notes = {}
@@ -336,9 +339,9 @@ def _merge_into(
 
 
 def _linkable(recording: Recording, made: Path) -> _MergedSource | None:
-    """Return a source whose blocks can be linked.
+    """Return a recording as a source with blocks to link; None if it must be converted.
 
-    None for other formats, for damaged blocks, and for remote folders.
+    Other formats, folders with damaged blocks and remote folders must be converted.
     """
     folder = _intact_folder(recording)
     if folder is None:
@@ -356,9 +359,9 @@ def _converted(
     result: NewFolder,
     progress: bool,
 ) -> _MergedSource:
-    """Convert a source to blocks within the new folder.
+    """Convert a recording to blocks in a subfolder of the new folder `made`.
 
-    Problems and advice of the conversion are added to the result.
+    Problems and advice of the conversion are added to `result`.
     """
     scratch = made / _CONVERTED / str(place)
     scratch.mkdir(parents=True)
@@ -374,7 +377,7 @@ def _converted(
 def _merged_metadata(
     stated: Sequence[Metadata | None],
 ) -> tuple[Metadata | None, Sequence[RolloutDataError]]:
-    """Return the metadata that several folders share, and advice on conventions that differ."""
+    """Return the metadata that all sources share, and advice about different conventions."""
     metadata = _common(stated)
     known = conventions(one.context for one in stated if one is not None)
     orders = {value for name, value in known if name == ORDER_KEY}
@@ -384,7 +387,7 @@ def _merged_metadata(
 
 
 def _note_rates(source: _MergedSource, notes: Notes) -> None:
-    """Note the frame rate of each episode of a source, unless its notes have one."""
+    """Add the frame rate of each episode to its annotations, unless they already have one."""
     rates = _rates_of_episodes(source.recording, _rate_of(source.metadata))
     for (writer, number), rate in rates.items():
         key = source.writers.get(writer, writer), number
@@ -392,7 +395,7 @@ def _note_rates(source: _MergedSource, notes: Notes) -> None:
 
 
 def _rate_of(metadata: Metadata | None) -> float | None:
-    """Return the frame rate in the metadata of a folder; None without one."""
+    """Return the frame rate in the metadata of a folder in Hz; None if it is unknown."""
     return None if metadata is None else _first_rate(metadata.context)
 
 
@@ -405,7 +408,7 @@ def _first_rate(context: Mapping[str, Any]) -> float | None:
 
 
 def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key, float]:
-    """Return episode -> frame rate: its own, or the default. Unknown rates are left out."""
+    """Map episodes to their frame rates in Hz, or to `default`. Unknown rates are left out."""
     rates: dict[Key, float] = {}
     for name, episode in zip(recording.ids, recording, strict=True):
         rate = _first_rate(episode.metadata)
@@ -418,7 +421,7 @@ def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key,
 
 
 def trajectories_in(block: Block) -> set[Key]:
-    """Return the trajectories with frames in a block."""
+    """Return the keys of the trajectories with fragments in a block."""
     return {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
 
 
@@ -428,13 +431,13 @@ def finish(
     kept: Collection[Key],
     notes: Mapping[Key, dict[str, Any]],
 ) -> None:
-    """Write the metadata and the edits of a new folder.
+    """Write the metadata and the edit blocks of a new folder.
 
     Args:
-        folder: The folder, with its blocks.
+        folder: The new folder, which already has its data blocks.
         metadata: Metadata of the folder; None for no metadata.
-        kept: Trajectories that are not dropped.
-        notes: Trajectory -> notes of `tag`. Trajectories of other folders are ignored.
+        kept: Trajectories to keep. All others in the blocks are dropped.
+        notes: Annotations by trajectory. Trajectories that are not in the folder are ignored.
     """
     if metadata is not None:
         publish_metadata(folder.data_dir, metadata, "edited")
@@ -448,9 +451,9 @@ def finish(
 
 
 def newest_ns(folder: BlockFolder) -> int:
-    """Return the time of the newest frame; 0 without frames.
+    """Return the end time of the newest fragment in ns; 0 without fragments.
 
-    Files that are made from a folder have this time, so that the same source gives the same bytes.
+    It is the creation time of derived files, so that the same source always gives the same bytes.
     """
     times = [int(block.fragments["end_time_ns"].max(initial=0)) for block in folder.blocks.values()]
     return max(times, default=0)
@@ -464,9 +467,9 @@ def is_own(recording: Recording) -> bool:
 
 
 def _intact_folder(recording: Recording) -> BlockFolder | None:
-    """Return the folder of intact blocks of a recording.
+    """Return the folder of a recording with only the blocks that the recording has opened.
 
-    None for other formats and if a block is damaged.
+    The result is None for other formats, and if a block is damaged.
     """
     if not is_own(recording):
         return None
@@ -493,7 +496,7 @@ def _check_fields(
 
 
 def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
-    """Return the trajectories with some names; all for None."""
+    """Return the keys of the trajectories with the names `ids`, or of all if it is None."""
     keys = folder.index.keys()
     if ids is None:
         return {*keys}
@@ -502,7 +505,7 @@ def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
 
 
 def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
-    """Return the blocks with a part of trajectories with some names; all blocks for None."""
+    """Return the blocks that have fragments of the trajectories `ids`, or all if it is None."""
     blocks = [block for block in folder.blocks.values() if not block.is_edit]
     if ids is None:
         return blocks
@@ -511,9 +514,9 @@ def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
 
 
 def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool:
-    """Return whether a block that has to be written under another name is damaged.
+    """Return whether a block is damaged whose writer gets another name in the new folder.
 
-    Writing a damaged block again would give damaged rows valid checksums.
+    Such a block is written again, which would give damaged rows valid checksums.
     """
     for block in folder.blocks.values():
         is_renamed = writers.get(block.writer, block.writer) != block.writer
@@ -523,7 +526,7 @@ def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Return writer -> free name in `made`. A writer keeps its name unless that name is taken."""
+    """Map each writer to a name that is free in `made`: its own name, or one with a number."""
     blocks_of: dict[str, list[Block]] = {}
     for block in blocks:
         blocks_of.setdefault(block.writer, []).append(block)
@@ -539,14 +542,14 @@ def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
 
 
 def _fits(blocks: Sequence[Block], name: str, made: Path) -> bool:
-    """Return whether blocks can have a writer's name in a folder.
+    """Return whether blocks can be added to the folder `made` under a writer name.
 
-    The name is free, or the blocks there are of the same recording.
+    They can if the name is free, or if the blocks of this name are from the same recording.
     """
     present = {path.name: path for path in made.glob(f"rollout_{name}_*.h5")}
     shared = [block for block in blocks if block_name(name, block.sequence) in present]
     if present and not shared:
-        # Parts of one recording have other trajectories. Two recordings have the same numbers.
+        # Parts of one recording have disjoint trajectory numbers. Two recordings both start at 0.
         numbers: set[int] = set()
         for block in blocks:
             numbers.update(block.fragments["trajectory"].tolist())
@@ -557,10 +560,10 @@ def _fits(blocks: Sequence[Block], name: str, made: Path) -> bool:
 
 
 def _add_block(block: Block, writer: str, target: Path) -> bool:
-    """Link or copy a block into a new folder; write it again if its writer gets another name.
+    """Link or copy a block into a new folder, or write it again if its writer is renamed.
 
     Returns:
-        Whether it is linked.
+        Whether the new block is a hard link.
     """
     path = target / block_name(writer, block.sequence)
     if path.exists():
@@ -578,7 +581,7 @@ def _add_block(block: Block, writer: str, target: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Link a file to a second name, or copy it. Return whether it is linked."""
+    """Create a hard link to a file, or a copy. Returns whether the new file is a hard link."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -590,7 +593,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _common(stated: Sequence[Metadata | None]) -> Metadata | None:
-    """Return the metadata that are equal in several folders; None if no folder has any."""
+    """Return the entries that all metadata share; None if no folder has metadata."""
     known = [metadata for metadata in stated if metadata is not None]
     if not known:
         return None
@@ -598,7 +601,7 @@ def _common(stated: Sequence[Metadata | None]) -> Metadata | None:
     for name, value in known[0].context.items():
         if all(metadata.context.get(name) == value for metadata in known):
             context[name] = value
-    # Notes of episodes name the episodes with unknown ends.
+    # Because of this entry, readers look for ends in the annotations of episodes.
     unknown_ends = [metadata.context[ENDS] for metadata in known if ENDS in metadata.context]
     if unknown_ends:
         context[ENDS] = unknown_ends[0]

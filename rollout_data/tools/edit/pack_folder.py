@@ -1,6 +1,6 @@
-"""Check, repair and pack a data folder.
+"""Check, repair and pack a folder of block files.
 
-Repairing moves a damaged block to a subfolder and writes its intact trajectories in its place.
+Repairing moves a damaged block to a subfolder and writes its intact trajectories to a new block.
 Packing copies bytes and never decodes them. Trajectories, their order and values stay the same.
 """
 
@@ -40,26 +40,26 @@ from .copied_blocks import PackSummary, intact_part, write_packed
 from .edits import Edits, write_part
 from .merge_split import new_folder
 
-#: Folder of damaged files.
+#: Subfolder to which `repair_folder` moves damaged files.
 DAMAGED_FOLDER = "damaged"
-#: Folder of the new blocks of an unfinished packing in place.
+#: Temporary subfolder for the new blocks while a folder is packed in place.
 STAGING_FOLDER = ".packing"
 
 
 @dataclass
 class FolderReport:
-    """The result of a check of a folder.
+    """Result of checking or repairing a folder.
 
     Attributes:
-        num_blocks: Intact blocks.
-        num_trajectories: Intact trajectories.
-        num_frames: Intact frames.
-        num_broken: Trajectories of which a block is missing.
-        problems: File name -> its problem.
-        lost: File name -> known trajectories with frames in it, of blocks that cannot be read.
-        moved: Damaged files in their new place.
-        salvaged: File name -> number of damaged trajectories that were dropped. The other
-            trajectories are kept, without damaged notes.
+        num_blocks: Number of intact blocks.
+        num_trajectories: Number of intact trajectories.
+        num_frames: Number of intact frames.
+        num_broken: Number of trajectories with a missing block.
+        problems: Error of each damaged file, by file name.
+        lost: Names of the trajectories in each unreadable block, as far as known, by file name.
+        moved: New paths of damaged files.
+        salvaged: Number of dropped trajectories in each partly damaged file, by file name. Its
+            other trajectories are kept, without damaged annotations.
         dead_writers: Writers whose process ended before `close`. Their files were removed.
     """
 
@@ -75,7 +75,7 @@ class FolderReport:
 
 
 class _FolderWithProgress(BlockFolder):
-    """A folder that shows a progress bar while its blocks are opened."""
+    """Folder that shows a progress bar while its blocks are opened."""
 
     @cached_property
     def _bar(self) -> Any:
@@ -92,15 +92,15 @@ def open_folder(
     verify: bool = False,
     progress: bool = False,
 ) -> BlockFolder:
-    """Open a data folder.
+    """Open a folder of block files, and check that it has data.
 
     Args:
         data_dir: The folder.
-        verify: Compare all checksums.
+        verify: Check all checksums, which reads all files.
         progress: Show a progress bar.
 
     Raises:
-        UsageError: The folder does not exist, or is no recording itself but contains recordings.
+        UsageError: The folder does not exist, or contains several recordings.
         DataFileError: The folder has neither blocks nor the metadata of a dataset.
     """
     folder_type = _FolderWithProgress if progress else BlockFolder
@@ -116,7 +116,7 @@ def open_folder(
 
 
 def check_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
-    """Check every block of a folder with all its checksums. Nothing is changed.
+    """Check all checksums of every block in a folder, without changing anything.
 
     Raises:
         UsageError, DataFileError: See `open_folder`.
@@ -137,19 +137,19 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 
 def _trajectories_of_bad_blocks(folder: BlockFolder) -> dict[str, list[str]]:
-    """Return name -> known trajectories of blocks that cannot be read."""
+    """Map each unreadable block to the names of its trajectories, as far as they are known."""
     files = Files(Scan(folder.data_dir, *opened(folder.data_dir)))
     trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
     return {name: names for name, names in trajectories.items() if names}
 
 
 def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
-    """Move damaged files to a subfolder, and keep their intact trajectories.
+    """Move damaged files to the subfolder "damaged", and keep their intact trajectories.
 
-    Files of dead writers are removed, and the index cache is written again.
+    Files of dead writers are removed, and the index cache is rewritten.
 
     Returns:
-        Problems before, counts after the repair.
+        Report with the problems before the repair and the counts after it.
     """
     folder = open_folder(data_dir, verify=True, progress=progress)
     path = folder.data_dir
@@ -166,7 +166,7 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
             write_block(path, content)
             salvaged[name] = num_dropped
         elif edit is not None and folder.schema is not None:
-            # Without this empty part the edits of other writers would be ignored.
+            # A set of edit blocks with a missing block is ignored, so write an empty one instead.
             write_part(path, folder.schema, *edit, Edits())
     metadata = load_metadata(path)
     if METADATA_NAME in problems and metadata_before is not None and metadata is not None:
@@ -185,7 +185,7 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
 
 
 def _move_damaged(path: Path) -> Path:
-    """Move a file to the folder of damaged files, under a free name, and return its new path."""
+    """Move a file to the subfolder "damaged" under a free name. Returns the new path."""
     folder = path.parent / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
     target = folder / path.name
@@ -202,7 +202,7 @@ def pack_dataset(
     block_bytes: int = 1 << 30,
     progress: bool = False,
 ) -> PackSummary:
-    """Rewrite the trajectories of a folder contiguously, in the order of their completion.
+    """Rewrite a folder so that each trajectory is contiguous, in the order of the ends.
 
     Args:
         data_dir: A folder without a running writer. Every block must be intact.
@@ -211,7 +211,7 @@ def pack_dataset(
         progress: Show progress bars.
 
     Raises:
-        UsageError: A writer is running in `data_dir`, or `out_dir` is not empty or lies in
+        UsageError: A writer is running in `data_dir`, or `out_dir` is not empty or is in
             `data_dir`.
         DataFileError: A block is damaged, or the folder has no blocks. Nothing was changed.
     """
@@ -236,14 +236,14 @@ def _pack_in_place(
     block_bytes: int,
     progress: bool,
 ) -> PackSummary:
-    """Replace the blocks of a folder by packed blocks.
+    """Replace the blocks of a folder with packed blocks.
 
-    If the process is killed, trajectories may exist twice, but no trajectory is lost. Dropped
+    A crash may leave trajectories in both old and new blocks, but never removes one. Dropped
     trajectories stay dropped.
     """
     source = folder.data_dir
     staging = source / STAGING_FOLDER
-    # An interrupted packing may have left this folder. The old blocks still exist in that case.
+    # After a crash, this folder may exist. It can be deleted, since the old blocks still exist.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
@@ -253,7 +253,7 @@ def _pack_in_place(
             new_paths.append(path.rename(source / path.name))
         old_blocks = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
         note_replaced(source, [block.path for block in old_blocks], new_paths)
-        for block in (*old_blocks, *folder.replaced.values()):  # Blocks of edits are deleted last.
+        for block in (*old_blocks, *folder.replaced.values()):  # Blocks with edits come last.
             block.path.unlink(missing_ok=True)
         save_index_cache(source)
         return summary
@@ -262,7 +262,7 @@ def _pack_in_place(
 
 
 def _open_finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:
-    """Open a folder of intact blocks without a running writer.
+    """Open a folder for packing, after checking that it is intact and has no running writer.
 
     Raises:
         UsageError: A writer is running.

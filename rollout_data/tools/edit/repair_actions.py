@@ -1,4 +1,4 @@
-"""Parts of episodes: which rows and fields of an episode a repair keeps, for each rule code.
+"""Repairs of single episodes, by rule code: the rows and fields that a repair keeps.
 
 A repair changes no value. It splits an episode, or leaves out rows, fields or the final
 observation. This module writes no files.
@@ -21,30 +21,30 @@ from ..doctor.findings import Finding
 
 Array = np.ndarray[Any, Any]
 _END_FLAG = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeouts?)")
-#: Number of frames of a rest, and of frames after success, that a repair keeps.
+#: Number of frames that a repair keeps when it cuts frames at rest, or frames after success.
 _KEPT_FRAMES = 5
-#: Largest move of a resting action in one step, as a share of the action's range.
+#: Largest change of an action at rest in one step, as a fraction of the action's range.
 _REST_SHARE = 0.01
-#: Metadata of an episode that follow from its blocks.
+#: Metadata of an episode that are derived from its blocks, so they are not copied.
 _INDEXED = ("env", "writer", "end_time_ns")
 
 
 @dataclass
 class EpisodePart:
-    """Consecutive rows of an episode, in the form that writers take.
+    """Consecutive rows of an episode, with the interface of an episode to write.
 
-    Rows are read from the episode when a writer reads them.
+    Rows are read from the episode only when a writer needs them.
 
     Attributes:
         episode: The episode.
-        id: Name of the part.
-        start, stop: Rows of the part in the episode.
+        id: Name of the part, such as "demo_3/0".
+        start, stop: First and stop row of the part in the episode.
         schema: Numeric fields of the part.
-        terminated, truncated: Whether the part ends in this way; None if its end is unknown.
-        final_row: Row of the episode with the observation after the last step. The length of the
-            episode means its final observation. None without such an observation.
+        terminated, truncated: Whether the part ends in this way; None if the end is unknown.
+        final_row: Row of the episode that is the final observation of the part. The length of the
+            episode means the final observation of the episode. None if there is none.
         length: Number of rows.
-        final: Names of the fields of the final observation.
+        final: Names of the fields in the final observation.
         texts, success, task, metadata: As in the episode.
     """
 
@@ -74,7 +74,7 @@ class EpisodePart:
 
     @classmethod
     def whole(cls, episode: Episode) -> EpisodePart:
-        """Return all rows of an episode as one part."""
+        """Return a part that has all rows of an episode."""
         return cls(
             episode=episode,
             id=episode.id,
@@ -88,7 +88,7 @@ class EpisodePart:
 
     @property
     def final_observation(self) -> Any:
-        """The observation after the last step; None if it is not recorded."""
+        """Observation after the last step of the part; None if it was not recorded."""
         row = self.final_row
         if row is None:
             return None
@@ -103,30 +103,31 @@ class EpisodePart:
         return self.episode.read(name, self.start + start, self.start + end)
 
     def video(self, name: str) -> VideoRange | None:
-        """Return None: videos are decoded."""
+        """Return None, so that writers decode videos instead of copying their files."""
         return None
 
     def columns(self, name: str) -> Array:
-        """Read a field as `[T, D]`."""
+        """Read all rows of a field, flattened to `[T, D]`."""
         return np.asarray(self.read(name)).reshape(self.length, -1)
 
     def from_row(self, start: int) -> EpisodePart:
-        """Return the rows from `start` on."""
+        """Return a part without the rows before `start`."""
         return replace(self, start=self.start + start)
 
     def until(self, stop: int) -> EpisodePart:
-        """Return the rows before `stop`. Row `stop` becomes the final observation."""
+        """Return a part with the rows before `stop`, and with row `stop` as final observation."""
         if stop == self.length:
             return self
         row = self.start + stop
         return replace(self, stop=row, final_row=row, terminated=False, truncated=True)
 
     def split(self, cuts: list[int], terminated: bool) -> list[EpisodePart]:
-        """Divide the part before some rows.
+        """Split the part into several parts.
 
         Args:
-            cuts: Rows, ascending.
-            terminated: Whether the parts before a cut are terminated; else their end is unknown.
+            cuts: First row of each part except the first part, ascending.
+            terminated: Whether all parts but the last are terminated. Otherwise their end is
+                unknown.
         """
         if not cuts:
             return [self]
@@ -201,7 +202,7 @@ def _without_first_row(part: EpisodePart, finding: Finding, place: int) -> list[
 
 
 def _is_resting(part: EpisodePart) -> Array:
-    """Return whether the action of each row nearly equals the previous row: bool `[T]`."""
+    """Return whether the action of each row nearly equals the action before, bool `[T]`."""
     actions = [part.columns(name).astype(np.float64) for name in part.schema.below("action")]
     rows = np.concatenate(actions, axis=1)
     span = np.quantile(rows, 0.99, axis=0) - np.quantile(rows, 0.01, axis=0)
@@ -231,13 +232,13 @@ def _until_success(part: EpisodePart, finding: Finding, place: int) -> list[Epis
 
 @dataclass(frozen=True)
 class EpisodeRepair:
-    """The repair of an episode for a rule.
+    """Repair of the episodes in the finding of a rule.
 
     Attributes:
-        parts: Called with a part of the episode, the finding, and the place of the episode in the
-            recording. Returns the parts that replace it.
-        description: The action in words.
-        is_of_all: Whether the episodes that the finding does not name are repaired too.
+        parts: Function of a part of the episode, the finding, and the index of the episode in the
+            recording. Returns the parts that replace the part.
+        description: Text about the repair for users.
+        is_of_all: Whether all episodes are repaired, even if the finding does not name them.
     """
 
     parts: Callable[[EpisodePart, Finding, int], list[EpisodePart]]
@@ -245,7 +246,7 @@ class EpisodeRepair:
     is_of_all: bool = False
 
 
-#: Rule code -> repair. Repairs of one episode are made in this order.
+#: Repair for each rule code. If an episode needs several repairs, they are applied in this order.
 EPISODE_REPAIRS: Mapping[str, EpisodeRepair] = {
     "STR06": EpisodeRepair(_whole, "rewritten with the fields that all episodes have"),
     "STR08": EpisodeRepair(_whole, "rewritten with a new index"),

@@ -1,8 +1,8 @@
-"""Repair of a recording in a new folder, by the findings of `doctor`.
+"""Repair the findings of `doctor` in a copy of a recording.
 
-A repair leaves out, splits and renames episodes, rebuilds indices, and recomputes metadata that
-follow from the data. It changes no measured value and no byte of the source. The same source always
-results in the same bytes.
+A repair removes, splits and renames episodes, rebuilds indices, and recomputes metadata that are
+derived from the data. It changes no measured value and no byte of the source. The same source
+always results in the same bytes.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ from .merge_split import finish, is_own, link_or_copy, new_folder, newest_ns
 from .repair_actions import EPISODE_REPAIRS, EpisodePart
 
 REPORT_NAME = "repair.json"
-#: Writer name of repaired blocks. A number is appended if the source has a writer of this name.
+#: Writer name of repaired blocks, with a number appended if the source has the same writer name.
 _WRITER = "mended"
 _STAGING = ".mending"
 _BLOCK_BYTES = 256 << 20
-#: Maximum number of missing blocks of a writer that are replaced by empty blocks.
+#: Maximum number of missing blocks per writer that are replaced by empty blocks.
 _MAX_MISSING_BLOCKS = 10_000
-#: Rules about whole blocks of our format. Intact trajectories are kept, damaged ones are dropped.
+#: Rules about block files. Their repair keeps intact trajectories and drops damaged ones.
 _BLOCK_RULES = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
 
 Context = dict[str, Any]
-#: Rule code -> the action in words, and a function: (context, evidence) -> new context.
+#: Repair of the metadata for each rule code: a text for users, and a function that returns the new
+#: metadata for the old metadata and the evidence of a finding.
 _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]], Context]]] = {
     "STR07": (
         "spaces are removed from the metadata",
@@ -79,14 +80,14 @@ _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Action:
-    """The repair action for a finding.
+    """Action by which a repair handles one finding.
 
     Attributes:
-        finding: The finding of `doctor`.
-        says: The action in words, or the reason why there is none.
-        kind: "K" trajectories are left out, "N" they are split or lose rows or fields, "S" metadata
-            or sums are recomputed, "-" nothing.
-        trajectories: Ids of the trajectories concerned, in the source.
+        finding: Finding of `doctor`.
+        says: Text about the action for users, or the reason why nothing is done.
+        kind: "K" trajectories are removed, "N" they are split or lose rows or fields, "S" metadata
+            or sums are recomputed, "-" nothing is done.
+        trajectories: Ids of the affected trajectories in the source.
     """
 
     finding: Finding
@@ -95,7 +96,7 @@ class Action:
     trajectories: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the action as `repair.json` has it."""
+        """Return the action as a dict of JSON values, for `repair.json`."""
         return {
             "code": self.finding.code,
             "field": self.finding.field,
@@ -109,15 +110,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Repaired:
-    """The result of a repair, or its plan.
+    """Result of a repair, or of a dry run.
 
     Attributes:
         path: The new folder.
-        actions: One for each finding, in the order of `doctor`.
-        num_trajectories: Trajectories in the new folder; -1 after a dry run.
-        remaining: Findings that `doctor` still reports for the repaired rules.
-        problems: File name -> the error that `verify` reports in the new folder; id of a trajectory
-            that was removed from the source since the recording was opened -> its error.
+        actions: One action for each finding of `doctor`, in the same order.
+        num_trajectories: Number of trajectories in the new folder; -1 after a dry run.
+        remaining: Findings of the repaired rules that `doctor` still reports in the new folder.
+        problems: Errors by name: of files in the new folder that are damaged, and of trajectories
+            that were deleted from the source after the recording was opened.
     """
 
     path: Path
@@ -135,29 +136,29 @@ def repair(
     dry_run: bool = False,
     progress: bool = False,
 ) -> Repaired:
-    """Repair the findings of `doctor` in a new folder of block files. The source is not changed.
+    """Write a repaired copy of a recording to a new folder, guided by the findings of `doctor`.
 
-    A repair leaves out trajectories, rows, fields or final observations, splits episodes, and
-    recomputes metadata and sums. It changes no measured value: `Finding.script` is code for that.
+    A repair removes trajectories, rows, fields or final observations, splits episodes, and
+    recomputes metadata and sums. It changes no measured value; `Finding.script` has code for that.
 
-    Sound blocks of our format become hard links, and trajectories are left out as by `drop`.
-    Episodes that are split or lose rows are written into blocks of the writer "mended". Recordings
-    of other formats are written as block files. `repair.json` in the new folder lists findings and
-    actions. Findings of severity "info" are repaired only if `only` names them. A source whose
-    index is wrong is read with `on_bad_index="rebuild"`.
+    Intact block files become hard links, and trajectories are removed as by `drop`. Episodes that
+    are split or lose rows are written to new blocks of the writer "mended". Recordings of other
+    formats are written as block files. `repair.json` in the new folder lists findings and actions.
+    Findings of severity "info" are repaired only if `only` contains their code. A source with a
+    damaged index is read with `on_bad_index="rebuild"`.
 
     Args:
-        path: A path of any format, or a recording. Of a selection, only its trajectories are in the
-            new folder.
+        path: A path of any format, or a recording. If the recording is a selection, the new folder
+            has only the selected trajectories.
         to: A new or empty folder.
-        only: Codes of rules, or beginnings of codes; () is all.
+        only: Codes of rules, or beginnings of codes; () means all rules.
         dry_run: Return the plan and write nothing.
         progress: Show progress bars.
 
     Raises:
-        UsageError: A code is unknown, nothing is at the path, or `to` is not empty or lies in the
+        UsageError: A code is unknown, the path does not exist, or `to` is not empty or is in the
             source.
-        DataFileError: Nothing can be read, or every trajectory would be left out.
+        DataFileError: No trajectory is readable, or the repair would remove every trajectory.
     """
     dry_run = arguments.flag("dry_run", dry_run)
     progress = arguments.flag("progress", progress)
@@ -200,19 +201,19 @@ def _write_report(plan: _Plan, made: Path) -> None:
 
 
 class _Plan:
-    """The actions for the findings of a recording.
+    """Plan of a repair: the actions for all findings of a recording.
 
     Args:
-        recording: The source.
+        recording: The source to repair.
         findings: Findings of `doctor`.
         includes_infos: Whether findings of severity "info" are repaired.
 
     Attributes:
-        actions: One for each finding.
-        context: Context of the new metadata.json.
+        actions: One action for each finding.
+        context: Metadata for the new metadata.json, without the fields.
         ids: Names of the trajectories of the source.
-        dropped: Places of the trajectories that are left out.
-        repairs: Place -> (rule code, finding) of each repair of the episode.
+        dropped: Indices of the trajectories that are removed.
+        repairs: Map from the index of an episode to its repairs, each as (rule code, finding).
         writer: Name of the writer of new blocks.
     """
 
@@ -230,7 +231,7 @@ class _Plan:
         self.writer = _free_writer({block.writer for block in recording.blocks})
         self._includes_infos = includes_infos
         self._codes = {finding.code for finding in findings}
-        # Damaged rows are dropped first: a repaired episode would have right checksums for them.
+        # Rules about blocks first, so that damaged rows are not written with valid checksums.
         ranks = [_planning_rank(finding.code) for finding in findings]
         actions: dict[int, Action] = {}
         for number in np.argsort(ranks, kind="stable").tolist():
@@ -261,7 +262,7 @@ class _Plan:
             return Action(finding, says, "K")
         places = list(finding.places)
         if finding.code in ("FIL02", "FIL03"):
-            # A damaged header may name trajectories that are complete without its block.
+            # Trajectories with an end are complete, although the damaged header may list them.
             places = [place for place in places if not self._has_ended(place)]
         self.dropped.update(places)
         return Action(finding, says, "K", (*self._ids_at(places), *finding.left_out))
@@ -269,7 +270,8 @@ class _Plan:
     def _action_for_episodes(self, finding: Finding) -> Action:
         code = finding.code
         if code == "END07" and "END09" in self._codes:
-            # Final observations that come from wrong successors cannot be compared with last rows.
+            # END09 found wrong next observations, from which the final observations were taken.
+            # So END08 removes them.
             code = "END08"
         rule = EPISODE_REPAIRS[code]
         named: Sequence[int] = finding.places
@@ -290,7 +292,7 @@ class _Plan:
         return tuple(self.ids[place] for place in places)
 
     def parts(self, place: int) -> list[EpisodePart]:
-        """Return the parts that replace an episode."""
+        """Return the parts that replace the episode with index `place`."""
         episode = self.recording[place]
         parts = [EpisodePart.whole(episode)]
         order = list(EPISODE_REPAIRS)
@@ -302,12 +304,12 @@ class _Plan:
         return parts
 
     def repaired_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
-        """Return (place, part) of all episodes that are repaired."""
+        """Return the parts of all repaired episodes, each with the index of its episode."""
         places = sorted(self.repairs.keys() - self.dropped)
         return [(place, part) for place in places for part in self.parts(place)]
 
     def all_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
-        """Return (place, episode or part) of all episodes that are not left out."""
+        """Return the episodes, or parts of repaired episodes, to write, each with an index."""
         episodes: list[tuple[int, EpisodeToWrite]] = []
         for place in range(len(self.recording)):
             if place in self.dropped:
@@ -320,7 +322,7 @@ class _Plan:
 
 
 def _free_writer(writers: Collection[str]) -> str:
-    """Return "mended", or "mended-2" and so on if a writer has this name."""
+    """Return "mended", or "mended-2" and so on if `writers` contains this name."""
     name = _WRITER
     number = 1
     while name in writers:
@@ -330,14 +332,14 @@ def _free_writer(writers: Collection[str]) -> str:
 
 
 def _planning_rank(code: str) -> int:
-    """Return 0 for rules about blocks, 2 for repairs of episodes, 1 for other rules."""
+    """Return the planning order of a rule: blocks 0, repairs of episodes 2, other rules 1."""
     if code in _BLOCK_RULES:
         return 0
     return 2 if code in EPISODE_REPAIRS else 1
 
 
 def _write(plan: _Plan, made: Path, repairs_blocks: bool, progress: bool) -> None:
-    """Fill the new folder."""
+    """Write the repaired recording to the empty folder `made`."""
     recording = plan.recording
     if is_own(recording):
         repaired = plan.repaired_episodes()
@@ -354,13 +356,14 @@ def _link_and_write(
     repairs_blocks: bool,
     progress: bool,
 ) -> bool:
-    """Link the sound blocks of our format, and write the repaired episodes beside them.
+    """Link the intact blocks of a folder, and write the repaired episodes to new blocks.
 
     Returns:
-        Whether the fields of the repaired episodes fit. Otherwise the new folder is left empty.
+        Whether the repaired episodes have the same fields as the blocks. If they do not, the new
+        folder is left empty.
 
     Raises:
-        DataFileError: Blocks are damaged, and only other rules are repaired.
+        DataFileError: Blocks are damaged, and the rules about blocks are not repaired.
     """
     folder = BlockFolder.at(plan.recording.path, verify_on_open=repairs_blocks or bool(repaired))
     folder.keep_only(plan.recording.blocks)
@@ -368,7 +371,7 @@ def _link_and_write(
     metadata = Metadata.of_schema(folder.schema, _own_context(plan.context))
     damaged = _damaged_files(folder, plan.recording)
     if damaged and repaired and not repairs_blocks:
-        # Repaired episodes would be written with valid checksums for damaged rows.
+        # Writing repaired episodes would give damaged rows valid checksums.
         name = damaged[0]
         error = DataFileError(
             f"{name!r} in {str(folder.data_dir)!r} is damaged. Repair the rules FIL and STR too."
@@ -396,7 +399,7 @@ def _link_and_write(
 
 
 def _damaged_files(folder: BlockFolder, recording: Recording) -> list[str]:
-    """Return the damaged files of a folder that existed when the recording was opened."""
+    """Return the damaged files of a folder. Files created after opening it are ignored."""
     opened_names = {block.path.name for block in recording.blocks}
     reported = [str(problem) for problem in recording.problems]
     damaged = set()
@@ -413,7 +416,7 @@ def _write_empty_blocks(
     damaged: Sequence[str],
     fills_gaps: bool,
 ) -> None:
-    """Replace unreadable blocks, and with `fills_gaps` missing blocks, by empty blocks."""
+    """Write empty blocks in place of unreadable ones and, with `fills_gaps`, of missing ones."""
     assert folder.schema is not None
     missing = {_writer_and_sequence(folder.data_dir / name) for name in damaged}
     sequences: dict[str, list[int]] = {}
@@ -431,7 +434,10 @@ def _write_empty_blocks(
 
 
 def _writer_and_sequence(path: Path) -> tuple[str, int]:
-    """Return writer and sequence of a block, by its header or its name; else ("", `FIRST_EDIT`)."""
+    """Return the writer and the sequence number of a block from its header or file name.
+
+    The result is ("", `FIRST_EDIT`) if both are unreadable.
+    """
     try:
         header = read_header(path)
         return header.writer, header.sequence
@@ -441,9 +447,9 @@ def _writer_and_sequence(path: Path) -> tuple[str, int]:
 
 
 def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
-    """Return the trajectories of the new folder that are not dropped.
+    """Return the keys of the trajectories that stay visible in the new folder.
 
-    Trajectories are dropped if the plan leaves them out or rewrites them, if they were dropped
+    Trajectories are dropped if the plan removes or rewrites them, if they were dropped
     before, or if a part of them is missing.
     """
     empty_blocks: dict[str, int] = {}
@@ -451,7 +457,7 @@ def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> se
         if not len(block.fragments):
             empty_blocks[block.writer] = block.sequence
     last_blocks = index.fragment_block[index.first_fragment[1:] - 1].tolist()
-    may_be_cut = []  # An empty block after the last fragment may replace the block with the end.
+    may_be_cut = []  # True if an empty block replaces one that may have had the end.
     for number in last_blocks:
         block = index.blocks[number]
         may_be_cut.append(block.sequence < empty_blocks.get(block.writer, -1))
@@ -461,16 +467,16 @@ def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> se
     kept = {key for key in whole if f"{key[0]}:{key[1]}" not in left_out}
     if plan.recording.origin.ids is None:
         return kept
-    chosen = set(plan.ids)  # Blocks of a selection are linked with their other trajectories.
+    chosen = set(plan.ids)  # Linked blocks also contain unselected trajectories.
     return {key for key in kept if key[0] == plan.writer or f"{key[0]}:{key[1]}" in chosen}
 
 
 def _write_episodes(
     plan: _Plan, episodes: Sequence[tuple[int, EpisodeToWrite]], made: Path, progress: bool
 ) -> Metadata:
-    """Write episodes as blocks of the writer of the plan. Return the metadata that belong to them.
+    """Write episodes as blocks of the writer `plan.writer`. Returns the metadata for them.
 
-    An episode of another format that cannot be read is left out: `doctor` reports it.
+    Unreadable episodes of other formats are left out, since `doctor` reports them.
     """
     options: dict[str, Any] = {}
     if is_own(plan.recording):
@@ -501,7 +507,7 @@ def _write_episodes(
 
 
 def _folder_checksum(path: Path) -> str | None:
-    """Return BLAKE2b of names and contents of the files of a recording; None of a URL."""
+    """Return a BLAKE2b checksum over the file names and contents of a recording; None for a URL."""
     if isinstance(path, RemotePath):
         return None
     digest = blake2b(digest_size=16)
@@ -520,7 +526,7 @@ def _own_context(metadata: Mapping[str, Any]) -> Context:
 
 
 def _without_keys(context: Mapping[str, Any], *texts: str) -> Context:
-    """Return the context without the keys that contain one of some texts."""
+    """Return the metadata without the keys that contain one of `texts`."""
     left_out = {name for name in context for text in texts if text in name}
     return {name: value for name, value in context.items() if name not in left_out}
 
