@@ -1,1 +1,1 @@
-"""One HTML page about a recording: its data, the doctor's findings, its episodes."""
+"""Write an HTML page about a recording: its data, the doctor's findings and its episodes."""

@@ -1,6 +1,6 @@
-"""Comparison of two recordings: lengths, returns, dimensions, new and missing findings.
+"""Compare two recordings: lengths, returns, dimensions, and the differences of findings.
 
-The first recording is the one of the page. A finding is new if only the first recording has it.
+The page is about the first recording. A finding is new if only the first recording has it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from .figures import Figure, histogram, plotly_text
 from .summary import SIGNS, count_text
 from .survey import Survey, quantiles
 
-#: Quantiles (5 % to 95 %) that define the distance of a dimension: the mean of their differences.
+#: Levels of the quantiles (5 % to 95 %) whose mean difference is the distance of two recordings.
 _SHARES = tuple(share / 20 for share in range(1, 20))
-#: Quantiles of a dimension in the table: label -> share.
+#: Labels and levels of the quantiles in the table of dimensions.
 _LISTED_SHARES = {"1 %": 0.01, "median": 0.5, "99 %": 0.99}
-#: Maximum number of dimensions with a histogram.
+#: Maximum number of dimensions that get a histogram.
 _NUM_DRAWN = 12
-#: Maximum number of dimensions in the table.
+#: Maximum number of dimensions that the table lists.
 _NUM_LISTED = 100
 
 
 class _Distance(NamedTuple):
-    """Distance of a dimension between both recordings.
+    """Distance of the values of a dimension in two recordings.
 
     Attributes:
         name: Name of the dimension.
-        distance: Mean difference of 19 quantiles, relative to the range of both (1 to 99 %).
-        values: Sorted values of the dimension in each recording.
+        distance: Mean absolute difference of 19 quantiles, divided by the 1 % to 99 % range of all
+            values.
+        values: Values of the dimension in each recording, in ascending order.
     """
 
     name: str
@@ -45,12 +46,12 @@ def compare_surveys(
     names: Sequence[str],
     findings: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return the content of the comparison section of the page.
+    """Return the content of the comparison section of the page as plain values.
 
     Args:
-        surveys: The survey of each recording.
-        names: The name of each recording on the page.
-        findings: The findings of each recording, as in `Diagnosis.as_dict`.
+        surveys: Facts of each of the two recordings.
+        names: Names of the recordings on the page.
+        findings: Findings of each recording, as in `Diagnosis.as_dict`.
     """
     first_name, second_name = names
     if second_name == first_name:
@@ -83,7 +84,7 @@ def _figures(
     names: tuple[str, str],
     distances: Sequence[_Distance],
 ) -> list[Figure]:
-    """Return histograms of lengths, of returns, and of dimensions."""
+    """Return histograms of the lengths, the returns and the most different dimensions."""
     drawn: list[Figure] = []
     measures = (("Lengths", "frames", "length"), ("Returns", "sum of rewards", "return"))
     for title, unit, column in measures:
@@ -135,7 +136,7 @@ def _unshared_findings(
     findings: Sequence[Mapping[str, Any]],
     others: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the findings without a finding of equal code and field in the other recording."""
+    """Return a list of the findings whose code and field are not in `others`."""
     other_keys = {(finding["code"], finding["field"]) for finding in others}
     items = []
     for finding in findings:
@@ -154,7 +155,7 @@ def _unshared_dimensions(
     surveys: Sequence[Survey],
     names: tuple[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a list of the dimensions that only one of both recordings has, if there are any."""
+    """Yield, for each recording, the dimensions that the other one lacks, if there are any."""
     dimensions = []
     for survey in surveys:
         dimensions.append({survey.name(column) for column in survey.course.columns})
@@ -166,7 +167,7 @@ def _unshared_dimensions(
 
 
 def _distances(survey: Survey, other: Survey) -> Iterator[_Distance]:
-    """Yield the distance of each dimension with values in both recordings."""
+    """Compute the distance of each dimension that has values in both recordings."""
     other_columns = {other.name(column): column for column in other.course.columns}
     for column in survey.course.columns:
         name = survey.name(column)

@@ -1,6 +1,6 @@
-"""Numbers and pictures as text in the page: 16-bit codes compressed in base64, and small JPEGs.
+"""Encode numbers and images as text in the page: base64 of 16-bit codes, and small JPEGs.
 
-`page.js` unpacks the result of `pack_rows`.
+`page.js` decodes the result of `pack_rows`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ...formats.encoded_images import axes_of
 from ...formats.input_checks import optional
 
 Array = np.ndarray[Any, Any]
-#: Largest number in charts. Larger numbers are clipped, because their differences may overflow.
+#: Larger numbers are clipped to this value in charts, because their differences may overflow.
 LARGEST = 1e300
-#: Code of NaN and infinite values. Finite values have codes from 0 (minimum) to 65534 (maximum).
+#: 16-bit code of NaN and infinite values. Finite values have codes from 0 (minimum) to 65534.
 UNKNOWN = 65535
-#: Longest side of a picture, in pixels.
+#: Longest side of an image on the page, in pixels.
 PICTURE_PIXELS = 96
 _JPEG_QUALITY = 60
-#: Minimum side of a depth picture, in pixels. A smaller array is a field of numbers.
+#: Minimum side of a depth image, in pixels. A smaller 2-D array is not shown as an image.
 _MIN_DEPTH_SIDE = 16
-#: JSON escapes of control, direction and line separator characters. An even number of backslashes
-#: precedes an escape that is not itself escaped.
+#: JSON escapes of invisible characters: control, direction and line separator characters. An even
+#: number of backslashes before the escape means that its own backslash is not escaped.
 _INVISIBLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\"
     r"(u00[01][0-9a-f]|u007f|u00[89][0-9a-f]|u061c|u200[ef]|u202[8-9a-e]|u206[0-9a-f]|ufeff)"
@@ -37,15 +37,16 @@ _INVISIBLE = re.compile(
 
 
 def compress(data: bytes) -> str:
-    """Return bytes compressed in base64; equal bytes become equal texts."""
+    """Compress bytes with gzip and encode them in base64, without a time stamp."""
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
 def pack_rows(values: Array) -> dict[str, Any]:
-    """Return rows of numbers as 16-bit codes, compressed in base64.
+    """Encode rows of numbers as 16-bit codes, compressed in base64, with the range of each row.
 
     Args:
-        values: `[rows, planes, points]`. The finite minimum and maximum of each row keep 12 digits.
+        values: `[rows, planes, points]`. The finite minimum and maximum of each row are rounded to
+            12 digits.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
     finite = np.isfinite(rows)
@@ -61,7 +62,7 @@ def pack_rows(values: Array) -> dict[str, Any]:
     shares = np.nan_to_num((rows - low[:, None]) / ranges[:, None])
     codes = np.where(finite, np.round(shares * (UNKNOWN - 1)), UNKNOWN)
     code_bytes = codes.astype("<u2", order="C").view(np.uint8).reshape(-1, 2)
-    by_significance = code_bytes.T  # Similar high bytes side by side compress well.
+    by_significance = code_bytes.T  # Similar high bytes next to each other compress well.
 
     _, planes, points = values.shape
     return {
@@ -74,7 +75,7 @@ def pack_rows(values: Array) -> dict[str, Any]:
 
 
 def digits(values: Any, count: int = 5) -> Any:
-    """Return numbers rounded to `count` digits; None replaces NaN and infinities."""
+    """Round numbers to `count` significant digits, and replace NaN and infinities by None."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list):
@@ -83,29 +84,29 @@ def digits(values: Any, count: int = 5) -> Any:
 
 
 def as_json(content: Any) -> str:
-    """Return JSON without "<", so that it can be embedded in a script element."""
+    """Convert a value to JSON without "<", so that it can be embedded in a script element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
 def as_visible_json(content: Any) -> str:
-    """Return JSON that shows invisible and direction-changing characters as their codes."""
+    """Convert a value to JSON in which invisible characters are replaced by visible codes."""
     return _INVISIBLE.sub(r"\1\\\\\2", as_json(content))
 
 
 def is_picture(shape: tuple[int, ...]) -> bool:
-    """Return whether rows of this shape are drawn as pictures.
+    """Return whether a field with this shape is shown as images.
 
-    Shapes of pictures are `[H, W, C]` and `[C, H, W]`, and `[H, W]` for depth.
+    Shapes of images are `[H, W, C]`, `[C, H, W]`, and `[H, W]` for depth.
     """
     return bool(axes_of(shape)) and (len(shape) == 3 or min(shape) >= _MIN_DEPTH_SIDE)
 
 
 def to_rgb(rows: Array, low: float, high: float) -> Array:
-    """Return pictures as `[n, H, W, 3]` uint8.
+    """Convert images to RGB, uint8 `[n, H, W, 3]`.
 
     Args:
-        rows: Pictures `[n, *shape]` in an axis order of `axes_of`. A fourth channel is left out.
+        rows: Images `[n, H, W]`, `[n, H, W, C]` or `[n, C, H, W]`. A fourth channel is ignored.
         low: Value that becomes black, unless `rows` are uint8.
         high: Value that becomes white, unless `rows` are uint8.
     """
@@ -123,10 +124,10 @@ def to_rgb(rows: Array, low: float, high: float) -> Array:
 
 
 def thumbnail(row: Array) -> str:
-    """Return a small JPEG of a picture, as a data URL.
+    """Convert an image to a small JPEG, as a data URL.
 
     Args:
-        row: A picture with a shape that `is_picture` accepts. Depth is scaled from its minimum and
+        row: An image with a shape that `is_picture` accepts. Depth is scaled from its minimum and
             maximum. Colours of other dtypes than uint8 are scaled from [0, 1] or [0, 255].
     """
     image_module = optional("PIL.Image", "pillow", "report", "pictures for the page")
@@ -142,7 +143,7 @@ def thumbnail(row: Array) -> str:
         high = 255.0 if high > 1.5 else 1.0
 
     colours = to_rgb(row[None], low, high)[0]
-    # Subsampling the pixels makes the exact resizing faster.
+    # Subsampling first makes the exact resizing by PIL faster.
     step = max(1, min(colours.shape[:2]) // (2 * PICTURE_PIXELS))
     image = image_module.fromarray(np.ascontiguousarray(colours[::step, ::step]))
     image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))

@@ -1,6 +1,6 @@
-"""Curves and pictures of single episodes, and of the worst frames of each finding.
+"""Read the curves and images of single episodes, and of the first frames of each finding.
 
-Only episodes with curves or pictures on the page are read a second time.
+Only episodes with curves or images on the page are read a second time.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from .embedded_data import Array, is_picture, pack_rows, thumbnail
 from .summary import dimensions_of
 from .survey import MEDIAN, WHOLE, Column, Survey, quantiles
 
-#: Number of intervals of the curve of an episode. An interval is drawn as its minimum and maximum.
+#: Number of intervals in an episode's curve, each plotted as its minimum and maximum.
 NUM_POINTS = 150
-#: Number of intervals of the curve of one of the worst episodes.
+#: Number of intervals in the curve of one of the worst episodes.
 NUM_FINE_POINTS = 600
-#: Number of intervals of the curve of a finding, or of an episode shown only as an outlier.
+#: Number of intervals in the curve of a finding, or of an episode shown only as an outlier.
 NUM_SMALL_POINTS = 75
-#: Width of the drawing of a finding, in SVG units.
+#: Width of the plot of a finding, in SVG units.
 WIDTH = 600
-#: Height of the drawing of a finding, in SVG units.
+#: Height of the plot of a finding, in SVG units.
 HEIGHT = 192
-#: Number of evenly spread pictures of an episode. Pictures of findings are added.
+#: Number of evenly spaced images shown of an episode, besides the images of findings.
 NUM_PICTURES = 12
-#: SVG dash patterns of the curves of a finding. A finding has at most one curve per pattern.
+#: SVG dash patterns of the curves in the plot of a finding, which has one curve per pattern.
 _DASHES = ("", "5 3", "1.5 2.5")
 #: Minimum number of context frames before and after the frames of a finding.
 _AROUND = 25
 
 
 def _extremes(values: Array, num_stretches: int) -> list[Array]:
-    """Return the minima and the maxima of `num_stretches` intervals of rows, NaN without a value.
+    """Return the minimum and the maximum of each of `num_stretches` intervals of rows.
 
-    If there are fewer rows than intervals, the list contains only the rows.
+    They are NaN for an interval without finite values. If there are fewer rows than intervals, the
+    list contains only the rows themselves.
     """
     finite = np.where(np.isfinite(values), values, np.nan)
     if len(values) <= num_stretches:
@@ -49,11 +50,11 @@ def _extremes(values: Array, num_stretches: int) -> list[Array]:
 
 
 class Closeups:
-    """Reads the curves and pictures of single episodes.
+    """Reader of the curves and images of single episodes.
 
     Attributes:
         survey: Facts of the recording.
-        columns: Dimensions with curves.
+        columns: Dimensions to plot as curves.
     """
 
     def __init__(self, survey: Survey, columns: Sequence[Column]) -> None:
@@ -61,16 +62,16 @@ class Closeups:
         self.columns = columns
 
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
-        """Return the packed curves of all columns of an episode; missing values are `UNKNOWN`."""
+        """Return the curves of all columns of an episode, encoded by `pack_rows`."""
         episode = self.survey.recording[number]
         rows = self._rows(episode, self.columns, 0, episode.length)
         planes = np.stack(_extremes(rows, num_points))
         return pack_rows(planes.transpose(2, 0, 1))
 
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
-        """Read columns of frames: float64 `[stop - start, columns]`.
+        """Read columns of the frames `start:stop` of an episode: float64 `[stop - start, columns]`.
 
-        The column of a whole field has the median of its dimensions. Unreadable values are NaN.
+        The column for all dimensions of a field has their median. Unreadable values are NaN.
         """
         rows = np.full((stop - start, len(columns)), np.nan)
         fields: dict[str, Array] = {}
@@ -84,10 +85,10 @@ class Closeups:
         return rows
 
     def pictures(self, number: int, frames: Sequence[int]) -> dict[str, list[tuple[int, str]]]:
-        """Return pictures of an episode: field -> (frame, data URL), by frame.
+        """Return images of an episode by field, each as (frame, data URL), in ascending order.
 
         Args:
-            number: Position of the episode.
+            number: Index of the episode.
             frames: Frames to show in addition to `NUM_PICTURES` evenly spread frames.
         """
         episode = self.survey.recording[number]
@@ -101,7 +102,7 @@ class Closeups:
         return pictures
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
-        """Return a picture as a data URL, or None if the picture is missing or unreadable."""
+        """Return one frame of an image field as a data URL; None if it is missing or unreadable."""
         if name not in episode.schema or frame >= episode.length:
             return None
         if not is_picture(episode.schema[name].shape):
@@ -111,10 +112,10 @@ class Closeups:
         return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the drawing of the first frames of a finding.
+        """Return the plot, or the images, of the first frames of a finding.
 
-        The drawing has pictures, or curves in which the frames of the finding are shaded. If a
-        finding has no episode, the curves are the medians of its field over the recording.
+        Frames of the finding are shaded in the plot. If a finding has no episode, the curves are
+        the medians of its field over the whole recording.
         """
         field = finding["field"]
         named_columns = self._named_columns(finding)
@@ -156,7 +157,7 @@ class Closeups:
         return drawing
 
     def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
-        """Return the columns that a finding names, at most one for each dash pattern."""
+        """Return the columns in the evidence of a finding, at most as many as dash patterns."""
         dimensions = dimensions_of(finding)
         columns = []
         for name, dimension in self.survey.course.columns:
@@ -165,13 +166,13 @@ class Closeups:
         return columns[: len(_DASHES)]
 
     def _columns_of(self, field: str | None) -> list[Column]:
-        """Return the drawn columns of a field and of its subfields; all columns if it is None."""
+        """Return the plotted columns of a field and its components; all columns if it is None."""
         if field is None:
             return list(self.columns)
         return [column for column in self.columns if f"{column[0]}/".startswith(f"{field}/")]
 
     def _ticks(self, numbers: Sequence[int]) -> str:
-        """Return the positions of episodes in the recording, as an SVG path."""
+        """Return an SVG path with a tick for each episode, at its position in the recording."""
         scale = len(self.survey.table)
         places = {round((number + 0.5) / scale * WIDTH) for number in numbers}
         return "".join(f"M{place} 0V10" for place in sorted(places))
@@ -182,7 +183,7 @@ class Closeups:
         number: int,
         frame: int,
     ) -> list[dict[str, Any]]:
-        """Return a picture of a finding, and a picture of an episode without it for comparison."""
+        """Return an image of a finding, and an image of an episode without the finding."""
         concerned = {*finding["trajectories"], number}
         others = (other for other in range(len(self.survey.table)) if other not in concerned)
         other = next(others, number)
@@ -199,7 +200,7 @@ class Closeups:
 
 
 def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
-    """Read frames of a field as `[stop - start, D]`; D is 0 if the field cannot be read."""
+    """Read frames of a field as `[stop - start, D]`, where D is 0 for an unreadable field."""
     with suppress(DataFileError):  # The doctor reports unreadable episodes.
         if name in episode.schema:
             return np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
@@ -207,7 +208,7 @@ def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
 
 
 def _worst_place(finding: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return `(episode, start, stop)` of the first frames of a finding; episode -1 if none."""
+    """Return `(episode, start, stop)` of the first frames of a finding, or `(-1, 0, 0)`."""
     if finding["frames"]:
         number, start, stop = finding["frames"][0]
         return number, start, stop
@@ -225,14 +226,14 @@ def _frames_text(start: int, stop: int) -> str:
 
 
 def svg_path(values: Array) -> str:
-    """Return values from left to right as an SVG path, with gaps at unknown values."""
+    """Plot values from left to right as an SVG path, with gaps at NaN and infinite values."""
     points = np.concatenate(list(_extremes(values[:, None], NUM_SMALL_POINTS)), 1)
     finite = points[np.isfinite(points)]
     levels = points.reshape(-1)
     if np.ptp(finite):
         levels = (levels - finite.min()) / np.ptp(finite)
     else:
-        levels = 0.5 + 0 * levels  # Multiplying by 0 keeps NaN.
+        levels = 0.5 + 0 * levels  # The product is NaN for unknown values.
     centers = (np.arange(len(points)) + 0.5) / len(points) * WIDTH
     x = np.repeat(centers, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)
@@ -249,7 +250,7 @@ def svg_path(values: Array) -> str:
 
 
 def _salient_places(rows: Array, start: int, stop: int) -> list[int]:
-    """Return the columns whose values in `start:stop` differ most from their median.
+    """Return the indices of the columns whose values in `start:stop` differ most from the median.
 
     Columns with NaN or infinities rank first. The result has at most one column per dash pattern.
     """

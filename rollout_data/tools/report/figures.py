@@ -1,6 +1,6 @@
-"""Charts of lengths and returns, as plotly traces and layouts.
+"""Build charts of lengths and returns, as plotly traces and layouts.
 
-A colour is "@" and an index into the palette of the page. The page has a dark and a light palette.
+A colour such as "@1" is an index into the dark or light palette, which the page replaces.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .embedded_data import LARGEST, digits
 from .survey import Survey
 
 Figure = dict[str, Any]
-#: Maximum number of episodes drawn as points. More episodes are drawn as a density with outliers.
+#: Maximum number of episodes plotted as points. More are plotted as a density with outliers.
 _MAX_POINTS = 400
-#: Number of outliers drawn as points over a density.
+#: Number of outliers plotted as points over a density.
 NUM_ODD = 20
 _NUM_BINS = 40
-#: Maximum number of tasks for a histogram with one group per task.
+#: Maximum number of tasks for which a histogram has one group of bars per task.
 _MAX_GROUPS = 7
-#: Maximum number of characters of a name in a chart.
+#: Maximum number of characters of a name in a chart. Longer names are shortened.
 _MAX_NAME = 40
 #: Fill patterns of plotly for the groups of a histogram, in the order of the groups.
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
 
 
 def plotly_text(text: str) -> str:
-    """Return a name escaped for plotly, and cut to `_MAX_NAME` characters."""
+    """Escape a name for plotly, and shorten it to 40 characters."""
     if len(text) > _MAX_NAME:
         text = text[: _MAX_NAME - 1] + "…"
     return html.escape(text, quote=False)
@@ -40,7 +40,7 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
     """Divide episodes by task if there are 2 to `_MAX_GROUPS` tasks, otherwise by their end.
 
     Returns:
-        "task" or "end", and the members of each group: name -> bool `[episodes]`.
+        "task" or "end", and a map from group name to the membership of episodes, bool `[episodes]`.
     """
     tasks = sorted(set(table["task"].tolist()))
     if 2 <= len(tasks) <= _MAX_GROUPS:
@@ -50,7 +50,7 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
 
 
 def _bin_edges(values: Array) -> Array:
-    """Return the edges of histogram bins; one bin per integer for a small range of integers."""
+    """Compute the edges of histogram bins. A small range of integers has one bin per integer."""
     low = float(values.min())
     high = float(values.max())
     are_integers = bool((values == np.round(values)).all())
@@ -73,12 +73,12 @@ def histogram(
     groups: Mapping[str, Array],
     as_share: bool = False,
 ) -> Figure:
-    """Return a histogram of several groups of values; {} if no value is finite.
+    """Build a histogram of several groups of values; {} if no value is finite.
 
     Args:
         title: Title of the chart.
         unit: Title of the horizontal axis.
-        groups: Name -> values.
+        groups: Map from group name to values, float64 `[n]`.
         as_share: Overlay the shares of the groups instead of stacking their counts.
     """
     finite = {}
@@ -109,7 +109,7 @@ def histogram(
 
 
 def _bars(place: int, name: str, x: list[float], y: list[float], opacity: float) -> Figure:
-    """Return the bars of a group; `place` selects the colour and the pattern."""
+    """Build the bars of a group. The index `place` selects the colour and the pattern."""
     pattern = {
         "shape": _PATTERNS[place % len(_PATTERNS)],
         "fillmode": "overlay",
@@ -139,7 +139,7 @@ def _figure(
     axes: tuple[str, str],
     layout: Mapping[str, Any],
 ) -> Figure:
-    """Return a chart; `axes` are the titles of the horizontal and the vertical axis."""
+    """Build a chart from plotly traces. `axes` are the titles of the x and the y axis."""
     x_title, y_title = axes
     full_layout = {
         "xaxis": {"title": {"text": x_title}},
@@ -162,9 +162,9 @@ def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
 
 
 def length_against_return(survey: Survey) -> Figure:
-    """Return a scatter plot of episodes, or {} if fewer than two episodes have a return.
+    """Build a scatter plot of length and return; {} if fewer than two episodes have a return.
 
-    More than `_MAX_POINTS` episodes are drawn as a density with outliers.
+    More than 400 episodes are plotted as a density with outliers.
     """
     lengths = survey.table["length"].astype(np.float64)
     returns = survey.table["return"]
@@ -202,9 +202,9 @@ def length_against_return(survey: Survey) -> Figure:
 
 
 def _density(x: Array, y: Array) -> Figure:
-    """Return a heat map of the logarithm of counts; empty cells are transparent."""
+    """Build a heat map of the logarithm of point counts. Empty cells are transparent."""
     counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
-    # The offset of 0.3 keeps a cell with one episode visible.
+    # Without the offset of 0.3, a cell with one episode would have the colour of the background.
     logarithms = np.log10(np.maximum(counts, 1)) + 0.3
     levels = np.where(counts > 0, logarithms, np.nan).T
     return {
@@ -220,7 +220,7 @@ def _density(x: Array, y: Array) -> Figure:
 
 
 def figures(survey: Survey) -> list[Figure]:
-    """Return the charts that have data, in reading order."""
+    """Build the charts of the recording, from top to bottom. Charts without data are left out."""
     candidates = (
         _by_group(survey, "Lengths", "frames", "length"),
         _by_group(survey, "Returns", "sum of rewards", "return"),
@@ -238,7 +238,7 @@ def episode_marks(
     findings: Sequence[Mapping[str, Any]],
     table: Array,
 ) -> dict[str, Any]:
-    """Return the marks in the curves of an episode: frames of findings, and the episode's end."""
+    """Build the marks in the plot of an episode: shaded frames of findings, and the end."""
     findings_at: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for finding in findings:
         for place, start, stop in finding["frames"]:

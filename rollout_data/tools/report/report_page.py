@@ -1,6 +1,6 @@
-"""The function `report`: examine a recording and write one HTML page about it.
+"""`report`: examine a recording and write an HTML page about it.
 
-The page loads no other files. Its content security policy allows two scripts by their checksums.
+The page loads no other files. Its content security policy allows only its own two scripts.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from .episode_details import NUM_FINE_POINTS, NUM_POINTS, NUM_SMALL_POINTS, Clos
 from .figures import NUM_ODD, episode_marks, figures, plotly_text
 from .survey import Column, Course, Survey
 
-#: Maximum size of the page in bytes. The page states the number of episodes that did not fit.
+#: Maximum bytes of the page. Episodes that do not fit are left out and counted on the page.
 MAX_PAGE_BYTES = 4_800_000
-#: Number of worst episodes with curves.
+#: Number of worst episodes whose curves are on the page.
 NUM_WORST = 60
-#: Number of random episodes with curves, in addition to the worst episodes.
+#: Number of random episodes whose curves are on the page, in addition to the worst episodes.
 NUM_RANDOM = 20
-#: Number of episodes whose curves have `NUM_FINE_POINTS` points.
+#: Number of episodes whose curves have the higher resolution `NUM_FINE_POINTS`.
 NUM_FINE = 20
-#: Maximum number of dimensions with a chart.
+#: Maximum number of dimensions that get a chart.
 MAX_DRAWN = 64
-#: Number of curves per group of fields that are visible when the page opens.
+#: Number of curves per group (observation, action, other) that are visible at first.
 NUM_PICKED = 4
-#: Maximum number of rows of the table of episodes.
+#: Maximum number of rows in the table of episodes.
 MAX_ROWS = 5000
-#: Group of fields -> its axis in the curves of an episode.
+#: plotly axis of each group of fields in the plot of an episode.
 AXES = {"observation": "y", "action": "y2", "other": "y3"}
-#: Content security policy, without the checksums of the scripts.
+#: Content security policy. The checksums of the scripts are inserted at `{}`.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -76,7 +76,7 @@ def report(
     absolute_paths: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write a page about a recording of any format: its data, the doctor's findings, its episodes.
+    """Write an HTML page about the data, the findings and the episodes of a recording.
 
     The page is one file below 5 MB and opens without a network. It contains the JSON of the
     diagnosis for scripts.
@@ -86,12 +86,12 @@ def report(
         out: Path of the page, outside of the recording. An existing file is replaced. None writes
             the page to the working directory, named after the recording: `walk.html` for
             `data/walk` or `data/walk.hdf5`.
-        compare: A second recording, for a comparison with the first.
+        compare: A second recording, which the page compares with the first one.
         absolute_paths: Show the full path of the recording. By default only its last part is shown.
         progress: Show progress bars.
 
     Returns:
-        The path of the page.
+        Path of the page.
 
     Raises:
         UsageError: A path does not exist, or a recording has no episode. `out` is inside a
@@ -108,7 +108,7 @@ def report(
     for recording in recordings:
         _check_recording(recording, target)
 
-    with np.errstate(all="ignore"):  # Results that are not finite are drawn as unknown.
+    with np.errstate(all="ignore"):  # Charts have gaps at NaN and infinite results.
         page = Page(recordings, absolute_paths, progress)
         text = page.text(*plotly)
     with replace_file(target) as new_file:
@@ -121,7 +121,7 @@ def _opened(argument: str, path: DataDir) -> Recording:
 
 
 def _page_name(recording: Recording) -> str:
-    """Return the name of the page: the name of the recording, without a file extension."""
+    """Return the default file name of the page: the name of the recording and ".html"."""
     path = recording.path
     is_file = not isinstance(path, RemotePath) and path.is_file()
     name = path.stem if is_file else path.name
@@ -129,7 +129,7 @@ def _page_name(recording: Recording) -> str:
 
 
 def _check_recording(recording: Recording, target: Path) -> None:
-    """Raise `UsageError` if a recording has no episode or contains the page."""
+    """Raise `UsageError` if a recording has no episode, or if `target` is inside of it."""
     if not len(recording):
         raise UsageError(f"{str(recording.path)!r} has no episodes to report.")
     if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
@@ -139,7 +139,7 @@ def _check_recording(recording: Recording, target: Path) -> None:
 
 
 class Page:
-    """The page of a recording, with an optional comparison.
+    """Content of the page about a recording, with an optional comparison.
 
     Attributes:
         names: Name of each recording on the page.
@@ -147,11 +147,11 @@ class Page:
         surveys: Facts of each recording.
         survey: Facts of the first recording, the subject of the page.
         findings: Findings of the first recording.
-        order: Positions of the episodes, int64 `[num_episodes]`, the worst episode first.
-        marks: Column -> texts that mark its chart, such as "constant".
-        columns: Dimensions with a chart.
-        closeups: Reader of the curves and pictures of episodes.
-        notes: Remarks on data that the page omits.
+        order: Indices of the episodes, int64 `[num_episodes]`, the worst episode first.
+        marks: Map from column to the labels of its chart, such as "constant".
+        columns: Dimensions that get a chart.
+        closeups: Reader of the curves and images of episodes.
+        notes: Sentences about data that the page omits.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Page:
         self.survey = self.surveys[0]
         self.findings = self.diagnoses[0]["findings"]
         for finding in self.findings:
-            # Trajectories that `open` left out have no row on the page.
+            # Remove the trajectories that `open` left out, because the page has no row for them.
             num_shown = len(finding["trajectories"]) - len(finding["left_out"])
             finding["trajectories"] = finding["trajectories"][:num_shown]
         self.order = summary.worst_first(self.survey, self.findings)
@@ -181,9 +181,9 @@ class Page:
         self.notes: list[str] = []
 
     def _weights(self) -> dict[Column, int]:
-        """Return the weight of each dimension: its number of marks and findings.
+        """Return the importance of each dimension: its number of labels and findings.
 
-        A constant dimension weighs less.
+        A constant dimension is less important.
         """
         weights: dict[Column, int] = {}
         for column, texts in self.marks.items():
@@ -198,10 +198,10 @@ class Page:
         return weights
 
     def text(self, plotly: str, checksum: str) -> str:
-        """Return the HTML of the page.
+        """Build the HTML text of the page.
 
         Args:
-            plotly: The compressed script of plotly.
+            plotly: Script of plotly, compressed by `compress`.
             checksum: Checksum of the plotly script in the content security policy.
         """
         folder = resources.files(__package__)
@@ -229,7 +229,7 @@ class Page:
         return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
 
     def _content(self) -> dict[str, Any]:
-        """Return the content of the page without the curves and pictures of single episodes."""
+        """Return the content of the page, except the curves and images of single episodes."""
         survey = self.survey
         order = self.order[:MAX_ROWS]
         columns, values = summary.table(survey, self.findings, order)
@@ -270,10 +270,10 @@ class Page:
         self,
         findings: Sequence[Mapping[str, Any]],
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the packed charts of dimensions, and the title, label and marks of each chart.
+        """Build the charts of dimensions: encoded values, and title and labels of each chart.
 
         Args:
-            findings: The view of each finding.
+            findings: Contents of the findings on the page; see `summary.finding_view`.
         """
         course = self.survey.course
         if len(self.columns) < len(course.columns):
@@ -298,7 +298,7 @@ class Page:
         return [{"keys": keys, "size": course.bucket_size, "pack": pack}], views
 
     def _curves(self) -> dict[str, Any]:
-        """Return the names and axes of the curves of episodes.
+        """Return the names, the axes and the twins of the curves of episodes.
 
         The twin of an action is the observation field with the same name and shape.
         """
@@ -329,7 +329,7 @@ class Page:
         return {"curves": curves, "episode": episode}
 
     def _twin_of(self, column: Column) -> int | None:
-        """Return the position of the twin of an action among the columns; None without a twin."""
+        """Return the column index of the observation that matches an action; None without one."""
         field, dimension = column
         head, _, rest = field.partition("/")
         twin_field = f"observation/{rest}" if rest else "observation"
@@ -346,14 +346,14 @@ class Page:
         opened: Sequence[int],
         budget: int,
     ) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-        """Read the curves and pictures of the worst, random and oddest episodes.
+        """Read the curves and images of the worst, random and oddest episodes.
 
         Args:
-            opened: Episodes that links of findings open. They are read first.
+            opened: Episodes to which findings link. They are read first.
             budget: Maximum number of bytes of JSON.
 
         Returns:
-            Number -> content of an episode; and the contact sheet, a list of pictures.
+            Map from episode index to content, and the contact sheet, a list of thumbnails by field.
         """
         num_points = self._points_of_episodes(opened)
         episodes: dict[int, Any] = {}
@@ -375,7 +375,7 @@ class Page:
         return episodes, self._pictures(episodes, budget)
 
     def _points_of_episodes(self, opened: Sequence[int]) -> dict[int, int]:
-        """Return episode -> number of points of its curves, in the order of reading."""
+        """Map each episode to read to its number of curve points, in the order of reading."""
         worst = self.order[:NUM_WORST]
         random = np.random.default_rng(0).permutation(self.order[NUM_WORST:])[:NUM_RANDOM]
         oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
@@ -387,10 +387,10 @@ class Page:
         return num_points
 
     def _pictures(self, episodes: dict[int, Any], budget: int) -> list[dict[str, Any]]:
-        """Add pictures to episodes within the budget, and return the contact sheet.
+        """Add images to episodes until the budget is used. Returns the contact sheet.
 
         Args:
-            episodes: Number -> content of an episode. The contents are changed in place.
+            episodes: Map from episode index to content. The contents are changed in place.
             budget: Maximum number of bytes of JSON.
         """
         if not self.survey.pictures:
@@ -417,7 +417,7 @@ class Page:
 
 
 def _scan(recording: Recording, progress: bool) -> Scan:
-    """Return an unread scan with the collectors of all rules and of the page."""
+    """Create a scan with the collectors of all rules and of the page, without reading data."""
     collectors: list[type[Collector]] = [Course]
     for rule in RULES:
         collectors += rule.collectors
@@ -431,7 +431,7 @@ def _scan(recording: Recording, progress: bool) -> Scan:
 
 
 def _check_readable(scan: Scan) -> None:
-    """Raise `DataFileError` if no episode could be read."""
+    """Raise `DataFileError` if all episodes are unreadable."""
     if len(scan.unreadable) < scan.num_episodes:
         return
     cause = scan.unreadable[0][1]
@@ -441,26 +441,26 @@ def _check_readable(scan: Scan) -> None:
 
 
 def _without(paths: Sequence[Path], content: Any) -> Any:
-    """Return plain values without the parent folders of some paths in their texts."""
+    """Remove the parent folders of `paths` from all texts in a JSON value."""
     text = json.dumps(content)
     for path in paths:
         folder = str(path.parent).rstrip(os.sep) + os.sep
         pattern = re.escape(json.dumps(folder)[1:-1])
-        if folder == "/":  # Removing "/" would damage the names of fields.
+        if folder == "/":  # Field names contain "/" too, so only remove it before the name.
             name = re.escape(json.dumps(path.name)[1:-1])
             pattern = rf"(?<!\w)/(?={name}\b)"
         text = re.sub(pattern, "", text)
     return json.loads(text)
 
 
-@lru_cache(maxsize=1)  # Compressing takes half a second.
+@lru_cache(maxsize=1)  # Compression takes half a second.
 def _plotly() -> tuple[str, str]:
-    """Return the script of plotly, compressed, and its checksum."""
+    """Return the compressed script of plotly, and the checksum of the script."""
     package = optional("plotly", "plotly", "report", "the charts of the page")
     text = resources.files(package).joinpath("package_data/plotly.min.js").read_text("utf-8")
     return compress(text.encode()), _checksum(text)
 
 
 def _checksum(script: str) -> str:
-    """Return the checksum of a script in the notation of a content security policy."""
+    """Return the SHA-256 checksum of a script, as written in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

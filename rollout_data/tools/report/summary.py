@@ -1,6 +1,6 @@
-"""The head, the cards, the findings and the table of the page, as plain values for its templates.
+"""Build the head, cards, findings and table of the page as plain values for its templates.
 
-Texts are for people. Numbers and codes are copied from the diagnosis.
+Numbers and rule codes are copied from the diagnosis. This module formats them as text.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from ..doctor.provenance import masked
 from .embedded_data import digits
 from .survey import WHOLE, Column, Survey
 
-#: Severity -> its sign on the page, the worst first.
+#: Symbol of each severity on the page, the worst severity first.
 SIGNS = {"error": "●", "warning": "▲", "info": "○"}
-#: Worst severity of the findings -> verdict on the first card.
+#: Text on the first card for the worst severity of the findings.
 _VERDICTS = {
     "error": "● Not as it is",
     "warning": "▲ With care",
     "info": "○ Yes",
     "good": "✓ Yes",
 }
-#: Names of metadata for the head of the page. Missing metadata are skipped.
+#: Keys of the metadata that the head of the page shows, if they exist.
 _CONTEXT = (
     "env", "env_id", "env_name", "robot_type", "policy", "version", "frame_rate_hz", "fps", "date",
 )  # fmt: skip
-#: Severity -> weight of a finding in the order of episodes. The oddness adds at most 500.
+#: Weight of a finding of each severity in the order of episodes. The outlier score adds up to 500.
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
-#: Maximum number of characters of a value in the head.
+#: Maximum number of characters of a metadata value in the head.
 _MAX_TEXT = 120
-#: Minimum share of values at a limit for a mark on the chart.
+#: Fraction of values at the minimum or maximum above which a chart is labelled "at a limit".
 _MIN_AT_LIMIT = 0.05
-#: Bytes of each unit, the largest first.
+#: Units of sizes in bytes, the largest first.
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-#: Seconds of each unit, the largest first.
+#: Units of durations in seconds, the largest first.
 _TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 Findings = Sequence[Mapping[str, Any]]
 
 
 def rate_hz(survey: Survey) -> float | None:
-    """Return the frame rate in the metadata; None if it is missing or not a positive number."""
+    """Return the frame rate in the metadata; None if it is missing or not positive."""
     metadata = survey.recording.metadata
     rate = metadata.get("frame_rate_hz", metadata.get("fps"))
     if isinstance(rate, (int, float)) and 0 < rate < math.inf:
@@ -56,7 +56,7 @@ def rate_hz(survey: Survey) -> float | None:
 
 
 def count_text(number: int, word: str) -> str:
-    """Return a count and a noun in singular or plural: "1 trajectory", "2 trajectories"."""
+    """Format a count with a noun in singular or plural: "1 trajectory", "2 trajectories"."""
     if number == 1 or word == "info":
         return f"{number:,} {word}"
     if word.endswith("y"):
@@ -65,7 +65,7 @@ def count_text(number: int, word: str) -> str:
 
 
 def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
-    """Return the names and values in the head of the page, with secrets masked.
+    """Return the metadata in the head of the page as names and values, with secrets masked.
 
     Args:
         survey: Facts of the recording.
@@ -91,7 +91,7 @@ def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
 
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the cards: verdict, counts, size, ends, frames without findings, skipped rules."""
+    """Build the cards: verdict, counts, size, ends, frames without findings, skipped rules."""
     ends = Counter(survey.table["ends"].tolist())
     ends_text = ", ".join(f"{count:,} {name}" for name, count in ends.most_common())
     untouched = math.floor(1000 * _untouched_share(survey, diagnosis["findings"])) / 10
@@ -149,7 +149,7 @@ def _size_card(survey: Survey) -> dict[str, str]:
 
 
 def _untouched_share(survey: Survey, findings: Findings) -> float:
-    """Return the share of frames in trajectories without an error or warning."""
+    """Return the fraction of frames in trajectories without an error or warning."""
     touched: set[int] = set()
     for finding in findings:
         if finding["severity"] != "info":
@@ -167,7 +167,7 @@ def _skipped_card(skipped: Findings) -> dict[str, str]:
 
 
 def stored_bytes(path: Any) -> int:
-    """Return the size of a file or folder in bytes; 0 for a path that is not on this machine."""
+    """Return the size of a local file or folder in bytes; 0 for a URL."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     num_bytes = 0
@@ -177,7 +177,7 @@ def stored_bytes(path: Any) -> int:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return a value with the largest unit that does not exceed it, otherwise the smallest unit."""
+    """Format a value with a unit: the largest unit that does not exceed it, else the smallest."""
     reached = [unit for unit in units if value >= unit[0]]
     size, name = reached[0] if reached else units[-1]
     if value >= 100 * size:
@@ -191,12 +191,12 @@ def finding_view(
     evidence: Mapping[str, Any],
     name: str,
 ) -> dict[str, Any]:
-    """Return the view of a finding: its content on the page.
+    """Return the content of a finding on the page.
 
     Args:
-        place: Position of the finding in the list of findings.
-        finding: As in `Diagnosis.as_dict`.
-        evidence: Drawing of the finding, as in `Closeups.evidence`. Its keys override the view.
+        place: Index of the finding in the list of findings.
+        finding: Finding as in `Diagnosis.as_dict`.
+        evidence: Plot of the finding, as in `Closeups.evidence`. Its keys replace default values.
         name: Name of the recording.
     """
     severity = finding["severity"]
@@ -225,7 +225,7 @@ def finding_view(
 
 
 def worst_first(survey: Survey, findings: Findings) -> Array:
-    """Return the order of the episodes: by errors, then by warnings, then by oddness."""
+    """Return the episodes ordered by errors, then by warnings, then by outlier score."""
     weights = np.nan_to_num(np.minimum(survey.oddness, 500.0))
     for finding in findings:
         weights[finding["trajectories"]] += _WEIGHT[finding["severity"]]
@@ -237,15 +237,15 @@ def table(
     findings: Findings,
     order: Array,
 ) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
-    """Return the headings and the values of the table of episodes.
+    """Build the table of episodes: headings and values.
 
     Args:
         survey: Facts of the recording.
         findings: Findings, the worst first.
-        order: Positions of the episodes that the table shows.
+        order: Indices of the episodes in the table, in the order of its rows.
 
     Returns:
-        The headings, and column -> values. The columns "facts" and "rank" have no heading.
+        Headings, and a map from column to values. The columns "facts" and "rank" have no heading.
     """
     rows = survey.table[order]
     numbers = order.tolist()
@@ -276,7 +276,7 @@ def table(
 
 
 def _codes_of_episodes(findings: Findings) -> dict[int, list[str]]:
-    """Return the signs and codes of the findings of each episode, without duplicates."""
+    """Map each episode to the symbols and codes of its findings, without duplicates."""
     codes: dict[int, list[str]] = {}
     for finding in findings:
         text = f"{SIGNS[finding['severity']]} {finding['code']}"
@@ -288,11 +288,11 @@ def _codes_of_episodes(findings: Findings) -> dict[int, list[str]]:
 
 
 def _facts(row: Mapping[str, Any], measure: str) -> str:
-    """Return the row of an episode in the table as one line.
+    """Format the table row of an episode as one line of text.
 
     Args:
-        row: Column -> value.
-        measure: Name of the measure with the largest z-score of the episode.
+        row: Map from column to value.
+        measure: Name of the measure in which the episode has its largest z-score.
     """
     facts = [count_text(row["length"], "frame"), f"end: {row['end']}"]
     if row["success"]:
@@ -312,10 +312,10 @@ def options(
     values: Mapping[str, Sequence[Any]],
     findings: Findings,
 ) -> dict[str, list[dict[str, str]]]:
-    """Return the choices of the filters above the table of episodes.
+    """Return the choices for the filters above the table of episodes.
 
     Args:
-        values: Column -> values of the table.
+        values: Map from column of the table to values.
         findings: As in `Diagnosis.as_dict`.
     """
     choices: dict[str, list[dict[str, str]]] = {}
@@ -333,9 +333,9 @@ def options(
 
 
 def marks(survey: Survey) -> dict[Column, list[str]]:
-    """Return the marks of the chart of each dimension, as texts.
+    """Return the labels of the chart of each dimension, which describe unusual values.
 
-    Marks are "not finite", "constant" and the share of values at the minimum or maximum.
+    Labels are "not finite", "constant" and the share of values at the minimum or maximum.
     """
     texts: dict[Column, list[str]] = {}
     for column in survey.course.columns:
@@ -363,7 +363,7 @@ def _marks_of(survey: Survey, column: Column) -> list[str]:
 
 
 def dimensions_of(finding: Mapping[str, Any]) -> set[int]:
-    """Return the dimensions in the evidence of a finding; may be empty."""
+    """Return the dimensions that the evidence of a finding names, if any."""
     evidence = finding["evidence"]
     dimensions = evidence.get("dimensions", evidence.get("dimension"))
     if not isinstance(dimensions, (list, tuple)):
@@ -377,15 +377,15 @@ def finding_marks(
     name: str,
     views: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
-    """Return the marks of the findings that concern a column.
+    """Return a label for each finding about the dimension of a chart.
 
-    The evidence of such a finding names the dimension, or its drawing has a curve of the dimension.
+    The evidence of such a finding names the dimension, or its plot has a curve of the dimension.
 
     Args:
         findings: As in `Diagnosis.as_dict`.
         column: Dimension of the chart.
         name: Name of the dimension.
-        views: The view of each finding.
+        views: Contents of the findings on the page; see `finding_view`.
     """
     listed = []
     for finding, view in zip(findings, views, strict=True):

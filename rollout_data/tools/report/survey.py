@@ -1,6 +1,6 @@
-"""Value ranges of each dimension over a recording, and outlier scores of its episodes.
+"""Compute value ranges of each dimension over a recording, and outlier scores of episodes.
 
-The ranges are collected while the doctor reads the data once. Their memory is independent of the
+The ranges are computed while the doctor reads the data. Their memory does not depend on the
 number of frames.
 """
 
@@ -17,33 +17,36 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Maximum number of buckets. A bucket is a range of consecutive frames.
+#: Maximum number of buckets, which are ranges of consecutive frames of the recording.
 NUM_BUCKETS = 400
-#: Quantiles of a bucket that are stored in addition to its minimum and its maximum.
+#: Levels of the quantiles that are computed for each bucket, besides minimum and maximum.
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
-#: Index of the median among the levels of a bucket: minimum, quantiles, maximum.
+#: Index of the median among the 7 values of a bucket: minimum, 5 quantiles, maximum.
 MEDIAN = 3
-#: Approximate number of sampled values of a bucket for the computation of its quantiles.
+#: Approximate number of values of a bucket from which its quantiles are computed.
 _NUM_RANKED = 512
-#: Number of dimensions above which a field also gets one chart of all dimensions together.
+#: A field with more dimensions also gets a chart of all its dimensions together.
 _MAX_APART = 64
-#: Number of dimensions above which a field gets only the chart of all dimensions together.
+#: A field with more dimensions gets only the chart of all its dimensions together.
 _MAX_COLUMNS = 256
-#: Maximum number of dimensions of a narrow field. Narrow fields (actions, rewards) are drawn first.
+#: Maximum number of dimensions of narrow fields, such as rewards, whose charts have priority.
 _NARROW = 16
-#: Name of a field, and the index of a dimension or `WHOLE`.
+#: Dimension of a field: the name of the field and an index, or `WHOLE` for all dimensions.
 Column = tuple[str, int]
-#: Index that means all dimensions of a field together.
+#: Index in a `Column` that means all dimensions of a field together.
 WHOLE = -1
 
 
 class Course(Collector):
-    """Collector of the value range of each dimension in each bucket of frames.
+    """Collector of the value range of each dimension over the course of a recording.
+
+    The recording is divided into at most 400 buckets of consecutive frames.
 
     Attributes:
         columns: Dimensions in `levels`.
         bucket_size: Number of frames of a bucket.
-        levels: Column -> float64 `[7, buckets]`: minimum, 5 quantiles, maximum; NaN without values.
+        levels: Map from column to minimum, 5 quantiles and maximum of each bucket, float64
+            `[7, buckets]`. NaN for buckets without finite values.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -100,14 +103,14 @@ class Course(Collector):
 
 
 def _levels(rows: Array) -> Array:
-    """Return the minimum, 5 quantiles and the maximum of each row of `[D, n]` values: `[D, 7]`."""
+    """Compute minimum, 5 quantiles and maximum of each row of `[D, n]` values: `[D, 7]`."""
     step = max(1, rows.shape[1] // _NUM_RANKED)
     inner = quantiles(rows[:, ::step], QUANTILES)
     return np.stack([np.fmin.reduce(rows, 1), *inner, np.fmax.reduce(rows, 1)], 1)
 
 
 def quantiles(rows: Array, shares: Sequence[float]) -> Array:
-    """Return the nearest-rank quantiles of each row, ignoring NaN: `[len(shares), len(rows)]`."""
+    """Compute nearest-rank quantiles of each row, ignoring NaN: `[len(shares), len(rows)]`."""
     if not rows.shape[1]:
         return np.full((len(shares), len(rows)), np.nan)
     ranked = np.sort(rows, 1)  # `np.sort` moves NaN to the end.
@@ -118,13 +121,13 @@ def quantiles(rows: Array, shares: Sequence[float]) -> Array:
 
 
 class Survey:
-    """Facts of a recording for the page.
+    """Facts about a recording that the page shows.
 
     Attributes:
-        scan: The examination of the recording.
+        scan: Scan of the recording, after its data were read.
         recording: The examined recording.
         course: Value ranges of the dimensions of the recording.
-        pictures: Names of the picture fields.
+        pictures: Names of the image fields.
         table: Table of the episodes, with returns.
         num_frames: Number of frames of all episodes.
         oddness: Largest robust z-score of each episode over all measures, float64 `[num_episodes]`.
@@ -157,12 +160,12 @@ class Survey:
             self._score(measure, facts.mean[:, dimension], facts.numbers)
 
     def _score(self, measure: str, values: Array, numbers: Array) -> None:
-        """Update `oddness` and `oddest` with the robust z-scores of one measure."""
+        """Update `oddness` and `oddest` of episodes with their robust z-scores in one measure."""
         finite = values[np.isfinite(values)].astype(np.float64)
         if not len(finite):
             return
         median = np.median(finite)
-        # 1.4826 times the median deviation is the standard deviation of normal values.
+        # 1.4826 times the median absolute deviation estimates the standard deviation.
         spread = 1.4826 * np.median(np.abs(finite - median)) + 0.01 * np.ptp(finite)
         if not spread > 0:
             return
@@ -172,7 +175,7 @@ class Survey:
         self.oddest[numbers[is_odder]] = measure
 
     def name(self, column: Column) -> str:
-        """Return the name of a dimension: "observation[3]"; the field's name for a scalar field."""
+        """Return the name of a dimension, such as "observation[3]" or, for a scalar, "reward"."""
         name, dimension = column
         field = self.scan.schema[name]
         if dimension == WHOLE:
@@ -183,7 +186,7 @@ class Survey:
         return f"{name}[{', '.join(map(str, index))}]"
 
     def values(self, column: Column) -> Array:
-        """Return the finite values of a dimension in the doctor's sample, in ascending order."""
+        """Return the finite sampled values of a dimension in ascending order."""
         name, dimension = column
         rows = self.scan.facts[name].sorted
         rows = rows.reshape(-1) if dimension == WHOLE else rows[dimension]
@@ -191,7 +194,10 @@ class Survey:
         return finite
 
     def most_important(self, weights: Mapping[Column, int], count: int) -> list[Column]:
-        """Return `count` columns, chosen in this order: whole fields, narrow fields, weight."""
+        """Return the `count` most important columns in field order.
+
+        Charts of all dimensions come first, then narrow fields, then columns with large `weights`.
+        """
 
         def rank(column: Column) -> tuple[Any, ...]:
             name, dimension = column
