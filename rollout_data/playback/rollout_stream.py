@@ -493,8 +493,11 @@ class RolloutStream(RolloutFileBase[Transition]):
             if isinstance(cause, Misfit):
                 text = f"the state does not fit {str(self.data_dir)!r}: {cause}"
             else:
+                problem = f"{type(cause).__name__}: {cause}"
+                if isinstance(cause, RolloutDataError):
+                    problem = cause.message.rstrip(".")
                 text = (
-                    f"the state for {str(self.data_dir)!r} is damaged ({type(cause).__name__}: {cause}). "
+                    f"the state for {str(self.data_dir)!r} is damaged ({problem}). "
                     "Load the result of state_dict()."
                 )
             raise UsageError(text) from cause

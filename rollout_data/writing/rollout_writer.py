@@ -26,7 +26,13 @@ from storage.core.late_copies import LateCopies, has_device_tensors
 from storage.core.memory import BufferPool
 from storage.core.object_summary import Shown
 from storage.core.threads import Owned
-from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
+from storage.errors import (
+    ClosedError,
+    DataFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UsageError,
+)
 
 from ..blocks.block_header import DATA, DROPPED, OPEN, layouts_of
 from ..blocks.folder_metadata import Metadata, publish_metadata
@@ -436,10 +442,12 @@ class RolloutWriter(Shown, Owned):
         try:
             self._late_ns = late_ns
             record(values)
-        except Exception:
+        except Exception as error:
             self._late_steps.release()
+            if isinstance(error, RolloutDataError):
+                error.message += " The step was passed to an earlier call."
             raise
-        else:  # After a Ctrl-C, the next call records the step.
+        else:  # Not in `finally`: after a Ctrl-C, the next call records the step.
             self._late_steps.release()
         finally:
             self._late_ns = None

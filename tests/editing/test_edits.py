@@ -316,7 +316,9 @@ def test_an_invalid_edit_is_one_clear_error(walk: Path, tmp_path: Path, capsys) 
         drop(walk, "a:77")
     with pytest.raises(UsageError, match="ids must be names, or numbers in -20:20, got 20"):
         tag(walk, 20, task="x")
-    with pytest.raises(UsageError, match="expected 'success' as a bool or None, got 'yes'"):
+    with pytest.raises(
+        UsageError, match="'success' of the metadata of an episode must be bool or None, got 'yes'"
+    ):
         tag(walk, 0, success="yes")
     with pytest.raises(UsageError, match=r"the names \['ends'\] are reserved"):
         tag(walk, 0, ends="unknown")

@@ -235,7 +235,7 @@ def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> N
             else ["--to", str(tmp_path / command[0])]
         )
         assert main([*command, str(path), *to]) == 0
-        assert "advice: cannot take as commands" in capsys.readouterr().out
+        assert "The actions may be copied observations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["walk", "walk/new", "walk/../walk/deep/new"])

@@ -95,7 +95,7 @@ def test_a_deleted_trajectory_that_had_not_begun_is_left_out_of_a_resumed_stream
 
 
 def test_folders_of_the_older_layout_cannot_be_refreshed():
-    with pytest.raises(UsageError, match="leave out refresh_s"):
+    with pytest.raises(UsageError, match="omit refresh_s"):
         opened(OLDER / "components", refresh_s=5).get_batch(1)
 
 

@@ -140,12 +140,13 @@ def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
     )
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
         with pytest.raises(
-            UsageError, match="expected is_last, which separates first frames from ends, got None"
+            UsageError,
+            match=r"is_last is None\. Set is_last, which separates first frames from ends",
         ):
             writer.add_rollout(batch)
         with pytest.raises(
             SchemaError,
-            match=r"the flag 'is_last': expected shape \(4, 2\) as of 'done', got \(2,\)",
+            match=r"flag 'is_last' has shape \(2,\), expected \(4, 2\) as of 'done'",
         ):
             writer.add_rollout(batch._replace(is_last=batch.done[0]))
         writer.add_rollout(plain)  # no first frame is done but where a limit ended it

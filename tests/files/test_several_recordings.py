@@ -210,7 +210,7 @@ def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: 
         ("a pipe", os.mkfifo),
         ("a device", lambda path: os.symlink("/dev/null", path)),
         ("Too many levels of symbolic links", lambda path: os.symlink(path, path)),
-        ("nothing there", lambda path: os.symlink(path.parent / "nowhere", path)),
+        ("does not exist", lambda path: os.symlink(path.parent / "nowhere", path)),
     ],
 )
 @pytest.mark.parametrize("command", ["info", "ls", "doctor", "drop", "verify"])

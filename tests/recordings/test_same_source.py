@@ -729,7 +729,7 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
         "repair": lambda: rollout_data.repair(source, tmp_path / "made"),
     }[action]
     with (
-        only_writer_of(tmp_path / "made", "test"),
+        only_writer_of(tmp_path / "made"),
         pytest.raises(UsageError, match="another process or thread"),
     ):
         act()
@@ -742,7 +742,7 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
 def test_only_one_at_a_time_packs_into_a_folder(tmp_path):
     rollout_data.convert(demos(tmp_path / "source.hdf5"), tmp_path / "own", progress=False)
     with (
-        only_writer_of(tmp_path / "made", "test"),
+        only_writer_of(tmp_path / "made"),
         pytest.raises(UsageError, match="another process or thread"),
     ):
         pack_dataset(tmp_path / "own", tmp_path / "made")

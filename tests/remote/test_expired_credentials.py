@@ -85,7 +85,7 @@ def commanded(capsys, *words):
     code = main(list(words))
     printed = capsys.readouterr()
     if code == 1 and "expired" in printed.err:
-        raise AccessError("run", words[0], "access", printed.err)
+        raise AccessError(printed.err)
     return code, printed.out
 
 

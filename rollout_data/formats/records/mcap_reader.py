@@ -202,8 +202,8 @@ class Reader(FileSource):
             if name not in log.topics or not len(log.topics[name].times):
                 listed = "; ".join(map(_described, log.topics.values())) or "none"
                 raise UsageError(
-                    f"{str(log.path)!r} has no messages of topic {name!r}. Pass action=... or "
-                    f"clock=... with one of its topics: {listed}."
+                    f"{str(log.path)!r} has no messages of topic {name!r}. Its topics are: {listed}. "
+                    "Pass a topic as action=... or clock=..."
                 )
             if log.topics[name].encoding != "json":
                 raise _other_encoding(log, log.topics[name])

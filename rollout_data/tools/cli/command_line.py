@@ -323,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, (RolloutDataError, OSError)):
             raise
-        code = _print_error(prog, str(error), 2 if isinstance(error, UsageError) else 1)
+        # The command stands for the call that the error would name.
+        text = error.message if isinstance(error, RolloutDataError) else str(error)
+        code = _print_error(prog, text, 2 if isinstance(error, UsageError) else 1)
     with suppress(OSError):
         try:
             sys.stdout.flush()
