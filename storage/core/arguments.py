@@ -1,8 +1,9 @@
 """Checks of single arguments: each returns the checked value or raises `UsageError`.
 
 Every check has the form `check(name, value, ...)`. The library accepts numbers, flags and paths
-only by these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import the
-module and call `arguments.device(...)`, since some checks have the name of an argument.
+only through these checks. The message is *<call>: <name> must be <condition>, got <value>.* Import
+the module and call `arguments.device(...)`, since some checks, such as `device`, have the name of a
+common argument.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ import torch
 from ..errors import UsageError, nearest
 
 Choice = TypeVar("Choice")
-#: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
+#: Start of a URL. A scheme has at least two letters, so that "C:/data" is a path. Known schemes may
+#: be followed by a single "/", because pathlib merges "//".
 _URL = re.compile(
     r"[A-Za-z][A-Za-z0-9+.:-]+://|([a-z]+::)*(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/"
 )
 
 
 def options(made: Any, given: Mapping[str, Any]) -> None:
-    """Check that each option is an argument of the constructor of `made`, or of a class that it is derived from.
+    """Raise `TypeError` for an option that no constructor of the classes of `made` accepts.
 
     Raises:
-        TypeError: The text has the class that the user called, and its arguments, the nearest
+        TypeError: An option is unknown. The message names the class and its arguments, the nearest
             first.
     """
     constructors = [
@@ -46,12 +48,13 @@ def options(made: Any, given: Mapping[str, Any]) -> None:
 def options_of(
     call: str, given: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()
 ) -> None:
-    """Check that each option is an argument of one of the functions that `call` passes its options to.
+    """Raise `TypeError` for an option that none of the functions `takers` accepts.
 
-    `but` names the arguments that `call` sets itself.
+    `call` is the name of the function that the user called. It passes its options to `takers`.
+    `but` names arguments that `call` sets itself.
 
     Raises:
-        TypeError: The text has the call of the user, and the arguments of the functions, the
+        TypeError: An option is unknown. The message names `call` and the known arguments, the
             nearest first.
     """
     parameters = [one for taker in takers for one in inspect.signature(taker).parameters.values()]
@@ -68,7 +71,7 @@ def options_of(
 
 def is_whole(value: Any) -> bool:
     """Return whether a value is an integer of Python, numpy or torch; False for booleans and 2.0."""
-    if type(value) is int:  # The common case, in a tenth of the time.
+    if type(value) is int:  # Fast path for Python ints: a tenth of the time.
         return True
     try:
         operator.index(value)
@@ -93,14 +96,14 @@ def is_real(value: Any) -> bool:
     """
     try:
         return isinstance(value, Real) and not _is_bool(value) and not math.isnan(value)
-    except OverflowError:  # an integer like 10**400
+    except OverflowError:  # The integer exceeds the range of float, as 10**400 does.
         return False
 
 
 def real(name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
     """Check a number for which `is_right` returns True; return a Python float.
 
-    `expected` describes the condition in errors, as in ">= 0 seconds".
+    `expected` describes the condition in errors, such as ">= 0 seconds".
     """
     if is_real(value) and is_right(float(value)):
         return float(value)
@@ -127,7 +130,7 @@ def choice(name: str, value: Choice, options: Iterable[Choice]) -> Choice:
 def instance(name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
     """Check that a value is an instance of one of `kinds`.
 
-    `expected` describes the types in errors, as in "as a mapping".
+    `expected` describes the types in errors, such as "a mapping".
     """
     if isinstance(value, kinds):
         return value
@@ -178,7 +181,7 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def optional_device(name: str, value: Any) -> torch.device | None:
-    """Check a device as `device` does; None stays None."""
+    """Check a device as `device` does. Return None for None."""
     return None if value is None else device(name, value)
 
 

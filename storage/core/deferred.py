@@ -9,7 +9,7 @@ import torch
 
 
 class HostCopy:
-    """A number of a CUDA device on its way to pinned memory of the host. Nothing here waits.
+    """Asynchronous copy of a number from a CUDA device to pinned memory of the host. Never waits.
 
     Args:
         number: 0-d tensor, computed on the current stream.
@@ -23,7 +23,7 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `int` returns the number."""
+        """Whether the copy is complete, so that `int(copy)` returns the number."""
         return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def __int__(self) -> int:
@@ -31,20 +31,22 @@ class HostCopy:
 
 
 class DeferredErrors:
-    """Errors whose conditions are counts on a CUDA device: the call that caused an error does not wait, a later one
-    raises it. Errors of the last calls of a program may never be raised.
+    """Errors that depend on counts on a CUDA device, and are raised by a later call.
+
+    The call that causes an error does not wait for the device. Errors of the last calls of a
+    program may never be raised.
     """
 
     def __init__(self) -> None:
-        #: Oldest first: the count, and a function that makes the error.
+        #: Pending counts, oldest first, each with a function from the count to its error.
         self._counts: deque[tuple[HostCopy, Callable[[int], Exception]]] = deque()
 
     def note(self, count: torch.Tensor, error: Callable[[int], Exception]) -> None:
-        """Let a later `raise_arrived` raise `error(count)` if a 0-d count is above 0."""
+        """Start to copy a 0-d count. A later `raise_arrived` raises `error(count)` if count > 0."""
         self._counts.append((HostCopy(count), error))
 
     def raise_arrived(self) -> None:
-        """Raise the error of the oldest count above 0 that has arrived; forget the counts up to it."""
+        """Raise the error of the oldest arrived count above 0. Remove the counts up to this one."""
         while self._counts and self._counts[0][0].has_arrived:
             copy, error = self._counts.popleft()
             count = int(copy)

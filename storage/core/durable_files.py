@@ -1,8 +1,9 @@
 """Atomic replacement of files and folders, and safe reading of small files.
 
-New content is written to a temporary path beside the target, flushed and renamed, so that a crash
-leaves the old or the new content. Type and size of a file are checked before the file is read. A
-JSON object has the CRC-32 of its other keys under the key `crc32`; older files have no such key.
+New content is written to a temporary path in the folder of the target, flushed and renamed, so that
+a crash leaves the old or the new content. Type and size of a file are checked before the file is
+read. A JSON object has the CRC-32 of its other keys under the key `crc32`; older files have no such
+key.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def replace_file(
         path: File to replace or create. Without `temporary`, a missing folder is created.
         temporary: Path of the temporary file, on the same file system. Two processes must not use
             the same path. The caller removes the temporary file of a killed process. None: the
-            temporary file is in a new folder beside `path`. If the process is killed, the next
+            temporary file is in a new folder next to `path`. If the process is killed, the next
             replacement of `path` removes that folder.
         durable: Whether to flush the file before the rename, and the folder after the rename.
             Otherwise a power failure may lose the file until the caller flushes it.
@@ -105,7 +106,7 @@ def _file_in_new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_at_end(path: Path) -> Iterator[Path]:
-    """Yield the path. Remove the file at the end if it still exists."""
+    """Yield the path. Remove the file at the end of the block if it still exists."""
     try:
         yield path
     finally:
@@ -139,7 +140,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
         with _locked_folder(target.parent):
             if target.exists():
                 shutil.rmtree(previous, ignore_errors=True)
-                # After a crash here, `existing_folder` returns `previous`.
+                # If the process crashes after this rename, `existing_folder` returns `previous`.
                 os.replace(target, previous)
             os.replace(new, target)
             sync_path(target.parent)
@@ -156,7 +157,7 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
 def _check_replaceable(
     target: Path, folder: str | os.PathLike[str], own_names: Collection[str]
 ) -> None:
-    try:  # One call, as another process may rename the folder at any time.
+    try:  # A check by `exists` would race with renames by other processes.
         other_names = sorted(set(os.listdir(target)) - set(own_names))
     except FileNotFoundError:
         return
@@ -173,7 +174,7 @@ def _check_replaceable(
 
 @contextmanager
 def _new_folder_beside(target: Path) -> Iterator[Path]:
-    """Create a folder beside `target`, lock it during the block, and remove it afterwards.
+    """Create a folder next to `target`, lock it during the block, and remove it afterwards.
 
     Raises:
         WriteError: The operating system reports an error, such as a full disk or a read-only
@@ -199,7 +200,7 @@ def _new_folder_beside(target: Path) -> Iterator[Path]:
 
 
 def _locked_new_folder(target: Path) -> tuple[Path, int]:
-    """Create and lock a folder beside `target`. Returns its path and the descriptor of the lock."""
+    """Create and lock a folder next to `target`. Return its path and the descriptor of the lock."""
     while True:
         folder = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
         try:
@@ -211,7 +212,7 @@ def _locked_new_folder(target: Path) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # Without locks of the file system, no process removes the folder.
+        with suppress(OSError):  # If the file system has no locks, no process removes the folder.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
             return folder, descriptor
@@ -243,7 +244,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove unlocked temporary folders beside `target`, which killed processes have left."""
+    """Remove unlocked temporary folders next to `target`, which killed processes have left."""
     for name in glob.glob(f".{glob.escape(target.name)}.new-*", root_dir=target.parent):
         path = target.parent / name
         try:

@@ -19,8 +19,8 @@ import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 
-#: Every dtype that a field may have: name -> (torch dtype, numpy dtype of the same bytes).
-#: bfloat16 has no numpy type, so that its bytes travel as little-endian uint16.
+#: Dtypes of fields by name: the torch dtype, and a numpy dtype for the same bytes. numpy has no
+#: bfloat16, so its bytes are stored as little-endian uint16.
 DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "bool": (torch.bool, np.dtype("bool")),
     "uint8": (torch.uint8, np.dtype("u1")),
@@ -36,9 +36,11 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "float32": (torch.float32, np.dtype("<f4")),
     "float64": (torch.float64, np.dtype("<f8")),
 }
-#: Rows and lanes take two of the 32 that HDF5 keeps.
+#: Maximum number of dimensions of a field. HDF5 supports 32, and the axes of rows and lanes take
+#: two.
 MAX_DIMENSIONS = 30
-#: What memory and files may declare: the description of a block has room for a quarter of it.
+#: Maximum number of fields of a schema. A block file has room for the description of a quarter of
+#: them.
 MAX_FIELDS = 4096
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 REAL_DTYPES = frozenset(torch_dtype for torch_dtype, _ in DTYPES.values())
@@ -53,7 +55,7 @@ def dtype_name(dtype: Any, owner: str = "") -> str:
 
     Args:
         dtype: A torch dtype, a numpy dtype or its name.
-        owner: The values of this dtype, for errors, such as "field 'reward'".
+        owner: Description of the values of this dtype in errors, such as "field 'reward'".
 
     Raises:
         FieldTypeError: `dtype` is not in `DTYPES`, such as complex, object or strings.
@@ -61,7 +63,7 @@ def dtype_name(dtype: Any, owner: str = "") -> str:
     name = None
     if isinstance(dtype, torch.dtype):
         name = _NAME_OF_TORCH.get(dtype)
-    elif dtype is not None:  # numpy converts None to float64
+    elif dtype is not None:  # numpy would convert None to float64.
         with suppress(TypeError, ValueError):
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
@@ -74,7 +76,10 @@ def dtype_name(dtype: Any, owner: str = "") -> str:
 
 
 def signed(tensor: torch.Tensor) -> torch.Tensor:
-    """View unsigned integers of several bytes as signed ones: torch can set some elements of those only."""
+    """View unsigned integers of 2 to 8 bytes as signed integers of the same size.
+
+    torch can set single elements of signed tensors, but not of these unsigned tensors.
+    """
     dtype = _SIGNED.get(tensor.dtype)
     return tensor if dtype is None else tensor.view(dtype)
 
@@ -146,7 +151,7 @@ class Field:
         return self.num_elements * self.numpy_dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Return name, shape, dtype and codec as JSON values; `fill` is not part of stored data."""
+        """Return the attributes except `fill` as JSON values, for `from_json`."""
         about = {
             "name": self.name,
             "shape": list(self.shape),
@@ -157,7 +162,7 @@ class Field:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> Field:
-        """Build a field from `to_json`'s form; unknown keys are ignored."""
+        """Build a field from the result of `to_json`. Unknown keys are ignored."""
         try:
             codec, is_text = str(item.get("codec", "raw")), item.get("text") is True
             return cls(
@@ -215,7 +220,7 @@ class Schema(Mapping[str, Field]):
         return f"Schema({', '.join(f'{f.name}: {f.dtype}{list(f.shape)}' for f in self.values())})"
 
     def below(self, prefix: str) -> dict[str, Field]:
-        """Fields called `prefix` or `prefix/...`, in order."""
+        """Return the fields named `prefix` or `prefix/...`, in order."""
         return {
             name: f
             for name, f in self._fields.items()
@@ -237,12 +242,12 @@ class Schema(Mapping[str, Field]):
         return "" if list(self) == list(other) else "the fields stand in another order"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Write the fields in order, each in the form of `Field.to_json`."""
+        """Return the fields in order, each as the result of `Field.to_json`."""
         return [field.to_json() for field in self.values()]
 
     @classmethod
     def from_json(cls, items: Sequence[Mapping[str, Any]]) -> Schema:
-        """Build a schema from `to_json`'s form."""
+        """Build a schema from the result of `to_json`."""
         return cls(Field.from_json(item) for item in items)
 
 
@@ -254,10 +259,11 @@ def _words(field: Field) -> str:
 def flatten(
     tree: Any, prefix: str = "", keeps_empty: bool = False, takes_flat: bool = False
 ) -> dict[str, Any]:
-    """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied.
+    """Convert a nested mapping to a dict by flat name: `{"a": {"b": x}}` becomes `{"a/b": x}`.
 
-    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty
-    one is a leaf. With `takes_flat` a key may be a flat name itself, `{"a/b": x}`.
+    Leaves are not copied. An object with the methods `keys` and `items`, such as a `TensorDict`, is
+    a mapping too. With `keeps_empty`, an empty mapping is a leaf. With `takes_flat`, a key may
+    itself be a flat name, as in `{"a/b": x}`.
     """
     if not hasattr(tree, "items"):
         raise SchemaError(
@@ -285,7 +291,7 @@ def flatten(
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn flat names into a nested dict: the inverse of `flatten`. Leaves are not copied."""
+    """Convert a dict by flat name to a nested dict, as the inverse of `flatten`. Copies no leaf."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         if "/" not in name and name not in tree:
@@ -306,14 +312,14 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf of nested mappings; a bare leaf is a tree of one."""
+    """Apply `function` to every leaf of nested mappings, or to `tree` if it is not a mapping."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, value) for key, value in tree.items()}
     return function(tree)
 
 
 def check_same_names(expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
-    """Raise `MissingFieldError` naming the first field that only one of two flat mappings has."""
+    """Raise `MissingFieldError` for the first field that only one of two flat mappings has."""
     problem = ""
     for name in expected:
         if name not in got:

@@ -22,13 +22,13 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class _Place:
-    """Placeholder of a device tensor in nested values: the number of the tensor in the block."""
+    """Placeholder for a device tensor in nested values: the index of the tensor in the block."""
 
     number: int
 
 
 class _Buffer:
-    """A block of memory on the device and a pinned block on the host, for tensors of fixed form."""
+    """Memory on a device, and pinned memory on the host, for tensors of fixed shape and dtype."""
 
     @lasting
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -107,7 +107,7 @@ class LateCopies:
         self._copies.append((held, about, buffer))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
-        """Return the oldest pending values, with tensors on the host, and their `about` of `send`.
+        """Return the oldest pending values, with tensors on the host, and `about` of their `send`.
 
         The values remain pending until `release`. Later calls of `send` then reuse the memory of
         the tensors, so copy tensors that you need longer.

@@ -26,9 +26,9 @@ _forks_are_watched = False
 def only_writer_of(target: Path) -> Iterator[None]:
     """Lock a file or folder, which need not exist, against other processes and threads.
 
-    The lock is held on a hidden file beside the target. The hidden file is removed at the end. A
+    The lock is held on a hidden file next to the target. The hidden file is removed at the end. A
     killed process leaves the hidden file, but no lock. A forked child does not hold the lock. If
-    the target exists and no file can be created beside the target, as for a mounted folder, the
+    the target exists and no file can be created next to the target, as for a mounted folder, the
     target itself is locked.
 
     Raises:
@@ -52,7 +52,7 @@ def only_writer_of(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _held:  # A forked child has emptied `_held`.
+        if descriptor in _held:  # A forked child has closed and removed all descriptors.
             _held.discard(descriptor)
             # Remove the file before its lock is released. A process that locks a removed file
             # detects this and retries.

@@ -30,16 +30,16 @@ from ..errors import UsageError
 from . import arguments
 from .fields import DTYPES
 
-#: Below this size the C allocator recycles memory by itself, so that pooling gains nothing.
+#: Minimum size of a pooled buffer in bytes. The C allocator already reuses smaller memory.
 MIN_POOLED_BYTES = 128 * 1024
-#: From this size on a buffer is aligned to, and asks for, huge pages.
+#: Minimum size in bytes of a buffer that is aligned to huge pages and requests them.
 MIN_HUGE_BYTES = 3 * 1024 * 1024
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-#: What numpy can make as well as torch.
+#: Numpy dtypes by torch dtype, without bfloat16, which numpy lacks.
 _NUMPY_DTYPES = {kind: dtype for kind, dtype in DTYPES.values() if kind is not torch.bfloat16}
 _FLOATS = (torch.float32, torch.float64)
-#: Tensors that travel together start at multiples of this many bytes.
+#: Alignment in bytes of tensors that are copied together in one buffer.
 _PART_BYTES = 16
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -61,11 +61,12 @@ def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 
 def _references(buffers: Sequence[object]) -> list[int]:
-    """Return the reference count of each buffer; the list and this call are included."""
+    """Return the reference count of each buffer, including references of the list and this call."""
     return list(map(sys.getrefcount, buffers))
 
 
-#: Reference count of an object that only a list holds; measured, since Python versions differ.
+#: Reference count of an object that only a list refers to. It is measured, since Python versions
+#: differ.
 _FREE_REFERENCES = _references([object()])[0]
 
 
@@ -79,7 +80,7 @@ class BufferPool:
     """Pool of CPU memory whose buffers are reused once no tensor refers to them.
 
     Args:
-        max_buffers: Maximum number of buffers in the pool, free and lent. Further buffers are
+        max_buffers: Maximum number of buffers in the pool, free or in use. Further buffers are
             ordinary memory and are released when their tensors are deleted.
 
     A tensor of the pool may be kept, sliced, reshaped, viewed as another dtype or converted to an
@@ -115,17 +116,17 @@ class BufferPool:
         kind = _NUMPY_DTYPES.get(dtype)
         if kind is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
-        # In half the time
+        # This takes half the time of the views above.
         return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))
 
     def clear(self) -> None:
-        """Remove all buffers from the pool; lent buffers stay valid for their tensors."""
+        """Remove all buffers from the pool. Tensors and arrays over these buffers stay valid."""
         with self._lock:
             self._buffers.clear()
 
     @property
     def num_kept(self) -> int:
-        """Buffers in the pool, lent or free."""
+        """Number of buffers in the pool, free or in use."""
         return len(self._buffers)
 
     @property
@@ -138,7 +139,10 @@ class BufferPool:
         return BufferPool, (self.max_buffers,)
 
     def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the first bytes of the smallest free buffer of at most twice the size."""
+        """Return `[num_bytes]` uint8 of a free buffer, or of a new buffer if none fits.
+
+        The smallest free buffer is used if it has at most twice the size.
+        """
         with self._lock:
             counts = _references(self._buffers)
             free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
@@ -161,11 +165,11 @@ class BufferPool:
 
 
 def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map private anonymous memory for at least `num_bytes` bytes, without a page fault yet."""
+    """Map private anonymous memory of at least `num_bytes` bytes. Causes no page fault."""
     is_huge = num_bytes >= MIN_HUGE_BYTES
     page = _HUGE_PAGE_BYTES if is_huge else mmap.PAGESIZE
     size = -(-num_bytes // page) * page
-    # One unused page more allows the alignment that huge pages need.
+    # One extra page leaves room to align the start of the buffer to a huge page.
     room = size + page if is_huge else size
     if hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS"):
         mapped = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -174,10 +178,11 @@ def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
     if is_huge and _MADV_HUGEPAGE is not None:
         try:
             mapped.madvise(_MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: ordinary ones work as well, only slower
+        except OSError:  # The kernel has no huge pages. Ordinary pages are only slower.
             pass
     start = -np.frombuffer(mapped, dtype=np.uint8).ctypes.data % page
-    # frombuffer with an offset, not a slice: slices of this array must hold this array itself.
+    # An offset instead of a slice, so that slices of the result refer to the result, not to
+    # `mapped`. The pool counts these references.
     return np.frombuffer(mapped, dtype=np.uint8, count=size, offset=start)
 
 
@@ -197,16 +202,16 @@ def filled(
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device; host tensors reach CUDA as a pinned copy, without a wait."""
+    """Return a tensor on a device. A copy from the host to CUDA is pinned and asynchronous."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
-    # Pinned memory is copied too: the caller may change it before the transfer ends.
+    # A pinned tensor is copied too, since the caller may change it before the transfer ends.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors on a device; host tensors are copied to CUDA in one pinned copy, without a wait.
+    """Return tensors on a device. Host tensors are sent to CUDA by one asynchronous pinned copy.
 
     Unlike `PackedCopy`, this function allocates memory per call and accepts any shapes.
     """
@@ -225,7 +230,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
             for start, tensor in zip(starts, on_host, strict=True)
         ]
 
-    # Pinned memory is used again only after its copy: torch's allocator sees to that.
+    # torch's allocator reuses this pinned memory only after the copy has completed.
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     torch._foreach_copy_(parts(pinned), on_host)
     there = iter(parts(pinned.to(device, non_blocking=True)))
@@ -233,9 +238,9 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 class PackedCopy:
-    """Copy host tensors of fixed shapes and dtypes to a CUDA device again and again, each time in one piece.
+    """Repeated copies of host tensors of fixed shapes and dtypes to CUDA, each in one transfer.
 
-    The tensors are packed into a pinned buffer, which travels asynchronously. A buffer is packed
+    The tensors are packed into a pinned buffer, which is copied asynchronously. A buffer is packed
     again only after its last copy has completed. Up to `MAX_BUFFERS` buffers are allocated while
     earlier ones are busy; then the host waits.
 
@@ -246,7 +251,7 @@ class PackedCopy:
         device: CUDA device.
 
     Attributes:
-        num_waits: Calls that waited for a busy buffer.
+        num_waits: Number of calls that waited for a buffer whose copy was still running.
     """
 
     MAX_BUFFERS = 3
@@ -266,12 +271,15 @@ class PackedCopy:
             self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
         self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
         self._block_parts = self._cut(self._block)
-        #: Pinned buffers, the least recently packed one first: memory, its parts, and the event of
-        #: its copy.
+        #: Pinned buffers, the least recently used first: memory, views of the tensors in it, and
+        #: the event of its last copy.
         self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors on the device. The next call overwrites them: read them first, in order of streams."""
+        """Copy tensors to the device and return the copies, which the next call overwrites.
+
+        Reads of the copies must precede the next call in the order of CUDA streams.
+        """
         buffer, parts, copied = self._free_buffer()
         torch._foreach_copy_(parts, list(tensors))
         self._block.copy_(buffer, non_blocking=True)
@@ -300,10 +308,11 @@ class PackedCopy:
 
 
 class LateNumber:
-    """Read numbers that a device computes, without waiting: their copy to the host is read once it has arrived.
+    """Asynchronous reader of integers from a device. `receive` returns them after their copy.
 
-    One copy is under way at a time. Devices other than CUDA have no pinned memory; there it is read
-    at once.
+    One copy is in progress at a time. Integers that are sent during a copy are kept, and `receive`
+    starts their copy. On devices other than CUDA, which have no pinned memory, `send` reads the
+    integers immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -316,16 +325,16 @@ class LateNumber:
 
     @property
     def is_free(self) -> bool:
-        """Whether no copy is under way."""
+        """Whether no copy is in progress."""
         return self._number is None
 
     @lasting
     def send(self, number: torch.Tensor, about: Any = None) -> None:
-        """Copy integers. While an earlier copy is under way, the last one waits for the next `receive`.
+        """Start a copy of integers. During an earlier copy, keep only the newest integers.
 
         Args:
             number: Tensor of one integer, or of several integers `[n]`.
-            about: Returned with the numbers.
+            about: Any object, which `receive` returns together with the integers.
         """
         if self._number is not None:
             self._waiting = number, about
@@ -340,7 +349,7 @@ class LateNumber:
         self._copied.record(torch.cuda.current_stream(self._device))
 
     def receive(self) -> tuple[Any, Any] | None:
-        """Return the integer or the list of integers, and `about`, once; None if no copy has arrived."""
+        """Return the copied integer or list, and `about`, once. None if no copy is complete."""
         if self._number is None:
             return None
         if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
@@ -350,7 +359,7 @@ class LateNumber:
         if self._waiting is not None:
             number, about = self._waiting
             self._waiting = None
-            if self._is_asynchronous:  # another stream may have made it
+            if self._is_asynchronous:  # Another stream may have computed it.
                 number.record_stream(torch.cuda.current_stream(self._device))
             self.send(number, about)
         return found
@@ -377,15 +386,15 @@ class StreamOrder:
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)
-        #: Stream -> event of its last write or read. A stream does not wait for itself: its work
-        #: runs in order.
+        #: Event of the last write (`_written`) or read (`_read`) of each stream. A stream does not
+        #: wait for its own events, since its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
         #: Number of nested `writes` contexts.
         self._num_writes = 0
 
     def wait(self, is_write: bool) -> None:
-        """Let the current stream wait for earlier accesses of other streams."""
+        """Make the current stream wait for earlier accesses of other streams."""
         if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -398,7 +407,7 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def record(self, is_write: bool) -> None:
-        """Note that the work of the current stream has been launched."""
+        """Record an event after the access that the current stream has launched."""
         if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -412,18 +421,18 @@ class StreamOrder:
             self._read[stream.cuda_stream] = event
 
     def enter(self, is_write: bool) -> None:
-        """Begin the context `writes` or `reads`."""
+        """Begin a write or a read, as the contexts `writes` and `reads` do."""
         self.wait(is_write)
         self._num_writes += is_write
 
     def exit(self, is_write: bool, is_done: bool) -> None:
-        """End the context `writes` or `reads`; `is_done` if no error ended it."""
+        """End a write or a read. `is_done` is False if an error ended it."""
         self._num_writes -= is_write
         if is_done:
             self.record(is_write)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors that will be dropped until the current stream has done its work."""
+        """Prevent reuse of the memory of tensors until the current stream has done its work."""
         if self.is_needed:
             stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
@@ -432,7 +441,7 @@ class StreamOrder:
 
 
 class _StreamAccess:
-    """Context of one access of a `StreamOrder`. It may be used again, and nested."""
+    """Context of reads or writes of a `StreamOrder`. Reusable and reentrant."""
 
     __slots__ = ("_is_write", "_order")
 
@@ -464,7 +473,7 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Return the library for results of `own`: numpy on the CPU, else torch."""
+    """Return the module that computes with results of `own`: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
@@ -475,7 +484,7 @@ def own(tensor: torch.Tensor) -> Any:
 
 def own_float64(tensor: torch.Tensor) -> Any:
     """Copy real numbers to float64, without gradients: an array on the CPU, else a tensor."""
-    if tensor.is_cpu and tensor.dtype in _FLOATS:  # with numpy in a fifth of the time
+    if tensor.is_cpu and tensor.dtype in _FLOATS:  # numpy takes a fifth of the time.
         return (tensor.detach() if tensor.requires_grad else tensor).numpy().astype(np.float64)
     return own(tensor.detach().double())
 
@@ -495,7 +504,7 @@ def tensor_of(values: Any) -> torch.Tensor:
 
 
 def add_multiple(values: Any, others: Any, factor: int) -> Any:
-    """Return `values + others * factor` of arrays or tensors; for tensors in one operation."""
+    """Compute `values + others * factor` of arrays or tensors, in one operation for tensors."""
     if isinstance(values, torch.Tensor):
         return torch.add(values, others, alpha=factor)
     return values + others * factor
@@ -506,15 +515,15 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
     if isinstance(source, torch.Tensor):
         torch.index_select(source, 0, index, out=out)
     else:
-        source.take(index, 0, out, "clip")  # "raise" would copy twice
+        source.take(index, 0, out, "clip")  # The mode "raise" copies twice.
 
 
 def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | None = None) -> Any:
-    """Return values in which all entries of one place have the value of its last entry.
+    """Replace the values of equal indices by the value of the last of them.
 
-    A write of the result does not depend on the order of writes. `index` has `[n]` places below
-    `capacity`. Arrays are returned unchanged, since numpy writes in order. `order` has the numbers
-    0, 1, ..., n - 1, if the caller keeps them.
+    The result can be written to the indices in any order. `index` has `[n]` indices below
+    `capacity`. Arrays are returned unchanged, since numpy writes in order. `order` is a tensor of
+    the numbers 0, 1, ..., n - 1, if the caller has one.
     """
     if not isinstance(values, torch.Tensor):
         return values
@@ -525,10 +534,10 @@ def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | No
 
 
 def as_given(value: Any) -> torch.Tensor:
-    """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU; Python's floats as float64.
+    """Return a value as a tensor. Tensors stay on their device, and other values go to the CPU.
 
-    `torch.as_tensor` alone moves even a tensor to the default device and rounds floats to the
-    default dtype.
+    Python floats become float64. `torch.as_tensor` without further arguments would move tensors to
+    the default device and round Python floats to the default dtype.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -536,7 +545,7 @@ def as_given(value: Any) -> torch.Tensor:
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
-    """Return a tensor, array or list as an array; bfloat16 as float32."""
+    """Convert a tensor, array or list to a numpy array. bfloat16 becomes float32."""
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
     value = value.detach()
@@ -547,7 +556,7 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array that torch can view: a copy if it is backwards, unaligned, byte-swapped or read-only."""
+    """Return the array, or a copy if torch does not support its strides, order or flags."""
     is_odd = any(
         stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides
     )

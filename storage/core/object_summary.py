@@ -17,7 +17,7 @@ import torch
 from ..errors import RolloutDataError
 from .fields import Schema
 
-#: Attributes that say how much fits, and what else is shown of properties.
+#: Names of the attributes that contain a capacity, and of further properties to show.
 _CAPACITIES, _PROPERTIES = (
     ("capacity", "replay_buffer_size", "buffer_size", "max_size"),
     ("num_transitions_per_env",),
@@ -29,7 +29,7 @@ _DEPTH = 3
 
 
 class Shown:
-    """Base class with a `repr` of a few lines."""
+    """Base class whose `repr` lists attributes and fields in a few lines."""
 
     def __repr__(self) -> str:
         return described(self)
@@ -64,7 +64,7 @@ def described(thing: Any) -> str:
 def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the length and the public attributes of an object."""
     most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
-    with suppress(RolloutDataError, TypeError):  # of a thing that is closed, or has no length
+    with suppress(RolloutDataError, TypeError):  # The object may be closed or lack a length.
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
     yield from ((name, getattr(thing, name)) for name in _PROPERTIES if name in dir(type(thing)))
     yield from (
@@ -75,7 +75,7 @@ def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_fact(value: Any) -> bool:
-    """Whether a value is worth a word: no flag that is not set."""
+    """Return whether to show a value: a short plain value that is neither False nor ""."""
     if isinstance(value, (list, tuple)):
         return 0 < len(value) <= 4 and all(
             isinstance(one, (int, str, os.PathLike)) for one in value
@@ -99,7 +99,7 @@ def _words(dtype: str, shape: Any) -> str:
 
 
 def _schema_of(thing: Any, depth: int) -> Schema | None:
-    """Return the schema of an object, or of the nearest object in its attributes."""
+    """Return the schema of an object, or of an attribute at most `depth` levels down."""
     attributes = getattr(thing, "__dict__", {})
     if isinstance(found := attributes.get("schema"), Schema) and len(found):
         return found

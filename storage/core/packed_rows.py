@@ -242,7 +242,7 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Convert cells to a tensor that can be changed in place, even if autograd is enabled."""
+    """Convert slices of packed rows to a tensor that may be changed in place despite autograd."""
     found: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
     found = found.contiguous() if contiguous else found
     return found.view(torch.bfloat16) if is_bfloat16 else found

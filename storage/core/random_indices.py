@@ -37,7 +37,7 @@ class _SeedSource:
 
     def __init__(self, initial_seed: int | None = None) -> None:
         self._initial_seed = initial_seed
-        #: Latest initial seed -> running numbers of the objects created with this seed.
+        #: Counter of the objects created with the latest initial seed, by this seed.
         self._numbers: dict[int, count[int]] = {}
 
     def next_seed(self) -> int:
@@ -117,7 +117,7 @@ def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.i
 
 
 def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
-    """Convert weights `[n]` float64 on any device as `whole_weights` does, without a host wait."""
+    """Convert weights `[n]` float64 as `whole_weights` does, without a wait for the device."""
     largest_bits = RANDOM_BITS - len(weights).bit_length()
     _, exponent = torch.frexp(weights.max())
     found = torch.ldexp(weights, largest_bits - exponent).round().long()
@@ -125,7 +125,7 @@ def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(bits: Any, choices: Any) -> Any:
-    """Compute numbers below `choices` from 62 random bits: `bits * choices / 2**62`, rounded down.
+    """Map random numbers of 62 bits to [0, choices): `bits * choices / 2**62`, rounded down.
 
     The counts of `bits` values that map to the same number differ by at most one.
 
@@ -181,9 +181,10 @@ def fill_uniform(
 
 
 def below(choices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw a number below each element of `choices`, `[num]` int64: a remainder of 62 random bits.
+    """Draw an integer in [0, c) for each element c of `choices`: `[num]` int64.
 
-    With up to 2 ** 22 choices, the draws are uniform to one part in 2 ** 40.
+    The result is the remainder of 62 random bits. With up to 2 ** 22 choices, draws are uniform to
+    one part in 2 ** 40.
     """
     bits = torch.randint(1 << 62, choices.shape, generator=generator, device=choices.device)
     return bits % choices

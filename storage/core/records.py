@@ -113,7 +113,7 @@ def make_field(name: str, shape: Sequence[int], dtype: Any) -> Field:
     )
 
 
-# One leaf.
+# Functions for one leaf.
 
 
 def numbers(name: str, value: Any) -> torch.Tensor:
@@ -285,12 +285,12 @@ def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None
     return kept
 
 
-# Records of rows.
+# Functions for records with several leaves.
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Checked leaves of a record: `[n, lanes, *event]` each, in the order of the schema."""
+    """Checked leaves of a record, each `[n, lanes, *event]`, in the order of the schema."""
 
     num_rows: int
     tensors: list[torch.Tensor]
@@ -417,7 +417,7 @@ class RecordReader:
         ):  # For example, `numpy` of a tensor with gradients raises RuntimeError.
             return None
         if self._is_converted:
-            with np.errstate(all="ignore"):  # torch does not warn about conversions either.
+            with np.errstate(all="ignore"):  # No warnings, as in torch's conversions.
                 found = [
                     array.astype(leaf.target, copy=False)
                     for array, leaf in zip(found, self._leaves, strict=True)
@@ -469,7 +469,7 @@ class RecordReader:
         return Rows(self._tensor_shapes[0][1][0], found, schema)
 
     def _takes_tensor_lead(self, lead: tuple[int, ...]) -> bool:
-        """Compute the shapes of all leaves from the leading sizes; False if these do not match."""
+        """Set the expected shapes for leading sizes. Return False if they do not fit the lanes."""
         if lead != self._tensor_lead:
             rows = self._rows_of_lead(lead)
             if rows is None:
@@ -481,7 +481,7 @@ class RecordReader:
         return True
 
     def _rows_of_lead(self, lead: tuple[int, ...]) -> tuple[int, int] | None:
-        """Convert leading sizes to (rows, lanes). None if they do not match or are empty."""
+        """Convert leading sizes to (rows, lanes); None if one is 0 or does not match the lanes."""
         lanes = self.num_lanes or 1
         if self.has_lane_axis:
             return (lead[0], lanes) if lead[0] and lead[1:] == (lanes,) else None
@@ -568,7 +568,7 @@ class RecordReader:
             raise SchemaError(f"field {first!r} has {like.shape[1]} lanes, expected {expected}.")
 
     def _note_form(self, record: Any, schema: Schema) -> None:
-        """Remember the form of a record whose names match a schema."""
+        """Store the form of a record that has the names of a schema, for `read_again`."""
         nodes = [(0, "", type(record), len(record.keys()))]
         waiting = [(0, "", record)]
         found: dict[str, tuple[int, str, Any]] = {}
@@ -584,12 +584,12 @@ class RecordReader:
                         waiting.append((len(nodes) - 1, f"{prefix}{key}/", value))
             named = [(*found[name], field) for name, field in schema.items()]
         except (AttributeError, KeyError, RuntimeError, TypeError):
-            return  # The record contains a list.
+            return  # Only `read` supports lists in a record.
         self._note_tensors(nodes, named)
         try:
             leaves = [_leaf_of(*leaf, self.num_lead) for leaf in named]
         except (AttributeError, KeyError, RuntimeError, TypeError):
-            return  # A leaf is a subclass of a tensor, or is on a GPU.
+            return  # Arrays cannot represent a tensor on a GPU or of a subclass.
         self._nodes = nodes
         self._leaves = leaves
         self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
@@ -598,7 +598,7 @@ class RecordReader:
     def _note_tensors(
         self, nodes: list[tuple[int, str, Any, int]], named: list[tuple[int, str, Any, Field]]
     ) -> None:
-        """Remember the leaves if all are real tensors of one device in the fields' dtypes."""
+        """Store the form of leaves that are real tensors of one device in the fields' dtypes."""
         devices = {value.device for _, _, value, _ in named if isinstance(value, torch.Tensor)}
         leaves = []
         for node, key, value, field in named:
@@ -625,7 +625,7 @@ class RecordReader:
         self._tensor_lead = ()
 
     def _takes_lead(self, first: npt.NDArray[Any]) -> bool:
-        """Compute the shapes of all leaves from the leading sizes of the first leaf.
+        """Set the expected shapes of all leaves from the leading sizes of the first leaf.
 
         Returns False if the leading sizes do not match the lanes or the record is too large.
         """

@@ -24,15 +24,15 @@ _Self = TypeVar("_Self", bound="Owned")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
-#: Least bytes of work per thread, which repay its start, and per piece, so that threads rarely wait
-#: for the global interpreter lock.
+#: Minimum bytes of work per thread, since starting a thread takes time; and per piece, since
+#: threads wait for the global interpreter lock between pieces.
 MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
 #: Parts per thread. A thread that starts late processes fewer parts.
 _NUM_PARTS = 4
 
 
 def num_processors() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -40,7 +40,7 @@ def num_processors() -> int:
 
 
 class Owner:
-    """The process that created `what`, an object with a thread. A forked child has no thread."""
+    """Process that created an object with a thread. A forked child has no such thread."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -61,7 +61,7 @@ class Owner:
 
 
 class OwnCondition(threading.Condition):
-    """Lock of an object with a thread; acquiring it in a forked child raises instead of blocking."""
+    """Lock of an object with a thread. In a forked child, acquiring the lock raises an error."""
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Owned(Unique):
 
     @abstractmethod
     def close(self) -> None:
-        """End the work of the threads."""
+        """Stop the threads."""
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -129,7 +129,7 @@ class Worker:
 
     @property
     def num_pending(self) -> int:
-        """Jobs that were accepted and have not ended."""
+        """Number of accepted jobs that have not ended."""
         return len(self._pending())
 
     def submit(
@@ -139,12 +139,12 @@ class Worker:
         *arguments: _Arguments.args,
         **options: _Arguments.kwargs,
     ) -> Future[_Result]:
-        """Queue a job and return its future; wait for room, and raise the error of an earlier job.
+        """Queue a job and return its future. Wait while the queue is full; raise an earlier error.
 
         Raises:
             ClosedError: After `close`.
         """
-        if len(self._accepted) > self.max_pending:  # A check of each job takes 4 us.
+        if len(self._accepted) > self.max_pending:  # Checking each job takes 4 us.
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
@@ -152,13 +152,13 @@ class Worker:
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
-                pool.submit(int).result()  # a Ctrl-C while its thread starts must find no job in it
+                pool.submit(int).result()  # A Ctrl-C during the start loses no job.
                 self._pool = pool
             future = self._pool.submit(self._run, job, *arguments, **options)
         except RuntimeError as cause:
             if "shutdown" not in str(cause):
                 raise
-            future = Future()  # every job before it has been run
+            future = Future()  # At exit: all earlier jobs have ended.
             try:
                 future.set_result(self._run(job, *arguments, **options))
             except BaseException as failure:  # noqa: BLE001 - kept in the future, as by the pool
@@ -196,7 +196,7 @@ class Worker:
         """Run all accepted jobs, stop the thread, and raise the error of a failed job. Idempotent."""
         pending = self._pending()
         self._is_closed = True
-        # Not left to `shutdown`, whose join takes an interrupted thread for one that ended
+        # Wait before `shutdown`, which would treat an interrupted join as the end of the thread.
         wait(pending)
         if self._pool is not None:
             self._pool.shutdown()
@@ -208,7 +208,7 @@ class Worker:
         This method acquires no lock, since the garbage collector may call it inside any other call.
         """
         self._is_closed = True
-        self._pool = None  # a pool that nothing holds ends its thread
+        self._pool = None  # A pool without references ends its thread.
 
     def _pending(self) -> list[Future[Any]]:
         self.owner.check()
