@@ -1,1 +1,1 @@
-"""Our storages behind the interfaces of other libraries; each module needs its library when used."""
+"""Storages of this package with the interfaces of other reinforcement-learning libraries."""

@@ -17,7 +17,7 @@ from ..errors import SchemaError
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Field that marks a trajectory which ended without a flag of the trainer.
+#: Field that is set where an environment was reset although the trainer set no end flag.
 _CUT = "cut"
 #: Field that counts the steps of an environment.
 _STEP = "step"
@@ -42,7 +42,8 @@ class SimpleReplayBuffer:
 
     Batches differ from those of FastTD3 in two points. Steps are drawn uniformly over all
     environments, not equally many from each. Only steps whose rewards and next observation are
-    known are drawn, so the two newest steps of an environment and shorter sums are not.
+    known are drawn. This excludes the two newest steps of an environment, and sums of fewer than n
+    rewards.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class SimpleReplayBuffer:
     def sample(self, batch_size: int) -> Any:
         """Draw `n_env * batch_size` transitions: a `TensorDict` with the fields of `extend`.
 
-        `next` has `effective_n_steps` too, the number of summed steps. Rewards are discounted sums.
-        Flags are int64 and, as the next observations, those of the last summed step.
+        `next` also has `effective_n_steps`, the number of summed rewards. Rewards are discounted
+        sums. The int64 flags and the next observations are those of the last summed step.
 
         Raises:
             UsageError, BufferEmptyError: No transition is complete.
@@ -162,7 +163,7 @@ class SimpleReplayBuffer:
         return TensorDict(batch, batch_size=[num_draws])
 
     def _checked(self, columns: Any, name: str) -> torch.Tensor:
-        """Return observations or actions of one step, `[1, n_env, size]`."""
+        """Check observations or actions of one step and return them as `[1, n_env, size]`."""
         column: torch.Tensor = columns[name]
         expected = [self.n_env, self._sizes[name]]
         if list(column.shape) != expected:
@@ -172,5 +173,5 @@ class SimpleReplayBuffer:
         return column.unsqueeze(0)
 
     def _column(self, values: torch.Tensor) -> torch.Tensor:
-        """Return one number per environment, `[1, n_env, 1]`."""
+        """Check a tensor of one number per environment and return it as `[1, n_env, 1]`."""
         return values.reshape(1, self.n_env, 1)

@@ -1,12 +1,12 @@
 """`RslRlStorage`: our rollout storage with the interface of the storage of rsl-rl-lib 5.
 
 This module only converts names and types. rsl_rl uses `TensorDict` observations, any number of
-distribution parameters, and mini-batches as objects. Its package is not imported. `tensordict` is
-imported when a storage is created.
+distribution parameters, and mini-batches as objects. The package of rsl_rl is not imported.
+`tensordict` is imported when a storage is created.
 
     from storage.adapters.rsl_rl import RslRlStorage
     algorithm = PPO(actor, critic, RslRlStorage("rl", num_envs, num_steps, obs, (num_actions,)))
-    runner.alg.storage = RslRlStorage.like(runner.alg.storage)  # in place of that of a runner
+    runner.alg.storage = RslRlStorage.like(runner.alg.storage)  # replaces the runner's storage
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ..onpolicy.transition_columns import Column, Transition, brought, declare_f
 from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
-#: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.
+#: Names of the columns of `RolloutStorage` for each training type. `declare_columns` adds further
+#: columns.
 _COLUMNS = {
     "rl": _BOTH | {"values", "actions_log_prob", "returns", "advantages"},
     "distillation": _BOTH,
@@ -37,7 +38,7 @@ _PARAMETERS = "distribution_params"
 
 @dataclass
 class Batch:
-    """A mini-batch of the generators; fields without values for the training type are None."""
+    """Mini-batch of an `RslRlStorage`. Fields that the training type does not use are None."""
 
     observations: Any = None
     actions: torch.Tensor | None = None
@@ -54,7 +55,7 @@ class Batch:
 
 @dataclass
 class RslRlTransition(Transition):
-    """The data of one step of all envs."""
+    """Values of one step of all envs, with the additional fields of rsl_rl."""
 
     hidden_states: Any = (None, None)
     distribution_params: tuple[torch.Tensor, ...] | None = None
@@ -66,16 +67,17 @@ class RslRlStorage(RolloutStorage):
 
     Args:
         training_type: "rl" or "distillation".
-        num_envs: B.
-        num_transitions_per_env: T.
+        num_envs: Number of environments, B.
+        num_transitions_per_env: Number of steps, T.
         obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
         actions_shape: Shape of one action.
         device: Device of all data.
-        compat: True: one permutation per update and remainders left out, as in rsl_rl's own
-            storage. False: a new permutation per epoch, no env left out.
-        generator: As for `RolloutStorage`. For the permutations of rsl_rl itself, which give equal
-            losses for equal seeds, pass the generator that it draws from:
-            `torch.default_generator`, on a GPU `torch.cuda.default_generators[index]`.
+        compat: Whether to draw one permutation per update and to leave out the rows or envs that
+            remain after the division into equal mini-batches, as rsl_rl does. Otherwise each epoch
+            has a new permutation, and no env is left out.
+        generator: As for `RolloutStorage`. For the same permutations and losses as rsl_rl with the
+            same seed, pass the generator that rsl_rl uses: `torch.default_generator`, on a GPU
+            `torch.cuda.default_generators[index]`.
     """
 
     Transition: type[Any] = RslRlTransition
@@ -112,10 +114,10 @@ class RslRlStorage(RolloutStorage):
     def like(cls, storage: Any, **options: Any) -> Any:
         """Create an empty storage with the sizes, observations and device of a storage of rsl_rl.
 
-        Assign it to `runner.alg.storage` before `runner.learn`.
+        Assign the result to `runner.alg.storage` before `runner.learn`.
 
         Args:
-            storage: Storage of the algorithm of a runner.
+            storage: Storage of rsl_rl, such as `runner.alg.storage`.
             options: `compat` and `generator`.
         """
         return cls(
@@ -129,7 +131,11 @@ class RslRlStorage(RolloutStorage):
         )
 
     def declare_columns(self) -> list[Column]:
-        """Return the columns of the training type; distribution parameters once they are known."""
+        """Return the columns that the training type uses.
+
+        The column of distribution parameters has no fields before the first transition, which
+        determines their shapes.
+        """
         columns = [
             column
             for column in super().declare_columns()
@@ -170,10 +176,11 @@ class RslRlStorage(RolloutStorage):
             self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
 
     def generator(self) -> Iterator[Any]:
-        """Yield the steps one after another, for distillation.
+        """Yield one batch per step in the order of time, for distillation.
 
         Raises:
-            UsageError: At the call: another training type, or the rollout is not full.
+            UsageError: The training type is not "distillation", or the rollout is not full. This
+                call raises the error, not the first `next`.
         """
         if self.training_type != "distillation":
             raise UsageError(f"training_type is {self.training_type!r}, expected 'distillation'.")
@@ -190,7 +197,11 @@ class RslRlStorage(RolloutStorage):
     def mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8, **options: Any
     ) -> Iterator[Any]:
-        """Yield shuffled mini-batches of rows; see `RolloutStorage`, whose options count unless `compat`."""
+        """Yield shuffled mini-batches of rows.
+
+        `options` are those of `RolloutStorage.mini_batch_generator`. They are ignored if `compat`
+        is True.
+        """
         given = {"reshuffle": "once"} if self.compat else options
         return super().mini_batch_generator(num_mini_batches, num_epochs, **given)
 
@@ -203,7 +214,7 @@ class RslRlStorage(RolloutStorage):
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
-            # The call of rsl_rl: another dtype, or more rows, would draw other numbers.
+            # rsl_rl makes the same call. Another dtype or number of rows would draw other numbers.
             return sent(
                 torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device
             )
@@ -259,13 +270,13 @@ class RslRlStorage(RolloutStorage):
         return self.Batch(**made, **more, observations=observations, masks=masks)
 
     def _declare_parameters(self, fields: tuple[Field, ...]) -> None:
-        """Take the number and shapes of the distribution's parameters, known with the first transition."""
+        """Set the fields of the distribution parameters and allocate the columns anew."""
         self._parameters = fields
         self._make_table(self.num_transitions_per_env)
 
 
 def _plain(observations: Any) -> Any:
-    """Turn a `TensorDict` into a nested dict; the tensors are not copied."""
+    """Convert a `TensorDict` to a nested dict of the same tensors. Other values are unchanged."""
     return observations.to_dict() if hasattr(observations, "to_dict") else observations
 
 

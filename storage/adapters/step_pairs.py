@@ -1,7 +1,8 @@
-"""`StepPairs`: steps that come with their next observations, in a `DictBuffer` that stores each once.
+"""`StepPairs`: adds steps with next observations to a buffer that stores each observation once.
 
-Trainers of other libraries pass the observation before and after each step. The second is the first
-of the following step, so a ring of pairs stores every observation twice.
+Trainers of other libraries pass the observations before and after each step. The observation after
+a step is also the observation before the following step. A ring of such pairs would store each
+observation twice.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ _Columns = dict[str, torch.Tensor]
 
 
 class StepPairs:
-    """Adds steps with their next observations to a `DictBuffer`, without storing these twice.
+    """Writer of steps with next observations to a `DictBuffer` that stores each observation once.
 
-    The newest step waits for the next call. If its next observation then differs from the
-    observation of the new step, and no end flag is set, the environment was reset in between. The
-    waiting step then ends its trajectory, and its next observation is stored as the final one.
+    The newest step is kept until the next call of `add`. If the next observation of the kept step
+    then differs from the observation of the new step, and no end flag is set, the environment was
+    reset in between. The kept step then ends its trajectory, and its next observation is stored as
+    the final observation.
 
     Args:
         buffer: Buffer that stores the steps.
-        cut_names: Flags that such a reset sets in the step, as far as the step has them. At least
-            one is in the `end_key` of the buffer.
+        cut_names: Names of the flags to set in the kept step at such a reset, if the step has these
+            fields. At least one name is in the `end_key` of the buffer.
     """
 
     def __init__(self, buffer: DictBuffer, cut_names: tuple[str, ...]) -> None:
@@ -40,7 +42,7 @@ class StepPairs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffer and of the waiting step, in bytes."""
+        """Memory of the buffer and of the newest step, which is not in the buffer yet, in bytes."""
         waiting = 0
         for columns in self._waiting or ():
             waiting += sum(column.untyped_storage().nbytes() for column in columns.values())
@@ -52,7 +54,7 @@ class StepPairs:
 
         Args:
             steps: Fields `[T, num_envs, *event]` of T steps by flat name.
-            following: Observations after these steps, by the names of the observations.
+            following: Observations `[T, num_envs, *event]` after these steps, by flat name.
         """
         with self._lock:
             earlier = self._waiting or ({}, {})
@@ -78,7 +80,7 @@ class StepPairs:
 
 
 def _joined(earlier: torch.Tensor | None, later: torch.Tensor) -> torch.Tensor:
-    """Return the waiting step and later ones in new memory, `[1 + T or T, num_envs, *event]`."""
+    """Concatenate the earlier step, if any, and T later steps: `[1 + T or T, num_envs, *event]`."""
     return torch.cat([later] if earlier is None else [earlier, later])
 
 

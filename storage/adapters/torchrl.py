@@ -1,6 +1,6 @@
-"""`ReplayBuffer`, `PrioritizedReplayBuffer`: our buffers with the calls of the replay buffers of torchrl.
+"""`ReplayBuffer` and `PrioritizedReplayBuffer`: buffers with the methods of torchrl's buffers.
 
-`TensorDict`s come in and go out. This module only converts names and shapes. torchrl is not
+Arguments and results are `TensorDict`s. This module only converts names and shapes. torchrl is not
 imported. `tensordict` is imported when a batch is drawn.
 
     from storage.adapters.torchrl import ReplayBuffer
@@ -22,7 +22,7 @@ from ..prioritized.prioritized_windows import PrioritizedWindows
 from ..replay.dict_buffer import DictBuffer
 from .step_pairs import StepPairs
 
-#: Last parts of the names of fields that belong to the step, below `next` as well as in the root.
+#: Last parts of the names of step fields. Fields with these names below `next` are no observations.
 _OF_STEP = ("reward", "done", "terminated", "truncated")
 #: Flags that are set where an environment was reset between two calls.
 _CUT_NAMES = ("truncated", "done")
@@ -30,7 +30,7 @@ _NEXT = "next/"
 
 
 class ReplayBuffer:
-    """A `DictBuffer` with the calls of torchrl's `ReplayBuffer`.
+    """Front of a `DictBuffer` with the methods of torchrl's `ReplayBuffer`.
 
     If the buffer has an `end_key`, `extend` takes steps in the form of torchrl's collectors, and
     `sample` returns transitions. Each observation is stored once. Batches have the reward and the
@@ -110,7 +110,8 @@ class ReplayBuffer:
         """Draw rows or transitions uniformly with replacement: a `TensorDict` of `[batch_size]`.
 
         Raises:
-            UsageError, BufferEmptyError: No number was given, or there is nothing to draw.
+            UsageError, BufferEmptyError: There is no batch size, neither in this call nor in the
+                constructor, or the buffer has nothing to draw.
         """
         size = _size(self, batch_size)
         if self._pairs is None:
@@ -130,7 +131,7 @@ class ReplayBuffer:
 
 
 class PrioritizedReplayBuffer:
-    """A buffer with priorities and the calls of torchrl's `TensorDictPrioritizedReplayBuffer`.
+    """Front of a prioritized buffer with the methods of `TensorDictPrioritizedReplayBuffer`.
 
     Args:
         buffer: Buffer that stores rows or windows.
@@ -163,7 +164,8 @@ class PrioritizedReplayBuffer:
 
         Args:
             data: For rows a `TensorDict` of the batch size `[n]`, with priorities if it has the
-                field `priority_key`. For windows one of `[num_envs, T]`, steps in their order.
+                field `priority_key`. For windows, a `TensorDict` of the batch size `[num_envs, T]`
+                with consecutive steps.
 
         Returns:
             Ids of the rows, `[n]` int64; None for windows.
@@ -184,10 +186,11 @@ class PrioritizedReplayBuffer:
     def sample(self, batch_size: int | None = None) -> Any:
         """Draw by priority: a `TensorDict` of `[batch_size]` with `index` and `priority_weight`.
 
-        Windows have the batch size `[batch_size]` too; their fields are `[batch_size, L, ...]`.
+        The fields of windows of L steps are `[batch_size, L, ...]`.
 
         Raises:
-            UsageError, BufferEmptyError: No number was given, or there is nothing to draw.
+            UsageError, BufferEmptyError: There is no batch size, neither in this call nor in the
+                constructor, or the buffer has nothing to draw.
         """
         size = _size(self, batch_size)
         if isinstance(self.buffer, PrioritizedWindows):
@@ -210,11 +213,11 @@ class PrioritizedReplayBuffer:
 
 
 def _time_first(data: Any, num_envs: int | None) -> Any:
-    """Return steps of the batch size `[T, num_envs]`, views.
+    """Return views of steps in the batch size `[T, num_envs]`.
 
     Args:
-        data: `TensorDict` of the batch size `[num_envs, T]`, `[num_envs]` or, of one environment,
-            `[T]`.
+        data: `TensorDict` of the batch size `[num_envs, T]` or `[num_envs]`, or `[T]` with one
+            environment.
         num_envs: Number of environments; None for any.
     """
     size = list(data.batch_size)
@@ -229,7 +232,7 @@ def _time_first(data: Any, num_envs: int | None) -> Any:
 
 
 def _size(buffer: Any, batch_size: int | None) -> int:
-    """Return the number of rows to draw, of the call or of the constructor."""
+    """Return the number of rows to draw: the argument of the call, or else of the constructor."""
     size = buffer.batch_size if batch_size is None else batch_size
     return arguments.whole("batch_size", size, 1)
 

@@ -1,7 +1,8 @@
-"""`TransferQueueBuffer`: rows in a partition of TransferQueue, whose other clients read and write them field by field.
+"""`TransferQueueBuffer`: rows in a partition of TransferQueue, shared with all other clients.
 
-Each row is a key, and each field a column; the levels of its name are joined by "/". The queue
-stores and sends the rows. To draw on the machine of the data, use `storage.remote.RemoteBuffer`.
+Each row has a key of the queue, and each field is a column, so that other clients can read and
+write single fields. Levels of field names are joined by "/". The queue stores and sends the rows.
+To sample on the machine that stores the rows, use `storage.remote.RemoteBuffer`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ..errors import BufferEmptyError
 
 
 class TransferQueueBuffer:
-    """The rows of one partition, written by all clients.
+    """Buffer of the rows that all clients of the queue add to one partition.
 
     Args:
         partition: Name of the partition.
         seed: Seed of the draws of this client. None uses `torch.initial_seed()` and the number of
-            objects created since it changed.
+            objects created since that seed changed.
 
-    It joins the queue of the cluster of Ray that this process is connected to, or starts one as
-    `transfer_queue.init()` does, which waits for as long as the cluster lacks a processor for each
-    of its actors.
+    The constructor connects to the queue of the Ray cluster of this process by
+    `transfer_queue.init()`. If there is no queue, the call starts one. It waits until the cluster
+    has a processor for each actor of the queue.
     """
 
     def __init__(self, partition: str, seed: int | None = None) -> None:
