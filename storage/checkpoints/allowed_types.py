@@ -79,12 +79,12 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
             known = get_safe_globals()
             held.enter_context(safe_globals([one for one in added if one not in known]))
         else:
-            held.close()  # Without such names, several loads may run in parallel.
+            held.close()  # Without such names, other loads may run meanwhile.
         yield bool(found)
 
 
 def _meanings(names: list[str]) -> dict[str, Any]:
-    """Return the replacement of each allowed name of a file."""
+    """Map each allowed name in a file to its replacement."""
     found: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
     inner: dict[type, Callable[..., Any]] = {}
     for name in set(names) - found.keys():
@@ -151,7 +151,7 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
         name for one in _own(kind) for name in vars(one)
     }
     if is_flag and type(value) is int:
-        return kind(value)  # A combination of several flags.
+        return kind(value)  # A combination of flags is no member.
     raise pickle.UnpicklingError(
         f"{kind.__module__}.{kind.__qualname__} has no member with the value {value!r}"
     )
@@ -213,7 +213,7 @@ _BUILT: list[tuple[Any, str]] = [
 ]
 
 
-# Allowed content of a checkpoint
+# Checks of the content of a checkpoint.
 
 
 def refused_part(checkpoint: Any) -> tuple[str, str] | None:

@@ -1,9 +1,9 @@
-"""Codecs by name: arrays to stored arrays, and frames to chunks of bytes that decode independently.
+"""Codecs by name: conversions of arrays to stored arrays, and of frames to independent chunks.
 
 A codec has two parts. A value codec (`raw`, `normalized_image`) converts each value to a value of a
-fixed size. A chain codes the result as chunks. `normalized_image+lz4` has both parts. `auto` tries
-several lossless chains on sample data and chooses the smallest result. A codec states whether it is
-lossless, and its largest error.
+fixed size. A chain encodes the result as chunks. `normalized_image+lz4` has both parts. `auto`
+tries several lossless chains on sample data and chooses the smallest result. A codec states whether
+it is lossless, and its largest error.
 
 A chain is `quantizer+delta+shuffle+packer` or a part of it, such as `uint16+shuffle+lz4`:
 
@@ -65,9 +65,9 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: Name of a delta -> operation between a frame and the previous frame, and the inverse operation.
+#: Operation of each delta between a frame and the previous frame, and the inverse operation.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
-#: Kinds of stages in the order of a chain -> names of that kind.
+#: Names of the stages by kind. The kinds are in the order of a chain.
 STAGES: dict[str, tuple[str, ...]] = {
     "quantizer": ("uint16",),
     "delta": tuple(DELTAS),
@@ -75,11 +75,11 @@ STAGES: dict[str, tuple[str, ...]] = {
     "packer": tuple(PACKERS),
 }
 AUTO = "auto"
-#: First byte of a chunk with plain values, and of a chunk with coded values.
+#: First byte of a chunk with plain values, and of a chunk with encoded values.
 _PLAIN, _PACKED = 0, 1
 #: Fraction of bytes that a chain must save. Otherwise `auto` chooses "raw".
 MIN_SAVED = 0.1
-#: Frames of a chunk by default, at most.
+#: Maximum number of frames of a chunk by default.
 MAX_CHUNK_FRAMES = 8
 #: Default limit for the bytes of a chunk of several frames, so that a chunk fits into the L2 cache.
 MAX_CHUNK_BYTES = 512 * 1024
@@ -100,11 +100,11 @@ _WIDE_CANDIDATES = ("shuffle+lz4", "split+lz4", "delta+split+lz4")
 
 @dataclass(frozen=True)
 class ChunkCodec:
-    """A chain of stages.
+    """Codec that encodes frames as chunks by a chain of stages.
 
     Attributes:
         name: Name of the chain.
-        quantizer: The only lossy stage; None without a quantizer.
+        quantizer: Quantizer, the only lossy stage; None for a chain without a quantizer.
         delta, shuffle, packer: Names of the stages; "" for a missing stage.
         video: Lossy coder of pictures that replaces all stages; None without video.
     """
@@ -123,7 +123,7 @@ class ChunkCodec:
 
     @property
     def max_expansion(self) -> int:
-        """Bytes of frames per byte of a chunk, at most. Readers reject chunks that claim more."""
+        """Maximum bytes of frames per byte of a chunk. Readers reject chunks that declare more."""
         if self.video is not None:
             return video.MAX_EXPANSION
         expansion = PACKERS[self.packer].max_expansion if self.packer else lz4.MAX_EXPANSION
@@ -136,7 +136,7 @@ class ChunkCodec:
         return bool(self.packer) and PACKERS[self.packer].shuffles
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise `FieldTypeError` if the chain cannot code values of this dtype."""
+        """Raise `FieldTypeError` if the chain cannot encode values of this dtype."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError(
                 f"codec {self.name!r} needs float16, float32 or float64, got {dtype}."
@@ -145,10 +145,10 @@ class ChunkCodec:
             raise FieldTypeError(f"codec {self.name!r} needs uint8 pictures, got {dtype}.")
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
-        """Code `[F, *shape]` frames as one chunk.
+        """Encode `[F, *shape]` frames as one chunk.
 
         Args:
-            frames: The frames.
+            frames: Array `[F, *shape]` of F frames.
             level: Level of the packer; None for its default.
 
         Returns:
@@ -283,7 +283,7 @@ def _scratch(number: int, num_bytes: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """The storage form of the values of a field.
+    """Codec of a field: the dtype of stored values, and the chain that encodes them as chunks.
 
     Attributes:
         name: Name in `obs_disassemble_mapping` and in files.
@@ -292,10 +292,10 @@ class Codec:
             the field's dtype. 0 if lossless, None if it depends on the data. Writers measure the
             real error.
         stored_dtype: Name of the dtype of stored values; None keeps the dtype of the field.
-        encode: Tensor of the field's dtype -> tensor of the stored dtype.
-        decode: Tensor of the stored dtype -> tensor of the field's dtype.
-        chunks: Chain that codes stored rows as chunks; for `auto` an empty chain. None stores plain
-            rows.
+        encode: Function from a tensor of the field's dtype to a tensor of the stored dtype.
+        decode: Function from a tensor of the stored dtype to a tensor of the field's dtype.
+        chunks: Chain that encodes stored rows as chunks; for `auto` an empty chain. None stores
+            plain rows.
     """
 
     name: str
@@ -307,7 +307,8 @@ class Codec:
     chunks: ChunkCodec | None = None
 
 
-#: Name -> codec that stores one value per value. `STAGES` has the names of the stages of chains.
+#: Value codecs by name: each stores one number for each value. `STAGES` has the names of the stages
+#: of chains.
 VALUE_CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -335,7 +336,7 @@ def chunk_codec(name: str) -> ChunkCodec:
 
 
 def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> ChunkCodec:
-    """Return the chain of stages.
+    """Build the chain from the names of its stages.
 
     Args:
         stages: Names of the stages.
@@ -378,7 +379,7 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
 
 
 def _linear(name: str, match: re.Match[str]) -> LinearCounts:
-    """Return the quantizer of a match of `_QUANTIZER`; raise `UsageError` for a bad range."""
+    """Build the quantizer from a match of `_QUANTIZER`. Raise `UsageError` for an invalid range."""
     if match[1] is None:
         return LinearCounts()
     try:
@@ -422,7 +423,7 @@ def find_codec(name: str) -> Codec:
 
 
 def codec_of(field: Field) -> Codec:
-    """Return the codec of a field; raise `UsageError` if there is none."""
+    """Return the codec of a field. Raise `UsageError` if its name is unknown."""
     try:
         return find_codec(field.codec)
     except UsageError as error:
@@ -439,7 +440,7 @@ def check_writable(name: str) -> None:
 
 
 def stored_field(field: Field) -> Field:
-    """Return the field of stored rows or decoded chunks: the codec's dtype, without a codec."""
+    """Return a copy of a field for its stored rows: with the codec's dtype and without a codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)
 
 
@@ -448,7 +449,7 @@ def check_codec(field: Field) -> None:
 
     Raises:
         UsageError: There is no such codec.
-        FieldTypeError: The codec cannot code the dtype or shape.
+        FieldTypeError: The codec cannot encode the dtype or shape.
     """
     codec = codec_of(field)
     expected = ""
@@ -470,7 +471,7 @@ def check_codec(field: Field) -> None:
 
 
 def most_chunk_frames(row_bytes: int) -> int:
-    """Return the limit of frames per chunk from `LARGEST_CHUNK_BYTES`, at least 1."""
+    """Return the number of frames that fit into `LARGEST_CHUNK_BYTES`, at least 1."""
     return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 

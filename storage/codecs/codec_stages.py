@@ -79,7 +79,7 @@ def decode_image(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def image_error(values: torch.Tensor) -> float:
-    """Return the largest error of `values` stored as an image; Inf if there is a NaN or Inf."""
+    """Return the largest error of `values` encoded as an image; inf if one is NaN or infinite."""
     if values.dtype == torch.uint8 or not values.numel():
         return 0.0
     back = decode_image(encode_image(values), values.dtype)
@@ -89,10 +89,10 @@ def image_error(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class LinearCounts:
-    """Floats as uint16 counts between a low and a high value.
+    """Quantizer that encodes floats as uint16 counts between a low and a high value.
 
     Attributes:
-        low, high: Range to which values are clipped; None uses the range of the values to code.
+        low, high: Range to which values are clipped; None uses the range of the values to encode.
     """
 
     low: float | None = None
@@ -101,9 +101,9 @@ class LinearCounts:
     def encode(self, values: Array) -> tuple[bytes, npt.NDArray[np.uint16], float]:
         """Return the packed range, the counts `[n]` and the largest error of the finite values.
 
-        NaN and infinities are restored.
+        Decoding restores NaN and infinities.
         """
-        with np.errstate(invalid="ignore"):  # A signalling NaN becomes a quiet NaN.
+        with np.errstate(invalid="ignore"):  # The conversion of a signalling NaN would warn.
             wide: Array = values.reshape(-1).astype(np.float64)
         is_finite = np.isfinite(wide)
         is_special = not bool(is_finite.all())
@@ -144,7 +144,7 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
         raise CorruptFileError(
             f"the range of the chunk is not finite: it starts at {low} with steps of {step}."
         )
-    # Float32 is used if the range allows. The measured error includes the rounding to float32.
+    # Use float32 if the range allows. The measured error includes the rounding to float32.
     is_narrow = (
         out.dtype == np.float32 and abs(low) + step * _COUNTS < 1e37 and (step == 0 or step > 1e-37)
     )
@@ -152,7 +152,8 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
         np.multiply(counts, np.float32(step), out=out)
         np.add(out, np.float32(low), out=out)
     else:
-        # The measured error shows values that float16 cannot hold.
+        # Values that float16 cannot hold need no warning, since they make the measured error
+        # infinite.
         with np.errstate(over="ignore"):
             out[:] = counts * step + low
     if is_special:
@@ -215,7 +216,7 @@ def unshuffle(name: str, data: Bytes, out: Array, scratch: Bytes) -> None:
 
 
 def _low_bytes(name: str, size: int) -> int:
-    """Return the lower bytes of each item that a shuffle keeps together."""
+    """Return how many lower bytes of each item a shuffle keeps together."""
     return size // 2 if name == "split" and size > 2 else 0
 
 
@@ -255,7 +256,7 @@ def _combine(upper: Array, lower: Array, out: Array) -> None:
 
 
 def _transpose_bits(planes: Bytes, scratch: Bytes) -> None:
-    """Transpose bits in place: exchange bit b of part k and bit k of part b, of eight parts a row.
+    """Transpose bits in place. Each row has eight parts: swap bit b of part k and bit k of part b.
 
     The function is its own inverse. It is the 8 x 8 transposition by exchanges of halves (Warren,
     Hacker's Delight, 7-3) on all words at once.

@@ -1,4 +1,4 @@
-"""`CompressedTensorDict`: a nested record whose tensors are compressed by LZ4, and its collector.
+"""`CompressedTensorDict`: nested record of LZ4-compressed tensors, and a collector of records.
 
 Compression is lossless. Ratios of fast LZ4 (`python -m benchmarks checkpoint`):
 
@@ -28,7 +28,7 @@ from ..core.records import flat_name
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
 from .lz4_frames import check_level, compress, decompress
 
-#: Bytes of an LZ4 block, at most. Larger tensors are split.
+#: Maximum number of decoded bytes of an LZ4 block. Larger tensors are split.
 _PART_BYTES = 64 << 20
 
 
@@ -101,13 +101,13 @@ class CompressedTensorDict(Mapping[str, Any]):
         leaves = flatten(tensordict)
         missing_ok = flag("missing_ok", missing_ok)
         compressed = _leaves_to_compress(leaves, compress_keys, missing_ok)
-        #: Flat name -> `_Packed`, or the leaf itself.
+        #: Leaves by flat name: a `_Packed` for a compressed leaf, otherwise the leaf itself.
         self._leaves: dict[str, Any] = {}
         for name, leaf in leaves.items():
             self._leaves[name] = _pack(leaf, self.level) if name in compressed else leaf
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
-        """Return a decoded leaf or a dict; raise `MissingFieldError` (a `KeyError`)."""
+        """Return a decoded leaf, or a dict of leaves. Raise `MissingFieldError` (a `KeyError`)."""
         name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)
@@ -143,7 +143,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in memory, without the cache."""
+        """Number of bytes of all tensors in memory, without the cache."""
         return sum(
             leaf.nbytes
             for leaf in self._leaves.values()
@@ -151,21 +151,21 @@ class CompressedTensorDict(Mapping[str, Any]):
         )
 
     def ratio(self) -> float:
-        """Return decoded bytes / compressed bytes of all compressed leaves; 1 without leaves."""
+        """Return decoded bytes / compressed bytes of the compressed leaves; 1 if there are none."""
         packed = [leaf for leaf in self._leaves.values() if isinstance(leaf, _Packed)]
         num_bytes = sum(leaf.nbytes for leaf in packed)
         return sum(leaf.num_decoded_bytes for leaf in packed) / num_bytes if num_bytes else 1.0
 
     def decompress(self) -> dict[str, Any]:
-        """Return the whole record as a nested dict of new tensors."""
+        """Return all leaves of the record as a nested dict of new tensors."""
         return unflatten({name: self._decode(name) for name in self._leaves})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedTensorDict:
-        """Return this record for another device.
+        """Return a copy of the record that decodes to another device.
 
-        Compressed leaves are shared, and moved to the device when they are read. All other leaves
-        are moved now. With `non_blocking`, copies from pinned memory complete later on their CUDA
-        stream.
+        Both records share the compressed leaves, which are decoded to the device on access. All
+        other leaves are copied to the device by this call. With `non_blocking`, copies from pinned
+        memory complete later on their CUDA stream.
         """
         non_blocking = flag("non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
@@ -261,7 +261,7 @@ class CompressedDataCollector:
 
 
 def _names_at(name: str, leaves: Iterable[str]) -> list[str]:
-    """Return the leaf with this name, or the leaves below it."""
+    """Return the flat names of the leaves at or below a name."""
     return [leaf for leaf in leaves if leaf == name or leaf.startswith(name + "/")]
 
 

@@ -106,7 +106,8 @@ def decompress_image_seq(
             array.
         indices: Frames to return, in any order, repeated frames included; None returns all. Only
             chunks with these frames are decoded.
-        num_threads: Threads at most, used if they are faster; None uses torch's number.
+        num_threads: Maximum number of threads, used if they are faster; None uses torch's number of
+            threads.
 
     Returns:
         `[batch_size or len(indices), *image_shape]`, new memory.
@@ -226,7 +227,7 @@ def decompress_many(
         batch_size: Number of frames in each blob: one number for all blobs, or B numbers.
         indices: Frames to return: one list for all blobs, or B lists. None, also for a single blob,
             returns all frames.
-        num_threads: Threads at most; None uses torch's number.
+        num_threads: Maximum number of threads; None uses torch's number of threads.
         out: Contiguous memory for the result. `[B, n, *image_shape]` if n frames of each blob are
             returned. If the numbers differ, `[total, *image_shape]` with the frames of one blob
             after another.
@@ -317,7 +318,7 @@ def _as_stored(out: Any) -> Array:
 def _make_blob(
     frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None
 ) -> bytes:
-    """Return the blob of contiguous frames `[num_frames, *shape]` of a dtype's name."""
+    """Build a blob from contiguous frames `[num_frames, *shape]` with the dtype named `dtype`."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
     about = {
@@ -337,7 +338,7 @@ def _make_blob(
 
 @dataclass(frozen=True)
 class _Request:
-    """The expected content of a blob, and the frames that the caller requests.
+    """Expected content of a blob, and the frames that the caller requests.
 
     Attributes:
         dtype: Dtype as in the call.
@@ -381,13 +382,13 @@ class _Request:
         return prod(self.shape) * DTYPES[self.name][1].itemsize
 
     def empty(self, lead: tuple[int, ...]) -> Any:
-        """Allocate frames `[*lead, *shape]`."""
+        """Allocate memory for frames: `[*lead, *shape]`."""
         if isinstance(self.dtype, torch.dtype):
             return torch.empty((*lead, *self.shape), dtype=self.dtype, device="cpu")
         return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
     def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
-        """Return `out`; raise `SchemaError` unless contiguous `[*lead, *shape]` on the CPU."""
+        """Return `out`. Raise `SchemaError` unless contiguous, `[*lead, *shape]`, on the CPU."""
         instance("out", out, "an array or a tensor", np.ndarray, torch.Tensor)
         shape = tuple(out.shape)
         name = dtype_name(out.dtype, "the output")
@@ -476,7 +477,7 @@ class _Blob:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that a chunk decodes to, at most."""
+        """Maximum number of decoded bytes of a chunk."""
         return self.frames_per_chunk * self.request.frame_bytes
 
     def check(self, number: int) -> None:
@@ -489,18 +490,18 @@ class _Blob:
         )
 
     def requested_chunks(self) -> list[int]:
-        """Return the numbers of the chunks with requested frames, ascending."""
+        """Return the indices of the chunks with requested frames, ascending."""
         if self.request.indices is None:
             return list(range(len(self._sums)))
         numbers: list[int] = np.unique(self.request.indices // self.frames_per_chunk).tolist()
         return numbers
 
     def chunk(self, number: int) -> Bytes:
-        """Return the coded bytes of a chunk, a view."""
+        """Return a view of the encoded bytes of a chunk."""
         return self.data[self._ends[number] : self._ends[number + 1]]
 
     def decode(self, number: int, out: Array) -> None:
-        """Decode the requested frames of a chunk to their places in `out`, `[count, *shape]`."""
+        """Decode the requested frames of a chunk to their positions in `out`, `[count, *shape]`."""
         first = number * self.frames_per_chunk
         indices = self.request.indices
         stop = min(first + self.frames_per_chunk, self.request.num_frames)
@@ -521,7 +522,7 @@ def _as_bytes(data: Any) -> Bytes:
     try:
         return np.frombuffer(data, np.uint8)
     except (TypeError, ValueError, BufferError) as cause:
-        if isinstance(data, (bytes, bytearray)):  # Empty bytes.
+        if isinstance(data, (bytes, bytearray)):  # numpy rejects empty bytes.
             return np.zeros(0, np.uint8)
         raise UsageError(f"compressed_data must be bytes, got {type(data).__name__}.") from cause
 

@@ -37,12 +37,12 @@ _MAX_LEVEL = lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
 #: Decoded bytes of a written block.
 BLOCK_BYTES = 4 << 20
-#: Compressed blocks that wait to be written, at most.
+#: Maximum number of compressed blocks that wait to be written.
 _MAX_WAITING = 4
 
 
 def check_level(level: Any) -> int:
-    """Return a checked level. 0 is fast, 1 to 12 compress better and slower, 13 to 16 equal 12."""
+    """Check a level and return it: 0 is fast, 1 to 12 compress better, 13 to 16 equal 12."""
     return whole("level", level, 0, _MAX_LEVEL)
 
 
@@ -81,9 +81,9 @@ def decompress(block: Any, num_bytes: int) -> bytearray:
 class Lz4Writer:
     """A binary file that writes one LZ4 frame to another file.
 
-    The caller compresses; a thread writes. Leaving the `with` block without an error completes the
-    frame. The caller may change its data as soon as `write` returns. Takes 6 blocks of 4 MiB of
-    memory.
+    `write` compresses the data in the thread of the caller, and a background thread writes the
+    blocks. Leaving the `with` block without an error completes the frame. The caller may change its
+    data as soon as `write` returns. Takes 6 blocks of 4 MiB of memory.
 
     Args:
         file: Receives the frame. The caller closes it.
@@ -113,7 +113,7 @@ class Lz4Writer:
             self._worker.close()
 
     def write(self, data: Any) -> int:
-        """Append bytes. Waits while too many blocks are pending; raises errors of `file`."""
+        """Append bytes. Waits while too many blocks are pending, and raises errors of `file`."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
             self._worker.submit(
@@ -132,15 +132,15 @@ def skippable_frame(content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Frame:
-    """The place of a frame and of its blocks in a file.
+    """Position of an LZ4 frame and of its blocks in a file.
 
     Attributes:
         start, stop: Byte range of the frame.
         is_skippable: Whether the frame holds no data. Then `blocks` is the byte range of its
             content.
         is_parallel: Whether the blocks decode independently and have no checksums of their own.
-        max_block_bytes: Bytes that a block decodes to, at most. A block before the last is smaller
-            only if the writer flushed it.
+        max_block_bytes: Maximum number of decoded bytes of a block. A block before the last is
+            smaller only if the writer flushed it.
         blocks: Byte range of each block, including the size before and the checksum after the
             block.
     """
@@ -154,7 +154,7 @@ class Frame:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the frame decodes to, at most."""
+        """Maximum number of decoded bytes of the frame."""
         return min(
             len(self.blocks) * self.max_block_bytes, MAX_EXPANSION * (self.stop - self.start)
         )
@@ -248,7 +248,7 @@ def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
 
 
 class _Place:
-    """A position in a file. Moving it past the end raises `CorruptFileError`."""
+    """Reader with a position in a file. Reads past the end raise `CorruptFileError`."""
 
     def __init__(self, data: memoryview, name: str) -> None:
         self.data = data
@@ -276,7 +276,7 @@ class _Place:
 
 
 def _scan_frame(place: _Place, start: int) -> Frame:
-    """Return the frame whose magic ends at `place`."""
+    """Read the header and block sizes of a frame at offset `start`. `place` is after its magic."""
     flags, block_code = place.take(2)
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:

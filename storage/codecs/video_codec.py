@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..errors import CorruptFileError, FieldTypeError, UsageError
 
-#: Name -> encoder, decoder, options of the encoder, and the largest `crf` (lowest quality).
+#: Coders by name: encoder, decoder, options of the encoder, and the largest `crf` (lowest quality).
 CODERS: dict[str, tuple[str, str, dict[str, str], int]] = {
     "h264": ("libx264", "h264", {"preset": "veryfast", "bf": "0"}, 51),
     "av1": ("libsvtav1", "libdav1d", {"preset": "8", "svtav1-params": "lp=1:pred-struct=1"}, 63),
@@ -49,14 +49,14 @@ class Video:
     crf: int
 
     def encode(self, frames: npt.NDArray[np.uint8]) -> bytes:
-        """Return the coded `[F, *shape]` frames."""
+        """Encode `[F, *shape]` frames and return the bytes."""
         pictures, pixel_format = _pictures(frames)
         height, width = (max(_MIN_SIDE, size + size % 2) for size in pictures.shape[1:3])
         padding = (0, 0), (0, height - pictures.shape[1]), (0, width - pictures.shape[2]), (0, 0)
         pictures = np.pad(pictures, padding[: pictures.ndim], mode="edge")
         av = _av()
         encoder, _, options, _ = CODERS[self.coder]
-        # Otherwise the AV1 encoder prints ten lines per chunk.
+        # Without this variable, the AV1 encoder prints ten lines per chunk.
         os.environ.setdefault("SVT_LOG", "1")
         context = av.CodecContext.create(encoder, "w")
         context.width = width
@@ -76,7 +76,7 @@ class Video:
         return b"".join(_SIZE.pack(len(packet)) + packet for packet in packets)
 
     def decode(self, data: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-        """Decode into `out`, `[F, *shape]`. After an error its content is undefined.
+        """Decode bytes into `out`, `[F, *shape]`. After an error the content of `out` is undefined.
 
         Raises:
             CorruptFileError: The data are damaged or have another number of frames.
@@ -86,7 +86,7 @@ class Video:
         av = _av()
         decoder = CODERS[self.coder][1]
         context = av.CodecContext.create(decoder, "r")
-        # Decoders round height and width up to whole blocks of 16 to 64 pixels.
+        # The limit allows for decoders that round height and width up to blocks of 16 to 64 pixels.
         num_pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)
         context.thread_count = 1
         context.options = {"max_pixels": str(num_pixels)}
