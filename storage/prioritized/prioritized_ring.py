@@ -1,8 +1,8 @@
 """`PrioritizedRing`: priorities and limits of the rows of a ring, and draws by priority.
 
 The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. The id of a row
-is its key in the `RingStore` (`RingStore.key`). Its place is an index below `num_slots * num_lanes`
-(`ring_store.cells`). The id at a place follows from the number of written rows. The caller holds
+is its key in the `RingStore` (`RingStore.key`). The position of a row is its cell index in
+`ring_store.cells`. The id at a position follows from the number of written rows. The caller holds
 the lock. Large arrays start as zeros, which take no memory before they are written.
 """
 
@@ -44,15 +44,16 @@ _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(
 _LARGEST_SAFE_ALPHA = 0.9
 #: Iteration of a row without a known iteration of collection; such a row is never stale.
 UNKNOWN = (1 << 62) - 1
-#: Saved id of a place without a valid row; other ids are >= 0.
+#: Saved id of a position without a valid row; other ids are >= 0.
 _NO_ROW = -(1 << 62)
 #: Limit of the absolute value of iterations; float64 represents the difference of two exactly.
 _MAX_ITERATION = 1 << 52
-#: Number of uses that are counted in one call. Counting 4096 takes 4 % of a draw and its update.
+#: Number of uses that are collected before they are counted. Counting 4096 uses at each draw would
+#: take 4 % of the time of a draw and its update.
 _MAX_WAITING = 1 << 14
-#: Draws on a device between two checks by the host that some weight is above 0.
+#: Number of draws on a device between two checks by the host that some weight is above 0.
 _DRAWS_PER_LOOK = 16
-#: Saved columns, one number per place, and their dtypes.
+#: Saved columns, with one number per position, and their dtypes.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
 _LARGEST = torch.finfo(torch.float64).max
@@ -62,8 +63,8 @@ class Draw(NamedTuple):
     """Drawn rows.
 
     Attributes:
-        places: `[n]` int64; copies of a row are consecutive.
-        ids: `[n]` int64.
+        places: `[n]` int64, positions of the rows; copies of a row are consecutive.
+        ids: `[n]` int64, ids of the rows.
         importance: `[n]`, weights of the loss in (0, 1]: a float64 array on the CPU, else a float32
             tensor.
     """
@@ -74,7 +75,10 @@ class Draw(NamedTuple):
 
 
 class _OldestTree(MinTree):
-    """Tree of the iteration of each place minus `_MAX_ITERATION`; 0 for an unknown iteration."""
+    """Tree of the least iteration. Numbers are `iteration - _MAX_ITERATION`, or 0 if unknown.
+
+    Known iterations are thus below 0, and unknown iterations never determine a minimum.
+    """
 
     NEUTRAL = 0.0
 
@@ -84,7 +88,7 @@ class PrioritizedRing:
 
     Args:
         num_slots: Rows per lane.
-        num_lanes: Streams that are written in lock-step.
+        num_lanes: Number of streams that are written in lock-step.
         rule: Exponents of priorities and importance weights.
         device: Device of all tensors.
         limits: Limits of age and use; None for no limit. Without limits, uses are not saved.
@@ -123,19 +127,21 @@ class PrioritizedRing:
         self._largest: Any = (
             1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         )
-        #: Number of updates of removed rows. On a device, `_num_live[0]` is to be subtracted.
+        #: On the CPU, number of updates of removed rows. On a device, number of updates of all
+        #: rows, from which `num_dead_updates` subtracts `_num_live[0]`.
         self._num_dead = 0
         #: On a device: number of updates of live rows, and how many of these had a valid priority.
-        #: Priorities of new rows that are not valid reduce the second number.
+        #: Invalid priorities of new rows reduce the second number.
         self._num_live = torch.zeros(2, dtype=torch.int64, device=device)
-        #: Priority of entries that are skipped on a device; `rule.eps` added to it is 0.
+        #: Priority of skipped entries on a device, whose sum with `rule.eps` is 0.
         self._minus_eps = torch.full((1,), -rule.eps, dtype=torch.float64, device=device)
-        #: Rows per lane that were ever written, and number of valid rows; None if only the device
-        #: has it.
+        #: Number of rows per lane that were ever written, and number of valid rows, which is None
+        #: if only the device has this number.
         self._total = 0
         self._num_valid: int | None = 0
         self._weights = SumTree(self._num_places, device)
-        #: On a device one leaf more, of weight 0: the target of writes that must change no row.
+        #: Number of leaves. A device has one more leaf, of weight 0, to which skipped entries are
+        #: written.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
         self._least = LeastWeight(self._weights)
         #: Largest priority of a row with which the sum of all weights stays below `_MAX_SUM`.
@@ -156,15 +162,15 @@ class PrioritizedRing:
         limits = limits or Limits()
         self._max_use = inf if limits.max_use is None else limits.max_use
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
-        #: Draws of the row at each place, once somebody needs them.
+        #: Number of draws of the row at each position; None until a caller needs these numbers.
         self._uses: torch.Tensor | None = None
-        #: Places of draws that `_uses` does not count yet.
+        #: Positions of drawn rows that `_uses` does not count yet.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        #: Iterations, XOR `UNKNOWN`, so that zeros stand for unknown iterations.
-        #: None until the iteration of a row is known.
+        #: Iterations of collection, XOR `UNKNOWN`, so that 0 means unknown. None until the
+        #: iteration of a row is known.
         self._flipped_collected: torch.Tensor | None = None
-        # On the CPU, memory of rows that are never drawn stays blank and takes no page.
+        # On the CPU, the column takes no memory for pages of rows that are never drawn.
         if self._has_limits and (self._is_on_cpu or not isinf(self._max_use)):
             self._count_uses()
         self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
@@ -175,7 +181,7 @@ class PrioritizedRing:
 
     @property
     def max_priority(self) -> float:
-        """Largest priority so far, 1 at first; default of new rows. On a device the host waits."""
+        """Largest priority so far, initially 1, the default of new rows. Waits for a device."""
         return float(self._largest)
 
     @property
@@ -195,12 +201,12 @@ class PrioritizedRing:
         return rule.beta + (1.0 - rule.beta) * share
 
     def places(self, ids: Any) -> Any:
-        """Return the places of rows from their ids `[n]`: an array for an array, else a tensor."""
+        """Return the positions of rows with the ids `[n]`: an array for an array, else a tensor."""
         return cells(ids, self._num_slots, self._num_lanes)
 
     @writes_in_order
     def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
-        """Return those of `[n]` places that have a valid row, in the same order."""
+        """Return the positions that have a valid row, in the order of `places`, `[n]`."""
         found: torch.Tensor = places[self._counts[places]]
         return found
 
@@ -214,10 +220,10 @@ class PrioritizedRing:
         given: tuple[Any, float] | None = None,
         collected: torch.Tensor | None = None,
     ) -> None:
-        """Add new rows to the draws; each replaces the row at its place.
+        """Allow draws of new rows. Each new row replaces the row at its position.
 
         Args:
-            ids: `[n]` int64, of different places.
+            ids: `[n]` int64, of different positions.
             total: Rows per lane that were ever written, the new rows included.
             given: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
                 largest priority so far.
@@ -268,10 +274,10 @@ class PrioritizedRing:
     def renew(
         self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int
     ) -> None:
-        """Add some of `[n]` new rows to the draws; remove the other new rows and some older rows.
+        """Allow draws of some of `[n]` new rows. Remove the other new rows and some older rows.
 
         Args:
-            ids: `[n]` int64, ids of the new rows, of different places.
+            ids: `[n]` int64, ids of the new rows, of different positions.
             counts: `[n]` bool, whether each new row may be drawn.
             dropped: `[m]` int64, ids of the older rows to remove.
             total: Rows per lane that were ever written, the new rows included.
@@ -291,7 +297,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
-        """Remove the rows at `[n]` places; return the places of valid rows, sorted and unique."""
+        """Remove the rows at `[n]` positions. Return the positions of removed rows, each once."""
         found: torch.Tensor = torch.unique(self.those_that_count(places))
         if len(found):
             if self._is_on_cpu:
@@ -307,7 +313,7 @@ class PrioritizedRing:
         return found
 
     def stale(self, iteration: int) -> torch.Tensor | None:
-        """Return the places of rows that are stale at a learner iteration; None for none."""
+        """Return the positions of rows that are stale at a learner iteration; None for no row."""
         return None if self._oldest is None else self._stale(self._oldest, iteration)
 
     @writes_in_order
@@ -335,9 +341,9 @@ class PrioritizedRing:
     # Draws.
 
     def has_mass(self, among: torch.Tensor | None) -> bool:
-        """Return whether a row at the `[n]` places `among` has a weight above 0; None for all places.
+        """Return whether a row at the positions `among` has a weight above 0. None means all rows.
 
-        On a device the answer for all places may be out of date.
+        On a device the answer for all rows may be out of date.
         """
         if among is None and not self._is_on_cpu:
             return self._has_mass or self._look_for_mass()
@@ -362,7 +368,7 @@ class PrioritizedRing:
         Args:
             num_draws: Number of draws.
             generator: Random generator on the device of the ring.
-            among: `[m]` places to draw from, in time proportional to m; None for all places.
+            among: `[m]` positions to draw from, in time proportional to m; None for all rows.
         """
         if among is None:
             if not self._is_on_cpu:
@@ -393,10 +399,11 @@ class PrioritizedRing:
         return Draw(tensor_of(places), tensor_of(ids), importance)
 
     def _importance(self, least: Any, weights: Any) -> Any:
-        """Return `(weights / least) ** -beta`, which would overflow for the least weights above 0.
+        """Compute `(weights / least) ** -beta` in the form `(least / weights) ** beta`.
 
-        A draw on a device may have replaced a place of weight 0 by the place of the least weight.
-        Then the quotient is infinite and the result is 1, which is right for the least weight.
+        The quotient `weights / least` could overflow. A draw on a device may have replaced a row of
+        weight 0 by the row of the least weight. Then `least / weights` is infinite and the result
+        is 1, which is right for the least weight.
         """
         if self._is_on_cpu:
             return ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
@@ -405,10 +412,10 @@ class PrioritizedRing:
         return found.clamp_(_LEAST_IMPORTANCE, 1.0)
 
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Count one use per entry of `[n]` places; return the places that reached `max_use`, or None.
+        """Count one use per entry of `[n]` positions. Return the positions that reached `max_use`.
 
-        On a device without `max_use`, uses are counted from the first call of `uses_with` on. The
-        tensor `places` is kept. The caller must not change it.
+        Returns None if there is no limit. On a device without `max_use`, uses are counted from the
+        first call of `uses_with` on. The tensor `places` is kept. The caller must not change it.
         """
         return None if self._uses is None else self._use(places)
 
@@ -424,7 +431,7 @@ class PrioritizedRing:
 
     @lasting
     def _count_uses(self) -> torch.Tensor:
-        """Return the draws of the row at each place, `[num_places]` int64, sharing memory."""
+        """Count all draws so far. Return the number per position: `[num_places]` int64, a view."""
         if self._uses is None:
             self._uses = filled((self._num_places,), 0, torch.int64, self.device)
         if self._used:
@@ -443,7 +450,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the uses of drawn rows `[n]`, this draw included, before `use` counts the draw.
+        """Return the numbers of uses of `[n]` drawn rows, plus this draw, which `use` counts later.
 
         Copies of a row are consecutive in `places`; each copy counts one use more than the one
         before.
@@ -455,7 +462,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Return the iterations since `[n]` rows were collected: `[n]` int64, -1 if unknown."""
+        """Return the iterations since the collection of `[n]` rows: `[n]` int64, -1 if unknown."""
         if self._flipped_collected is None:
             return torch.full_like(places, -1)
         collected = self._flipped_collected[places] ^ UNKNOWN
@@ -550,7 +557,8 @@ class PrioritizedRing:
         stop = self._total * self._num_lanes
         is_live = ids < stop
         is_live &= ids >= stop - num_written
-        # The check of 4096 of 10^6 rows takes 4 % of a draw and its update.
+        # If all written rows are valid, skip this check: for 4096 of 10^6 rows it takes 4 % of the
+        # time of a draw and its update.
         if self._num_valid < num_written:
             is_live &= self._own_counts[places]
         num_live = int(self._library.count_nonzero(is_live))
@@ -592,7 +600,8 @@ class PrioritizedRing:
             largest = priorities.max()
             order = self._weights.numbers(len(ids))
             priorities = last_copies(places, priorities + self.rule.eps, self._num_leaves, order)
-            may_count = None if self.rule.alpha else places < self._num_places  # 0 ** 0 is 1.
+            # With alpha 0, the priority 0 of skipped entries would have the weight 0 ** 0 = 1.
+            may_count = None if self.rule.alpha else places < self._num_places
             self._set(places, priorities, largest, may_count)
         return num_live[0]
 
@@ -604,7 +613,7 @@ class PrioritizedRing:
         return priorities.clamp(0, largest) == priorities
 
     def _read_numbers(self) -> None:
-        """Raise `UsageError` for invalid priorities or missing weights of earlier calls."""
+        """Raise `UsageError` if earlier calls had invalid priorities or found no weight above 0."""
         received = self._late_wrong.receive()
         num_wrong = 0 if received is None else received[0][0] - received[0][1]
         num_new = num_wrong - self._num_wrong_raised
@@ -627,12 +636,12 @@ class PrioritizedRing:
         """Set the priorities and weights of `[n]` rows.
 
         Args:
-            places: `[n]` places of the rows.
-            priorities: `[n]` checked priorities. On a device, entries of one place must be equal.
-                On the CPU the last entry of a place stays.
+            places: `[n]` positions of the rows.
+            priorities: `[n]` checked priorities. On a device, entries of one position must be
+                equal. On the CPU the last entry of a position stays.
             largest: Maximum of `priorities`; None if it is not above the largest priority so far.
             counts: `[n]` bool, only on a device: whether each row may be drawn. Other rows get the
-                weight 0. Entries with the place after the last row must get it too.
+                weight 0. Entries at the position after the last row must get the weight 0 too.
         """
         weights = self.rule.weights(priorities)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
@@ -653,7 +662,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return the saved numbers, and the columns of the first `num_places` places.
+        """Return the numbers to save, and the columns of the first `num_places` positions.
 
         The tensors may share memory with the ring.
         """
@@ -682,7 +691,7 @@ class PrioritizedRing:
         """Load the result of `state` into a new ring.
 
         Args:
-            num_places: Number of places in `tensors`.
+            num_places: Length of the columns in `tensors`.
             numbers: Numbers of `state`, and `total`, the rows per lane that were ever written.
             tensors: Columns of `state`.
 
@@ -755,12 +764,12 @@ class PrioritizedRing:
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:
-        """Return the ids at the first `num_places` places; below 0 where no row was written."""
+        """Return the ids at the first `num_places` positions; below 0 where no row was written."""
         places = torch.arange(num_places, device=self.device)
         found: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return found
 
 
 def _since_first(collected: torch.Tensor) -> torch.Tensor:
-    """Return `[n]` iterations minus `_MAX_ITERATION`, clipped to <= 0; `UNKNOWN` becomes 0."""
+    """Convert `[n]` iterations to the numbers of an `_OldestTree`. `UNKNOWN` becomes 0."""
     return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

@@ -31,7 +31,7 @@ _MAX_TOTAL = 1 << 62
 
 
 class PrioritizedWindows(RowFront, Store):
-    """A ring of steps of one or many environments, sampled as windows of `seq_length` steps by priority.
+    """Ring of steps of one or many environments, sampled by priority as windows of steps.
 
     Args:
         capacity: Steps of each environment.
@@ -43,7 +43,7 @@ class PrioritizedWindows(RowFront, Store):
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         device: Device of the steps and priorities.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed.
+            `torch.initial_seed()` and the number of objects created since that seed changed.
 
     Store the hidden state of a recurrent learner as a field. Thread-safe.
     """
@@ -75,7 +75,7 @@ class PrioritizedWindows(RowFront, Store):
         )
         reader = RecordReader(None, True, False, False)
         self._use(RowStore(options, reader, self.device, generator_on(generator, self.device)))
-        # A ring of one lane, until the first `extend` fixes the number of lanes.
+        # The ring has one lane until the first `extend` fixes the number of lanes.
         self._windows = self._new_windows(1, 0)
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class PrioritizedWindows(RowFront, Store):
             BufferEmptyError: The buffer has no complete window.
         """
         arguments.whole("num_windows", num_windows, 1)
-        with self._lock, self._order.writes:  # A draw writes memory that the next draw uses again.
+        with self._lock, self._order.writes:  # A draw writes memory that later draws reuse.
             ring = self._rows.ring
             drawn = self._windows.draw(num_windows, self._rows.generator)
             if ring is None or drawn is None:

@@ -36,7 +36,7 @@ from ..core.memory import filled, last_copies, lasting, library, own, take_rows,
 #: Numbers per block; a block is reduced to one number of the level above.
 WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
-#: Numbers per piece of leaves in `blocks_view`; the size of each level is a multiple.
+#: Numbers per piece of leaves in `blocks_view`. The size of each level is a multiple of it.
 BLOCK = 128
 _BLOCK_SHIFT = BLOCK.bit_length() - 1
 #: Factor that adds all bytes of a word into its highest byte, and shift that extracts that byte.
@@ -45,11 +45,11 @@ _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
 MAX_TOP = 1 << 12
 #: Maximum size of the top level on other devices, where a running sum takes one kernel launch.
 _MAX_TOP_ON_DEVICE = 1 << 22
-#: Maximum number of call sizes with kept memory (draws, updates, additions of rows).
+#: Maximum number of sizes of calls (draws, updates, additions of rows) whose memory is kept.
 _MAX_MEMORIES = 4
 #: Minimum number of draws for `_search_strata`, which takes a third of the time of a search.
 _MANY_POINTS = 1 << 10
-#: Share of the mass that draws on a device use: rounding must not reach the total.
+#: Share of the total mass from which a device draws, so that no rounded mass reaches the total.
 _ALMOST_ALL = 1 - 2.0**-50
 
 
@@ -98,16 +98,16 @@ class _Memory:
 
 
 class WideTree:
-    """A float64 number per place, reduced by one operation over blocks of `WIDTH` numbers.
+    """Tree over float64 numbers by index. Each level reduces blocks of `WIDTH` numbers to one.
 
     Args:
-        capacity: Number of places.
+        capacity: Number of numbers, which are the leaves.
         device: Device of the numbers.
 
     Indices are int64 tensors on `device`. The caller ensures that they are in range.
     """
 
-    #: Value of places that were never written: the neutral element of the operation.
+    #: Value of leaves that were never written: the neutral element of the operation.
     NEUTRAL: ClassVar[float]
     _along: ClassVar[Callable[..., torch.Tensor]]
 
@@ -115,7 +115,7 @@ class WideTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = arguments.whole("capacity", capacity, 1)
         self.device = arguments.device("device", device)
-        # On other devices one leaf more is the target of writes that must change no place.
+        # Other devices have one more leaf, the target of writes that must change no number.
         sizes = [capacity if self.device.type == "cpu" else capacity + 1]
         max_top = MAX_TOP if self.device.type == "cpu" else _MAX_TOP_ON_DEVICE
         while sizes[-1] > max_top:
@@ -132,12 +132,12 @@ class WideTree:
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
         self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
         self._memories: dict[int, _Memory] = {}
-        #: Each at least twice as long as the one before. All are kept, since other streams may
-        #: still read them.
+        #: Tensors of the numbers 0, 1, ..., each at least twice as long as the previous tensor. All
+        #: are kept, since other streams may still read them.
         self._numbers = [torch.arange(BLOCK, device=self.device)]
 
     def numbers(self, num: int) -> torch.Tensor:
-        """Return the numbers 0, 1, ..., `num - 1`, memory that callers must not change."""
+        """Return a tensor of the numbers 0, 1, ..., `num - 1`, which callers must not change."""
         if len(self._numbers[-1]) < num:
             self._add_numbers(num)
         return self._numbers[-1][:num]
@@ -148,28 +148,28 @@ class WideTree:
         self._numbers.append(torch.arange(num, device=self.device))
 
     def leaves_view(self) -> torch.Tensor:
-        """Return all numbers as a view, `[capacity]` float64. Callers must not write to the view."""
+        """Return a view of all leaves, `[capacity]` float64. Callers must not write to the view."""
         return self._levels[0][: self.capacity]
 
     def blocks_view(self) -> torch.Tensor:
-        """Return the leaves as a view `[num, BLOCK]`; entries after the last place are neutral."""
+        """Return the leaves as a view `[num, BLOCK]`. Entries after the last leaf are neutral."""
         return self._levels[0].view(-1, BLOCK)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the numbers at `[n]` places."""
+        """Return a copy of the leaves at `[n]` indices."""
         return self._levels[0].index_select(0, index)
 
     def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Set `[n]` places to `[n]` float64 values. Of a repeated place the last value stays."""
+        """Set the leaves at `[n]` indices to `[n]` values. The last value of an index stays."""
         self.exchange(own(index), last_copies(own(index), own(values), self.capacity))
 
     def put(self, index: Any, values: Any) -> None:
-        """Set `[n]` places to `[n]` values; equal places must have equal values (`last_copies`)."""
+        """Set the leaves at `[n]` indices to `[n]` values. Equal indices must have equal values."""
         self._own_levels[0][index] = values
         self._refresh(index)
 
     def exchange(self, index: Any, values: Any) -> Any:
-        """Set `[n]` places to values of `last_copies` or one number; return the previous numbers."""
+        """Set the leaves at `[n]` indices, as `put` or to one number. Return the old numbers."""
         leaves = self._own_levels[0]
         before = leaves[index]
         if self._is_on_cpu or isinstance(values, torch.Tensor):
@@ -180,16 +180,16 @@ class WideTree:
         return before
 
     def fill(self, index: torch.Tensor, value: float) -> None:
-        """Set `[n]` places to one number."""
+        """Set the leaves at `[n]` indices to one number."""
         self.exchange(own(index), value)
 
     def clear(self) -> None:
-        """Set every place to the neutral value."""
+        """Set all leaves to the neutral value."""
         for level in self._levels:
             level.fill_(self.NEUTRAL)
 
     def rebuild(self, values: torch.Tensor) -> None:
-        """Set the first n places to `[n]` values and recompute the levels above."""
+        """Set the first n leaves to `[n]` values and recompute the levels above."""
         num = len(values)
         self._levels[0][:num].copy_(values)
         for blocks, above in self._steps_up:
@@ -197,7 +197,7 @@ class WideTree:
             above[:num] = self._reduced(blocks[:num])
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
-        """Return the reduction of the places `start:stop`; the neutral value for an empty range."""
+        """Return the reduction of the leaves `start:stop`; the neutral value for an empty range."""
         stop = self.capacity if stop is None else stop
         if start == 0 and stop == self.capacity:
             return float(self._along(self._levels[-1], 0))
@@ -217,7 +217,7 @@ class WideTree:
     def check_valid(self) -> tuple[bool, str]:
         """Check that every number above the leaves is the reduction of its block.
 
-        Returns (whether all are, a description of the first that is not).
+        Returns whether all numbers are correct, and a description of the first wrong number.
         """
         for level, (blocks, above) in enumerate(self._steps_up):
             wrong = tensor_of(self._reduced(blocks) != above[: len(blocks)]).nonzero()
@@ -230,7 +230,7 @@ class WideTree:
         return own(self._along(tensor_of(blocks), 1))
 
     def _refresh(self, index: Any) -> None:
-        """Recompute all blocks above some places. Repeated blocks get equal results."""
+        """Recompute the numbers above the leaves at `[n]` indices. Indices may be repeated."""
         for blocks, above in self._steps_up:
             index = index >> _SHIFT
             if len(index) >= len(blocks):  # The reduction of all blocks is less work.
@@ -258,11 +258,11 @@ def _last_running_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class SumTree(WideTree):
-    """Weights >= 0 per place, and draws in proportion to them.
+    """Tree of weights >= 0 by index, and draws of indices in proportion to the weights.
 
-    A place of weight 0 is never found, whatever rounding does. A device rounds each running sum
-    separately, so a place of weight 0 may seem to add mass there. Such a place is replaced by the
-    place of the least weight above 0.
+    An index of weight 0 is never drawn, in spite of rounding. A device rounds each running sum
+    separately, so an index of weight 0 may seem to add mass there. Such an index is replaced by the
+    index of the least weight above 0.
     """
 
     NEUTRAL = 0.0
@@ -281,7 +281,7 @@ class SumTree(WideTree):
         self._steps_down = list(zip(self._blocks, self._own_levels[:-1], strict=True))[::-1]
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
-        """Return the places at which the running sum of weights first exceeds `[n]` masses.
+        """Return the indices at which the running sum of weights first exceeds `[n]` masses.
 
         The masses are in [0, total]. Returns None if all weights are 0.
         """
@@ -293,9 +293,9 @@ class SumTree(WideTree):
         return tensor_of(places) if self._is_on_cpu else self._with_weight(places)[0]
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
-        """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
+        """Draw one index from each of `num_draws` intervals of equal mass: `[num_draws]`, sorted.
 
-        Each place is drawn `num_draws * weight / total` times on average. The number of one call
+        Each index is drawn `num_draws * weight / total` times on average. The number of one call
         differs from that average by less than 2 (stratified sampling, Schaul et al. 2016, B.2.1).
         Returns None if all weights are 0.
         """
@@ -303,7 +303,7 @@ class SumTree(WideTree):
         return None if drawn is None else tensor_of(drawn[0])
 
     def draw_weights(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
-        """Draw as `draw` does; return places and their weights: new arrays on the CPU, else tensors."""
+        """Draw as `draw` does. Return indices and weights: arrays on the CPU, else tensors."""
         if not self._is_on_cpu:
             return self.draw_on_device(num_draws, generator)[:2]
         total = self._add_up()
@@ -328,12 +328,12 @@ class SumTree(WideTree):
     def draw_on_device(
         self, num_draws: int, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draw as `draw` does, without a wait of the host for a device other than the CPU.
+        """Draw as `draw` does on a device other than the CPU. The host does not wait.
 
         Returns:
-            Places and their weights, `[num_draws]`, and the least weight above 0. A replaced place
-            comes with the weight 0. If all weights are 0, the least weight is inf, and some place
-            is returned.
+            Indices and their weights, `[num_draws]`, and the least weight above 0. A replaced index
+            has the weight 0. If all weights are 0, the least weight is inf, and the indices are
+            arbitrary.
         """
         total = self._add_up()
         width = _ALMOST_ALL / max(1, num_draws)
@@ -344,7 +344,7 @@ class SumTree(WideTree):
         return self._with_weight(places)
 
     def _with_weight(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Replace places of weight 0; return places, their former weights and the least weight."""
+        """Replace indices of weight 0. Return indices, their old weights and the least weight."""
         leaves = self._levels[0][: self.capacity]
         least, place = torch.threshold(leaves, 0.0, inf).min(0)
         weights = leaves.index_select(0, places)
@@ -385,7 +385,7 @@ class SumTree(WideTree):
         return np.bincount(first, minlength=num + 1)[:num].cumsum()
 
     def _descend(self, node: Any, masses: Any, is_careful: bool) -> Any:
-        """Return the places of masses, level by level from the positions `node` of the top.
+        """Return the indices of the leaves of masses, starting at the positions `node` of the top.
 
         In each block the position of a mass is the first running sum above the remaining mass.
         Running sums start at minus the remaining mass, so they are compared with 0. By rounding,
@@ -424,13 +424,13 @@ class SumTree(WideTree):
 
 
 class MinTree(WideTree):
-    """A tree of minima; places that were never written are inf."""
+    """A tree of minima; numbers that were never written are inf."""
 
     NEUTRAL = inf
     _along = staticmethod(torch.amin)
 
     def at_most(self, bound: float) -> torch.Tensor:
-        """Return the places with a number of at most `bound`, ascending. Skips all other blocks."""
+        """Return the indices of numbers <= `bound`, ascending. Skips blocks of larger numbers."""
         found = (self._levels[-1] <= bound).nonzero().squeeze(1)
         for level in reversed(self._levels[:-1]):
             is_in = level.view(-1, WIDTH).index_select(0, found) <= bound
@@ -440,7 +440,7 @@ class MinTree(WideTree):
 
 
 class MaxTree(WideTree):
-    """A tree of maxima; places that were never written are -inf."""
+    """A tree of maxima; numbers that were never written are -inf."""
 
     NEUTRAL = -inf
     _along = staticmethod(torch.amax)
@@ -449,7 +449,7 @@ class MaxTree(WideTree):
 class LeastWeight:
     """The exact least weight above 0 of a tree.
 
-    The value stays known until a place with the least weight is written. Then the blocks that were
+    The value stays known until an index with the least weight is written. Then the blocks that were
     written since the last computation are read again. A `MinTree` would double the cost of a write.
 
     Args:
@@ -471,12 +471,12 @@ class LeastWeight:
         self._value: float | None = inf
 
     def note(self, places: Any, old: Any, new: Any) -> None:
-        """Record a write of weights at `[n]` places, n > 0: `old` before the write, `new` written."""
+        """Record a write at `[n]` indices, n > 0: the weights `old` were replaced by `new`."""
         if not self._is_on_cpu:
             return
         self._own_is_written[places >> _BLOCK_SHIFT] = True
         if self._value is None or float(self._library.minimum(old, new).min()) > self._value:
-            return  # The common case.
+            return  # Usually, the least weight stays the same.
         if bool(((old > 0) & (old <= self._value)).any()):
             self._value = None
         # `new` may contain weights that a later copy of the same row overwrote: read the leaves.

@@ -147,7 +147,7 @@ class RingStore:
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
-        """Return the places of rows in memory, for `gather` and `windows`: tensors or arrays.
+        """Return the positions of rows in memory, for `gather` and `windows`: tensors or arrays.
 
         `lane` may be None if the ring has one lane.
         """
@@ -166,10 +166,10 @@ class RingStore:
     def gather(
         self, places: torch.Tensor, contiguous: bool = False, nested: bool = False
     ) -> dict[str, Any]:
-        """Copy the rows at places: `[len(places), *event]` by field name.
+        """Copy the rows at positions `places`: `[len(places), *event]` by field name.
 
         Args:
-            places: Places in memory, as returned by `place`.
+            places: Positions in memory, as returned by `place`.
             contiguous: Whether fields are contiguous. Otherwise they are views of one new tensor
                 per group of fields.
             nested: Whether the result is a nested dict instead of a dict by flat name.
@@ -214,10 +214,10 @@ class RingStore:
         return found
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
-        """Copy the fields of a plan from the rows at places and the rows that follow them.
+        """Copy the fields of the plan `cut` from the rows at positions and from the following rows.
 
         Args:
-            places: Places in memory, as returned by `own`.
+            places: Positions in memory, as returned by `own`.
             cut: Fields to copy, made without `apart`.
         """
         return cut(
@@ -230,10 +230,10 @@ class RingStore:
     def windows(
         self, places: Any, length: int, cut: Cut, never_wraps: bool = False
     ) -> dict[str, Any]:
-        """Copy the fields of windows, and of the windows one row later.
+        """Copy the fields of the plan `cut` from windows, and from the windows one row later.
 
         Args:
-            places: Places of the first rows: a tensor, or a result of `own`.
+            places: Positions of the first rows in memory: a tensor, or a result of `own`.
             length: Number of rows of a window.
             cut: Fields to copy, made with `apart`.
             never_wraps: Whether the caller guarantees that no window crosses the end of the memory.
@@ -252,13 +252,13 @@ class RingStore:
             units = (length if is_one_piece else 1) * group.width
             for row in (0, 1):
                 if cut.wanted[place][row]:
-                    # An offset of the source costs less than adding 1 to every place.
+                    # An offset of the source costs less than adding 1 to every position.
                     rows = self._take(place, units, row * is_one_piece, starts[row])
                     found[place + row * len(self.groups)] = rows.reshape(-1, group.width)
         return cut(found)
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a field in memory order, a view `[lanes * stride, *event]` indexed by place."""
+        """Return a view of a field, `[lanes * stride, *event]`, indexed by position in memory."""
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
@@ -291,7 +291,7 @@ class RingStore:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
 
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the places of each window's rows, `[windows, length]`, modulo the ring."""
+        """Return the positions of the rows of windows, wrapped at the end: `[windows, length]`."""
         lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
@@ -306,7 +306,7 @@ class RingStore:
             place: Position of the group in `groups`.
             units: Length of a piece, in units of the group.
             skipped: Number of rows between the row at `index` and the start of the piece.
-            index: Places of rows, `[n]`.
+            index: Positions of rows in memory, `[n]`.
         """
         source, items = self._sources.get((place, units, skipped)) or self._source(
             place, units, skipped
@@ -349,7 +349,7 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
     If `num_rows` exceeds `num_slots`, the pairs cover only the last `num_slots` rows.
     """
     slot = first % num_slots
-    if slot + num_rows <= num_slots:  # The common case.
+    if slot + num_rows <= num_slots:  # The rows do not wrap around.
         return [(slice(slot, slot + num_rows), slice(0, num_rows))]
     found = []
     start = max(0, num_rows - num_slots)
@@ -362,9 +362,9 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Return the cells of the rows with these keys: a tensor or an array, as `keys`.
+    """Return the cell indices of the rows with some keys: a tensor or an array, as `keys`.
 
-    The cell of a row is `lane * num_slots + slot`.
+    The cell index of a row is `lane * num_slots + slot`.
     """
     return (
         keys % num_slots
@@ -374,7 +374,10 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Return the keys of the rows in cells after `total` writes; below 0 for unwritten cells."""
+    """Return the keys of the rows at cell indices, if `total` rows per lane were written.
+
+    Keys are below 0 for cells that were never written.
+    """
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
     ids = add_multiple(slots, slots >= cursor, -num_slots) + (total - cursor)

@@ -332,10 +332,10 @@ class RowStore:
 
 
 def draw_uniformly(ring: RingStore, num_draws: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw live rows uniformly with replacement and return their places, `[num_draws]` int64.
+    """Draw live rows uniformly with replacement. Return their positions, `[num_draws]` int64.
 
-    `RingStore.gather` copies the rows at these places. The generator may be on the CPU although the
-    rows are on another device.
+    `RingStore.gather` copies the rows at these positions. The generator may be on the CPU although
+    the rows are on another device.
     """
     places = uniform(ring.num_live * ring.num_lanes, num_draws, generator)
     if not ring.is_on_cpu:

@@ -22,7 +22,7 @@ from .ring_store import RingStore
 #: Position in the schema and number of values of each field that ends trajectories.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
-#: Rows of the ring per place for an ended row, in the initial memory on a device.
+#: Number of rows per ended row for which a device allocates memory at first.
 _ROWS_PER_END = 64
 _BOOL = np.dtype(np.bool_)
 #: Names of termination flags. A nested key is compared by its last part.
@@ -121,7 +121,7 @@ class EndKinds:
         return tuple(name for name in self.terminations + self.time_outs if name not in end_names)
 
     def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return whether each row terminated its trajectory: `[n]` bool, maybe a view of a field.
+        """Return whether each row terminated its trajectory: `[n]` bool, perhaps a view of a field.
 
         Args:
             rows: Function from the name of a field to its values `[n, *event]`.
@@ -131,7 +131,7 @@ class EndKinds:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
-            assert cut is not None  # At least one of the three kinds has a field.
+            assert cut is not None  # One of the three kinds has a field.
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut
@@ -161,8 +161,8 @@ class EndedRows:
 
     Ended rows are stored in a separate ring, in the order of their keys. On the CPU this ring grows
     before a live row would be overwritten. On other devices the host receives the number of ended
-    rows with a delay, and grows the ring when more than half of its places are in use. A live row
-    is overwritten only if many trajectories end at once.
+    rows with a delay, and grows the ring when more than half of its slots are in use. A live row is
+    overwritten only if many trajectories end at once.
 
     Args:
         ring: Ring of all rows. Keys refer to its rows.
@@ -182,15 +182,15 @@ class EndedRows:
         if not self._is_on_cpu:
             expected = max(self._num_rows // _ROWS_PER_END, 2 * ring.num_lanes)
             self.num_places = max(_FIRST_ROOM, min(self._num_rows, expected))
-        #: Running number of the next ended row, stored at place `_count % num_places + 1`. An int
-        #: on the CPU, elsewhere a tensor.
+        #: Running number of the next ended row, which is stored in slot `_count % num_places + 1`.
+        #: An int on the CPU, elsewhere a tensor.
         self._count: Any = (
             0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
         )
         #: Running number of the oldest live ended row. Used only on the CPU.
         self._first = 0
-        #: Key of the row at each place, -1 if free. Places count from 1; place 0 means "no place".
-        #: On a device, rows that did not end are written to place 0 too.
+        #: Key of the row in each slot, -1 if the slot is free. Slots are numbered from 1. Slot 0
+        #: means "no slot", and is the target of writes of rows that did not end on a device.
         self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=ring.device)
         self._columns = {
             name: torch.zeros(
@@ -210,14 +210,14 @@ class EndedRows:
         """Grow the memory before `append`, if needed.
 
         On a device, the host waits for the number of ended rows only if `ended` has more rows than
-        there are places.
+        there are slots.
 
         Args:
             ended: `[n, lanes]` bool, whether each row that will be written ends a trajectory.
 
         Returns:
-            Keys of the rows by their new places, from place 0 on, -1 for a free place. None if no
-            row has moved.
+            Keys of the rows by their new slots, from slot 0 on, -1 for a free slot. None if no row
+            has moved.
         """
         if self._is_on_cpu or ended.numel() > self.num_places:
             num_more = int(ended.sum())
@@ -256,8 +256,8 @@ class EndedRows:
 
         Returns:
             A tuple of three. First, positions among the `n * lanes` rows: of ended rows on the CPU,
-            of all rows elsewhere. Second, the place of each position, 0 for a row that did not end.
-            Third, the key of the live row that was overwritten at each position, -1 if there is
+            of all rows elsewhere. Second, the slot of each of these rows, 0 for a row that did not
+            end. Third, the key of the live row that was overwritten in each slot, -1 if there is
             none; on the CPU always None.
         """
         flags = ended.flatten()
@@ -296,7 +296,7 @@ class EndedRows:
             return (self._keys >= oldest_key).sum()
         first = self._first
         keys = self._keys[1:].numpy()
-        while first < self._count:  # At most two pieces, because places wrap around once.
+        while first < self._count:  # At most two pieces, as slots wrap around once.
             start = first % self.num_places
             piece = keys[start : min(start + self._count - first, self.num_places)]
             num_dead = int(piece.searchsorted(oldest_key))
@@ -308,16 +308,16 @@ class EndedRows:
         return self._count - first
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the places of live ended rows. Number 0 is the oldest of `num_live` rows."""
+        """Return the slots of live ended rows. `number` 0 is the oldest of `num_live` rows."""
         found: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
         return found
 
     def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the ids of the rows at places."""
+        """Return the lanes and the ids of the rows in slots `place`."""
         return self._ring.named(self._keys[place])
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
-        """Copy a field of the rows at places: `[len(place), *event]`."""
+        """Copy a field of the rows in slots `place`: `[len(place), *event]`."""
         return self._columns[name].index_select(0, place)
 
     def clear(self) -> None:
@@ -333,7 +333,7 @@ class EndedRows:
 
     @lasting
     def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Replace all ended rows by saved ones. Returns the keys by their places, from place 0 on.
+        """Replace all ended rows by saved rows. Return the keys by their slots, from slot 0 on.
 
         Args:
             keys: Ascending keys `[num]` int64, as returned by `live`.

@@ -83,11 +83,11 @@ class TransitionRequest:
                     f"the option {name!r} is unknown. The options are "
                     f"{nearest(name, cls.__dataclass_fields__)}."
                 )
-        if isinstance(options.get("gamma"), torch.Tensor):  # A tensor may change in place.
+        if isinstance(options.get("gamma"), torch.Tensor):  # A cached tensor could change.
             return cls(**options)
         try:
             return _remembered(**options)
-        except TypeError:  # An option is not hashable, such as a list.
+        except TypeError:  # A list is not hashable.
             return cls(**options)
 
 
@@ -216,8 +216,8 @@ class TransitionSampler:
         num_taken = torch.cat([steps + 1, steps[-1:] + 1])
         weights = torch.where(steps < num_taken.unsqueeze(1), factor**steps, 0)
         discounts = (factor**num_taken).unsqueeze(1)
-        #: `[num_steps + 1, num_steps + 1]` float32, by the number of rows that follow in the
-        #: trajectory. Columns are the reward weights; the last column is the discount.
+        #: Reward weights and, in the last column, discounts: `[num_steps + 1, num_steps + 1]`
+        #: float32. The row index is the number of following rows in the trajectory.
         self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
         #: Offsets from the first row, `[num_steps + 1, 1]`: 0, 1, ..., num_steps.
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
@@ -229,7 +229,7 @@ class TransitionSampler:
 
         Args:
             found: Fields of the first rows, changed in place.
-            places: Places of the rows of each step, `[num_steps, n]`.
+            places: Positions in memory of the rows of each step, `[num_steps, n]`.
             factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
         """
         name = self._reward_name
@@ -270,7 +270,7 @@ class TransitionSampler:
             self._raise_unnamed_ends()
 
     def _raise_unnamed_ends(self) -> None:
-        """Raise `UsageError` if an earlier draw found such an end flag, missing from `end_key`."""
+        """Raise `UsageError` if an earlier draw found a set end flag missing from `end_key`."""
         received = self._num_wrong_ends.receive()
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
@@ -300,7 +300,7 @@ class TransitionSampler:
             following[name] = stack
 
     def _frames(self, name: str, places: torch.Tensor) -> torch.Tensor:
-        """Copy a field of the rows at places `[n, frames]`: `[n, frames, *event]`."""
+        """Copy a field of the rows at memory positions `[n, frames]`: `[n, frames, *event]`."""
         rows = self._ring.column(name).index_select(0, places.flatten())
         return rows.view(*places.shape, *rows.shape[1:])
 

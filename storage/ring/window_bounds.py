@@ -31,18 +31,19 @@ from ..errors import UsageError
 from .ring_store import RingStore, spans
 from .trajectory_ends import EndedRows
 
-#: Function of candidates that returns whether each is accepted, and their codes or None.
+#: Function of candidates that returns whether each is accepted, and their codes (`_codes`) or None.
 _Judge = Callable[[Any], tuple[Any, Any]]
 #: Function of a field name and row numbers (None for all) that returns `[n, *event]`.
 _RowsOf = Callable[[str, torch.Tensor | None], torch.Tensor]
 #: Function of a number and a generator that returns that number of candidates.
 _Propose = Callable[[int, torch.Generator], Any]
-#: Limits of proposed candidates before all valid candidates are listed: per call, and per draw.
+#: Maximum number of proposed candidates, per call and per draw. After that, all valid candidates
+#: are listed.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
-#: Units per 1 of an accepted share, and the least share in units (above 0.001). Whole units make
-#: the number of candidates equal on every processor.
+#: Number of units of the accepted share 1, and the least share in units (above 0.001). The integer
+#: share makes the number of candidates equal on every processor.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
-#: Standard deviations of extra candidates in draws without a wait.
+#: Extra candidates of draws without a wait, in standard deviations.
 _NUM_DEVIATIONS = 6
 #: Candidates per step of `_list`, which limits its memory.
 _NUM_LISTED = 1 << 20
@@ -54,7 +55,8 @@ _MAX_KINDS = 64
 _MAX_AGE = 1 << 29
 #: A number below every entry of `ages`, the negative ones included.
 _LEAST_AGE = -(1 << 31)
-#: Bits of a code for the place of a final observation; the upper bits are a number of rows.
+#: Number of lower bits of a code, which contain the slot of a final observation. The upper bits
+#: contain a number of rows.
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
 #: Fields that are kept per ended trajectory.
@@ -87,7 +89,8 @@ class Drawn(NamedTuple):
         num_ahead: Later rows of the trajectory, at most the requested number: `[n]` int64, or one
             number for all rows.
         ended: `[n]` bool, whether the trajectory ends within the requested rows; None if none ends.
-        final: `[n]` int64, place of the final observation, 0 if unknown; valid only where `ended`.
+        final: `[n]` int64, slot of the final observation in `EndedRows`, 0 if unknown; valid only
+            where `ended`.
     """
 
     lane: torch.Tensor
@@ -102,7 +105,8 @@ class _Kind:
 
     def __init__(self, device: torch.device) -> None:
         self.share = 0.0
-        #: Number of candidates behind the share; 0 if the next draw must wait for the device.
+        #: Number of candidates from which the share was computed; 0 if the next draw must wait for
+        #: the device.
         self.num_judged = 0
         self.late_number = LateNumber(device)
         #: The numbers 0, 1, ..., one per draw of the first call. That call waits for the device, so
@@ -116,7 +120,7 @@ class _Kind:
         self.num_judged = num_judged
 
     def num_candidates(self, num_draws: int) -> int:
-        """Return how many candidates to propose, so that too few are accepted once in 10**9 draws.
+        """Return a number of candidates of which enough are accepted, except once in 10**9 draws.
 
         Returns 0 if the share of accepted candidates is unknown.
         """
@@ -139,27 +143,29 @@ class Boundaries:
     """Ages of the rows of a ring, and where trajectories ended.
 
     Args:
-        ring: The ring, whose `total` must be what it was when these rows were noted.
+        ring: Ring of the rows. `note` must be called before each write to the ring.
         keeps_segments: Whether ended trajectories are listed, for draws by trajectory.
 
     Attributes:
         ages: `[num_slots + 1, num_lanes]` int32; time first, so that a step of many lanes is
-            written in one piece. Row i is at `i % (num_slots + 1)`, so that the age of the row that
-            comes next is there as well. The first row of a trajectory has age 0, or minus the place
-            of the final observation of the trajectory before it.
-        share: How many candidates were accepted lately, to propose about enough next time. Saved
-            with the random state, as both say which numbers come next.
-        finals: What was observed after the last rows of trajectories, if that was ever given.
-        num_lost_finals: Final observations that were overwritten before their rows; on the CPU none
-            ever is.
-        num_short_draws: Draws on a device that found too few valid rows and repeated some.
+            written in one piece. The age of row i is at `i % (num_slots + 1)`. The additional entry
+            is the age of the next row to be written. The first row of a trajectory has age 0, or
+            minus the slot of the final observation of the previous trajectory.
+        share: Share of candidates that recent draws accepted. It determines how many candidates a
+            draw proposes. It is saved, since the next draws depend on the share and the random
+            state.
+        finals: Final observations of trajectories; None until `note` receives the first one.
+        num_lost_finals: Number of final observations that were overwritten before their rows; on
+            the CPU always 0.
+        num_short_draws: Number of draws on a device that accepted too few candidates and repeated
+            some.
     """
 
     @lasting
     def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
         self.ring = ring
         self._num_slots = ring.num_slots + 1
-        #: The last one takes what is written nowhere.
+        #: All ages, and a last entry that is the target of writes that must change no age.
         self._all_ages = filled(
             (self._num_slots * ring.num_lanes + 1,), 0, torch.int32, ring.device
         )
@@ -171,17 +177,17 @@ class Boundaries:
         self._segments = EndedRows(ring, _SEGMENT) if keeps_segments else None
         self._is_on_cpu = ring.device.type == "cpu"
         self._library: Any = library(ring.device)
-        #: By size, of a few sizes.
+        #: Memory for candidates by the number of candidates.
         self._memories: dict[int, torch.Tensor] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._steps: dict[int, tuple[Any, Any]] = {}
-        # As arrays on the CPU, where numpy takes a third of the time for few rows.
+        # On the CPU these are arrays, since numpy takes a third of the time of torch for few rows.
         self._ages = own(self.ages)
         self._flat_ages = own(self._all_ages[:-1])
 
     @property
     def next_ages(self) -> torch.Tensor:
-        """Ages of the rows that come next, `[num_lanes]` int32, sharing memory."""
+        """Ages of the next rows to be written, `[num_lanes]` int32, a view."""
         return self.ages[self.ring.total % self._num_slots]
 
     @property
@@ -237,13 +243,13 @@ class Boundaries:
                 kept.clear()
 
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return the ages of live rows, or of the rows that come next."""
+        """Return the ages of live rows, or of the next rows to be written."""
         index = row_id % self._num_slots * self.ring.num_lanes + lane
         found = self._all_ages.take(index)
         return found if self.finals is None else found.clamp(min=0)
 
     def ended(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return which live rows are the last of their trajectory."""
+        """Return whether each live row is the last of its trajectory."""
         return self.age(lane, row_id + 1) == 0
 
     def finals_of(self, names: Iterable[str]) -> EndedRows | None:
@@ -282,7 +288,7 @@ class Boundaries:
         drawn: Drawn,
         is_marked: bool,
     ) -> torch.Tensor | None:
-        """Replace the following rows at ends by the final observation, or by the last row if unknown.
+        """Replace the rows after ends of trajectories by final observations, or else by last rows.
 
         Args:
             following: `[n, *event]` per field, the rows after the drawn rows; changed in place.
@@ -336,7 +342,7 @@ class Boundaries:
         return _with_codes(lane, row, tensor_of(codes), extent.num_after)
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> Any:
-        """Draw windows uniformly; return the places of their first rows in memory: array or tensor.
+        """Draw windows uniformly. Return the memory positions of first rows, an array or a tensor.
 
         Every window is inside one trajectory. Returns None if no window is valid.
         """
@@ -370,7 +376,10 @@ class Boundaries:
         num_ended = segments.num_live()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Return the lane, last row and number of rows of trajectories: those that ended, then one of each lane."""
+            """Return (lane, last row, number of rows) of candidates.
+
+            The candidates are the ended trajectories, then the open trajectory of each lane.
+            """
             is_open = candidate >= num_ended
             place = segments.places(num_ended, torch.where(is_open, 0, candidate))
             lane, last = segments.named(place)
@@ -403,7 +412,7 @@ class Boundaries:
         return lane, last - below(num_rows - length + 1, generator)
 
     def follow(self, lane: torch.Tensor, row: torch.Tensor) -> Drawn:
-        """Return for live rows whether the next row follows or the trajectory ends."""
+        """Return whether each live row has a next row in its trajectory, as `Drawn`."""
         marks = self._marks(lane, row)
         ended = marks <= 0
         return Drawn(lane, row, (~ended).long(), ended, (-marks.long()).clamp_(min=0))
@@ -420,7 +429,8 @@ class Boundaries:
     def _later_ages(self, ends: Any, first_ages: Any) -> tuple[Any, Any]:
         """Return the ages of `[n, lanes]` rows, and the ages of the rows one step later."""
         num_rows = len(ends)
-        # First step of the current trajectory of a lane: below 0 if it began before these rows.
+        # The running maximum is the first step of the current trajectory of each lane. It is below
+        # 0 if the trajectory began before these rows.
         steps: Any
         if isinstance(ends, np.ndarray):
             steps = np.arange(1, num_rows + 1, dtype=np.int32)[:, None]
@@ -464,9 +474,9 @@ class Boundaries:
         return own(begins.view(ended.shape))
 
     def _write_places(self, keys: torch.Tensor) -> None:
-        """Write the places of all final observations into the ages after their live rows.
+        """Write the slot of each final observation, negated, into the age of the row after it.
 
-        `keys` are the keys of these rows, by place.
+        `keys` are the keys of the ended rows, by slot.
         """
         ring = self.ring
         is_live = keys >= ring.oldest * ring.num_lanes
@@ -482,10 +492,11 @@ class Boundaries:
         return self._all_ages.take((row + 1) % self._num_slots * self.ring.num_lanes + lane)
 
     def _candidates(self, length: int) -> tuple[int, int]:
-        """Return the first candidate and the number of candidates: windows of live rows.
+        """Return the first candidate and the number of candidates for windows of live rows.
 
         Candidates are numbered step by step, and lane by lane within a step. The candidate of a
-        window is the index of the age of its last row, counted on across the end of the ring.
+        window is the index of its last row in the flat `ages`, without wrapping at the end of the
+        ring.
         """
         ring = self.ring
         first = (ring.oldest + length - 1) % self._num_slots
@@ -541,7 +552,7 @@ class Boundaries:
         """Return codes of candidates: later rows of their trajectory, and its final observation.
 
         The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if
-        the trajectory continues after these rows. If it ends, they are the place of the final
+        the trajectory continues after these rows. If it ends, they are the slot of the final
         observation, 0 if unknown. Codes that reach beyond the last written row are arbitrary.
         """
         lib = self._library
@@ -563,7 +574,8 @@ class Boundaries:
     def _new_steps(self, num_after: int) -> tuple[Any, Any]:
         """Return the offsets in `ages` of the later rows, and the row numbers as upper bits of codes.
 
-        On a device the first draw of a kind waits, so that all streams may use both afterwards.
+        On a device the first draw of a kind waits, so that all streams may use both results
+        afterwards.
         """
         lanes = self.ring.num_lanes
         device = self.ring.device
@@ -609,7 +621,7 @@ class Boundaries:
         missing = num_draws
         found: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-            # Four standard deviations above the mean cost less than a second round.
+            # Extra candidates of four standard deviations cost less than a second round.
             share = max(1, int(self.share * _WHOLE_SHARE))
             num_extra = isqrt(16 * missing * (_WHOLE_SHARE - share) // _WHOLE_SHARE)
             size = ((missing + num_extra) * _WHOLE_SHARE // share + 8) // 8 * 8
@@ -705,7 +717,7 @@ class Boundaries:
 
     @lasting
     def _memory_for(self, size: int) -> torch.Tensor:
-        """Return reused memory for candidates; fresh memory takes 2 of 24 us of 32 transitions."""
+        """Return reused memory for candidates. New memory takes 2 of 24 us of a small draw."""
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
         found = self._memories[size] = torch.empty(size, dtype=torch.int64, device=self.ring.device)

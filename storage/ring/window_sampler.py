@@ -40,7 +40,7 @@ class Windows(NamedTuple):
 
     Attributes:
         fields: Nested dict of `[num_windows * length, *event]`, time fastest.
-        places: `[num_windows]` int64, places of the first rows in the memory of the ring.
+        places: `[num_windows]` int64, positions of the first rows in the memory of the ring.
     """
 
     fields: dict[str, Any]
