@@ -1,8 +1,8 @@
 """`RemoteBuffer`: any buffer of this package in actors of Ray, with the buffer's own methods.
 
-One rule: sampling happens beside the data, and what travels is memory as it lies there. Which rows
-a sample has is the buffer's affair; here is decided only how many of them each shard gives. Ray
-moves, restarts and shares memory.
+Samples are drawn in the process that stores the data, and are sent as raw memory. The buffer of a
+shard chooses the rows. This module only chooses how many rows come from each shard. Ray sends and
+shares memory, and restarts actors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ray_actors.buffer_shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard,
 from .ray_actors.packed_results import join, unpack
 from .ray_actors.shard_link import Link, LostActorError
 
-#: Method of a buffer -> what a client does instead.
+#: Method of `RemoteBuffer` that handles the calls of each method of a buffer.
 _ACTS = {
     **dict.fromkeys(
         ("add", "append", "extend", "extend_tensors", "insert", "push", "push_data"), "_push"
@@ -29,44 +29,46 @@ _ACTS = {
     **dict.fromkeys(("sample", "sample_tensors", "sample_transitions", "sample_windows"), "_draw"),
     **dict.fromkeys(UPDATES, "_update"),
 }
-#: What buffers call the first argument of a draw.
+#: Names of the first argument of the methods that draw, which is a number of rows or windows.
 _SIZES = ("batch_size", "num_windows", "num", "size")
-#: Kinds of draws whose requests may be ahead at once.
+#: Maximum number of kinds of draws (method and arguments) with requests ahead of their use.
 _MAX_KINDS = 4
-#: An actor that starts may take so long.
+#: Minimum time limit for the start of an actor, in seconds.
 _START_S = 60.0
 
 
 class RemoteBuffer:
-    """A client of K shards, each a buffer in an actor of Ray.
+    """Client of K shards, each a buffer in an actor of Ray.
 
     Args:
-        make: Makes the buffer of a shard: `functools.partial(DictBuffer, capacity=100_000)`.
-        num_shards: K.
-        options: Those of `RemoteOptions`.
+        make: Function that creates the buffer of a shard, such as
+            `functools.partial(DictBuffer, capacity=100_000)`.
+        num_shards: Number of shards, K.
+        options: Fields of `RemoteOptions`.
 
     Raises:
-        UsageError: It has no `sample`, or a rate limiter of its own, or is a `BufferManager` for
-            more than one shard.
+        UsageError: The buffer has no method `sample`, has its own rate limiter, or is a
+            `BufferManager` although there are several shards.
 
-    It has those methods of the buffer that add rows (`extend`, `add`, `push`, ...), draw (`sample`,
-    `sample_transitions`, `sample_tensors`) and tell what a learner found (`update_priorities`,
-    `update`: pushes, too). Passed to a task or another actor it is another client of the same
-    shards. A client is for one thread.
+    A client has the methods of the buffer that add rows (`extend`, `add`, `push`, ...), that draw
+    (`sample`, `sample_transitions`, `sample_tensors`), and that pass results of a learner
+    (`update_priorities`, `update`). Updates are sent as pushes. A client that is passed to a task
+    or another actor becomes another client of the same shards. Use each client in one thread.
 
-    Draws: each row comes from a shard with probability rows of the shard / rows of all; a batch has
-    the rows of one shard after those of another. With `prefetch` a batch was drawn up to that many
-    replies earlier. Large samples of one shard are memory that processes share: torch does not know
-    that it is read-only, so give `copy=True` to change samples in place.
+    Draws: The probability that a row comes from a shard is the shard's share of all rows. The rows
+    of a batch are ordered by shard. With `prefetch`, a batch may be drawn up to that many replies
+    before its use. Large samples of a single shard are read-only memory that processes share. torch
+    does not detect this: pass `copy=True` to change samples in place.
 
-    Pushes: each goes to one shard, in turns, or to the one that `pin` says. They return before they
-    are applied; what is wrong with one is raised by a later call, at the latest by `flush`. With
-    `checkpoint_dir` a killed actor is restarted from its last checkpoint, and clients send again,
-    at their next call, what it does not hold: nothing that was answered is missing or doubled. A
-    client that dies together with the actor loses its pushes since then.
+    Pushes: Each push goes to one shard. The shards take turns, unless `pin` selects one. A push
+    returns before it is applied. If a push fails, a later call raises the error, at the latest
+    `flush`. With `checkpoint_dir`, a killed actor restarts from its last checkpoint. Clients then
+    send again, at their next call, the pushes that the checkpoint does not contain. No answered
+    push is lost or applied twice. If a client dies together with the actor, its pushes since the
+    checkpoint are lost.
 
-    A shard that does not answer within `timeout_s` raises `WaitTimeoutError`, one that is gone
-    `BackgroundError`.
+    If a shard does not answer within `timeout_s`, the call raises `WaitTimeoutError`. If the actor
+    of a shard has died, the call raises `BackgroundError`.
     """
 
     _links: list[Link]
@@ -108,7 +110,7 @@ class RemoteBuffer:
         return lambda *args, **options: getattr(self, _ACTS[name])(name, args, options)
 
     def __len__(self) -> int:
-        """Rows of all shards, with all that this client pushed."""
+        """Return the number of rows of all shards, including all pushes of this client."""
         self.flush()
         return sum(self._num_rows())
 
@@ -123,56 +125,62 @@ class RemoteBuffer:
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the shards' actors."""
+        """Handles of the Ray actors of the shards."""
         return [link.actor for link in self._links]
 
     def set_version(self, version: int) -> None:
-        """Set the policy version of the learner; batches that are under way are dropped."""
+        """Set the policy version of the learner. Drop all batches that were requested ahead."""
         self._version = whole("version", version, 0)
         self._ahead.clear()
 
     def pin(self, shard: int) -> None:
-        """Send all later pushes of this client to one shard: those of steps that follow each other."""
+        """Send all later pushes of this client to one shard, as consecutive steps require."""
         self._home = whole("shard", shard, 0, len(self._links) - 1)
 
     def flush(self) -> None:
-        """Wait until all pushes and updates of this client are applied; raise what was wrong with one."""
+        """Wait until all pushes and updates of this client are applied. Raise their first error."""
         for link in self._links:
             link.flush()
 
     def checkpoint(self) -> None:
-        """Flush, then let each shard save itself in `checkpoint_dir`; its pushes wait meanwhile."""
+        """Flush, and save a checkpoint of each shard in `checkpoint_dir`.
+
+        A shard applies no pushes during the save.
+        """
         self.flush()
         for link in self._links:
             link.checkpoint()
 
     def save(self, folder: str) -> None:
-        """Flush, then let each buffer save itself below `folder`, one after another."""
+        """Flush, and save the buffer of each shard below `folder`, one after another."""
         self.flush()
         for link in self._links:
             link.ask("call", "save", (_below(folder, link.where),), {})
 
     def load(self, folder: str) -> None:
-        """Replace the content of all shards by what as many saved."""
+        """Load the folder of a `save` with the same number of shards, and replace all rows."""
         self.flush()
         self._ahead.clear()
         for link in self._links:
             link.ask("load", _below(folder, link.where))
 
     def feed_forward_generator(self, num_mini_batch: int, mini_batch_size: int) -> Iterator[Any]:
-        """Yield `num_mini_batch` samples, as a `ReplayBuffer` does."""
+        """Yield `num_mini_batch` samples, as `ReplayBuffer.feed_forward_generator` does."""
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     def call(self, name: str, *args: Any, **options: Any) -> list[Any]:
-        """Call a method of each shard's buffer, or read an attribute; give the results, copies.
+        """Call a method of each shard's buffer, or read an attribute. Return copies of the results.
 
-        What it changes is in no checkpoint before the next one.
+        No checkpoint contains the changes of the method until the next checkpoint is saved.
         """
         self.flush()
         return [unpack(link.ask("call", name, args, options), copy=True) for link in self._links]
 
     def close(self) -> None:
-        """Flush; save a checkpoint if there are any; the client that made the actors ends them. May be called twice."""
+        """Flush, and save a checkpoint if there is a `checkpoint_dir`. Idempotent.
+
+        The client that created the actors stops them, even if an error is raised.
+        """
         try:
             if self._links:
                 self.flush()
@@ -198,11 +206,11 @@ class RemoteBuffer:
         self._links = [
             Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)
         ]
-        #: What is drawn -> batches that are here, and requests that are under way.
+        #: Received batches and unanswered requests, by kind of draw (method and arguments).
         self._ahead: dict[str, tuple[deque[Any], deque[Any]]] = {}
 
     def _num_rows(self) -> list[int]:
-        """Ask how many rows the shards hold."""
+        """Request the number of rows of each shard."""
         for link in self._links:
             link.has_restarted(link.ask("hello", ""))
         return [0 if link.told is None else link.told.num_rows for link in self._links]
@@ -227,17 +235,20 @@ class RemoteBuffer:
 
     def _draw(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         size = args[0] if args else next((options.pop(one) for one in _SIZES if one in options), 1)
-        if not isinstance(size, Mapping):  # numbers by name, of a manager
+        if not isinstance(size, Mapping):  # A manager accepts sizes by name.
             size = whole("the number of rows", size, 1)
         asked = name, size, args[1:], options
         try:
             return self._links[0].lasting(lambda: self._next(asked))
-        except BufferEmptyError:  # perhaps the first pushes are under way
+        except BufferEmptyError:  # Perhaps the first pushes are not applied yet.
             self.flush()
             return self._links[0].lasting(lambda: self._next(asked))
 
     def _next(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Request as many batches as may be ahead, and give the next one; where that fails, forget what was ahead."""
+        """Return the next batch of a kind of draw, and request further batches ahead.
+
+        If an error is raised, all received batches and requests of this kind are dropped.
+        """
         ready, requests = self._ahead.pop(kind := repr(asked), (deque(), deque()))
         for link in self._links:
             link.catch_up()
@@ -251,7 +262,7 @@ class RemoteBuffer:
         return ready.popleft()
 
     def _request(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-        """Ask each shard for its part of some batches; give (shard, reference to the answer, sizes of the parts)."""
+        """Request batches from all shards. Return (link, reference, sizes) for each shard."""
         name, size, args, options = asked
         links = self._links
         sizes = [[size] * self._options.batches_per_reply]
@@ -265,12 +276,12 @@ class RemoteBuffer:
         ]
 
     def _parts(self, size: int, unit: int) -> list[list[int]]:
-        """Draw for each shard how many rows of each batch come from it, in proportion to its rows."""
+        """Draw the number of rows per shard and batch, in proportion to the rows of the shards."""
         rows = [0 if link.told is None else link.told.num_rows for link in self._links]
-        if not all(rows):  # our pushes may be under way, and others may have pushed
+        if not all(rows):  # Wait for pushes, also of other clients.
             self.flush()
             rows = self._num_rows()
-            rows[0] += not sum(rows)  # where there is nothing the first buffer says so in its way
+            rows[0] += not sum(rows)  # If all shards are empty, shard 0 raises.
         num_batches = self._options.batches_per_reply
         num_units = size // unit
         num_shards = len(rows)
@@ -283,7 +294,7 @@ class RemoteBuffer:
         return parts
 
     def _received(self, request: list[Any]) -> list[Any]:
-        """Wait for the parts of some batches, and join them."""
+        """Wait for the parts of the requested batches, and join them."""
         batches: list[list[Any]] = [[] for _ in range(self._options.batches_per_reply)]
         for link, reference, sizes in request:
             told, packed = link.answer(reference)
@@ -295,7 +306,7 @@ class RemoteBuffer:
         return [join(parts) for parts in batches]
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        for link in self._links:  # each takes what is its own
+        for link in self._links:  # Each shard selects its own rows.
             link.push(name, args, options)
 
 
@@ -308,5 +319,5 @@ def _another_client(actors: list[Any], options: RemoteOptions, traits: Traits) -
 
 
 def _below(folder: Any, shard: str) -> str:
-    """Name the folder of a shard, as all processes know it."""
+    """Return the absolute path of the folder of a shard below `folder`."""
     return str(path("", folder).absolute() / shard.replace(" ", "_"))

@@ -97,7 +97,7 @@ class NaturalMonitor(Monitor):
 
     @property
     def total(self) -> int:
-        """Events since creation or `reset`."""
+        """Number of events since creation or `reset`."""
         return self._total
 
     @property
@@ -165,7 +165,7 @@ class TickMonitor(Monitor):
 
     @property
     def num_ticks(self) -> int:
-        """Calls of `record` since creation or `reset`."""
+        """Number of calls of `record` since creation or `reset`."""
         return self._num_ticks
 
     def snapshot(self) -> dict[str, int | float]:

@@ -136,13 +136,14 @@ class PipelinedDataCollector(Unique, Generic[T]):
                 self._current.worker.owner.check()
                 raise RuntimeError("Another iteration over this collector is open. Close it first.")
             if self._current is not None:
-                # returns when the thread has ended: a source is never iterated by two
+                # `stop` returns after the thread has ended, so that two threads never iterate a
+                # source.
                 self._current.stop()
             self._current = _Producer(self)
             return PrefetchedItems(self, self._current)
 
     def close(self) -> None:
-        """Stop the iteration that is going on, if any, and wait for the item being made. Idempotent."""
+        """Stop the current iteration, if any, and wait for the item in production. Idempotent."""
         with self._lock:
             if self._current is not None:
                 self._current.close()
@@ -205,7 +206,7 @@ class PrefetchedItems(Owned, Iterator[T]):
 
 
 class _Made(NamedTuple):
-    """A produced item with its stamp and the CUDA event of its copy, or the error instead."""
+    """Produced item with its stamp and the CUDA event of its copy, or the error that occurred."""
 
     item: Any = None
     copied: Any = None
@@ -213,7 +214,7 @@ class _Made(NamedTuple):
     failure: BaseException | None = None
 
 
-#: Marks the end of the items.
+#: Marker after the last item.
 _END = _Made()
 
 

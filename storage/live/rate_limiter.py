@@ -61,8 +61,8 @@ class RateLimiter:
             timeout_s = real("timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: Items of the largest draw and of the largest insertion so far. They determine the least
-        #: tolerance.
+        #: Number of items of the largest draw and of the largest insertion so far, which determine
+        #: the least tolerance.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()

@@ -306,7 +306,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _take(self, request: Request, among: torch.Tensor | None) -> Any:
         """Draw items, count their uses and remove items that reached `max_use`."""
         start_s = time.monotonic()
-        with self._store.order.writes:  # A draw writes memory that the next draw uses again.
+        with self._store.order.writes:  # A draw writes memory that later draws reuse.
             drawn = self._ring.draw(request.size, self.rng, among)
             assert drawn is not None
             sample: Any = (

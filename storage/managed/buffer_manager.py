@@ -155,7 +155,7 @@ class BufferManager(Store):
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
-            self.rng.set_state(before)  # The next `sample` then draws the same sizes.
+            self.rng.set_state(before)  # Then `sample` draws the same sizes.
             with locked(self[name] for name in sizes):
                 are_ready = [
                     self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()
@@ -326,9 +326,9 @@ class BufferManager(Store):
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
         with self._choice_lock, locked(self._buffers.values()):
-            tensors = {"rng": self.rng.get_state()}  # Read under the lock, before the next sample.
+            tensors = {"rng": self.rng.get_state()}  # The next sample changes the state.
             for place, (name, buffer) in enumerate(self._buffers.items()):
-                state = buffer.copy_state()  # A copy, since other calls continue after the locks.
+                state = buffer.copy_state()  # A copy: later calls change the buffer.
                 kind = next(
                     kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type
                 )
@@ -365,7 +365,7 @@ class BufferManager(Store):
                 }
                 buffer.take_state(numbers["buffers"][name], of_buffer)
 
-    # Inside.
+    # Private methods.
 
     def _prioritized(self, name: str) -> AdvancedReplayBuffer:
         buffer = self[name]
@@ -388,7 +388,7 @@ class BufferManager(Store):
             raise ClosedError("the manager is closed. Create a new BufferManager.")
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
-        """Return the pushed items by buffer."""
+        """Return the items to push to each buffer."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):

@@ -236,8 +236,8 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Steps of a call, used by `together` and the manager. Callers of the `prepare_...` methods hold
-    # the lock.
+    # These methods are steps of a call, used by `together` and the manager. Callers of the
+    # `prepare_...` methods hold the lock.
 
     def as_list(self, data: Any) -> list[Any]:
         """Convert pushed data, one item or several items, to a list."""
@@ -312,7 +312,7 @@ class ManagedBuffer(Store):
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
 
-    # For subclasses.
+    # Methods for subclasses.
 
     def _clear(self) -> None:
         self._store.clear()
@@ -322,7 +322,7 @@ class ManagedBuffer(Store):
         self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
 
     def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
-        """Call `together` for this buffer only. Returns its result, or None if nothing was done."""
+        """Push to or sample from this buffer. Return the result, or None if nothing was done."""
         if self.rate_limiter is not None:
             results = together({self: num_items}, is_push, lambda: [prepare()])
             return None if results is None else results[0]

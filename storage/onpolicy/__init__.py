@@ -1,1 +1,1 @@
-"""T steps of N environments between two updates."""
+"""Rollout storages: the steps of all environments between two updates of a learner."""

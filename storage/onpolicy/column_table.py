@@ -68,12 +68,13 @@ class ColumnTable:
         self._longer = {
             field.name for column in columns if column.name in viewed for field in column.fields
         }
-        #: Name of a field and number of axes of its value -> views of its rows, one per step.
-        #: Filled when the first step is written.
+        #: Views of the rows of a field, one per step, by field name and number of axes of the
+        #: written value. Created when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
-        #: Name of an optional field -> the row that is written in steps without a value.
+        #: Rows that are written in steps without a value, by the name of the optional field.
         self._fillings: dict[str, torch.Tensor] = {}
-        #: Names and shapes of the host tensors of a step -> the copier to the device.
+        #: Copiers of the host tensors of a step to the device, by the names and shapes of the
+        #: tensors.
         self._copies: dict[tuple[tuple[str, torch.Size], ...], PackedCopy] = {}
         for name in self.schema:
             parents = [other for other in self.schema if name.startswith(other + "/")]
@@ -131,7 +132,7 @@ class ColumnTable:
     def read(
         self, transition: Any, deferred: DeferredErrors | None = None
     ) -> dict[str, torch.Tensor]:
-        """Check the values of `transition`; return field name -> tensor to copy into a row.
+        """Check the values of `transition`. Return the tensors to copy into a row, by field name.
 
         `deferred` receives the errors of numbers on a device that are out of range. Without
         `deferred`, the host waits for the check.
@@ -208,7 +209,7 @@ class ColumnTable:
 
     @property
     def num_buffer_waits(self) -> int:
-        """Steps whose host tensors had to wait for a pinned buffer."""
+        """Number of steps whose host tensors waited for a pinned buffer."""
         return sum(copy.num_waits for copy in self._copies.values())
 
     @lasting
@@ -473,7 +474,7 @@ class SavedStates:
     def check_loaded(
         self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int
     ) -> set[str]:
-        """Return the names of the recurrent states in a loaded state.
+        """Check the recurrent states in a loaded state and return their names.
 
         Raises:
             SchemaError: The tensors are not `num_rows` steps of states with this layout.

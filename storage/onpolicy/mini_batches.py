@@ -35,7 +35,7 @@ _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Delivery:
-    """Memory for results on one device, and their copies to another one.
+    """Allocator of results on one device, and copies of the results to another device.
 
     Args:
         device: Device of the results before the copy. Memory on the CPU is pinned if the copies go
@@ -237,7 +237,7 @@ def find_segments(dones: torch.Tensor) -> Segments:
     num_steps, num_envs = dones.shape
     is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
     is_first[:, 1:] = (dones[:-1] != 0).T
-    # The only wait for the device.
+    # `tolist` is the only wait for the device.
     bounds = [0, *is_first.sum(1).cumsum(0).tolist()]
     first = true_places(is_first.flatten(), bounds[-1])  # Index b * T + t of each first step.
     env = torch.div(first, num_steps, rounding_mode="floor")

@@ -68,7 +68,7 @@ class QueueRolloutStorage(RolloutStorage):
         self.buffer_full = False
 
     def add_transitions(self, transition: Transition) -> None:
-        """Copy one step to the cursor. A storage of full size overwrites its oldest step.
+        """Copy one step to the cursor position. A storage of full size overwrites its oldest step.
 
         Raises:
             RolloutOverflowError: A rollout is complete and the storage must grow: call `clear()`.

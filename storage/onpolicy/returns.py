@@ -158,7 +158,7 @@ class Signals(NamedTuple):
 
     @property
     def cut(self) -> torch.Tensor:
-        """Return which steps are cut by a time-out, bool. Time-outs count only at dones."""
+        """Return whether each step is cut by a time-out, bool. Time-outs count only at dones."""
         return (self.dones != 0) & (self.time_outs != 0)
 
 
@@ -198,7 +198,8 @@ def write_returns(
         )
         cut = cut ^ is_absent
     if cut is not None and bootstrap is not None:
-        # Only on the CPU: on a device, this check would wait. Adding zeros costs three launches.
+        # The check runs only on the CPU: on a device it would wait. Adding zeros instead costs
+        # three kernel launches.
         may_be_cut = not rewards.is_cpu or bool(cut.any())
         if may_be_cut:
             # A multiplication by 0 would keep NaN of masked rows.
@@ -211,7 +212,7 @@ def write_returns(
 
 
 def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
-    """Return which steps are cut by a time-out but have no bootstrap value, bool."""
+    """Return whether each step is cut by a time-out but has no bootstrap value, bool."""
     return cut if x.bootstrap_values is None else cut & x.bootstrap_values.isnan()
 
 
@@ -440,7 +441,8 @@ def _write_alive(dones: Any, factor: Any, out: Any) -> None:
     else:
         for head in range(out.shape[-1]):  # One call that broadcasts flags takes 3 times as long.
             out[..., head] = dones[..., 0]
-    # Exact for flags of 0 and 1. A comparison takes 5 times as long in torch, as long in numpy.
+    # This is exact for flags of 0 and 1. A comparison takes 5 times as long in torch, and equally
+    # long in numpy.
     out *= -factor
     out += factor
 
@@ -459,7 +461,7 @@ def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[
 
 
 def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
-    """Return a factor as one number, or as a whole row `[N, R]`.
+    """Return a factor as one number, or as a full row `[N, R]`.
 
     Broadcasting a short row `[R]` takes ten times as long.
     """

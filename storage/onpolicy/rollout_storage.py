@@ -578,12 +578,12 @@ class RolloutStorage(Store, is_saved_whole=True):
     # -- checks ----------------------------------------------------------------------------
 
     def _raise_deferred(self) -> None:
-        """Raise the error of an earlier call that has arrived from the device since."""
+        """Raise the error of an earlier call if the device has reported one."""
         if self._deferred is not None:
             self._deferred.raise_arrived()
 
     def _num_rows_for(self, allow_partial: bool) -> int:
-        """Return the number of steps.
+        """Return the number of steps to read.
 
         Raises:
             BufferEmptyError: There is no step.

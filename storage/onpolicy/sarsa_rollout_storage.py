@@ -32,7 +32,7 @@ from .transition_columns import (
     rollout_columns,
 )
 
-#: Column -> mini-batch field that has the values of the column one step later.
+#: Name of the mini-batch field with the values of a column one step later, by column.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
 _FINALS = "finals/"
 
@@ -197,7 +197,7 @@ class SarsaRolloutStorage(RolloutStorage):
         self.strict_next = arguments.flag("strict_next", strict_next)
         self.emit_next_valid = arguments.flag("emit_next_valid", emit_next_valid)
         self.validate = arguments.flag("validate", validate)
-        #: Step -> true final observations of the trajectories that ended there.
+        #: True final observations of the trajectories that ended at a step, by step.
         self._finals: dict[int, Finals] = {}
         #: Indices of the steps that were added with next observations.
         self._has_next: set[int] = set()
@@ -208,7 +208,7 @@ class SarsaRolloutStorage(RolloutStorage):
 
     @property
     def _whole(self) -> dict[str, torch.Tensor]:
-        """Return observation field -> tensor of all T + 1 steps."""
+        """Map each observation field to the tensor of all T + 1 steps."""
         fields = [field for name in _SHIFTED for field in self._table.columns[name].fields]
         return {field.name: self._table.tensors[f"all_{field.name}"] for field in fields}
 

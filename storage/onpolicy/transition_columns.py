@@ -75,7 +75,7 @@ class Column:
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
-    """Return a column with the name of its source in transitions; no fields without a shape."""
+    """Build a column named as its transition attribute. Without a shape it has no fields."""
     column_fields = () if shape is _ABSENT else declare_fields(name, shape)
     return Column(name, column_fields, **{"source": name, "batch": batch, **options})
 

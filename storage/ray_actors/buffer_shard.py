@@ -142,8 +142,8 @@ class Shard:
         self._pool = (
             BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         )
-        #: Collector -> due number: now (`_due`), and at the last checkpoint (`_saved`). `_last` is
-        #: the collector of the last push.
+        #: Due number of each collector: now (`_due`), and at the last checkpoint (`_saved`).
+        #: `_last` is the collector of the last push.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
@@ -362,7 +362,7 @@ class Shard:
         }
         return {**info, **cut}
 
-    # All else.
+    # Other calls.
 
     def hello(self, collector: str) -> Ack:
         """Return an `Ack` with the number of rows and the due number of a collector."""

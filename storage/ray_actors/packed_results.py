@@ -67,7 +67,7 @@ def map_tree(
     """
     if is_leaf(tree):
         return function(tree)
-    if hasattr(tree, "items") and hasattr(tree, "keys"):  # a TensorDict is no Mapping
+    if hasattr(tree, "items") and hasattr(tree, "keys"):  # A `TensorDict` is not a `Mapping`.
         return {key: map_tree(function, value, is_leaf) for key, value in tree.items()}
     return (
         type(tree)(map_tree(function, x, is_leaf) for x in tree)

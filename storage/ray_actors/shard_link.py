@@ -24,9 +24,10 @@ class LostActorError(BackgroundError):
 
 
 class Link:
-    """Connection of the client `collector` to the actor of a shard, which errors call `where`.
+    """Connection of a client to the actor of one shard.
 
-    The attribute `told` is the last `Ack` of the shard.
+    `collector` is the id of the client. `where` is the name of the shard in errors. The attribute
+    `told` is the last `Ack` of the shard.
     """
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:

@@ -57,7 +57,8 @@ class DictBuffer(RowBuffer):
         "contiguous",
     )
     _last_sampler: TransitionSampler | None = None
-    #: Places in memory of the first row of each window of the last sample, and the window length.
+    #: Positions in memory of the first rows of the windows of the last sample, and the window
+    #: length.
     _last_drawn: tuple[torch.Tensor, int] | None = None
 
     def __init__(

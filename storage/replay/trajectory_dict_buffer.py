@@ -87,7 +87,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     _num_wrong: torch.Tensor | int
     _num_wrong_raised: int
     _late_wrong: LateNumber
-    #: Whether no long enough episode had a priority above 0, sent from a device.
+    #: Number read from a device: whether no long enough episode had a priority above 0.
     _late_empty: LateNumber
 
     def __init__(
@@ -301,7 +301,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @classmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {}  # All options are in the state.
+        return {}  # The numbers of the state have all options.
 
     def _get_state(self) -> State:
         self._order.wait(is_write=False)
@@ -347,7 +347,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def _load_rows(
         self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]
     ) -> None:
-        """Store all frames from parts: first frame, and leaves `[n, 1, *event]` by field name."""
+        """Copy all frames into new memory, part by part.
+
+        A part is the number of its first frame, and leaves `[n, 1, *event]` by field name.
+        """
         rows = self._rows.emptied(self.capacity)
         self._ring = rows.load(schema, 1, self.capacity, parts, {})
         self._use(rows)
@@ -373,7 +376,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
-        #: Required number of frames -> draws of episodes with at least that number of frames.
+        #: Weighted draws of the episodes with at least a required number of frames, by this number.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
         self._num_wrong = 0

@@ -94,9 +94,9 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Return whether a range of bytes has no hole.
+        """Return whether a range of bytes has no gap of a sparse file.
 
-        An attacker can declare large data in a hole, which takes no disk space.
+        An attacker can declare large data in a gap, which takes no disk space.
         """
 
     def readinto(self, out: Any) -> int:
@@ -154,7 +154,7 @@ class GuardedFile(Guarded, io.FileIO):
         return os.pread(self.fileno(), num_bytes, start)
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # File systems without holes report the first hole at the end of the file.
+        # File systems without sparse files report the first gap at the end of the file.
         return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
@@ -162,7 +162,7 @@ def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-#: HDF5's number of an open file -> the file.
+#: Open files by the number that the HDF5 library gives to each.
 _OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
 
 
@@ -315,7 +315,7 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
 
 
 def _named(block: bytes, name: bytes) -> Iterator[bytes]:
-    """Yield bytes that may be the message of the attribute `name`.
+    """Yield byte ranges that may be the header message of the attribute `name`.
 
     Messages of version 2 have a header of 8 bytes, messages of version 3 a header of 9 bytes.
     """
