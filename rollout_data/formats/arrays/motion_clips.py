@@ -214,7 +214,7 @@ class Reader(FileSource):
 
         A standing or walking body has a large scalar part and small x and y. The scalar is
         therefore the first or the last number, whichever is large in nearly all rows. Each kind of
-        advice is given once per folder.
+        advice is reported once per folder.
         """
         if rotations is None or not rotations.shape[0]:
             return

@@ -59,7 +59,7 @@ def is_zip(path: Path) -> bool:
 
 
 class Unpacking:
-    """Random access to a deflated zip member, by decompressor states saved every few MiB.
+    """Random access to a deflated zip member, with a decompressor state saved every few MiB.
 
     Args:
         path: The zip file.
@@ -183,7 +183,7 @@ class NpzArray:
             return value
         stop = self.shape[0] if stop is None else min(stop, self.shape[0])
         start = min(start, stop)
-        if self.is_fortran and len(self.shape) > 1:  # Rows are not contiguous here.
+        if self.is_fortran and len(self.shape) > 1:  # Rows are not contiguous: read all.
             whole: Array = self._stored(self.shape[::-1], 0).transpose()
             return whole[start:stop]
         row_bytes = prod(self.shape[1:]) * self.dtype.itemsize
@@ -279,7 +279,7 @@ def check_count(file: BinaryIO, num_members: int) -> None:
     tail = file.read()
     place = tail.rfind(b"PK\5\6")
     count = int.from_bytes(tail[place + 10 : place + 12], "little")
-    if count not in (num_members, 0xFFFF):  # 0xFFFF: the count is stored elsewhere.
+    if count not in (num_members, 0xFFFF):  # 0xFFFF refers to the ZIP64 record.
         raise zipfile.BadZipFile(f"{num_members} members are listed, but its end says {count}")
 
 

@@ -28,7 +28,7 @@ _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards"
 
 
 class Reader(FileSource):
-    """Reads a folder or zip file with `data/<field>` and `meta/episode_ends`.
+    """Reader of a zarr folder or zip file with `data/<field>` and `meta/episode_ends`.
 
     The format does not state how episodes ended, and rarely has rewards.
     """
@@ -98,7 +98,7 @@ class Reader(FileSource):
                 self.metadata[name.removeprefix("meta/")] = values
 
     def _ends(self, stored: ZarrArray) -> Array:
-        """Read one past the last row of each episode: ascending int64 `[num_episodes]`."""
+        """Read the stop of each episode, one past its last row: ascending int64 `[num_episodes]`."""
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
             raise CorruptFileError(
