@@ -31,7 +31,7 @@ from .hdf5_datasets import DatasetInfo, Files, OpenFile
 _CHECKED_AT_ONCE = 600
 #: Maximum bytes of a metadata dataset.
 _MAX_METADATA_BYTES = 1 << 20
-#: Minimum bytes of a large row, such as a picture. Large rows are read in whole chunks.
+#: Minimum bytes of a large row, such as a picture. Large rows are read in complete chunks.
 _LARGE_ROW_BYTES = 16 << 10
 #: Bytes of large rows read at once from a dataset without chunks.
 _UNCHUNKED_BYTES = 1 << 18
@@ -542,7 +542,7 @@ class LayoutMaker:
             self.layout.metadata[path] = None
 
     def _add(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
-        """Add a column; return whether the type of the dataset is readable."""
+        """Add a column if the type of its dataset is readable; return whether it was added."""
         info = self.datasets[path]
         is_text_table = info.kind == "text" and len(info.shape) != 1
         if info.kind in ("", "bytes") or is_text_table:

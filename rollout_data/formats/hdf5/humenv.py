@@ -79,8 +79,8 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can
-            hold.
-        FieldTypeError: A dataset holds neither numbers nor texts.
+            contain.
+        FieldTypeError: A dataset contains neither numbers nor texts.
         UnsafeFileError: A link leads out of the file.
     """
     with Files().use(path) as file:
