@@ -156,7 +156,7 @@ def _feature_name(field: Field, is_picture: bool, is_depth: bool, is_v3: bool) -
 
 
 def is_picture_field(field: Field) -> bool:
-    """Return whether a field holds pictures of 8 bits."""
+    """Return whether a field contains pictures with 8 bits per channel."""
     return field.dtype == "uint8" and len(field.shape) == 3 and field.shape[2] in _CHANNELS
 
 

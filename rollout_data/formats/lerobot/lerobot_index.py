@@ -154,7 +154,7 @@ class Index:
         """Build the error for an index that contradicts the data.
 
         Args:
-            subject: Subject of the message, a part of the set, such as "The index".
+            subject: Subject of the message, a part of the dataset, such as "The index".
             problem: Predicate of the message.
             kind: Class of the defect.
             episode: Number of the episode; "" for several.

@@ -1,4 +1,4 @@
-"""Arrow types of language columns as plain values for metadata, and their texts in JSON."""
+"""Describe Arrow types of language columns as plain values; convert JSON texts to Arrow arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(value_type: Any) -> Any:
     """Describe an Arrow type by plain values, as in `{"list": {"struct": {"role": "string"}}}`.
 
     Returns:
-        The description, or None if JSON cannot hold values of the type.
+        The description, or None if JSON cannot represent values of the type.
     """
     pyarrow, _ = arrow()
     if isinstance(value_type, pyarrow.BaseExtensionType):
@@ -103,7 +103,7 @@ def arrow_type(description: Any) -> Any:
 
 
 def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
-    """Parse JSON texts into an Arrow array of a type.
+    """Parse JSON texts into an Arrow array of type `column_type`.
 
     Raises:
         UsageError: A text is not JSON of this type, or has a key for which the type has no field.

@@ -61,7 +61,7 @@ class Source:
 
     Attributes:
         runs: Rows of the episode.
-        videos: Name of a camera -> (video file, start time of the episode in the file in seconds).
+        videos: Maps camera names to (video file, start time of the episode in the file in seconds).
     """
 
     runs: tuple[Run, ...]

@@ -17,7 +17,7 @@ from .lerobot_features import Column
 Array = np.ndarray[Any, Any]
 #: Maps LeRobot's names of quantiles to the share of values below them.
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-#: Largest `NumberTable` in bytes that is kept in memory. Larger tables are in temporary files.
+#: Maximum bytes of a `NumberTable` in memory. Larger tables are in temporary files.
 _MEMORY_BYTES = 1 << 26
 #: Number of values that are summarized at once.
 _NUM_SUMMED = 1 << 17

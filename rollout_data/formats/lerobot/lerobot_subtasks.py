@@ -19,7 +19,7 @@ TABLE_NAME = "meta/subtasks.parquet"
 NUMBER = "subtask_index"
 #: Name of the field with the texts, and of the column with the texts in the table.
 TEXT = "subtask"
-#: Metadata key of a recording: maps numbers (as texts) to texts, in the order of the table.
+#: Metadata key of a recording: maps subtask numbers (as texts) to subtask texts, in table order.
 SUBTASKS = "subtasks"
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
 
 
 def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> dict[int, str]:
-    """Map numbers to texts, read from a table. The last text of a number is used."""
+    """Map numbers to texts, read from two columns. The last text of a number is used."""
     numbers = file.integers([number_column])[number_column].tolist()
     known: dict[str, str] = {}
     texts: list[str] = []
@@ -88,7 +88,7 @@ def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) ->
 
 
 def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Array) -> Array:
-    """Return the number of each text.
+    """Return the subtask number of each text.
 
     A recorded number is kept if the table maps the number to the text. The recorded number of an
     empty text, such as -1, is kept too if the table does not have the number.

@@ -956,7 +956,7 @@ class Writer(ForeignWriter):
         return entry
 
     def _modality(self) -> dict[str, Any]:
-        """Return the columns that GR00T reads: whole vectors, each camera, and the task."""
+        """Return the content of `meta/modality.json`: vectors, cameras and the task for GR00T."""
         states: dict[str, Any] = {}
         actions: dict[str, Any] = {}
         cameras: dict[str, Any] = {}
@@ -1045,7 +1045,7 @@ def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_frames(path: Path, times_s: Array, frames: Array) -> bool:
-    """Return whether a video has exactly these frames at these times."""
+    """Return whether a video contains exactly the expected frames at the expected times."""
     try:
         return np.array_equal(read_frames(path, times_s, frames.shape[1:]), frames)
     except CorruptFileError:
