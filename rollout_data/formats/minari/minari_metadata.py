@@ -28,7 +28,7 @@ class Description:
     """The description of a dataset without its episodes.
 
     Attributes:
-        metadata: The whole description.
+        metadata: The complete description.
         spaces: Maps "observation" and "action" to the description of the space; {} if it is
             unknown.
     """
