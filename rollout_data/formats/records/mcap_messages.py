@@ -88,7 +88,7 @@ class Log:
 
     Attributes:
         path: Path of the file.
-        topics: Name of a topic -> topic.
+        topics: Maps topic names to topics.
         metadata: Metadata records as pairs of a name and a dict.
         num_left_out: Number of omitted metadata records.
         is_whole: Whether the file is not truncated.
