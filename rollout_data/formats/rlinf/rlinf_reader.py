@@ -383,7 +383,7 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:
-    """Return the field name of a stored name. If `states` is the only key, it is "observation"."""
+    """Return the field name of a stored name. `states` as the only key becomes "observation"."""
     group, _, part = name.partition("/")
     for stored, field in (("curr_obs", "observation"), ("next_obs", _NEXT)):
         if group == stored:
