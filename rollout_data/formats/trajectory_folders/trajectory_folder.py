@@ -1,4 +1,4 @@
-"""Scan of the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
+"""Scan of the older layout: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
 
 The files are only read, and no code in them is run. Every repaired, skipped or unreadable file is
 one entry in `problems`. The intact data are read. The chunks determine the fields: keys, widths and
@@ -62,8 +62,8 @@ _FIELD_OF_KEY = {
 _COMPONENT = "observation/"
 
 #: Number of chunks that are first scanned without threads, and number of threads for the rest.
-#: Scanning a pickle holds the interpreter's lock. Threads cost 30 % if the files are in the page
-#: cache, and help only if the disk is slow. The first chunks are timed to decide.
+#: Scanning a pickle needs the global interpreter lock. Threads cost 30 % if the files are in the
+#: page cache, and help only if the disk is slow. The first chunks are timed to decide.
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
 #: Age in ns up to which a truncated last chunk is not reported. The older writer writes chunks in
 #: place, so a recently changed chunk may still grow.
@@ -121,7 +121,7 @@ def scan_trajectory_folder(
     Args:
         data_dir: Data folder. All folders below it are searched.
         previous: An earlier scan of this folder. Only new and changed chunks are opened. The fields
-            of the earlier scan are kept if it had any.
+            of the earlier scan are kept if that scan found fields.
         without: Chunk files to leave out because reading them to the end failed.
 
     Raises:
@@ -212,7 +212,7 @@ def _fields(
 ) -> tuple[Signature, Schema, list[DataFileError]]:
     """Return the arrays to read, their fields, and errors about contradicting metadata.
 
-    Arrays and fields of the previous scan are kept if it had any.
+    Arrays and fields of the previous scan are kept if that scan found fields.
     """
     if previous is None or not previous.signature:
         # The signature with the most frames is used, so that one unusual chunk cannot exclude the

@@ -1,4 +1,4 @@
-"""Writer of the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
+"""Writer of the older layout: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
 
 The original reader reads every file in a trajectory folder. Chunks are therefore written outside of
 it and renamed. The original reader orders trajectories by the modification times of their folders.
@@ -51,8 +51,8 @@ class Writer(ForeignWriter):
 
     Options:
         env, policy: Names for `metadata.json`.
-        missing_reward: Reward of every frame in episodes without rewards. With None such episodes
-            are an error.
+        missing_reward: Reward of every frame in episodes without rewards. None raises an error for
+            such episodes.
     """
 
     format = "trajectory-folders"
@@ -272,7 +272,7 @@ def _is_written(name: str) -> bool:
 
 
 def _read_name(name: str) -> str:
-    """Return the name of a field after it is read from this layout."""
+    """Return the name of a field in the reader of this layout."""
     head, separator, rest = name.partition("/")
     return f"{head}{separator}{_component(rest)}"
 
