@@ -379,8 +379,8 @@ def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
 def _without_inventions(fit: Fit) -> Fit:
     """Return a copy of `fit` that fills missing flags and floats and drops other missing fields.
 
-    A stream converts incomplete flags and integers to floats. A conversion must keep the values of
-    its source: flags stay flags, and large integers must not be rounded to floats.
+    Playback streams convert incomplete flags and integers to floats. A conversion must keep the
+    values of its source: flags stay flags, and large integers must not be rounded to floats.
     """
     names = {name for missing in fit.lacking.values() for name in missing}
     own: dict[str, Field] = {}

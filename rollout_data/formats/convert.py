@@ -96,7 +96,7 @@ def convert(
         A summary of the target. Unreadable episodes are left out and listed among the problems.
 
     Raises:
-        UsageError: The format or an option is unknown. The target holds other files, or was
+        UsageError: The format or an option is unknown. The target contains other files, or was
             converted from another source or with other options. Another process is converting into
             the target.
         DataFileError: The source or all of its episodes cannot be read. `AccessError` or

@@ -2,7 +2,7 @@
 
 An episode is written completely or not at all, even if the process is killed. The target contains a
 conversion record: the source, the options, and a line of checksums per written episode. The report
-lists data that a format cannot hold, one line for each kind of change. A new format needs one file
+lists data that a format cannot store, one line for each kind of change. A new format needs one file
 in this folder and one line in `registry.py`.
 """
 
@@ -322,8 +322,8 @@ class ForeignWriter(ABC):
 
         Args:
             episode: The episode.
-            files: Final name in the target -> temporary path, for each file of the episode. The
-                first file is renamed last.
+            files: Maps the final name of each file of the episode to its temporary path. The first
+                file is renamed last.
 
         Raises:
             DataFileError: A field that the writer has not read is unreadable.
@@ -350,7 +350,7 @@ class ForeignWriter(ABC):
         Call this before the last of the files is renamed.
 
         Args:
-            files: Final name in the target -> current path.
+            files: Maps final names in the target to current paths.
             published: Ids of the episodes in these files.
         """
         sums = {name: file_sum(path) for name, path in files.items()}
@@ -421,7 +421,7 @@ class ForeignWriter(ABC):
         Args:
             what: Description of the change, a line of the report.
             episode: The changed episode.
-            holds: Condition; a false value adds nothing.
+            holds: Whether the change applies. If false, nothing is added.
         """
         if not holds:
             return

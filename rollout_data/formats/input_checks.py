@@ -24,7 +24,7 @@ from storage.errors import (
 
 from ..sources.recordings.natural_order import natural
 
-#: Errors that pyarrow raises for damaged files, besides its own.
+#: Errors that pyarrow raises for damaged files, in addition to `pyarrow.ArrowException`.
 ARROW_DAMAGE = (OSError, ValueError, LookupError, TypeError, NotImplementedError)
 _REOPEN_ADVICE = "Call refresh() of the recording, or open it again."
 

@@ -32,7 +32,7 @@ _ROWS_PER_BYTE = 1 << 4
 #: `_MAX_EXPANSION` times the length of the file.
 _MAX_COLUMN_BYTES = 1 << 27
 _MAX_EXPANSION = 4
-#: Maximum number of rows of a column of integers that is read as a whole: 64 MiB of int64.
+#: Maximum number of rows of an integer column that is read at once: 64 MiB of int64.
 _MAX_WHOLE_ROWS = 1 << 23
 #: Maximum number of values of a column of lists with unknown lengths: the smaller of
 #: `_VALUES_PER_BYTE` per byte of the file, and `_VALUES_PER_ROW` per row plus `_MANY_VALUES`. One

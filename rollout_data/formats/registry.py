@@ -1,8 +1,8 @@
 """The readable and writable formats, and detection of the format of a path.
 
-A format is detected from the content of a path. If several formats match, a format that refines the
-others is chosen; other ambiguities are errors. The module of a reader or writer is imported at its
-first use.
+A format is detected from the content of a path. If several formats match, the most specific format
+is chosen (`Format.refines`). Other ambiguities are errors. The module of a reader or writer is
+imported at its first use.
 """
 
 from __future__ import annotations

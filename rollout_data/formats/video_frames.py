@@ -90,9 +90,9 @@ def copy_video(source: VideoRange, target: Path) -> str:
     key frames although decoding cannot start there.
 
     Returns:
-        "file" if the source has only these frames and was copied as a whole. "packets" if packets
-        were copied. "" if copying is impossible: the first frame is not a key frame, or frames of
-        other episodes are in between.
+        "file" if the source has only these frames and the complete file was copied. "packets" if
+        packets were copied. "" if copying is impossible: the first frame is not a key frame, or
+        frames of other episodes are in between.
     """
     with _opened(source.path) as (_, stream):
         is_alone = stream.frames == source.num_frames and not stream.start_time
