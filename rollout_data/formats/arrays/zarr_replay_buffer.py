@@ -98,7 +98,7 @@ class Reader(FileSource):
                 self.metadata[name.removeprefix("meta/")] = values
 
     def _ends(self, stored: ZarrArray) -> Array:
-        """Read the stop of each episode, one past its last row: ascending int64 `[num_episodes]`."""
+        """Read the row after each episode: ascending int64 `[num_episodes]`."""
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
             raise CorruptFileError(
