@@ -1,1 +1,1 @@
-"""The bytes of a block file, the blocks of a folder and the trajectories in them."""
+"""Block files: their layout in bytes, the folders that contain them, and the trajectory index."""

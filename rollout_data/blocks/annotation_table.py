@@ -15,28 +15,29 @@ import numpy as np
 from storage.core.durable_files import crc32
 from storage.errors import CorruptFileError
 
-#: Kind of annotations: metadata of episodes, JSON objects. Their key is the trajectory number.
+#: Annotations of this kind are JSON objects with the metadata of an episode. Their key is the
+#: trajectory number.
 EPISODES = "episodes"
-#: Kind of annotations: texts, whose key is their `text_id`.
+#: Annotations of this kind are texts that frames refer to. Their key is the `text_id` of the text.
 TEXTS = "texts"
-#: Name of the task in the metadata of an episode.
+#: Key of the task description in the metadata of an episode.
 TASK = "task"
-# Names of the two HDF5 datasets of each kind of annotations.
+# Each kind is an HDF5 group with two datasets: sizes and checksums, and the joined UTF-8 bytes.
 TABLE = "table"
 BYTES = "bytes"
-#: Attribute of the file with the CRC-32 of both tables.
+#: HDF5 attribute of the block file: CRC-32 of the annotation tables of both kinds.
 NOTES_CRC = "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])
 #: Largest size of one annotation, and of all metadata of one episode, in bytes.
 MAX_NOTE_BYTES = 1 << 20
-#: Bytes per read. One annotation may be larger, and is then read at once.
+#: Bytes per read of consecutive annotations. A larger annotation is read at once.
 _PORTION_BYTES = 1 << 20
 #: Kind -> (key, UTF-8 text) of each annotation to write.
 Notes = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
 def text_id(text: str) -> int:
-    """Return the id of a text: 8 bytes of BLAKE2b of its UTF-8, as int64; 0 for "".
+    """Return the id of a text: an 8-byte BLAKE2b hash of the UTF-8 text as int64; 0 for "".
 
     The id is the same in every file.
     """
@@ -47,12 +48,12 @@ def text_id(text: str) -> int:
 
 
 def note_tables(notes: Notes) -> dict[str, np.ndarray]:
-    """Return the datasets of both kinds by name; {} if there are no annotations."""
+    """Return the HDF5 datasets that store annotations, by name; {} if there are no annotations."""
     datasets: dict[str, np.ndarray] = {}
     if not any(notes.values()):
         return datasets
     for kind in (EPISODES, TEXTS):
-        # The sort is stable: annotations of one episode stay in their order.
+        # The sort must be stable, since later annotations of an episode replace earlier ones.
         ordered = sorted(notes.get(kind, ()), key=lambda note: note[0])
         rows = [(key, len(data), crc32(data)) for key, data in ordered]
         content = b"".join(data for _, data in ordered)
@@ -62,13 +63,13 @@ def note_tables(notes: Notes) -> dict[str, np.ndarray]:
 
 
 def tables_crc(tables: Mapping[str, np.ndarray]) -> int:
-    """Return the CRC-32 of the tables of both kinds."""
+    """Return the CRC-32 of the annotation tables of both kinds, from datasets by name."""
     return crc32(tables[f"{TEXTS}/{TABLE}"], crc32(tables[f"{EPISODES}/{TABLE}"]))
 
 
 @dataclass(frozen=True, eq=False)
 class NoteTable:
-    """The annotations of one kind in a file.
+    """Keys, byte ranges and checksums of the annotations of one kind in a block file.
 
     Attributes:
         keys: Ascending keys, int64 `[K]`. An episode may have several annotations.
@@ -82,7 +83,7 @@ class NoteTable:
 
     @classmethod
     def checked(cls, table: np.ndarray, offset: int, num_bytes: int) -> NoteTable:
-        """Check a stored table of annotations in the bytes `offset : offset + num_bytes` of the file.
+        """Check a stored annotation table, whose texts are at `offset : offset + num_bytes`.
 
         Raises:
             CorruptFileError: The table is invalid. The error does not name the file.
@@ -98,7 +99,7 @@ class NoteTable:
         return cls(table["key"].copy(), bounds, table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Return the positions of the annotations of a key."""
+        """Return the range of table positions whose annotations have this key."""
         start = int(self.keys.searchsorted(key, "left"))
         return range(start, int(self.keys.searchsorted(key, "right")))
 
@@ -107,7 +108,7 @@ class NoteTable:
         read_bytes: Callable[[int, int], np.ndarray],
         places: range | None = None,
     ) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (key, UTF-8 text) of annotations in order; (key, None) for a damaged annotation.
+        """Yield (key, UTF-8 text) for each annotation in order; (key, None) if it is damaged.
 
         Args:
             read_bytes: Returns the bytes `start:stop` of the file.

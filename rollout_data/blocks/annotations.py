@@ -1,7 +1,7 @@
-"""Metadata of episodes and texts of frames, from the annotations in the blocks of an index.
+"""Reading of episode metadata and frame texts from the annotations in blocks.
 
-The tables of a block are read at their first use and kept. The annotations themselves are read each
-time.
+The annotation tables of a block are read at their first use and cached. The annotations are read
+from the file at each use.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from .trajectory_index import Int64s, TrajectoryIndex
 
 
 class Noted(Protocol):
-    """A source of episodes with annotations: the blocks of an index, or files of other formats.
+    """Interface of episode sources with annotations: blocks, or files of other formats.
 
     Attributes:
         index: Index of the trajectories.
         read_header: Function that returns the header of a block.
-        episode_tasks: Task of each trajectory, only for files of other formats.
-        read_texts: Function that returns the texts of all text fields, only for files of other
-            formats.
+        episode_tasks: Task of each trajectory; None for blocks, which store it as an annotation.
+        read_texts: Function that returns the texts of all text fields; None for blocks.
     """
 
     index: TrajectoryIndex
@@ -42,32 +41,33 @@ class Noted(Protocol):
 
 
 class Notes:
-    """Reader of the annotations of blocks. A pickled copy starts without its caches."""
+    """Reader of the annotations of blocks. Caches are not pickled."""
 
     def __init__(self) -> None:
         #: Identity of a block -> header; None for a block without annotations.
         self._headers: dict[Identity, BlockHeader | None] = {}
-        #: The last index, and the `text_id` of the task of each of its trajectories.
+        #: Cached result of `tasks`: the index, and the `text_id` of each trajectory's task.
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = (None, np.zeros(0, np.int64))
-        #: The last index, and writer -> number of the block of its edit.
+        #: Cached result of `TrajectoryIndex.edits`: the index, and writer -> number of its edit.
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = (None, {})
-        #: Identity of an edit -> its annotations, in memory because the next edit removes the file.
+        #: Identity of an edit -> its annotations. They are kept in memory, since the next edit
+        #: removes the file.
         self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
     def keep_edits(self, noted: Noted) -> None:
-        """Read the annotations of all edits now, so that they stay readable after the next edit.
+        """Read the annotations of all edits into memory, since the next edit removes the files.
 
         Raises:
-            FileNotFoundError: An edit was replaced by a newer one meanwhile.
+            FileNotFoundError: A newer edit has already replaced an edit of the index.
         """
         for block in noted.index.blocks:
             if not block.is_edit:
                 continue
-            with suppress(CorruptFileError):  # Reading the annotation later raises it again.
+            with suppress(CorruptFileError):  # A later read of the annotation raises this error.
                 self._kept[block.identity] = tuple(self._of_episodes(noted, block))
 
     def kept(self, block: Block) -> Block:
-        """Return an edit with the annotations that `keep_edits` read; other blocks unchanged."""
+        """Return an edit with its annotations from `keep_edits`; return other blocks unchanged."""
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
 
@@ -107,7 +107,7 @@ class Notes:
         block: Block,
         key: int | None = None,
     ) -> Iterable[tuple[int, str]]:
-        """Return (trajectory number, JSON) of the episode annotations in a block.
+        """Return (trajectory number, JSON text) for each episode annotation in a block.
 
         With `key`, only annotations of the trajectory with this number are returned.
         """
@@ -118,17 +118,17 @@ class Notes:
         return () if header is None else header.read_notes(EPISODES, key)
 
     def column(self, noted: Noted, name: str) -> list[Any]:
-        """Return the value of one metadata name for each trajectory.
+        """Return the value of the metadata key `name` for each trajectory, as a list.
 
-        The value is None for a trajectory without the name, or if its block was deleted.
+        The value is None for a trajectory without this key, or if its block was deleted.
         """
         return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
 
     def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
-        """Return name -> `column(name)`. Names without a value in any trajectory are left out."""
+        """Map metadata keys to lists with a value per trajectory; omit keys without any value."""
         index = noted.index
         columns = dict[str, list[Any]]()
-        # Sorted by writer and number, the trajectories of each writer are one range.
+        # After sorting by writer and number, each writer's trajectories are one contiguous range.
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         ranges = {}
@@ -138,7 +138,7 @@ class Notes:
         for block in sorted(index.blocks, key=lambda block: block.sequence):
             try:
                 notes = list(self._of_episodes(noted, block))
-            except FileNotFoundError:  # The block was removed after it was listed.
+            except FileNotFoundError:  # The block was deleted after the folder was listed.
                 continue
             if not notes:
                 continue
@@ -154,9 +154,9 @@ class Notes:
         return columns
 
     def tasks(self, noted: Noted) -> Int64s:
-        """Return the `text_id` of the task of each trajectory, int64 `[M]`.
+        """Return the `text_id` of each trajectory's task, int64 `[M]`.
 
-        0 for an unknown task.
+        The id of an unknown task is 0.
         """
         if self._tasks[0] is not noted.index:
             ids = [text_id(task) for task in self._task_texts(noted)]
@@ -164,10 +164,10 @@ class Notes:
         return self._tasks[1]
 
     def texts(self, noted: Noted) -> dict[int, str]:
-        """Return all texts of frames and all tasks by their `text_id`; 0 is ""."""
+        """Map each `text_id` to its text, for all frame texts and tasks; 0 is the id of ""."""
         texts = {0: ""}
         for header in self._headers_with(noted, TEXTS):
-            with suppress(FileNotFoundError):  # The block was removed after its header was read.
+            with suppress(FileNotFoundError):  # The block was deleted after its header was read.
                 texts.update(header.read_notes(TEXTS))
         others = set(self._task_texts(noted))
         if noted.read_texts is not None:
@@ -183,7 +183,7 @@ class Notes:
         return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
 
     def _headers_with(self, noted: Noted, kind: str) -> Iterator[BlockHeader]:
-        """Yield the headers of blocks with annotations of a kind, in the order of each writer.
+        """Yield the headers of blocks with annotations of this kind, by sequence number.
 
         Deleted blocks are left out.
         """
@@ -196,11 +196,11 @@ class Notes:
                 yield header
 
     def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
-        """Return the header of a block; None if it has no annotations."""
+        """Return the header of a block, cached; None if the block has no annotations."""
         if block.identity not in self._headers:
             if is_stand_in(block):
                 raise FileNotFoundError(str(block.path))
-            # Files of other formats have neither columns nor annotations.
+            # Blocks without `places` are files of other formats, which have no annotations.
             header = noted.read_header(block) if block.places else None
             has_notes = header is not None and header.notes
             self._headers[block.identity] = header if has_notes else None
@@ -208,12 +208,12 @@ class Notes:
 
 
 def _positions(index: TrajectoryIndex, trajectories: Int64s, keys: Int64s) -> Int64s:
-    """Return the positions in an index of trajectory numbers of one writer; -1 for unknown numbers.
+    """Find trajectories of one writer by number: index positions, or -1 for unknown numbers.
 
     Args:
         index: The index.
-        trajectories: Positions of the writer's trajectories, in the order of their numbers.
-        keys: Numbers within the writer.
+        trajectories: Index positions of the writer's trajectories, in the order of their numbers.
+        keys: Trajectory numbers within the writer, int64 `[K]`.
     """
     if not len(trajectories):
         return np.full(len(keys), -1)
@@ -224,10 +224,10 @@ def _positions(index: TrajectoryIndex, trajectories: Int64s, keys: Int64s) -> In
 
 
 def parsed(path: Path, text: str) -> Mapping[str, Any]:
-    """Parse the metadata of an episode in a block.
+    """Parse the JSON text of an episode annotation; `path` is the block file, for errors.
 
     Raises:
-        CorruptFileError: The text is no JSON object. The error names the file.
+        CorruptFileError: The text is no JSON object.
     """
     try:
         metadata = json.loads(text)

@@ -1,4 +1,4 @@
-"""`Block`: a block as indices and stores see it, without its rows."""
+"""`Block`: description of a block in memory: its file, its fragments and where its rows are."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from pathlib import Path
 
 import numpy as np
 
-#: File of a block, and its name in the file; "" if it is the whole file.
+#: Path of the file that contains a block, and name of the block in it; "" if the block is the
+#: entire file.
 Key = tuple[Path, str]
-#: Key, size and modification time in ns. A changed block has another identity.
+#: Key, file size in bytes and modification time in ns. They differ if the block was changed.
 Identity = tuple[Key, int, int]
-#: Fragments of a file, and table -> CRC-32 of the rows of each fragment, uint32 `[F, columns]`.
+#: Fragments of a block, and for each table the CRC-32 of each fragment's rows, uint32
+#: `[F, columns]`.
 FragmentSums = tuple[np.ndarray, Mapping[str, np.ndarray]]
-#: Blocks without frames from this sequence number on are edits: see `edit_blocks.py`.
+#: Blocks without frames and with at least this sequence number are edits, see `edit_blocks.py`.
 FIRST_EDIT = 10**15
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A file of frames, or a part of a file.
+    """A block file, or a part of a file of another format.
 
     Attributes:
         path: The file.
-        writer: Name of the writer, unique among all data folders. Trajectories are numbered by
-            writer.
-        sequence: Position among the blocks of its writer.
+        writer: Name of the writer, unique among all data folders. Each writer numbers its own
+            trajectories.
+        sequence: Number of the block among the blocks of its writer.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
-        places: (table, column) -> (byte offset, number of rows); empty for foreign files.
-        file_bytes: Size of the file.
-        mtime_ns: Modification time. With the size, it distinguishes files of one name.
-        name: Name of the block among the blocks of its file; "" if it is the whole file.
-        fragment_sums: Checksums to compare rows with when they are read; None for files of this
-            machine.
-        notes: (trajectory number, text) of the annotations of an edit, since its file may be
-            removed by the next edit. None if they are read from the file.
+        places: Maps (table, column) to (byte offset, number of rows); empty for other formats.
+        file_bytes: Size of the file in bytes.
+        mtime_ns: Modification time in ns. Size and time show whether a file was replaced.
+        name: Name of the block in its file; "" if the block is the entire file.
+        fragment_sums: Checksums that reads compare with the rows; None for files of this machine.
+        notes: Annotations of an edit as (trajectory number, text), kept because the next edit
+            may remove the file. None if annotations are read from the file.
     """
 
     path: Path
@@ -52,15 +53,15 @@ class Block:
 
     @cached_property
     def key(self) -> Key:
-        """File and name of the block."""
+        """File and name of the block, which identify it until the file is replaced."""
         return self.path, self.name
 
     @cached_property
     def is_edit(self) -> bool:
-        """Whether the block has no frames, but later annotations of trajectories of its writer."""
+        """Whether the block has no frames, but drops or annotates trajectories of its writer."""
         return self.sequence >= FIRST_EDIT and not self.fragments["length"].any()
 
     @cached_property
     def identity(self) -> Identity:
-        """Key, size and modification time: equal only for the same, unchanged block."""
+        """Key, file size and modification time; equal only for the same, unchanged block."""
         return self.key, self.file_bytes, self.mtime_ns

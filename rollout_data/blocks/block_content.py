@@ -1,8 +1,8 @@
-"""Rows of a block before writing: from memory or other blocks, coded if the field has a codec.
+"""Content of a block before writing: rows from memory or other blocks, encoded by their codecs.
 
-Chunks follow the order of the rows and end at the ends of fragments. Chunks of other blocks are
-copied without decoding, unless the blocks have different codecs for a field. `write_block.py`
-writes them.
+Chunks follow the order of the rows, and no chunk contains rows of two fragments. Chunks of other
+blocks are copied without decoding, unless the blocks have different codecs for a field.
+`write_block.py` writes the content.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .block_header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ran
 from .chunk_table import ChunkTable, Coding
 from .row_layout import StoredColumn
 
-#: Chunks on which the codec "auto" tries other codecs.
+#: Number of chunks that the codec "auto" encodes with every candidate codec to choose one.
 _NUM_SAMPLES = 8
 
 
 class RowSource(Protocol):
-    """Rows of a column.
+    """Interface of the rows of one column of a block to write.
 
-    Rows are read in parts, so that memory never holds a block twice. Thread-safe.
+    Rows are read in parts, so that memory never contains two copies of a block. Thread-safe.
 
     Attributes:
         num_rows: Number of rows.
@@ -48,15 +48,15 @@ class RowSource(Protocol):
     row_bytes: int
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Return rows `start:stop` in `out` or as a view: uint8 `[stop - start, row_bytes]`.
+        """Return rows `start:stop`, C-contiguous uint8 `[stop - start, row_bytes]`.
 
-        The result is C-contiguous.
+        The result is `out`, filled, or a view of existing memory.
         """
         ...
 
 
 class ArrayRows:
-    """Rows in memory as they will be stored: uint8 `[R, row_bytes]`, C-contiguous."""
+    """A `RowSource` of rows in memory: C-contiguous uint8 `[R, row_bytes]`."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
@@ -68,12 +68,12 @@ class ArrayRows:
 
 
 class CodedRows:
-    """Chunks of a column: a `RowSource` whose rows are single bytes.
+    """A `RowSource` of the encoded chunks of a column. Its rows are single bytes.
 
     Attributes:
-        coding: Coding of the chunks.
-        table: Rows and bounds of the chunks. Byte offsets count from the start of `data`.
-        data: Consecutive chunks, uint8.
+        coding: Codec and largest error of the chunks.
+        table: Rows and byte bounds of the chunks. Bounds count from the start of `data`.
+        data: All chunks, one after another, uint8.
     """
 
     def __init__(self, coding: Coding, table: ChunkTable, data: np.ndarray) -> None:
@@ -88,7 +88,7 @@ class CodedRows:
 
 
 def _decoded(source: RowSource) -> RowSource:
-    """Return the decoded rows of a source."""
+    """Decode a source of encoded chunks; return other sources unchanged."""
     if not isinstance(source, CodedRows):
         return source
     data = source.data
@@ -106,13 +106,14 @@ class BlockContent:
 
     Attributes:
         schema, writer, sequence, fragments, reward_sums: As in `BlockHeader`.
-        rows: Table -> column -> rows. Columns in chunks are coded when the block is written, unless
-            they are `CodedRows`.
-        max_errors: Field -> largest error of the values in `rows` from an earlier lossy coding.
-        codecs: Field with the codec "auto" -> chosen codec. Writing the first block chooses; the
-            writer keeps the mapping for later blocks.
-        frames_per_chunk: Frames of a chunk, at most; None for the default of the codec.
-        notes: Annotations of episodes by the number of the trajectory, and texts of frames.
+        rows: For each table, maps columns to rows. Writing encodes columns that are stored in
+            chunks, unless they are `CodedRows`.
+        max_errors: Maps fields to the largest absolute error of their values in `rows`, caused by
+            an earlier lossy encoding.
+        codecs: Maps fields with the codec "auto" to the chosen codec. Writing the first block
+            fills the mapping; the writer reuses it for later blocks.
+        frames_per_chunk: Maximum number of frames per chunk; None for the default of the codec.
+        notes: Annotations to write: metadata of episodes by trajectory number, and frame texts.
         created_ns: Time of creation; None means now.
     """
 
@@ -133,10 +134,10 @@ def code_tables(
     content: BlockContent,
     num_threads: int | None,
 ) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
-    """Code the columns of a block that are stored in chunks and are not coded yet.
+    """Encode the columns of a block that are stored in chunks, unless they are encoded already.
 
     Returns:
-        The tables with coded columns, and field with a codec -> its coding.
+        The tables with encoded columns, and a mapping of fields with a codec to their coding.
     """
     tables = {table: dict(columns) for table, columns in content.rows.items()}
     codings = {}
@@ -161,12 +162,12 @@ def _code_field(
     sources: Mapping[str, RowSource],
     num_threads: int | None,
 ) -> dict[str, CodedRows]:
-    """Code the rows of a field in all tables with one codec: table -> chunks."""
+    """Encode the rows of a field in all tables with one codec. Maps each table to its chunks."""
     coded = {table: rows for table, rows in sources.items() if isinstance(rows, CodedRows)}
     codecs = {rows.coding.codec for rows in coded.values()}
     has_uncoded = any(rows.num_rows for table, rows in sources.items() if table not in coded)
     if len(codecs) != 1 or has_uncoded:
-        # Both tables must have the same codec. Rows of another codec are decoded and coded again.
+        # A field has one codec per block. Chunks of several codecs are decoded and encoded again.
         sources = {table: _decoded(rows) for table, rows in sources.items()}
         coded = {}
         codecs = set()
@@ -187,9 +188,9 @@ def _code_field(
 
 
 def frames_per_chunk(content: BlockContent, table: str, codec: str, row_bytes: int) -> int:
-    """Return the number of frames of a chunk of a table.
+    """Return the maximum number of frames per chunk in a table.
 
-    Final rows are read one at a time, so each final row is its own chunk.
+    It is 1 for final observations, since they are read one at a time.
     """
     if table != DATA:
         return 1
@@ -203,7 +204,7 @@ def _chosen(
     tables: Iterable[_Frames],
     chosen: MutableMapping[str, str],
 ) -> str:
-    """Return the codec of a field. For "auto" it is chosen on a sample, and added to `chosen`."""
+    """Return the codec of a field; for "auto", choose it by a sample and add it to `chosen`."""
     if codec != AUTO:
         return codec
     if name not in chosen:
@@ -212,12 +213,12 @@ def _chosen(
             if sample:
                 chosen[name] = choose_codec(sample)
                 return chosen[name]
-        return "raw"  # Without rows, the choice is left to a later block.
+        return "raw"  # Without rows there is no sample, so a later block chooses.
     return chosen[name]
 
 
 def _common_coding(codings: Sequence[Coding]) -> Coding:
-    """Return the coding of joined chunks, which must have one codec."""
+    """Return the coding of concatenated chunks, which must all have the same codec."""
     names = {coding.codec for coding in codings}
     assert len(names) == 1, "chunks of one codec would be read as of another"
     return Coding(
@@ -228,7 +229,7 @@ def _common_coding(codings: Sequence[Coding]) -> Coding:
 
 
 class _Frames:
-    """The rows of a column as frames, divided into chunks that end at the ends of fragments."""
+    """The rows of a column, divided into chunks. No chunk contains frames of two fragments."""
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class _Frames:
         self._per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
         #: First row of each chunk, then the number of rows.
         self._bounds = [0]
-        #: Numbers of the chunks with rows of a fragment. Other chunks stay empty.
+        #: Numbers of the chunks that contain rows of a fragment. Other chunks are stored empty.
         self._used = list[int]()
         first, stop = row_ranges(table, content.fragments)
         for low, high in sorted(set(zip(first.tolist(), stop.tolist(), strict=True))):
@@ -261,7 +262,7 @@ class _Frames:
             self._bounds.append(source.num_rows)
 
     def read(self, number: int) -> np.ndarray:
-        """Read the frames of a chunk: `[n, *shape]`."""
+        """Return the frames of chunk `number`: `[n, *shape]`."""
         low, high = self._bounds[number : number + 2]
         rows = self._source.read(low, high, np.empty((high - low, self._row_bytes), np.uint8))
         values = np.ascontiguousarray(rows[:, : self._field.row_bytes]).reshape(-1)
@@ -273,7 +274,10 @@ class _Frames:
         return [self.read(number) for number in self._used[::step]]
 
     def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
-        """Code all used chunks in threads. `error` is the error of an earlier lossy coding."""
+        """Encode all chunks that contain rows of fragments, in parallel threads.
+
+        `error` is the largest error that an earlier lossy encoding has caused in the values.
+        """
         coding = Coding(codec, error, self._per_chunk)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
@@ -298,7 +302,8 @@ def gathered(
     """Concatenate the rows of fragments from blocks with the same schema.
 
     Returns:
-        Table -> column -> rows, and the fragments with their new rows, `[F]`.
+        For each table a mapping of columns to rows, and the fragments with the positions of their
+        rows in the result, `[F]`.
     """
     fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
     tables: dict[str, dict[str, RowSource]] = {}
@@ -320,9 +325,9 @@ def gathered(
 
 
 def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
-    """Return the rows `start:stop` of a column, which are whole fragments.
+    """Return the rows `start:stop` of a column; both bounds must be bounds of fragments.
 
-    For a coded column, the chunks are returned without decoding.
+    Chunks of an encoded column are not decoded.
     """
     if column not in header.chunks[table]:
         return ArrayRows(header.read_rows(table, column, start, stop))
@@ -332,7 +337,7 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
     data = header.read_bytes(int(places[0]), int(places[-1]))
     bounds = places - places[0]
     sums = chunks.sums[low:high]
-    if (sums < 0).any():  # Older blocks have no checksums of chunks.
+    if (sums < 0).any():  # Blocks of earlier releases have no checksums of chunks.
         computed = [crc32(data[first:end]) for first, end in pairwise(bounds.tolist())]
         sums = np.array(computed, np.int64)
     rows = chunks.rows[low : high + 1] - chunks.rows[low]
@@ -341,7 +346,7 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
 
 
 def _joined(parts: Sequence[RowSource], column: StoredColumn) -> RowSource:
-    """Concatenate rows. Chunks of one codec are copied; chunks of several codecs are decoded."""
+    """Concatenate rows. Chunks are copied if all have the same codec, otherwise decoded."""
     coded = [part for part in parts if isinstance(part, CodedRows)]
     if len({part.coding.codec for part in coded}) == 1:
         tables = [part.table for part in coded]
@@ -360,6 +365,6 @@ def _joined(parts: Sequence[RowSource], column: StoredColumn) -> RowSource:
 
 
 def _joined_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the bounds of consecutive parts, counted from 0."""
+    """Concatenate the bounds of several parts. The result starts at 0."""
     sizes = np.concatenate([np.diff(part) for part in bounds])
     return np.append(0, np.cumsum(sizes))

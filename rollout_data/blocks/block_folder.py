@@ -1,9 +1,9 @@
 """A folder of block files: its intact and damaged blocks, and the cache of its index.
 
-A damaged file is one entry in `problems` and hides no other file. Reading never changes the folder;
-only writers and tools call `save_index_cache`. Clocks and listings of a network file system may be
-late. Modification times are only compared for equality, and a known file that a listing lacks is
-looked up by its name.
+A damaged file adds an entry to `problems`; the other files are read. Reading never changes the
+folder; only writers and tools call `save_index_cache`. Clocks and listings of a network file system
+may be late. Therefore modification times are only compared for equality, and a known file that is
+missing from a listing is looked up by its name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .write_block import TEMPORARY_PREFIX
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 4
-#: Exceptions that damaged caches cause in the readers of zip, npy and JSON. RuntimeError is raised
+#: Exceptions that zip, npy and JSON readers raise for a damaged index cache. RuntimeError is raised
 #: for unusual zip members.
 BAD_CACHE = (
     *BAD_METADATA,
@@ -66,16 +66,16 @@ BAD_CACHE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-#: Seconds after a change of a folder in which its modification time may hide a further change. FAT
-#: has a resolution of 2 s.
+#: Seconds after a change of a folder in which a second change may leave the modification time
+#: equal. FAT has a resolution of 2 s.
 _COARSE_S = 2.0
-#: Largest fraction of the time spent on checks of all files while no file is added or removed.
+#: Maximum fraction of the time that is spent on checking the stamps of all known files.
 LOOK_SHARE = 0.005
-#: Largest number of further scans if an edit was replaced during a scan.
+#: Maximum number of additional scans if an edit was replaced during a scan.
 _NUM_LOOKS = 10
-#: Size in bytes and modification time in ns. A file with the same stamp is the same file.
+#: Size in bytes and modification time in ns. A file whose stamp did not change counts as unchanged.
 FileStamp = tuple[int, int]
-#: Fields and content of an opened block.
+#: The schema of an opened block file, and the block.
 _Opened = tuple[Schema, Block]
 
 
@@ -86,7 +86,7 @@ def stamp_of(path: Path) -> FileStamp | None:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return the kind of a file, for errors."""
+    """Return the kind of a file for error messages, such as "a pipe"."""
     mode = path.stat().st_mode
     if stat.S_ISFIFO(mode):
         return "a pipe"
@@ -98,7 +98,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder.
+    """Return the directory entries of a data folder.
 
     Raises:
         UsageError: The folder does not exist.
@@ -120,26 +120,27 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder that are opened as blocks. Errors are as in `entries_of`."""
+    """Return the visible HDF5 files of a data folder. Raises the errors of `entries_of`."""
     visible = [entry for entry in entries_of(data_dir) if not entry.name.startswith(".")]
     return [entry for entry in visible if entry.name.endswith((".h5", ".hdf5"))]
 
 
 class BlockFolder:
-    """The blocks of one data folder.
+    """The blocks of one data folder, updated by `refresh`.
 
     Args:
         data_dir: The folder.
         verify_on_open: Check all checksums of a block when it is first opened.
-        label: Prefix of the names of writers, which makes names of several folders differ.
+        label: Prefix of writer names, so that writers of several folders have different names.
 
     Attributes:
         schema: Fields of the blocks; without blocks the fields that metadata.json declares, or
             None.
-        blocks: File name -> intact block, edits in force included.
-        replaced: File name -> edit that is not in force: replaced, or with missing parts.
-        problems: File name -> error of a file that was left out, metadata.json included.
-        built: Index arrays from the cache, valid for exactly the present blocks, or None.
+        blocks: Maps file names to intact blocks, without the edits in `replaced`.
+        replaced: Maps file names to edits that readers ignore: older edits, and edits with missing
+            blocks.
+        problems: Maps the names of unreadable files to errors, metadata.json included.
+        built: Index arrays from the cache, which are valid only for the present blocks, or None.
         has_unknown_ends: Whether annotations may state how trajectories ended. True if
             metadata.json says so or cannot be read.
     """
@@ -158,20 +159,20 @@ class BlockFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._found: dict[str, FileStamp] = {}
         self._inodes: dict[str, int] = {}
-        #: The listing whose blocks were opened last.
+        #: The listing of the last completed scan. An identical listing needs no scan.
         self._opened_listing: object = None
-        #: Modification time and inode of the folder.
+        #: Modification time and inode of the folder, which change when a file is added or removed.
         self._folder_state: object = None
-        # Monotonic times: last change of the folder, last listing, and next check of all files.
+        # Monotonic times in s: last change of the folder, last listing, next check of all stamps.
         self._changed_s = -math.inf
         self._listed_s = -math.inf
         self._due_s = -math.inf
         self._use_cache = not verify_on_open
-        #: Threads that open blocks.
+        #: Number of threads that open blocks.
         self._num_openers = 1
         self.has_unknown_ends = False
         self._is_schema_fixed = False
-        #: Whether an edit was removed between listing and opening.
+        #: Whether an edit was removed after a listing, before it was opened.
         self._has_missed_edit = False
 
     @classmethod
@@ -187,7 +188,10 @@ class BlockFolder:
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Restrict the folder to earlier blocks: edits, and blocks whose files are unchanged."""
+        """Replace `blocks` by these blocks, without blocks whose files were changed or removed.
+
+        Edits are always kept.
+        """
         present = {block.identity for block in self.blocks.values()}
         kept = [block for block in blocks if block.is_edit or block.identity in present]
         self.blocks = {block.path.name: block for block in kept}
@@ -195,7 +199,7 @@ class BlockFolder:
         self.built = None
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
-        # The path is made absolute, since the process may change its working directory.
+        # Make the path absolute, since the process may change its working directory.
         return arguments.path("", data_dir).absolute()
 
     def refresh(self) -> bool:
@@ -209,7 +213,7 @@ class BlockFolder:
         return has_changed
 
     def _scan(self) -> bool:
-        """Update the blocks by one listing of the folder; return whether anything changed."""
+        """List the folder once and update the blocks; return whether anything changed."""
         listing = self.found_now()
         if listing is self._opened_listing:
             return False
@@ -224,19 +228,20 @@ class BlockFolder:
         return has_changed
 
     def _update(self, listing: Mapping[str, FileStamp]) -> None:
-        """Open the new files of a listing, and remove blocks whose files the listing lacks."""
+        """Open the files that are new in a listing; remove blocks whose files are not in it."""
         for name, stamp in list(self._stamps.items()):
             if listing.get(name) != stamp:
                 self._forget(name)
         self.blocks |= self.replaced
         opened = self._open_all(listing, [name for name in listing if name not in self._stamps])
         if self._is_schema_fixed:
-            # metadata.json is read again, since the ends of new blocks may be in annotations.
+            # A writer sets `ends` in metadata.json before it publishes ends as annotations, so new
+            # blocks require a new look at the file.
             if opened and not self.has_unknown_ends:
                 _, problem = self._declared_schema()
                 self._report_metadata(problem)
         elif self._fix_schema(opened):
-            # The cached blocks have other fields. Each block is opened to report the difference.
+            # The blocks from the cache have other fields. Opening each reports the difference.
             cached = list(self.blocks)
             for name in cached:
                 self._forget(name)
@@ -247,14 +252,14 @@ class BlockFolder:
         self._set_edits_aside()
 
     def _set_edits_aside(self) -> None:
-        """Move the edits that are not in force from `blocks` to `replaced`."""
+        """Move older edits, and edits with missing blocks, from `blocks` to `replaced`."""
         names = not_in_force(self.blocks, self._stamps)
         self.replaced = {name: self.blocks.pop(name) for name in names}
         if self.replaced:
             self.built = None
 
     def _forget(self, name: str) -> None:
-        """Remove a file from all mappings."""
+        """Remove a file from all mappings by file name."""
         del self._stamps[name]
         self.blocks.pop(name, None)
         self.replaced.pop(name, None)
@@ -266,9 +271,9 @@ class BlockFolder:
         listing: Mapping[str, FileStamp],
         names: Sequence[str],
     ) -> dict[str, _Opened]:
-        """Open files: name -> fields and block, in the order of the names.
+        """Open files; map their names, in order, to the schema and the block of each file.
 
-        Damaged files become problems.
+        The errors of damaged files are added to `problems`.
         """
         names = sorted(names)
         if names:
@@ -281,11 +286,11 @@ class BlockFolder:
         return opened
 
     def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
-        """Choose the fields of this folder; return whether the known blocks have other fields.
+        """Choose the schema of this folder; return whether the known blocks have another schema.
 
-        The fields in a block are under a checksum, those in metadata.json are not. If metadata.json
-        declares fields that no block has, the fields of most blocks are chosen. Otherwise the
-        declared fields are chosen.
+        The schema in metadata.json is chosen if at least one block has it. Otherwise the most
+        frequent schema of the blocks is chosen, since a checksum covers the schema in a block, but
+        not metadata.json.
         """
         votes: Counter[Schema] = Counter()
         if self.schema is not None and self.blocks:
@@ -305,9 +310,9 @@ class BlockFolder:
         return has_other_fields
 
     def _add(self, opened: Mapping[str, _Opened]) -> None:
-        """Add the opened blocks that have the fields of this folder, each once.
+        """Add the opened blocks that have the schema of this folder.
 
-        Blocks with other fields and second copies of a block become problems.
+        A block with another schema or a second copy of a block adds an error to `problems`.
         """
         known = {}
         for name, block in self.blocks.items():
@@ -331,14 +336,14 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Return the files that may be blocks: name -> stamp.
+        """Map the names of the files that may be blocks to their stamps.
 
-        If no file was added or removed, this is one system call and returns the same object. A file
-        that is overwritten in place is noticed after a second, or after 200 times the duration of a
-        full check.
+        If no file was added or removed, this takes one system call and returns the same object. A
+        file that is overwritten in place is detected after a second, or after 200 times the
+        duration of a full check.
         """
         start_s = time.monotonic()
-        with suppress(OSError):  # Listing the folder raises the error again.
+        with suppress(OSError):  # The listing below raises this error.
             status = os.stat(self.data_dir)
             state = (status.st_mtime_ns, status.st_ino)
             if self._folder_state != state:
@@ -357,15 +362,15 @@ class BlockFolder:
         return self._found
 
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
-        """Return the stamps of the files that may be blocks.
+        """List the folder; map the names of the files that may be blocks to their stamps.
 
-        Known files are only checked if `is_full`.
+        Stamps of known files are read again only if `is_full`.
         """
         known = {} if is_full else self._found
         inodes_before = self._inodes
         self._inodes = {entry.name: entry.inode() for entry in block_entries(self.data_dir)}
         stamps = {}
-        # A listing may be late, so files of the last listing are looked up as well.
+        # Listings of network file systems may be late, so also look up the previous files.
         for name in self._inodes | dict.fromkeys(self._found):
             if name in known and inodes_before.get(name) == self._inodes.get(name, -1):
                 stamps[name] = known[name]
@@ -378,17 +383,17 @@ class BlockFolder:
     def _stamp_of(self, name: str) -> FileStamp | None:
         """Return the stamp of a file that may be a block.
 
-        None if the file was removed, or is no regular file, which becomes a problem.
+        None if the file was removed or is no regular file. The latter adds an error to `problems`.
         """
         path = self.data_dir / name
         try:
             stamp = stamp_of(path)
-        except FileNotFoundError:  # The file was removed after the listing, or is a dead link.
+        except FileNotFoundError:  # The file was deleted after the listing, or is a dangling link.
             return None
         except OSError as error:
             self.problems[name] = _unreadable(path, error)
             return None
-        if stamp is None:  # Opening a pipe would wait.
+        if stamp is None:  # Opening a pipe would block.
             self.problems[name] = CorruptFileError(
                 f"The block {str(path)!r} is no regular file. It is left out."
             )
@@ -400,9 +405,9 @@ class BlockFolder:
             self.problems[METADATA_NAME] = problem
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
-        """Return the fields that metadata.json declares, and the error of reading that file.
+        """Return the schema in metadata.json and None; or None and the error of reading the file.
 
-        (None, None) if metadata.json does not exist.
+        Both are None if metadata.json does not exist.
         """
         path = self.data_dir / METADATA_NAME
         self.has_unknown_ends = True
@@ -418,7 +423,7 @@ class BlockFolder:
             return None, problem
 
     def read_document(self) -> dict[str, Any]:
-        """Read metadata.json. Errors are as in `folder_metadata.read_document`."""
+        """Read metadata.json as a dict. Raises the errors of `folder_metadata.read_document`."""
         return read_document(self.data_dir / METADATA_NAME)
 
     def header_of(self, block: Block) -> BlockHeader:
@@ -429,7 +434,10 @@ class BlockFolder:
         return open_block(path, verify=self.verify_on_open)
 
     def _open(self, name: str, stamp: FileStamp) -> _Opened | None:
-        """Open a block; None if its file was removed, or is damaged, which becomes a problem."""
+        """Open a block; return None if its file was removed or is damaged.
+
+        The error of a damaged file is added to `problems`.
+        """
         path = self.data_dir / name
         try:
             header = self._open_block(path, stamp)
@@ -460,11 +468,11 @@ class BlockFolder:
         return header.schema, block
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        """Return the checksums with which rows of a block are compared at each read, or None."""
+        """Return the checksums that each read compares with the rows; None for local files."""
         return None
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
-        """Load the blocks of unchanged files from the cache. A damaged cache is ignored."""
+        """Load the blocks of unchanged files from the index cache. A damaged cache is ignored."""
         path = self.data_dir / INDEX_CACHE_NAME
         try:
             if stamp_of(path) is None:
@@ -526,7 +534,7 @@ class BlockFolder:
 
 
 def _metadata_error(path: Path, got: str) -> CorruptFileError:
-    """Return the error of a metadata.json that is damaged, or declares fields that no block has."""
+    """Build the error for a damaged metadata.json, or one whose fields no block has."""
     return CorruptFileError(
         f"{str(path)!r} does not contain the fields of the blocks: {got}. The blocks are read "
         "without it. 'rollout-data verify --repair' writes it again."
@@ -541,26 +549,28 @@ def _check_cached(
     located: np.ndarray,
     stamps: np.ndarray,
 ) -> list[Int64s]:
-    """Check B cached blocks with C columns like `read_header` checks a block.
+    """Check that the blocks in an index cache have valid rows, as `read_header` does for a block.
+
+    There are B blocks with C columns and F fragments.
 
     Args:
         schema: Fields of the blocks.
-        places: (table, column), `[C]`.
+        places: The (table, column) pairs, `[C]`.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         bounds: First fragment of each block, int64 `[B + 1]`.
-        located: Byte offset and number of rows of each column, int64 `[B, C, 2]`.
+        located: Byte offset and number of rows of each column of each block, int64 `[B, C, 2]`.
         stamps: A `FileStamp` for each block, int64 `[B, 2]`.
 
     Returns:
-        Rows in the two tables of each block, int64 `[B]` each.
+        Numbers of rows in the tables `data` and `final` of each block, int64 `[B]` each.
 
     Raises:
-        CorruptFileError: Rows lie outside their file, or fragments outside the rows.
+        CorruptFileError: Rows lie outside their file, or fragments refer to missing rows.
     """
     row_bytes = []
     for table, name in places:
         column = layouts_of(schema)[table].columns[name]
-        # Floats are used, since a product of hostile integers may wrap.
+        # The product is computed in floats, since integers of a malicious file may overflow.
         row_bytes.append(0.0 if column.is_coded else float(column.row_bytes))
     row_counts = []
     num_rows = []
@@ -583,14 +593,14 @@ def _check_cached(
 
 
 def _unreadable(path: Path, error: OSError) -> CorruptFileError:
-    """Return the problem of a file that the system cannot read."""
+    """Build the error for a block file that cannot be read because of an `OSError`."""
     problem = CorruptFileError(f"The block {str(path)!r} cannot be read: {error}. It is left out.")
     problem.__cause__ = error
     return problem
 
 
 def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a folder's metadata as a plain dict with the established keys.
+    """Read the metadata of a data folder as a dict with the keys of metadata.json and totals.
 
     `total_timesteps` and `total_trajectories` count the trajectories that a reader finds in the
     blocks. Damaged blocks do not count.
@@ -607,9 +617,9 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
-    """Return metadata of a folder with totals that are counted in its blocks."""
+    """Return metadata as a dict, with totals that are counted in the blocks of the folder."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
-        # The fields of the blocks are under a checksum, so they take precedence.
+        # The schema in the blocks takes precedence, since a checksum covers it.
         metadata = Metadata.of_schema(folder.schema, metadata.context)
     index = folder.index
     totals = {"total_timesteps": index.num_frames, "total_trajectories": len(index)}
@@ -617,10 +627,10 @@ def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
 
 
 def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> None:
-    """Write the index cache of a folder, atomically. Only writers and tools call this.
+    """Write the index cache of a data folder atomically. Only writers and tools call this.
 
-    The cache only makes opening faster. It may be deleted at any time, and is ignored for files
-    that have changed.
+    The cache only makes opening faster. It may be deleted at any time. Readers ignore its entries
+    for changed files.
 
     Args:
         data_dir: The folder.
@@ -655,6 +665,6 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
             about=np.frombuffer(json.dumps(about).encode(), np.uint8),
             fragments=joined_fragments(blocks),
             places=np.array(located, np.int64),
-            # Stored as one array, since reading twelve arrays takes a millisecond more.
+            # All index arrays are stored as one, since reading twelve takes a millisecond more.
             index=np.concatenate(list(index.values())),
         )

@@ -1,4 +1,4 @@
-"""Reading of blocks: the header with all checks, rows, and checksums of rows.
+"""Reading and checking of block files: the header, rows, annotations and their checksums.
 
 All values of a file are checked against its length and against each other before they are used.
 `FORMAT.md` is the specification; `write_block.py` writes blocks.
@@ -55,14 +55,14 @@ from .row_layout import RowLayout
 FORMAT_NAME = "rollout-data"
 METADATA_NAME = "metadata.json"
 FORMAT_VERSION = 1
-#: Attributes under the checksum of the header, in this order.
+#: HDF5 attributes that the checksum of the header covers, in this order.
 ABOUT = ("schema", "writer", "sequence", "created_ns")
-#: Further attribute under the checksum of the header, only in blocks with coded fields.
+#: HDF5 attribute that the checksum of the header covers too, only in blocks with encoded fields.
 CODECS = "codecs"
-# The two tables of rows in a block.
+# The two tables of a block: rows of frames, and rows of final observations.
 DATA = "data"
 FINAL = "final"
-# Flags of a fragment.
+# Bits of `flags` of a fragment.
 FIRST = 1
 TERMINATED = 2
 TRUNCATED = 4
@@ -78,14 +78,14 @@ END_UNKNOWN = 128
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
 #: Flags of the last fragment of a complete trajectory.
 COMPLETE = TERMINATED | TRUNCATED | OPEN
-#: Bytes of a metadata.json, at most. A larger file is damaged or hostile.
+#: Maximum size of a metadata.json in bytes. A larger file is damaged or malicious.
 MAX_METADATA_BYTES = 1 << 24
-#: Characters of an attribute of a block, at most.
+#: Maximum number of characters of an HDF5 attribute of a block.
 MAX_TEXT_BYTES = 1 << 17
-#: Bytes of a table that may be a hole in the file. A hole takes no bytes of the file, but memory of
-#: its reader.
+#: Maximum bytes of a table that may be a hole in a sparse file. A hole needs no disk space, but
+#: its reader needs memory.
 MAX_HOLLOW_BYTES = 1 << 20
-#: Bytes per fragment of a table that may be a hole: 128 rewards or 256 checksums.
+#: Bytes per fragment of a table that may be a hole in a sparse file: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
 #: Upper limit for `MAX_HOLLOW_ROW_BYTES` times the number of fragments.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
@@ -96,13 +96,13 @@ PART_BYTES = 1 << 20
 
 FRAGMENT_DTYPE = np.dtype(
     [
-        ("trajectory", "<i8"),  # number within its writer
+        ("trajectory", "<i8"),  # number of the trajectory within its writer
         ("env", "<i4"),
         ("flags", "<u4"),
-        ("start", "<i8"),  # first frame, counted from the trajectory's start
+        ("start", "<i8"),  # first frame, counted from the start of the trajectory
         ("length", "<i8"),
-        ("row", "<i8"),  # first row in data/
-        ("final_row", "<i8"),  # row in final/; -1 without a final observation
+        ("row", "<i8"),  # first row in the table "data"
+        ("final_row", "<i8"),  # row in the table "final"; -1 without a final observation
         ("end_time_ns", "<i8"),  # time of the last frame, ns since the epoch
         ("policy_version", "<i8"),  # -1 if the version is unknown
     ]
@@ -110,7 +110,7 @@ FRAGMENT_DTYPE = np.dtype(
 
 
 def corrupt(path: Path, problem: str, *, kind: str = "", episode: str = "") -> CorruptFileError:
-    """Return the error of a damaged block."""
+    """Build the error for a damaged block at `path`; `problem` describes the damage."""
     advice = f"Run 'rollout-data verify --repair {path.parent}' to set it aside."
     if is_url(path):
         advice = "Push an intact copy."
@@ -124,7 +124,7 @@ def corrupt(path: Path, problem: str, *, kind: str = "", episode: str = "") -> C
 
 @lru_cache(maxsize=64)
 def layouts_of(schema: Schema) -> dict[str, RowLayout]:
-    """Return the row layouts: `data` has all fields, `final` the fields of a final observation."""
+    """Return the row layouts of the tables: "data" for frames, "final" for final observations."""
     observation = schema.below("observation").values()
     privileged = schema.below("privileged_observation").values()
     final = Schema([*observation, *privileged])
@@ -144,18 +144,19 @@ class BlockHeader:
         path: The file.
         schema: All fields.
         writer: Name of the writer. With `sequence`, it identifies the block.
-        sequence: Position among the blocks of its writer.
+        sequence: Number of the block among the blocks of its writer.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`; R = 0 without rewards.
-        locations: Table -> column -> (byte offset in the file, number of rows). The offset of a
-            coded column is the offset of its first chunk.
-        checksums: Table -> CRC-32 of the rows or chunks of each fragment, uint32 `[F, columns]`.
-        file_bytes: Size of the file.
-        codings: Field with a codec -> its coding. Older blocks only have the codings of fields in
-            chunks.
-        chunks: Table -> coded column -> its chunks.
+        locations: For each table, maps columns to (byte offset in the file, number of rows). The
+            offset of an encoded column is the offset of its first chunk.
+        checksums: For each table, the CRC-32 of each fragment's rows or chunks, uint32
+            `[F, columns]`.
+        file_bytes: Size of the file in bytes.
+        codings: Maps fields with a codec to their coding. Blocks of earlier releases only have
+            the codings of fields that are stored in chunks.
+        chunks: For each table, maps encoded columns to their chunk tables.
         fetch: Function that returns the bytes `start:stop` of a remote file; None for a local file.
-        notes: Kind -> table of annotations; empty if there are none.
+        notes: Maps kinds of annotations to their tables; empty if there are no annotations.
     """
 
     path: Path
@@ -205,11 +206,10 @@ class BlockHeader:
         start: int,
         stop: int,
     ) -> tuple[list[int], list[int]]:
-        """Return the bounds and checksums of the chunks of a fragment, rows `start:stop`.
+        """Return bounds and checksums of the chunks of one fragment, which has rows `start:stop`.
 
-        Bounds are byte offsets in the file.
-
-        Rows that are not coded count as one chunk without a checksum, -1.
+        Bounds are byte offsets in the file. Unencoded rows count as one chunk, whose checksum is
+        unknown (-1).
         """
         chunks = self.chunks[table].get(column)
         if chunks is not None:
@@ -219,7 +219,9 @@ class BlockHeader:
         return [offset + start * row_bytes, offset + stop * row_bytes], [-1]
 
     def read_notes(self, kind: str, key: int | None = None) -> Iterator[tuple[int, str]]:
-        """Yield (key, text) of the annotations of a kind, in order; with `key`, only of this key.
+        """Yield (key, text) for each annotation of a kind, in order.
+
+        With `key`, only annotations with this key are read.
 
         Raises:
             CorruptFileError: An annotation is damaged.
@@ -254,13 +256,13 @@ def header_crc(
     about: Iterable[object],
     offsets: Iterable[np.ndarray] = (),
 ) -> int:
-    """Return the CRC-32 of a header.
+    """Compute the CRC-32 of a block header.
 
     Args:
-        fragments: Table of fragments.
-        reward_sums: Sums of rewards.
-        about: Values of the attributes in `ABOUT`, and of `CODECS` if there are coded fields.
-        offsets: Datasets `offsets` of the coded columns.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`.
+        about: Values of the attributes in `ABOUT`, and of `CODECS` if there are encoded fields.
+        offsets: Datasets `offsets` of the encoded columns, see `ChunkTable.offsets`.
     """
     text = np.frombuffer("\n".join(map(str, about)).encode(), np.uint8)
     crc = 0
@@ -277,12 +279,12 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
         opened: Open remote file; None opens the local file.
 
     Raises:
-        FileNotFoundError: The file does not exist (any more).
-        CorruptFileError: The file is truncated or damaged, or contradicts itself.
-        ForeignFileError: The file is no block, or a block of a newer version.
+        FileNotFoundError: The file does not exist.
+        CorruptFileError: The file is truncated or damaged, or its values are inconsistent.
+        ForeignFileError: The file is no block, or a block of a newer release.
         UnsafeFileError: The file refers to other files by links, or by external or virtual storage.
     """
-    path = path if isinstance(path, Path) else Path(path)  # A `RemotePath` keeps its class.
+    path = path if isinstance(path, Path) else Path(path)  # Keeps the class of a `RemotePath`.
     try:
         with open_hdf5(path, opened) as (file, guarded):
             return _read_open_file(path, file, guarded)
@@ -298,12 +300,12 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
     except DataFileError:  # The file could not be fetched.
         raise
     except RolloutDataError as cause:
-        # An invalid schema is usually a mistake of the caller. Here it is damage of the file.
+        # Other errors are raised for an invalid schema, which here means that the file is damaged.
         raise corrupt(path, f"invalid schema, {cause.message}", kind="header") from cause
 
 
 def _header_error(problem: str) -> CorruptFileError:
-    """Return the error of a damaged header. `read_header` adds the name of the file."""
+    """Build the error for a damaged header. `read_header` adds the file name."""
     return CorruptFileError(f"{problem}.", kind="header")
 
 
@@ -367,7 +369,7 @@ def _check_rows(
     fragments: np.ndarray,
     locations: Mapping[str, Mapping[str, tuple[int, int]]],
 ) -> None:
-    """Check the numbers of rows, and that fragments lie inside the tables and share no row."""
+    """Check that columns have equal numbers of rows, and that these include all fragments."""
     sizes = {}
     for table, columns in locations.items():
         sizes[table] = {num_rows for _, num_rows in columns.values()}
@@ -384,7 +386,7 @@ def _check_rows(
 
 
 def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
-    """Read the tables of annotations; {} if the file has no annotations."""
+    """Map kinds of annotations to the tables in the file; {} if the file has no annotations."""
     expected = attribute(tables.file, NOTES_CRC)
     kinds = (EPISODES, TEXTS)
     if expected is None and not any(kind in tables.file for kind in kinds):
@@ -411,16 +413,24 @@ def _read_chunks(
     layout: RowLayout,
     ranges: tuple[np.ndarray, np.ndarray],
 ) -> ChunkTable:
-    """Read the table of the chunks of a coded column.
+    """Read and check the chunk table of an encoded column.
 
-    Raises an error if a chunk contains rows of two fragments.
+    Args:
+        tables: Datasets of the block.
+        place: Name of the column's HDF5 group: "table/column".
+        coding: Coding of the column.
+        layout: Row layout of the table.
+        ranges: First and stop row of each fragment, `[F]` each.
+
+    Raises:
+        CorruptFileError: The table is invalid, for example if a chunk has rows of two fragments.
     """
     offsets = tables.read(f"{place}/{OFFSETS}", np.dtype("<i8"), (-1, 2))
     if not len(offsets):
         raise _header_error(f"{place} has no offsets")
     start, num_bytes = tables.locate(f"{place}/{CHUNKS}", np.dtype("u1"))
     num_chunks = len(offsets) - 1
-    sums = np.full(num_chunks, -1)  # Older blocks have no checksums of chunks.
+    sums = np.full(num_chunks, -1)  # Blocks of earlier releases have no checksums of chunks.
     if CHUNK_CHECKSUMS in tables.file[place]:
         stored_sums = tables.read(f"{place}/{CHUNK_CHECKSUMS}", np.dtype("<u4"), (num_chunks,))
         sums = stored_sums.astype(np.int64)
@@ -441,7 +451,7 @@ def _read_chunks(
 
 
 class _Tables:
-    """The datasets of an open block.
+    """Reader of the HDF5 datasets of an open block.
 
     Declared sizes and offsets are checked before memory is allocated.
     """
@@ -459,11 +469,11 @@ class _Tables:
         return dataset
 
     def read(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
-        """Read a table; -1 in the shape accepts any size.
+        """Read the dataset `name`; -1 in `shape` accepts any size.
 
         Raises:
-            CorruptFileError: The table has another dtype or shape, is larger than the file, or is a
-                large hole.
+            CorruptFileError: The dataset has another dtype or shape, is larger than the file, or
+                contains a large hole of a sparse file.
         """
         dataset = self._find(name)
         is_shape = dataset.ndim == len(shape)
@@ -480,8 +490,8 @@ class _Tables:
                 f"table {name!r} has {num_bytes} bytes, and the file {self.file_bytes} bytes"
             )
 
-        # A table with few bytes per fragment may consist of zeros, which a copy of the file may
-        # store as a hole. The number of fragments is known from their own table, read before.
+        # A small table of zeros may be a hole if a tool copied the file as a sparse file. The limit
+        # grows with the number of fragments, which is known: their table was read first.
         of_fragments = shape[0] * FRAGMENT_DTYPE.itemsize
         of_rows = min(shape[0] * MAX_HOLLOW_ROW_BYTES, MAX_HOLLOW_TABLE_BYTES)
         if num_bytes > max(MAX_HOLLOW_BYTES, of_fragments, of_rows):
@@ -493,7 +503,7 @@ class _Tables:
         return np.asarray(dataset[()])
 
     def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Return the place of the rows of a column: (byte offset, number of rows)."""
+        """Return byte offset and number of rows of the dataset `name`; (0, 0) if it is empty."""
         dataset = self._find(name)
         if dataset.dtype != dtype or dataset.ndim != 1:
             raise _header_error(
@@ -513,9 +523,9 @@ class _Tables:
 
 
 def open_block(path: Path, verify: bool = False) -> BlockHeader:
-    """Read and check the header of a block, and with `verify` all its rows.
+    """Read and check the header of a block; with `verify`, also check all rows and annotations.
 
-    Errors are those of `read_header` and, with `verify`, of `check_contents`.
+    Raises the errors of `read_header` and, with `verify`, of `check_contents`.
     """
     header = read_header(path)
     if verify:
@@ -524,10 +534,10 @@ def open_block(path: Path, verify: bool = False) -> BlockHeader:
 
 
 def check_contents(header: BlockHeader) -> None:
-    """Check all checksums of rows and annotations.
+    """Check the checksums of all rows and annotations of a block.
 
     Raises:
-        CorruptFileError: A checksum is wrong. The error names the first wrong checksum.
+        CorruptFileError: A checksum is wrong. The error is about the first wrong checksum.
     """
     for _, error in damaged_fragments(header):
         raise error
@@ -537,10 +547,10 @@ def check_contents(header: BlockHeader) -> None:
 
 
 def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, DamagedRowsError]]:
-    """Check all checksums of a block; yield (fragment number, error) for each wrong checksum."""
+    """Check all rows of a block; yield (fragment number, error) for each wrong checksum."""
     is_remote = header.fetch is not None
     with nullcontext() if is_remote else open(header.path, "rb", buffering=0) as file:
-        # All fragments share this memory, since new memory for each took twice the time.
+        # All fragments are read into the same memory, since new memory for each doubles the time.
         memory = np.empty(PART_BYTES, np.uint8)
 
         def read(start: int, stop: int) -> Iterator[np.ndarray]:
@@ -577,9 +587,9 @@ def _damage(
     number: int,
     wrong: ChecksumError,
 ) -> DamagedRowsError:
-    """Return the error of damaged rows of a fragment.
+    """Build the error for a fragment whose rows have a wrong checksum.
 
-    The error names field and frame if a single damaged byte explains the checksum.
+    The error names field and frame if a single wrong byte explains the checksum.
     """
     fragment = header.fragments[number]
     trajectory = int(fragment["trajectory"])
@@ -613,7 +623,7 @@ def _damage(
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first row and the stop row of each fragment in a table, `[F]` each.
 
-    Both are equal for a fragment without rows in the table.
+    The two are equal for a fragment without rows in the table.
     """
     if table == DATA:
         return fragments["row"], fragments["row"] + fragments["length"]
@@ -622,7 +632,7 @@ def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Coding]]:
-    """Check format and version; return the fields and their codings."""
+    """Check format and version of a block; return its schema and the codings of its fields."""
     format_name = attribute(file, "format")
     if format_name != FORMAT_NAME:
         raise ForeignFileError(
@@ -649,20 +659,20 @@ def check_fragments(
     num_rows: int | np.ndarray,
     num_finals: int | np.ndarray,
 ) -> None:
-    """Check that every fragment lies inside the tables.
+    """Check that the rows of every fragment are inside the tables of its block.
 
     Args:
         fragments: `[F]` of `FRAGMENT_DTYPE`.
-        num_rows, num_finals: Rows of the tables `data` and `final`: one number for all fragments,
-            or int64 `[F]`.
+        num_rows, num_finals: Numbers of rows in the tables `data` and `final` of each fragment's
+            block: int64 `[F]`, or one number for all fragments.
 
     Raises:
-        CorruptFileError: A fragment lies outside its table. The error does not name the file.
+        CorruptFileError: A fragment has rows outside its table. The error does not name the file.
     """
     row = fragments["row"]
     length = fragments["length"]
     final = fragments["final_row"]
-    # The sign bit of the union is set if any of the numbers is negative.
+    # The bitwise OR of several numbers is negative if any of the numbers is negative.
     signs = row | length | (final + 1)
     signs = signs | fragments["start"] | fragments["env"] | fragments["trajectory"]
     is_wrong = (signs < 0) | (row > num_rows - length) | (final >= num_finals)

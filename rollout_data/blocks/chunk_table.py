@@ -1,7 +1,7 @@
-"""Chunk tables: byte ranges of the chunks of a coded component in a block, and their decoding.
+"""Chunk tables: byte ranges of the chunks of an encoded field in a block, and their decoding.
 
-A table is checked before a chunk is read: no chunk lies outside the file, belongs to two fragments,
-or declares more rows than its bytes can hold.
+A table is checked before a chunk is read: no chunk is outside the file, contains rows of two
+fragments, or declares more rows than its bytes can contain.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from storage.core.durable_files import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
 
-# Names of the datasets of a coded component.
+# Names of the HDF5 datasets of an encoded field.
 CHUNKS = "chunks"
 OFFSETS = "offsets"
-#: Name of the dataset of chunk checksums, which older blocks lack.
+#: Name of the dataset of chunk checksums. Blocks of earlier releases do not have it.
 CHUNK_CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Coding of a field in a block.
+    """How a field is encoded in a block.
 
     Attributes:
-        codec: Name of the codec. For "auto", the name of the codec that was chosen.
+        codec: Name of the codec; for "auto", the name of the chosen codec.
         max_error: Largest absolute error, measured when the block was written.
-        frames_per_chunk: Frames of a chunk, at most; 0 for a field that is not stored in chunks.
+        frames_per_chunk: Maximum number of frames per chunk; 0 if the field has no chunks.
     """
 
     codec: str
@@ -49,19 +49,19 @@ class Coding:
 
     @property
     def chain(self) -> ChunkCodec:
-        """Codec of the chunks, without the value codec that converts single rows."""
+        """Codec that compresses chunks; the conversion of values in single rows is not included."""
         return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
 def codings_text(codings: Mapping[str, Coding]) -> str:
-    """Return codings as JSON for the attribute `codecs` of a block; "" if there are none."""
+    """Return codings by field as JSON for the HDF5 attribute `codecs`; "" if there are none."""
     if not codings:
         return ""
     return json.dumps({name: asdict(coding) for name, coding in codings.items()})
 
 
 def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
-    """Parse the result of `codings_text`. Every field that is stored in chunks must have a coding.
+    """Parse the JSON from `codings_text`. Every field that is stored in chunks must have a coding.
 
     Raises:
         ValueError, LookupError, TypeError, RolloutDataError: The text is damaged, or contradicts
@@ -91,15 +91,15 @@ def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """The chunks of one column of one table.
+    """Rows, byte ranges and checksums of the C chunks of one column of one table.
 
     Attributes:
         codec: Codec of the chunks.
         field: Dtype and shape of a decoded row.
-        row_bytes: Size of a row in memory, padding included.
+        row_bytes: Bytes of a row in memory, padding included.
         rows: First row of each chunk, then the number of rows, int64 `[C + 1]`.
-        places: Offset of each chunk in the file, then the end of the last chunk, int64 `[C + 1]`. A
-            chunk of 0 bytes contains only rows that belong to no fragment.
+        places: Byte offset of each chunk in the file, then the end of the last chunk, int64
+            `[C + 1]`. A chunk of 0 bytes contains only rows that belong to no fragment.
         sums: CRC-32 of each chunk, or -1 if it is unknown, int64 `[C]`.
     """
 
@@ -112,7 +112,10 @@ class ChunkTable:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Dataset `offsets`: first row and byte of each chunk, from 0 on, int64 `[C + 1, 2]`."""
+        """Content of the dataset `offsets`: first row and first byte of each chunk, then the ends.
+
+        Bytes are counted from the first chunk, int64 `[C + 1, 2]`.
+        """
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
     def check(
@@ -123,15 +126,15 @@ class ChunkTable:
         place: int,
         num_bytes: int,
     ) -> str:
-        """Return the first property that the table violates; "" if it is valid.
+        """Return the first property that an invalid table violates; "" if the table is valid.
 
         Args:
-            first, stop: Rows of the fragments, int64 `[F]`.
-            frames_per_chunk: Rows of a chunk, at most.
-            place: Offset of the dataset of chunks in the file.
-            num_bytes: Size of the dataset of chunks.
+            first, stop: First and stop row of each fragment, int64 `[F]`.
+            frames_per_chunk: Maximum number of rows per chunk.
+            place: Byte offset of the dataset `chunks` in the file.
+            num_bytes: Size of the dataset `chunks`.
         """
-        # Neighbours are compared, since a difference of hostile numbers may wrap.
+        # Neighbours are compared, since differences of numbers in a malicious file may overflow.
         if self.rows[0] != 0 or (self.rows[1:] <= self.rows[:-1]).any():
             return "ascending rows from 0"
         is_descending = (self.places[1:] < self.places[:-1]).any()
@@ -143,7 +146,7 @@ class ChunkTable:
         most_rows = min(frames_per_chunk, most_chunk_frames(self.field.row_bytes))
         if (counts[is_used] > most_rows).any():
             return f"chunks of at most {most_rows} rows"
-        # Compared as floats, since a product of hostile numbers may not fit into an integer.
+        # Products are computed in floats, since integers in a malicious file may overflow.
         decoded_bytes = counts[is_used] * float(self.field.row_bytes)
         most_bytes = self.codec.max_expansion * sizes[is_used].astype(np.float64)
         if (decoded_bytes > most_bytes).any():
@@ -164,17 +167,22 @@ class ChunkTable:
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where whole fragments start and stop in the file: fragment i has rows `first[i]:stop[i]`."""
+        """Return the byte offsets in the file at which fragments start and stop, int64 `[F]` each.
+
+        Fragment i has rows `first[i]:stop[i]`.
+        """
         starts = self.places[np.searchsorted(self.rows, first)]
         return starts, self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return file offsets and checksums of the chunks of a fragment, rows `start:stop`."""
+        """Return byte bounds and checksums of the chunks of one fragment with rows `start:stop`."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
     def decode(self, chunk: np.ndarray, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Decode a chunk to rows: contiguous uint8 `[num_rows, row_bytes]`, `out` or new memory.
+        """Decode a chunk to rows: contiguous uint8 `[num_rows, row_bytes]`.
+
+        The result is `out`, or new memory if `out` is None.
 
         Raises:
             CorruptFileError: The chunk is damaged. The error does not name the file.
@@ -204,12 +212,15 @@ class ChunkTable:
     ) -> np.ndarray:
         """Decode rows `start:stop`: a new uint8 array `[stop - start, row_bytes]`.
 
-        Rows without a chunk are zeros.
+        Rows that belong to no fragment are zeros.
 
         Args:
             start: First row.
             stop: One past the last row.
             read_bytes: Function that returns the bytes `start:stop` of the file.
+
+        Raises:
+            CorruptFileError: A chunk is damaged. The error does not name the file.
         """
         rows = np.zeros((stop - start, self.row_bytes), np.uint8)
         if start >= stop:
@@ -235,13 +246,13 @@ def check_parts(
     sums: Sequence[int],
     expected: int,
 ) -> None:
-    """Compare bytes that are read in parts with the CRC-32 of each chunk and of all bytes.
+    """Read consecutive chunks in parts; check the CRC-32 of each chunk and of all chunks together.
 
     Args:
         read: Function that yields the bytes `start:stop` of the file in parts.
-        bounds: Bounds of the chunks in the file.
+        bounds: Byte offset of each chunk in the file, then the end of the last chunk.
         sums: CRC-32 of each chunk; -1 if it is unknown.
-        expected: CRC-32 of all bytes.
+        expected: CRC-32 of all chunks.
 
     Raises:
         ChecksumError: A checksum is wrong. The error does not name the file.
@@ -263,12 +274,12 @@ def check_parts(
 
 
 class ChecksumError(CorruptFileError):
-    """The bytes of a chunk have another checksum than the block states.
+    """The actual checksum of chunks differs from the checksum that the block states.
 
     Args:
         expected: CRC-32 in the block.
-        checksum: CRC-32 of the bytes.
-        where: Text after the expected checksum.
+        checksum: CRC-32 of the bytes that were read.
+        where: Text after the expected checksum in the message.
     """
 
     def __init__(self, expected: int, checksum: int, where: str = "") -> None:
@@ -281,7 +292,7 @@ class ChecksumError(CorruptFileError):
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
-    """Compare a chunk with its CRC-32. A CRC-32 of -1 is unknown and not compared.
+    """Compare a chunk with its expected CRC-32, unless that is unknown (-1).
 
     Raises:
         ChecksumError: The checksums differ. The error does not name the file.

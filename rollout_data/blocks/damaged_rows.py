@@ -1,7 +1,7 @@
-"""Search of the damaged byte behind a wrong CRC-32.
+"""Locate a damaged byte by the difference between the expected and the actual CRC-32.
 
-If a single wrong byte explains the checksum, the error names its field and row. Otherwise it names
-all rows.
+If a single wrong byte explains the difference, the error names the byte's field and row. Otherwise
+it names all rows under the checksum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from storage.errors import CorruptFileError
 from .row_layout import StoredColumn
 
 _POLYNOMIAL = 0xEDB88320
-#: Bytes that are searched for a damaged byte, at most. A million bytes take a quarter of a second.
+#: Maximum number of bytes to search for a damaged byte. A million bytes take a quarter of a second.
 _MAX_SEARCHED = 1 << 22
 
 
@@ -34,7 +34,7 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Return the CRC-32 table, its inverse (leading byte -> index), and its nonzero entries."""
+    """Return the CRC-32 table, a map of leading bytes to table indices, and the nonzero entries."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -45,14 +45,15 @@ def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
 
 
 def damaged_byte(difference: int, num_bytes: int) -> int | None:
-    """Return the position of the single byte that explains the difference of two CRC-32, or None.
+    """Return the position of the single wrong byte that explains two CRC-32 values, or None.
 
-    The register runs backwards over zeros from the end, until a single byte can have caused its
-    state. For other damage, a byte is returned by chance in one of 2**24 / `num_bytes` cases.
+    The CRC register is run backwards over zeros from the last byte until a single byte can have
+    caused its state. If several bytes are wrong, the function returns a position by chance in one
+    of 2**24 / `num_bytes` cases.
 
     Args:
         difference: XOR of the two checksums.
-        num_bytes: Bytes under the checksum.
+        num_bytes: Number of bytes that the checksum covers.
     """
     if num_bytes > _MAX_SEARCHED:
         return None
@@ -72,12 +73,12 @@ def located(
     start: int,
     stop: int,
 ) -> tuple[tuple[str, ...], int, int]:
-    """Return the damaged fields and rows among the rows `start:stop`: (fields, first row, stop).
+    """Locate the damage in the rows `start:stop`: (damaged fields, first row, stop row).
 
     Args:
         column: Column of the rows.
-        difference: XOR of the two checksums; 0 if it is unknown.
-        start, stop: Rows under the checksum.
+        difference: XOR of the expected and actual checksum; 0 if it is unknown.
+        start, stop: Range of rows that the checksum covers.
     """
     position = None
     if difference:

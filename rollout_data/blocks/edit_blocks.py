@@ -1,8 +1,9 @@
 """Edits: blocks without frames that drop or annotate trajectories of their writer.
 
-An edit contains all changes of its writer's trajectories, so a newer edit replaces it. An edit of
-several writers consists of one block per writer, its parts. The edit is in force only if all parts
-are present. `FORMAT.md` is the specification; `tools/edit/` writes edits.
+An edit contains all changes of its writer's trajectories, so a newer edit replaces it. A change of
+several writers' trajectories is stored as one block per writer, the parts of the edit. Readers
+ignore an edit unless all its parts exist. `FORMAT.md` is the specification; `tools/edit/` writes
+edits.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from collections.abc import Iterable, Mapping
 
 from .block import FIRST_EDIT, Block
 
-#: Parts of an edit, at most. The sequence number of an edit is `FIRST_EDIT` + generation *
-#: `MAX_PARTS` + number of parts.
+#: Maximum number of blocks of one edit, plus one. The sequence number of an edit is `FIRST_EDIT` +
+#: generation * `MAX_PARTS` + number of blocks.
 MAX_PARTS = 10**6
 _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
 
 def edit_sequence(generation: int, num_parts: int) -> int:
-    """Return the sequence number of the parts of an edit."""
+    """Return the sequence number that all blocks of an edit have.
+
+    `generation` numbers the edits of a folder from 1; an edit with a higher one is newer.
+    """
     return FIRST_EDIT + generation * MAX_PARTS + num_parts
 
 
 def generation_of(sequence: int) -> int:
-    """Return the generation of an edit, counted from 1."""
+    """Return the generation of an edit from its sequence number; newer edits have a higher one."""
     return (sequence - FIRST_EDIT) // MAX_PARTS
 
 
@@ -38,11 +42,11 @@ def named_edit(name: str) -> tuple[str, int] | None:
 
 
 def not_in_force(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
-    """Return the file names of edits not in force: replaced edits, and edits with missing parts.
+    """Return the file names of edits to ignore: older edits, and edits with missing blocks.
 
     Args:
-        blocks: File name -> block, for the blocks that can be read.
-        names: Names of all files. A damaged part counts as present.
+        blocks: Maps file names to blocks, for the blocks that can be read.
+        names: Names of all files in the folder. A damaged block of an edit is not missing.
     """
     edits = {name: block for name, block in blocks.items() if block.is_edit}
     if not edits:

@@ -1,7 +1,7 @@
-"""metadata.json: the schema and the context of a data folder, written once.
+"""metadata.json: the schema of a data folder and facts about the recording, written once.
 
 The first writer of a folder creates the file atomically. The schema of every later writer must
-match the file. Only `mark_noted_ends` replaces an intact file. Totals are not stored:
+equal the schema in the file. Only `mark_noted_ends` replaces an intact file. Totals are not stored:
 `block_folder.py` counts them in the blocks.
 """
 
@@ -31,19 +31,19 @@ from .block_header import (
 )
 from .write_block import TEMPORARY_PREFIX
 
-#: Values of `errno` with which file systems without hard links reject `os.link`.
+#: Values of `errno` that `os.link` raises on file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-#: Exceptions that reading a damaged metadata.json may cause.
+#: Exceptions that may be raised while reading a damaged metadata.json.
 BAD_METADATA = (
     OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
 )  # fmt: skip
-#: Key and value in metadata.json and in the metadata of an episode. They mean that the source of
-#: the data does not state how the episodes, or this episode, ended.
+#: Key and value in metadata.json, or in the metadata of an episode, if the original data do not
+#: state how the episodes, or this episode, ended.
 ENDS, UNKNOWN = "ends", "unknown"
-#: Value of `ENDS` in the metadata of an episode that has a final observation but no end. Only used
-#: in folders with unknown ends.
+#: Value of the key `ENDS` in the metadata of an episode with a final observation that is neither
+#: terminated nor truncated. Only used in folders whose metadata.json states unknown ends.
 OPEN_END = "open"
-#: Keys of metadata.json that the library fills. The context of a caller cannot set these keys.
+#: Keys of metadata.json that the library sets. Callers cannot set these keys.
 RESERVED_KEYS = (
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",
 )  # fmt: skip
@@ -55,8 +55,8 @@ class Metadata:
 
     Attributes:
         schema: Fields of the blocks; empty for folders of other formats.
-        obs_segments: Component -> shape, in the order of concatenation; empty without components.
-        obs_disassemble_mapping: Coded component -> codec.
+        obs_segments: Maps components of the observation to shapes, in the order of concatenation.
+        obs_disassemble_mapping: Maps encoded components of the observation to codecs.
         context: All other keys with unchanged values: env, policy, config, frame_rate_hz, ...
     """
 
@@ -67,7 +67,7 @@ class Metadata:
 
     @classmethod
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
-        """Build metadata whose segments and codecs come from the fields below "observation"."""
+        """Build metadata from a schema: its fields below "observation" are the components."""
         below = schema.below("observation")
         components = {
             name.partition("/")[2]: item for name, item in below.items() if name != "observation"
@@ -88,7 +88,7 @@ class Metadata:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Metadata:
-        """Parse the result of `to_json`, or a trajectory-folder document, which has no "fields"."""
+        """Parse the content of a metadata.json. Trajectory folders have no key "fields"."""
         segments = {
             name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()
         }
@@ -101,7 +101,7 @@ class Metadata:
 
 
 def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
-    """Read the metadata of a folder; rebuild missing or damaged metadata from a block.
+    """Read the metadata of a data folder; rebuild missing or damaged metadata from a block.
 
     Returns:
         The metadata; None if the folder has neither a usable metadata.json nor a readable block.
@@ -111,7 +111,8 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
         return found
     for path in sorted(Path(data_dir).glob("rollout_*.h5")):
         try:
-            # Without metadata.json, readers must look for ends in the metadata of episodes.
+            # Whether ends are known is stated only in metadata.json. Without it, readers must also
+            # look for ends in the metadata of episodes.
             context = {ENDS: UNKNOWN} if found is None else found.context
             return Metadata.of_schema(read_header(path).schema, context)
         except (RolloutDataError, OSError):
@@ -128,7 +129,7 @@ def publish_metadata(
         The metadata in the file.
 
     Raises:
-        SchemaError: The folder has data of another schema. The text names the difference.
+        SchemaError: The folder has data of another schema. The message names the difference.
         UsageError: The metadata are too large.
         OSError: The folder cannot be written.
     """
@@ -142,7 +143,7 @@ def publish_metadata(
         folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
     )
     if path.is_symlink() and not path.exists():
-        path.unlink(missing_ok=True)  # A dead link must not block the name.
+        path.unlink(missing_ok=True)  # A dangling link would prevent the new file.
     if path.exists() and _schema_of(path) is None:  # A damaged file is replaced.
         with replace_file(path, temporary=temporary, durable=durable) as new:
             _write(new, metadata, durable=False)
@@ -150,7 +151,7 @@ def publish_metadata(
     try:
         _write(temporary, metadata, durable)
         if not _link(temporary, path):
-            # Another writer was faster, so the metadata must match its file.
+            # Another writer created the file meanwhile, so compare the metadata with that file.
             return publish_metadata(folder, metadata, writer, durable)
     finally:
         temporary.unlink(missing_ok=True)
@@ -160,10 +161,10 @@ def publish_metadata(
 
 
 def mark_noted_ends(folder: Path) -> None:
-    """Set `ends` to "unknown" in metadata.json.
+    """Set `ends` to "unknown" in metadata.json, so that readers look for ends in annotations.
 
-    Readers of the folder then look for ends in the metadata of episodes. Call this before
-    publishing the first block with such metadata. Otherwise a reader could ignore the ends.
+    Call this before publishing the first block with ends in the metadata of episodes. Otherwise a
+    reader could ignore these ends.
 
     Raises:
         OSError: The folder cannot be written.
@@ -179,7 +180,7 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
     num_bytes = 0
     with open(path, "w", encoding="utf-8") as file:
         for part in json.JSONEncoder(indent=2, default=_plain).iterencode(metadata.to_json()):
-            num_bytes += file.write(part)  # The JSON text is ASCII: one byte per character.
+            num_bytes += file.write(part)  # The JSON text is ASCII, so characters are bytes.
             if num_bytes > MAX_METADATA_BYTES:
                 raise UsageError(
                     f"the metadata of {str(path.parent)!r} exceed {MAX_METADATA_BYTES} bytes as "
@@ -256,5 +257,5 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy numbers and arrays to Python numbers and lists, other objects to text."""
+    """Convert numpy scalars and arrays to Python numbers and lists, other objects to str."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

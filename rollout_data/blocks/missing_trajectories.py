@@ -1,7 +1,7 @@
-"""Placeholders for deleted trajectories that the saved state of a dataset still needs.
+"""Placeholder blocks for deleted trajectories that the saved state of a dataset still needs.
 
-A placeholder is a block without a file. An index counts the frames of the placeholder, but no
-reader can read them. An index with a placeholder has no other fragment of the same trajectory.
+A placeholder is a block without a file. An index counts the frames of the placeholder, but readers
+cannot read them. An index with a placeholder has no other fragment of the same trajectory.
 Only resuming from a saved state creates placeholders.
 """
 
@@ -18,7 +18,7 @@ from .block import Block
 from .block_header import FRAGMENT_DTYPE, OPEN
 from .trajectory_index import TrajectoryIndex
 
-#: (writer, number) of a trajectory -> number of its frames.
+#: Maps (writer, number) of a trajectory to its number of frames.
 Lengths = Mapping[tuple[str, int], int]
 NONE_GONE: Lengths = MappingProxyType({})
 #: File size that marks a placeholder. No file has a negative size.
@@ -26,7 +26,7 @@ _NUM_BYTES = -1
 
 
 def lacking(index: TrajectoryIndex, lengths: Lengths) -> Lengths:
-    """Return the trajectories of which an index has fewer frames than `lengths`, or none."""
+    """Return the entries of `lengths` whose trajectory has fewer frames in the index, or none."""
     missing = {}
     places = index.find(list(lengths)).tolist()
     for (key, length), place in zip(lengths.items(), places, strict=True):
@@ -40,12 +40,12 @@ def with_stand_ins(
     folders: Mapping[str, Path],
     gone: Lengths,
 ) -> list[Block]:
-    """Return pinned blocks in which new placeholders replace the old placeholders.
+    """Return the blocks in `pinned` that have files, and a placeholder for each deleted trajectory.
 
     Args:
-        pinned: Blocks that a saved state needs, with the placeholders of an earlier state.
-        folders: Prefix of the names of a folder's writers -> folder.
-        gone: Deleted trajectories. Each gets a placeholder.
+        pinned: Blocks that a saved state needs; earlier placeholders among them are removed.
+        folders: Maps the prefix of a folder's writer names to the folder.
+        gone: Deleted trajectories.
     """
     made = [block for block in pinned if not is_stand_in(block)]
     for (writer, number), length in gone.items():
@@ -63,7 +63,7 @@ def is_stand_in(block: Block) -> bool:
 
 
 def beside_stand_ins(blocks: Iterable[Block], pinned: Iterable[Block]) -> list[Block]:
-    """Return blocks without fragments of trajectories that have a placeholder in `pinned`."""
+    """Return the blocks, without fragments of trajectories that have a placeholder in `pinned`."""
     gone: dict[str, list[int]] = {}
     for block in filter(is_stand_in, pinned):
         gone.setdefault(block.writer, []).append(int(block.fragments["trajectory"][0]))

@@ -1,9 +1,9 @@
-"""Layout of the fields in a stored row, and the tensors of a batch as parts of gathered rows.
+"""Layout of fields in stored rows, and the tensors of a batch as views of gathered rows.
 
-All small fields of a frame are stored side by side in one packed row, the column "frames", so a
-batch is one gather. Large fields and fields in chunks have columns of their own, so that other
-fields are read without them. The bytes of each tensor in a row are computed once per layout. A
-batch then needs one view per tensor. Uncoded fields and adjacent components become views of the
+All small fields of a frame are stored side by side in one packed row, the column "frames", so one
+gather reads a batch. Large fields and fields in chunks have columns of their own, so that other
+fields are read without them. The byte range of each tensor in a row is computed once per layout. A
+batch then needs one view per tensor. Unencoded fields and adjacent components become views of the
 rows; all other fields become new tensors.
 """
 
@@ -21,31 +21,30 @@ from storage.codecs.codec_chains import check_codec, codec_of, stored_field
 from storage.core.fields import Field, Schema
 from storage.errors import SchemaError
 
-#: A field whose stored rows have at least this number of bytes has a column of its own.
+#: A field with at least this number of bytes per stored row has a column of its own.
 LARGE_FIELD_BYTES = 4096
 #: Name of the column that holds the packed row.
 PACKED = "frames"
-#: Rows are padded to a multiple of this number of bytes, so that every dtype can be viewed in
-#: place.
+#: The size of a row in bytes is a multiple of this number, so that rows can be viewed as any dtype.
 ROW_ALIGNMENT = 8
-#: Dtype that torch cannot concatenate with other dtypes -> signed dtype that torch can concatenate.
-#: Values of uint64 fields must be below 2**63.
+#: Maps dtypes that torch cannot concatenate with other dtypes to signed dtypes that it can. Values
+#: of uint64 fields must be below 2**63.
 _JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-#: Allocates a tensor on the CPU: (shape, dtype) -> tensor.
+#: Function that allocates a CPU tensor with a shape and a dtype.
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-#: Dtype whose rows torch cannot write by index -> dtype of the same size, as which rows are copied.
+#: Maps dtypes that torch cannot assign by index to dtypes of the same size that it can.
 _WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A column of a table: one row of fixed size per frame, with one or several fields.
+    """A column of a block: one row of fixed size per frame, with one or several fields.
 
     Attributes:
         name: "frames" for the packed row, otherwise the name of the only field.
-        row_bytes: Size of a row, padding included.
-        offsets: Field -> first byte of the field in the row.
-        is_coded: Whether the rows are stored as chunks, which must be decoded.
+        row_bytes: Bytes of a row, padding included.
+        offsets: Maps fields to the offset of their first byte in the row.
+        is_coded: Whether the rows are stored as compressed chunks.
     """
 
     name: str
@@ -55,17 +54,17 @@ class StoredColumn:
 
 
 class RowLayout:
-    """Columns and bytes of the fields of a schema.
+    """Assignment of the fields of a schema to columns, and to bytes in the rows of a column.
 
     Args:
-        schema: Decoded fields.
+        schema: Fields as users see them.
         apart: Names of small fields that get a column of their own.
 
     Attributes:
-        schema: Decoded fields.
-        stored: Stored fields, after their codecs.
-        columns: Name -> column.
-        column_of: Field -> column.
+        schema: Fields as users see them.
+        stored: Fields with the dtype and shape that their codecs store.
+        columns: Maps names to columns.
+        column_of: Maps names of fields to their columns.
     """
 
     def __init__(self, schema: Schema, apart: Collection[str] = ()) -> None:
@@ -92,8 +91,8 @@ class RowLayout:
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
 
-        #: Field -> first byte, end, dtype and shape. Computed once: views take a good part of the
-        #: time of small batches.
+        #: Maps fields to first byte, end, dtype and shape. Computed once, since small batches
+        #: spend much of their time on creating views.
         self._spans: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
         for column in columns:
             for name, start in column.offsets.items():
@@ -103,11 +102,11 @@ class RowLayout:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of a frame in all columns."""
+        """Total bytes of a frame over all columns."""
         return sum(column.row_bytes for column in self.columns.values())
 
     def numpy_dtype(self, column: StoredColumn) -> np.dtype[Any]:
-        """Return the structured dtype of a row of a column."""
+        """Return the structured numpy dtype of the rows of a column."""
         formats = []
         for name in column.offsets:
             field = self.stored[name]
@@ -122,7 +121,7 @@ class RowLayout:
         )
 
     def stored_view(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """View a field in rows of its column as `[..., *shape]` of its stored dtype.
+        """Return a view of a field in rows of its column: `[..., *shape]` of the stored dtype.
 
         Args:
             name: The field.
@@ -134,14 +133,14 @@ class RowLayout:
         return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Decode a field in rows of its column. Raw fields are views, coded fields new tensors."""
+        """Decode a field in rows of its column; a field without a codec becomes a view."""
         stored = self.stored_view(name, rows)
         return self._codecs[name].decode(stored, self.schema[name].torch_dtype)
 
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
-        """Return the common bytes of fields in their row: (first byte, end, dtype).
+        """Return the byte range and dtype of adjacent fields: (first byte, end, dtype).
 
-        None if the fields are not adjacent, have several dtypes or columns, or are coded.
+        None if the fields are not adjacent, have different dtypes or columns, or have a codec.
         """
         column = self.column_of[names[0]]
         dtype = self._spans[names[0]][2]
@@ -169,7 +168,7 @@ def joined(
     Args:
         parts: Components `[..., *shape]`.
         leading: Number of axes before the shape of each component.
-        allocate: Returns the memory of the result; None for new memory.
+        allocate: Function that allocates the result; None lets torch allocate it.
     """
     if len({part.dtype for part in parts}) > 1:
         parts = [part.to(_JOINABLE.get(part.dtype, part.dtype)) for part in parts]
@@ -186,7 +185,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _pack(fields: list[Field]) -> StoredColumn:
-    """Return the packed column of some fields. Each field is aligned to its item size."""
+    """Build the column that stores several fields side by side, each aligned to its item size."""
     offsets: dict[str, int] = {}
     end = 0
     for field in fields:
@@ -197,7 +196,7 @@ def _pack(fields: list[Field]) -> StoredColumn:
 
 
 class Grid(NamedTuple):
-    """Rows of a leaf: its element `[i, j]` is in row `first + i * steps[0] + j * steps[1]`."""
+    """Rows of the elements of a batch: `[i, j]` is in row `first + i * steps[0] + j * steps[1]`."""
 
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
@@ -205,14 +204,14 @@ class Grid(NamedTuple):
 
 
 class FrameRows:
-    """Gathered rows: column -> `[n, row_bytes / 4]` int32."""
+    """The gathered rows of a batch by column: int32 `[n, row_bytes / 4]` each."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         self._columns = columns
         self._typed: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def as_type(self, column: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the rows of a column as another dtype, cached for all its fields."""
+        """Return a view of a column's rows as another dtype. Views are cached."""
         found = self._typed.get((column, dtype))
         if found is None:
             found = self._typed[column, dtype] = self._columns[column].view(dtype)
@@ -220,18 +219,19 @@ class FrameRows:
 
 
 class FrameCut:
-    """A tensor of a batch: one field, or several components joined along the last axis.
+    """Function that cuts one tensor of a batch out of gathered rows: a field or joined components.
 
     Args:
         layout: Layout of the rows.
         names: Name of the field, or names of the components.
-        is_joined: Whether the tensor is flat, `[..., D]`. Otherwise it has the shape of the field.
+        is_joined: Whether components are concatenated to `[..., D]`. Otherwise the tensor has the
+            shape of the field.
 
     Attributes:
         names: Name of the field, or names of the components.
         column: Column of the first name.
-        parts: Components that must be concatenated, since they are not adjacent or are coded;
-            otherwise empty.
+        parts: Components to concatenate, if they are not adjacent or have a codec; otherwise
+            empty, since one view is enough.
     """
 
     def __init__(self, layout: RowLayout, names: Sequence[str], is_joined: bool = False) -> None:
@@ -244,7 +244,7 @@ class FrameCut:
         )
         self._is_coded = span is None
         row_bytes = layout.columns[self.column].row_bytes
-        # Coded values are decoded from bytes.
+        # Codecs decode from bytes, so a field with a codec is viewed as uint8.
         start, stop, self._dtype = span or (0, row_bytes, torch.uint8)
         item_bytes = self._dtype.itemsize
         self._begin = start // item_bytes
@@ -256,9 +256,9 @@ class FrameCut:
     def __call__(
         self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None
     ) -> torch.Tensor:
-        """Return the tensor of a batch, `[*grid.sizes, *shape]`: a view of the rows where possible.
+        """Return the tensor, `[*grid.sizes, *shape]`, as a view of the rows if possible.
 
-        `allocate` returns memory for components that must be concatenated.
+        `allocate` allocates the result if components must be concatenated.
         """
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
@@ -271,9 +271,9 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Return the tensors of a batch by name.
+    """Map the names of a batch's tensors to the functions that cut them out of gathered rows.
 
-    With `is_joined`, the components of each name in `groups` are joined to one tensor.
+    With `is_joined`, the components of each name in `groups` form one tensor.
     """
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:
@@ -286,6 +286,6 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
-    """Write rows to the positions `at` of `values`, a contiguous tensor with memory of its own."""
+    """Assign `values[at] = rows`, also for unsigned dtypes. `values` must be contiguous."""
     dtype = _WRITABLE.get(values.dtype, values.dtype)
     values.view(dtype)[at] = rows.view(dtype)

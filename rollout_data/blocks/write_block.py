@@ -1,7 +1,8 @@
-"""Writing and publishing of a block.
+"""Writing and publishing of block files.
 
-A block is complete or absent. It is written to a temporary file and flushed, and a rename publishes
-it. It never changes afterwards. `FORMAT.md` is the specification; `block_header.py` reads blocks.
+A block is written to a temporary file, which is flushed and then renamed. Readers therefore never
+find an incomplete block. A block never changes afterwards. `FORMAT.md` is the specification;
+`block_header.py` reads blocks.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ from .block_header import (
 )
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
 
-#: Rows start at a multiple of this number of bytes, so that files can be mapped side by side.
+#: The rows of a column start at a multiple of this number of bytes (a memory page), so that the
+#: rows of several files can be mapped to adjacent addresses.
 DATA_ALIGNMENT = 4096
 TEMPORARY_PREFIX = ".tmp_"
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 def block_name(writer: str, sequence: int) -> str:
-    """Return the file name of a block. Names of one writer sort by sequence."""
+    """Return the file name of a block. Names of one writer's blocks sort by sequence number."""
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
@@ -59,9 +61,9 @@ def write_block(
     Args:
         folder: An existing folder.
         content: Content of the block.
-        durable: Flush the file before and the folder after the rename. Otherwise publishing is
-            atomic if the process crashes, but not if the machine does.
-        num_threads: Threads that code chunks, at most; None uses the number of torch.
+        durable: Flush the file before the rename, and the folder after it. Otherwise publishing is
+            atomic if the process crashes, but not if the machine crashes.
+        num_threads: Maximum number of threads that encode chunks; None uses torch's number.
 
     Returns:
         The path of the published block.
@@ -72,7 +74,7 @@ def write_block(
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():
         raise UsageError(f"the block {str(path)!r} exists already. Use another writer name.")
-    # `recover_dead_writers` finds the temporary file of a killed writer by this name.
+    # `recover_dead_writers` recognizes a killed writer's temporary file by this form of the name.
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
         with replace_file(path, temporary=temporary, durable=durable) as new:
@@ -86,13 +88,13 @@ def write_block(
 def write_block_file(
     path: Path, content: BlockContent, starts_writeback: bool, num_threads: int | None = None
 ) -> None:
-    """Write a block to a new file, which is not flushed.
+    """Write a block to a new file without flushing it.
 
     Args:
         path: Path of the new file, which must not exist.
-        content: Content of the block, which is not changed.
-        starts_writeback: Start to write rows to the disk while the next rows are coded.
-        num_threads: Threads that code chunks, at most; None uses torch's number.
+        content: Content of the block; not modified.
+        starts_writeback: Start to write rows to the disk while the next rows are encoded.
+        num_threads: Maximum number of threads that encode chunks; None uses torch's number.
 
     Raises:
         OSError: The file cannot be written.
@@ -126,10 +128,11 @@ def _write_rows(
     starts_writeback: bool,
     num_threads: int | None,
 ) -> dict[str, np.ndarray]:
-    """Write all rows.
+    """Write all rows of a block to the reserved offsets of its file.
 
     Returns:
-        `checksums/<table>` -> CRC-32 of the rows or chunks of each fragment, uint32 `[F, columns]`.
+        Maps `checksums/<table>` to the CRC-32 of each fragment's rows or chunks, uint32
+        `[F, columns]`.
     """
     pieces = list[_Piece]()
     checksums = {}
@@ -146,14 +149,14 @@ def _write_rows(
             num_bytes = source.num_rows * source.row_bytes
             pieces += _cut(source, offset, ranges, values[:, position])
             part_bytes = max(part_bytes, source.row_bytes)
-            # Allocating the space of the file at once makes writing a tenth faster.
-            # `os.posix_fallocate` would write to every block of the disk if the file system has no
-            # such call.
+            # Allocating the space of the rows first makes writing a tenth faster.
+            # `os.posix_fallocate` is not used, since it writes to every disk block if the file
+            # system does not support preallocation.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
     if num_threads is None:
         num_threads = torch.get_num_threads()
-    num_threads = min(2, num_threads)  # More threads would wait for the file.
+    num_threads = min(2, num_threads)  # More threads would only wait for writes to the file.
     memories = [np.empty(part_bytes, np.uint8) for _ in range(num_threads)]
 
     def write(piece: _Piece) -> None:
@@ -169,15 +172,15 @@ def _write_rows(
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Rows of a column that are written by one thread, and the fragments in them.
+    """Consecutive rows of a column that one thread writes, and the fragments in them.
 
     Attributes:
         source: All rows of the column.
-        offset: Byte offset of the first row of the column in the file.
-        start, stop: Rows of this piece.
+        offset: Byte offset in the file of the first row of the column.
+        start, stop: Range of rows of this piece.
         spans: Rows (first, stop) of each fragment in the piece.
-        checksums: Checksums of all fragments of the column.
-        places: Positions of the fragments of the piece in `checksums`.
+        checksums: Output: CRC-32 of each fragment of the column, uint32 `[F]`.
+        places: Indices in `checksums` of the fragments in the piece.
     """
 
     source: RowSource
@@ -189,7 +192,7 @@ class _Piece:
     places: list[int]
 
     def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
-        """Read, checksum and write the rows in parts. `memory` holds at least one row."""
+        """Read and write the rows in parts of `memory`, at least a row; compute the checksums."""
         row_bytes = self.source.row_bytes
         sums = [0] * len(self.spans)
         rows_a_part = len(memory) // row_bytes
@@ -203,7 +206,7 @@ class _Piece:
                 if begin < end:
                     sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
             write_at(descriptor, part, self.offset + low * row_bytes)
-            if starts_writeback:  # The flush at the end then has little left to write.
+            if starts_writeback:  # Leaves little for the flush at the end.
                 place = self.offset + low * row_bytes
                 num_bytes = len(part)
                 _hasten("sync_file_range", descriptor, place, num_bytes, _SYNC_FILE_RANGE_WRITE)
@@ -216,7 +219,16 @@ def _cut(
     ranges: tuple[np.ndarray, np.ndarray],
     checksums: np.ndarray,
 ) -> list[_Piece]:
-    """Divide a column at starts of fragments into pieces of up to `PART_BYTES` or one fragment."""
+    """Divide the rows of a column between fragments, into pieces of about `PART_BYTES`.
+
+    A larger fragment forms its own piece.
+
+    Args:
+        source: Rows of the column.
+        offset: Byte offset in the file of the first row.
+        ranges: First and stop row of each fragment, int64 `[F]` each.
+        checksums: Output for the CRC-32 of each fragment, uint32 `[F]`.
+    """
     if not source.num_rows:
         return []
     first, last = ranges
@@ -243,10 +255,10 @@ def _cut(
 
 
 def _hasten(name: str, *numbers: int) -> None:
-    """Call a Linux function that Python does not offer, if the C library has it.
+    """Call a Linux function that Python does not provide, if the C library has it.
 
-    The result is ignored, since the call only makes the following writes faster. These writes
-    report errors.
+    The result is ignored, since the call only makes the following writes faster, which report
+    errors themselves.
     """
     function = _system_call(name)
     if function is not None:
@@ -262,7 +274,11 @@ def _system_call(name: str) -> Callable[..., object] | None:
 def _reserve_tables(
     file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
-    """Reserve space for tables, rows and checksums, which HDF5 does not write: name -> offset."""
+    """Reserve space in the file for tables, rows and checksums, which are written without HDF5.
+
+    Returns:
+        Maps the names of datasets to byte offsets in the file.
+    """
     offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
@@ -284,7 +300,7 @@ def _write_tables(
     codings: Mapping[str, Coding],
     plain: Mapping[str, np.ndarray],
 ) -> None:
-    """Write the attributes and the tables of chunks."""
+    """Write the HDF5 attributes and the chunk tables of a block."""
     created_ns = time.time_ns() if content.created_ns is None else content.created_ns
     schema_text = json.dumps(content.schema.to_json())
     values = (schema_text, content.writer, content.sequence, created_ns)
@@ -297,7 +313,7 @@ def _write_tables(
     if any(content.notes.values()):
         attributes[NOTES_CRC] = tables_crc(plain)
     for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **attributes}.items():
-        # These calls take a quarter of the time of `file.attrs[name] = value`.
+        # The low-level calls take a quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
         created = h5py.h5a.create(
             file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(())
@@ -308,7 +324,7 @@ def _write_tables(
 def _write_offsets(
     file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]
 ) -> list[np.ndarray]:
-    """Write the tables of chunks. Returns the datasets `offsets`, which `header_crc` covers."""
+    """Write the chunk tables; return the datasets `offsets`, which the header checksum covers."""
     offsets = []
     for table, columns in content.rows.items():
         for name, source in columns.items():
