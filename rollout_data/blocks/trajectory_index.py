@@ -256,7 +256,7 @@ class TrajectoryIndex:
 
     @cached_property
     def first_fragment(self) -> Int64s:
-        """Position of each trajectory's first fragment, then the fragment count, int64 `[M + 1]`."""
+        """Position of each trajectory's first fragment, then their number, int64 `[M + 1]`."""
         first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
         return first
 

@@ -1,1 +1,1 @@
-"""The places that episodes come from, through one interface: `EpisodeSource`."""
+"""Sources of episodes: folders, files and memory behind one interface, `EpisodeSource`."""

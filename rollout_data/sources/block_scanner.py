@@ -1,4 +1,7 @@
-"""`BlockScanner`: lists folders of block files and maps the blocks side by side if possible."""
+"""`BlockScanner`: lists folders of block files and creates snapshots of their episodes.
+
+If possible, it maps all blocks into one address range, so that one gather reads from all files.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class BlockScanner(Scanner):
             Choice(origin, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
         ]
-        #: For each folder the blocks of an open recording; None if the folder is scanned.
+        #: For each folder, the blocks of an open recording; None if the folder is scanned instead.
         self._opened = [
             None if origin.opened is None else _Opened(origin.opened, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
@@ -71,9 +74,9 @@ class BlockScanner(Scanner):
         self._adopted: list[Block] | None = None
         self._files: FileMap | None = None
         self._last: RowSource | None = None
-        #: A snapshot, and its listing for other processes.
+        #: Cached result of `listing`: a snapshot, and its listing for other processes.
         self._listing: tuple[RowSource | None, Any] = None, None
-        #: The index of a snapshot in shared memory, and that memory.
+        #: The index that was put into or read from shared memory, and that memory.
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._next_release_s = 0.0
@@ -98,7 +101,7 @@ class BlockScanner(Scanner):
         if self._source.is_remote:
             return self._remote_folders[0].metadata
         folder = self._folders[0]
-        # After a scan the headers are known, and `read_metadata` would read them again.
+        # After a scan the folder knows its blocks, and `read_metadata` would scan it again.
         stored = load_metadata(folder.data_dir) if self._last is not None else None
         return (
             read_metadata(folder.data_dir) if stored is None else counted_metadata(folder, stored)
@@ -115,8 +118,7 @@ class BlockScanner(Scanner):
     def _remote_folders(self) -> list[RemoteFolder]:
         return [folder for folder in self._folders if isinstance(folder, RemoteFolder)]
 
-    # Listings for other processes
-
+    # Exchange of listings with other processes
     def listing(self) -> Any:
         snapshot = self.snapshot()
         if self._listing[0] is not snapshot:
@@ -136,7 +138,7 @@ class BlockScanner(Scanner):
             self._shared = index, memory
             stored, _ = shared_at(memory.spot if memory is not None else None)
             if stored is not None:
-                # This process also uses the shared arrays, which releases its own arrays.
+                # Using the shared arrays here too releases this process's own arrays.
                 vars(index).update({**vars(stored[1]), "blocks": index.blocks})
                 for folder in self._folders:
                     folder.built = None
@@ -158,14 +160,13 @@ class BlockScanner(Scanner):
         if stored is not None:
             index = stored[1]
             index.blocks = tuple(blocks)
-            # Memory that this process has shared is kept, since other processes map it.
+            # Keep the memory that this process has shared itself, since other processes map it.
             own = self._shared[1]
             is_own = own is not None and own.spot == spot
             self._shared = index, own if is_own else memory
         return True
 
-    # Scans
-
+    # Scans of the folders
     def refresh(self, in_use: BlocksInUse) -> None:
         has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
         self._adopted = None
@@ -197,7 +198,7 @@ class BlockScanner(Scanner):
         self._source.lost.intersection_update(key for key, *_ in mapped)
 
     def _warn_without_sums(self) -> None:
-        """Warn once of remote blocks without a file of piece checksums."""
+        """Warn once if remote blocks have no checksum file, so that their rows are not verified."""
         num_blocks = sum(folder.num_without_sums for folder in self._remote_folders)
         if not num_blocks or self._has_warned:
             return
@@ -220,7 +221,7 @@ class BlockScanner(Scanner):
                 for folder in self._folders
                 for name in folder.found_now()
             }
-        except RolloutDataError:  # The folder cannot be listed. `refresh` raises the error.
+        except RolloutDataError:  # The folder cannot be listed; `refresh` raises this error.
             return
         deleted = {
             identity for identity in self._files.mapped if str(identity[0][0]) not in present
@@ -234,7 +235,7 @@ class BlockScanner(Scanner):
         self._next_release_s = stop_s + max(1.0, (stop_s - start_s) / LOOK_SHARE)
 
     def _blocks(self) -> list[Block]:
-        """Return the existing blocks, with the selected trajectories only."""
+        """Return the existing blocks, reduced to the selected trajectories."""
         if self._adopted is not None:
             return self._adopted
         blocks: list[Block] = []
@@ -285,10 +286,10 @@ class BlockScanner(Scanner):
         return BlockFiles(index, layouts)
 
     def _mapped(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
-        """Map blocks that are not mapped yet. Blocks that cannot be mapped are reported."""
+        """Map the new blocks and return a snapshot; report blocks that cannot be mapped."""
         files = self._files
         if files is None or files.layouts is not layouts or not files.has_room(blocks):
-            # Deleted blocks cannot be mapped again: their trajectories count as lost.
+            # A new `FileMap` cannot map deleted blocks, so their trajectories become unreadable.
             files = FileMap(layouts, blocks, self._source.chunk_cache_bytes)
             self._files = files
         mapped = []
@@ -301,7 +302,7 @@ class BlockScanner(Scanner):
                 self._source.count_lost([block.key])
             except RolloutDataError as problem:
                 self._source.report(problem)
-        # The index arrays of the folder are valid only if no block was left out or added.
+        # Index arrays from the cache are valid only if no block was left out or added.
         is_as_scanned = (
             self._adopted is None
             and not self._pinned
@@ -310,8 +311,8 @@ class BlockScanner(Scanner):
         )
         is_whole = is_as_scanned and len(self._folders) == 1 and self._choices[0].is_all
         built = self._folders[0].built if is_whole else None
-        # Blocks from the listing of another process keep their numbers, even if this process cannot
-        # map them.
+        # Blocks that another process listed keep their numbers even if they cannot be mapped here,
+        # since both processes use the same index.
         known = mapped if self._adopted is None else blocks
         self._next_release_s = 0.0
         return MappedBlocks(self._index(known, self._pinned, built), layouts, files)
@@ -322,7 +323,7 @@ class BlockScanner(Scanner):
         pinned: list[Block],
         built: Mapping[str, np.ndarray] | None = None,
     ) -> TrajectoryIndex:
-        """Return the index of blocks: the index in shared memory if it has the same blocks."""
+        """Return the shared index if it has exactly these blocks; otherwise build an index."""
         shared = self._shared[0]
         wanted = (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
@@ -330,7 +331,7 @@ class BlockScanner(Scanner):
         return TrajectoryIndex(wanted, len(blocks), built)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
-        """Replace the problem of trajectories with missing blocks. Only the first problem warns."""
+        """Report trajectories with missing blocks: replace the earlier problem, warn only once."""
         problems = self._source.problems
         if self._broken is not None and self._broken in problems:
             problems.remove(self._broken)
@@ -345,11 +346,11 @@ class BlockScanner(Scanner):
 
 
 class _Opened:
-    """The blocks of an open recording, whose folder is not scanned again.
+    """The blocks of an open recording, which are used instead of a scan of its folder.
 
     Args:
         source: Source of the recording.
-        label: Prefix of the writers' names, as in `BlockFolder`.
+        label: Prefix of writer names, as in `BlockFolder`.
     """
 
     def __init__(self, source: RowSource, label: str) -> None:

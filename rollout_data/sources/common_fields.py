@@ -1,4 +1,4 @@
-"""`common_fields`: the fields of a stream of episodes that have different fields."""
+"""`common_fields`: the fields of a stream whose episodes have different fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from storage.core.fields import Field, Schema
 
-#: Names that batches use for their own fields.
+#: Names of fields that batches add, so recorded fields of a stream cannot have them.
 RESERVED = (
     "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
     "next_observation", "next_privileged_observation",
@@ -18,14 +18,14 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Fit(NamedTuple):
-    """The fields of a stream of episodes, and the episodes and fields that do not fit.
+    """Result of `common_fields`: the fields of a stream, and the left-out episodes and fields.
 
     Attributes:
         schema: The fields of the stream.
-        left_out: Schema of left-out episodes -> difference from the fields of the stream.
-        lacking: Schema of streamed episodes -> names of their missing fields, which read as NaN.
-        dropped: Name of a left-out field -> the reason.
-        forms: Schemas of the streamed episodes, each once.
+        left_out: Maps the schemas of left-out episodes to the difference from the stream's fields.
+        lacking: Maps the schemas of streamed episodes to their missing fields, which read as NaN.
+        dropped: Maps the names of left-out fields to the reason.
+        forms: Distinct schemas of the streamed episodes.
     """
 
     schema: Schema
@@ -36,15 +36,16 @@ class Fit(NamedTuple):
 
 
 def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
-    """Return the fields of a stream of episodes, and the episodes and fields that do not fit.
+    """Choose the fields of a stream, and the episodes and fields to leave out of it.
 
-    Episodes that contradict the fields of most episodes are left out. A field that some episodes
-    lack becomes a float field and reads as NaN in these episodes. Pictures and other integers of
-    several axes must be in all episodes.
+    Episodes whose fields contradict the fields of most episodes are left out. A field that is
+    missing from some episodes becomes a float field and reads as NaN in these episodes. Integer
+    fields of several axes, such as pictures, must be in all episodes.
 
     Args:
         schemas: The fields of each episode.
-        keeps_episodes: Leave out pictures that some episodes lack, instead of these episodes.
+        keeps_episodes: If some episodes have no pictures, leave out the pictures instead of the
+            episodes.
     """
     fields: dict[str, Field] = {}
     left_out: dict[Schema, str] = {}
@@ -93,12 +94,12 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
 
 
 def _can_lack(field: Field) -> bool:
-    """Return whether a field may be missing from some episodes, where it reads as NaN."""
+    """Return whether a field may be missing from some episodes, so that it reads as NaN there."""
     return field.dtype in FLOATS or len(field.shape) <= 1
 
 
 def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
-    """Return the first contradiction between the fields of an episode and `fields`, or ""."""
+    """Return the first contradiction between `fields` and an episode's fields `others`, or ""."""
     for name, field in fields.items():
         other = others.get(name, field)
         if (field.dtype, field.shape) != (other.dtype, other.shape):

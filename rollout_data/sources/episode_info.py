@@ -1,4 +1,4 @@
-"""`EpisodeInfo`: the description of one episode, and `end_of`: how an episode ended."""
+"""`EpisodeInfo`: description of an episode, known without reading its rows."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from storage.core.fields import Schema
 
 NO_FIELDS = Schema([])
-#: Key in the metadata of a converted episode: names of fields that are False or NaN because the
-#: source lacks these fields.
+#: Key in the metadata of a converted episode for the names of fields that are not in the original
+#: data, and are therefore stored as False or NaN.
 ABSENT = "absent_fields"
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeInfo:
-    """The description of an episode, which is known without reading rows.
+    """Description of an episode: its name, length, fields, end and metadata.
 
     Attributes:
-        name: Name in the file: "demo_10", "17".
+        name: Name in the file, such as "demo_10" or "17".
         length: Number of steps, T >= 1.
-        schema: The numeric fields, one row per step: "action", "reward", "observation" if the file
-            has a single array, otherwise "observation/<name>". Other fields have their names in the
-            file, without a leading "observation.", "observations/" or "obs/". The parts of nested
-            names are joined by "/".
+        schema: The numeric fields, one row per step: "action", "reward", and "observation" if the
+            file has a single array, otherwise "observation/<name>". Other fields keep their names
+            in the file, without a leading "observation.", "observations/" or "obs/". The parts of
+            nested names are joined by "/".
         texts: Names of the text fields, one text per step.
-        final: Fields of the observation after the last step, as named in `schema` and `texts`;
-            empty if the file has no final observation. `is_text` marks a text.
+        final: Fields of the observation after the last step, with the names in `schema` and
+            `texts`; empty if the file has no final observation. `is_text` marks a text.
         terminated, truncated: How the episode ended; None if the file does not state it.
         success: Whether the episode succeeded; None if the file does not state it.
-        task: The task in words; "" if unknown.
+        task: Description of the task; "" if unknown.
         metadata: Further metadata: plain values, texts and small arrays.
-        source: Private data of the reader, to find the episode again.
+        source: Private data with which the reader finds the episode.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The table of episodes, one row per episode, and filters of its rows."""
+"""The table of episodes as a structured array, one row per episode, and its filters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from storage.errors import UsageError, nearest
 
 from .episode_info import EpisodeInfo, end_of
 
-#: Columns from the metadata of an episode -> value if the metadata do not have it.
+#: Default values of the columns that are read from the metadata of episodes.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
 _DTYPES: dict[str, Any] = {
     "env": np.int64,
@@ -23,7 +23,7 @@ COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "
 
 
 def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
-    """Return a column of the table, see `as_table`. Returns are NaN, since no row is read."""
+    """Build one column of the episode table, see `as_table`. Returns are NaN: no rows are read."""
     success = {None: -1, False: 0, True: 1}
     give: dict[str, Callable[[EpisodeInfo], Any]] = {
         "id": lambda info: info.name,
@@ -42,7 +42,7 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
 
 
 def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Convert a column to its dtype. A time of 0 is unknown and becomes NaT."""
+    """Convert the values of a column to its dtype. The time 0 means unknown and becomes NaT."""
     dtype = _DTYPES.get(name)
     if name == "time":
         return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")
@@ -56,12 +56,12 @@ def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Build the table from its columns.
+    """Build the episode table from a function that returns a column by name.
 
     Returns:
         Structured array `[num_episodes]`: `id` text; `env` int64, -1 if unknown; `length` int64;
-        `return` float64; `ends` text, see `end_of`; `success` int8, 1, 0 or -1 if unknown; `task`
-        text; `time` datetime64[ns] of the end, NaT if unknown; `writer` text.
+        `return` float64; `ends` text, see `end_of`; `success` int8: 1, 0, or -1 if unknown; `task`
+        text; `time` of the end, datetime64[ns], NaT if unknown; `writer` text.
     """
     columns = {name: column(name) for name in COLUMNS}
     table = np.zeros(len(columns["id"]), [(name, values.dtype) for name, values in columns.items()])
@@ -71,12 +71,15 @@ def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, A
 
 
 def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Return which rows match a filter, bool `[num_episodes]`.
+    """Return which rows of the table match all conditions, bool `[num_episodes]`.
 
-    The filter has, for each column, a value, several values, or a function that accepts values.
+    Args:
+        table: Result of `as_table`.
+        columns: Maps columns to a value, a list of values, or a function that returns whether to
+            keep a value.
 
     Raises:
-        UsageError: There is no such column.
+        UsageError: A column does not exist.
     """
     kept = np.ones(len(table), bool)
     for name, wanted in columns.items():

@@ -1,9 +1,10 @@
-"""`Epoch`: the order of one epoch, and the share of each rank.
+"""`Epoch`: the shuffled order of one epoch, and the batches of each rank.
 
-Every item has a random key, a function of the seed, the number of the epoch and the item's name.
-Items are delivered in the order of their keys. New and deleted items therefore do not change the
-order of other items. The last delivered key is the position to resume from, for any number of
-ranks. Keys are computed by integer arithmetic, so they are equal on every processor.
+Every item (a window or trajectory) has a pseudorandom key, computed from the seed, the number of
+the epoch and the name of the item. Items are read in the order of their keys, so new and deleted
+items do not change the order of other items. The last key that was read is the position to resume
+from, for any number of ranks. Keys are computed by integer arithmetic, so they are equal on every
+processor.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import numpy as np
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys
 from .processes.process_group import Shard
 
-#: Rule by which ranks share the last batches, see `rank_batches`.
+#: How ranks divide an incomplete last batch, see `rank_batches`.
 Even = Literal["pad", "drop", "none"]
 
 
 class Epoch(NamedTuple):
-    """An epoch of windows, or a pass of playback.
+    """Source of the pseudorandom keys of an epoch of windows, or of a pass of playback.
 
     Attributes:
         seed: The seed that the user chose.
-        number: Number of the epoch, from 0. A pass has its number among the passes of all epochs.
-        purposes: Numbers that make keys for several purposes independent.
+        number: Number of the epoch, from 0; for playback, number of the pass over all epochs.
+        purposes: Numbers that make the keys for several purposes independent of each other.
     """
 
     seed: int
@@ -33,38 +34,43 @@ class Epoch(NamedTuple):
     purposes: tuple[int, ...] = ()
 
     def with_purpose(self, *purposes: int) -> Epoch:
-        """Return the same epoch with keys for another purpose."""
+        """Return a copy of this epoch with independent keys, for another purpose."""
         return self._replace(purposes=(*self.purposes, *purposes))
 
     @property
     def key_seed(self) -> int:
-        """Seed of `random_keys`: a 64-bit integer that depends on all attributes."""
+        """The 64-bit seed of all keys, computed from seed, number and purposes."""
         entropy = [self.seed, self.number, *self.purposes]
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
     def keys(self, index: TrajectoryIndex, trajectories: Int64s) -> np.ndarray:
-        """Return the keys of trajectories: uint64 `[K]`."""
+        """Return the pseudorandom keys that order K trajectories in this epoch, uint64 `[K]`."""
         return index.random_keys(trajectories, self.key_seed)
 
     def key_of_name(self, writer: str, number: int) -> np.ndarray:
-        """Return the key of a trajectory that may be deleted: uint64 `[1]`."""
+        """Return the pseudorandom key of a trajectory by its name, uint64 `[1]`.
+
+        The trajectory may have been deleted.
+        """
         return random_keys(
             name_keys([writer], np.zeros(1, np.int64), np.array([number])), self.key_seed
         )
 
     def generator(self) -> np.random.Generator:
-        """Return a generator for draws with replacement, whose k-th draw is a function of k."""
+        """Return the random generator of this epoch, for sampling with replacement."""
         return np.random.default_rng([self.seed, self.number, *self.purposes])
 
 
 def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
-    """Return the number of items up to and including an item that may be deleted.
+    """Count the items of an epoch up to a position, which is a key and a number.
+
+    The last read item marks the position; it may have been deleted since.
 
     Args:
-        items: int64 `[K]`, numbers of the items, in order.
-        keys: `[K]`, keys of the items, ascending. Items of equal keys are in the order of numbers.
-        key: Key of the item.
-        num_before: Items with the same key count only if their number is below this number.
+        items: Numbers of the items in the order of the epoch, int64 `[K]`.
+        keys: Keys of the items, ascending, `[K]`. Items with equal keys are sorted by number.
+        key: Key of the position. Items with lower keys count.
+        num_before: Items with an equal key count if their number is below this number.
     """
     first = np.searchsorted(keys, key)
     stop = np.searchsorted(keys, key, side="right")
@@ -74,17 +80,20 @@ def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
 def rank_batches(
     start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool
 ) -> Int64s:
-    """Return the positions of the batches of one rank: int64 `[K, 2]`, half-open.
+    """Return the ranges of epoch positions (start, stop) of one rank's batches, int64 `[K, 2]`.
 
-    The positions `start:stop` of an epoch are divided into batches of all ranks, and each batch
-    into one part per rank.
+    Positions `start:stop` of the epoch are divided into batches over all ranks, and each batch into
+    one part per rank.
 
     Args:
-        batch_size: Items of a complete batch of one rank.
-        even: "pad" gives all ranks equally many items; parts beyond `stop` continue with the first
-            items of the epoch. "drop" leaves the remainder out. "none" gives the remainder to the
-            first ranks, so parts may be empty.
-        drop_last: Whether an incomplete last batch is left out.
+        start: First position to divide.
+        stop: One past the last position to divide.
+        batch_size: Number of items of a complete batch of one rank.
+        shard: Rank and world size.
+        even: How an incomplete batch is divided. "pad" assigns equally many items to all ranks;
+            positions beyond `stop` mean the first items of the epoch. "drop" leaves out the
+            remainder. "none" assigns the remainder to the first ranks, so parts may be empty.
+        drop_last: Whether to leave out an incomplete last batch.
     """
     size = batch_size * shard.total
     if drop_last:

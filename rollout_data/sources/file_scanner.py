@@ -1,7 +1,7 @@
 """`FileScanner`: opens files of other systems, and selects episodes and fields for a stream.
 
-All episodes of a stream have the fields of most episodes. A missing field reads as NaN. An episode
-with contradicting fields is left out. Both cases are reported once. Files are listed only once,
+The fields of most episodes become the fields of the stream. A missing field reads as NaN. An
+episode with contradicting fields is left out. Both cases are reported once. Files are listed only
 when they are opened.
 """
 
@@ -32,7 +32,7 @@ _ADVICE = "Read it from the episodes of rollout_data.open."
 
 
 class FileScanner(Scanner):
-    """Scanner of files of other systems."""
+    """Scanner of files of other systems, such as robomimic or LeRobot."""
 
     format = ""
     description = "files of another system"
@@ -51,8 +51,8 @@ class FileScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # `open_foreign` rejects a folder of several files with an error that names them. A block
-        # scanner would report these files as damaged blocks.
+        # A folder of several files is accepted, so that `open_foreign` raises an error that names
+        # them. Otherwise `BlockScanner` would report the files as damaged blocks.
         return detect(path) is not None or holds_files_of_others(path)
 
     @property
@@ -89,7 +89,7 @@ class FileScanner(Scanner):
         return listing is not None
 
     def _chosen(self) -> list[EpisodeKey]:
-        """Return the selected episodes: (number of the file, number of the episode)."""
+        """Return (number of the file, number of the episode) for each selected episode."""
         keys: list[EpisodeKey] = []
         for number, (origin, file) in enumerate(
             zip(self._source.origins, self._files, strict=True)
@@ -102,7 +102,7 @@ class FileScanner(Scanner):
         return keys
 
     def _joined(self) -> JoinedFiles:
-        """Return the selected episodes as rows; report episodes and fields that do not fit."""
+        """Return the selected episodes as rows; report left-out episodes and fields."""
         chosen = self._chosen()
         infos = [self._files[number].episodes[episode] for number, episode in chosen]
         fit = common_fields([info.schema for info in infos])
@@ -122,7 +122,10 @@ class FileScanner(Scanner):
         )
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
-        """Return text fields of all episodes, stored as text ids; report other text fields."""
+        """Return the text fields that all episodes have, as int64 fields; report the others.
+
+        Rows contain the id of each text, see `text_id`.
+        """
         counts = Counter(name for info in infos for name in info.texts)
         fields: list[Field] = []
         for name, count in counts.items():
@@ -144,7 +147,7 @@ class FileScanner(Scanner):
         return Schema(fields)
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
-        """Report left-out episodes, fields that read as NaN, and left-out fields."""
+        """Report the episodes and fields that `common_fields` left out, and fields read as NaN."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
         for schema, difference in fit.left_out.items():
             names = _named([info.name for info in infos if info.schema == schema])
@@ -168,7 +171,7 @@ class FileScanner(Scanner):
 
 
 def _named(names: Sequence[str]) -> str:
-    """Return the first names of episodes and the number of further episodes."""
+    """Return a text such as "Episodes 'a', 'b', 'c' and 2 more" for errors."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"Episode{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
 
@@ -176,13 +179,15 @@ def _named(names: Sequence[str]) -> str:
 def _opened(origin: Origin) -> FileSource:
     if origin.opened is None:
         return open_foreign(origin.path, origin.format, **origin.options)
-    # A copy is used, since two threads may read at the same time.
+    # Copy the source of the open recording, since two threads may read at the same time.
     copied: FileSource = pickle.loads(pickle.dumps(origin.opened))
     return copied
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Return the numbers of the episodes named `ids`, in this order; all numbers for None.
+    """Return the positions of the names `ids` in `names`, in the order of `ids`.
+
+    If `ids` is None, all positions are returned.
 
     Raises:
         UsageError: A name in `ids` belongs to no episode.

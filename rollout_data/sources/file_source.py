@@ -17,15 +17,16 @@ from .episode_source import EpisodeSource
 class FileSource(EpisodeSource):
     """Reader of a file or folder of another system, created by `formats.open_foreign`.
 
-    A format implements `scan` and `read`. Opening reads the descriptions of episodes, and `read`
-    reads rows. Nothing is written or executed. A reader keeps no file open, so it may be pickled. A
-    damaged episode is left out and added to `problems`. Damage of the whole raises `DataFileError`.
+    Each format implements `scan` and `read`. Opening a file reads the descriptions of episodes, and
+    `read` reads rows. Nothing is written or executed. A reader keeps no file open, so it may be
+    pickled. A damaged episode is left out and added to `problems`. If no episode can be read,
+    opening raises `DataFileError`.
 
     Attributes:
         options: Checked arguments of `open` for this format.
     """
 
-    #: Argument of `open(path, **options)` for this format -> default.
+    #: Default values of the options of this format, which `open(path, **options)` accepts.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     episodes: Sequence[EpisodeInfo] = ()
 
@@ -48,20 +49,24 @@ class FileSource(EpisodeSource):
 
         Raises:
             DataFileError: The file or folder cannot be read.
-            UsageError: The options do not fit the file.
+            UsageError: An option is invalid for this file.
         """
 
     def rows_read_together(self, number: int, name: str) -> int | None:
-        """Return the number of consecutive steps of a field that are decoded together.
+        """Return the number of consecutive steps of a field that the file compresses together.
 
-        Groups of steps count from step 0 of the episode. The number is 1 if each row is decoded
-        separately, such as an encoded picture. None means that neighbouring rows cost little more,
-        such as small rows or frames of a video.
+        Groups of steps are counted from step 0 of the episode. The number is 1 if each step is
+        decoded separately, such as an encoded picture. None means that reading neighbouring steps
+        costs little more, such as small rows or frames of a video.
         """
         return None
 
     def checked_some(self, episodes: list[EpisodeInfo], noun: str) -> list[EpisodeInfo]:
-        """Return the episodes; raise an error if there are none.
+        """Return `episodes`; raise an error if the list is empty.
+
+        Args:
+            episodes: The readable episodes.
+            noun: Name of episodes in this format, for the error.
 
         Raises:
             DataFileError: There are no episodes. The first problem is raised if there is one.
@@ -73,9 +78,9 @@ class FileSource(EpisodeSource):
         raise CorruptFileError(f"{str(self.path)!r} contains no {noun}.")
 
     def distrust(self, message: str) -> None:
-        """Raise the error of an index that contradicts its data.
+        """Raise an error for a file index that contradicts its data.
 
-        If `on_bad_index` is "rebuild", the error is only added to `problems`.
+        With the option `on_bad_index="rebuild"`, the error is only added to `problems`.
 
         Raises:
             CorruptFileError: `on_bad_index` is "refuse".
@@ -87,13 +92,13 @@ class FileSource(EpisodeSource):
         raise CorruptFileError(f"{message} {advice}", kind="counts")
 
     def problem(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add a problem: data were not read, were repaired or were left out. Return the error."""
+        """Add an exception to `problems` and return it; data were unreadable or left out."""
         error = DataFileError(message, kind=kind, episode=episode)
         self.problems.append(error)
         return error
 
     def advise(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add a remark to `advice`: data are read as they are stored. Return the remark."""
+        """Add an exception to `advice` and return it; data look wrong, but are read as stored."""
         remark = DataFileError(message, kind=kind, episode=episode)
         self.advice.append(remark)
         return remark

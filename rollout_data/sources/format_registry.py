@@ -1,4 +1,4 @@
-"""Lookup of formats other than block files, without an import of these formats."""
+"""Functions of other formats, whose modules are imported at the first call."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     from .file_source import FileSource
     from .scanner import Scanner
 
-#: Module of all formats. The functions below call the functions of the same names in it.
+#: Module that knows all formats. `detect` and others call its functions of the same names.
 _FORMATS = "rollout_data.formats.registry"
-#: Modules of trajectory folders, the older layout: the scanner, and the names of files.
+#: Modules of trajectory folders, the earlier format of this library: the scanner and file names.
 _TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_scanner"
 _TRAJECTORY_FILES = "rollout_data.formats.trajectory_folders.trajectory_listing"
 
 
 def detect(path: Path) -> str | None:
-    """Return the first format that matches a file or folder; None if no format matches."""
+    """Return the name of the first format that matches a file or folder, or None."""
     name: str | None = import_module(_FORMATS).detect(path)
     return name
 
 
 def holds_files_of_others(folder: Path) -> bool:
-    """Return whether a folder has HDF5 files, all of them recordings of other systems."""
+    """Return whether a folder has HDF5 files and all of them are recordings of other systems."""
     return bool(import_module(_FORMATS).holds_files_of_others(folder))
 
 
@@ -40,12 +40,16 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileS
 
 
 def trajectory_folders() -> type[Scanner]:
-    """Return the class that scans trajectory folders."""
+    """Return the `Scanner` class for trajectory folders, the earlier format of this library."""
     scanner: type[Scanner] = import_module(_TRAJECTORY_FOLDERS).TrajectoryFolderScanner
     return scanner
 
 
 def chunk_frames(path: str) -> tuple[int, int] | None:
-    """Return the frames `(start, stop)` in a chunk file's name of a trajectory folder, or None."""
+    """Parse the frame range `(start, stop)` in a file name of a trajectory folder.
+
+    Returns:
+        The range; None if the file is no chunk of a trajectory.
+    """
     frames: tuple[int, int] | None = import_module(_TRAJECTORY_FILES).chunk_frames(path)
     return frames

@@ -1,7 +1,7 @@
 """`LiveSource`: the growing folders or files of a dataset, and snapshots of their episodes.
 
-A snapshot never changes. After a `refresh`, a new snapshot has the changes of the folders.
-Unreadable data are marked and reported once. Only the trajectories concerned are lost.
+A snapshot never changes. `refresh` scans the folders, and the next snapshot contains the changes.
+Unreadable trajectories are marked and reported once; all other trajectories are read.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Losses = list[tuple[Int64s, DataFileError]]
 
 
 class LiveSource(Origins):
-    """The folders or files of a dataset, which are scanned to create snapshots of their episodes.
+    """The folders or files of a dataset. Scans them and creates snapshots of their episodes.
 
-    The format of an empty folder is detected by a later scan.
+    The format of an empty folder is detected when a later scan finds data in it.
 
     Args:
-        is_awaited: Whether the folders may be missing at first. Until they exist, the dataset has
-            no trajectories.
+        is_awaited: Whether the folders may be missing at first. Until the folders exist, the
+            dataset has no trajectories.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LiveSource(Origins):
         self._scanner: Scanner | None = None
         self._has_compared = False
         self.is_awaited = is_awaited
-        #: Error of a missing folder at the last scan, if `is_awaited`; else None.
+        #: The error if a folder was missing at the last scan and `is_awaited`; otherwise None.
         self.missing: MissingFolderError | None = None
         try:
             self._create_scanner(_common_scanner(self.origins))
@@ -70,7 +70,7 @@ class LiveSource(Origins):
 
     def _create_scanner(self, scanner: type[Scanner] | None) -> None:
         if self._scanner is None and scanner is not None:
-            # A weak reference avoids a cycle, so that files are unmapped with the last snapshot.
+            # A weak reference avoids a reference cycle, which would delay unmapping the files.
             self._scanner = scanner(weakref.proxy(self))
 
     @property
@@ -80,21 +80,21 @@ class LiveSource(Origins):
 
     @property
     def format(self) -> str:
-        """Name of the format; "" as long as all folders are empty."""
+        """Name of the data format; "" as long as all folders are empty."""
         return "" if self._scanner is None else self._scanner.format
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Content of the first folder's metadata.json, with the established totals."""
+        """Content of the first folder's metadata.json, with total counts of frames and episodes."""
         return read_metadata(self.paths[0]) if self._scanner is None else self._scanner.metadata
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and quaternion orders in the metadata; see `origins.conventions`."""
+        """Control modes and quaternion orders in the metadata: pairs (key, value)."""
         return set() if self._scanner is None else self._scanner.conventions
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
-        """Scan the folders again. Deleted blocks that are `in_use` stay readable."""
+        """Scan the folders again. Deleted blocks that `in_use` returns stay readable."""
         self.missing = None
         try:
             self._scan(in_use)
@@ -115,10 +115,10 @@ class LiveSource(Origins):
         self._has_compared = True
 
     def release(self, in_use: BlocksInUse = tuple) -> None:
-        """Unmap deleted blocks that are not `in_use`, to free their disk space.
+        """Unmap deleted blocks to free their disk space, except blocks that `in_use` returns.
 
-        Called between batches. The call is cheap, since it seldom lists the folders. Reading an
-        unmapped block from an earlier snapshot raises `LostBlockError`.
+        Called between batches. Most calls are cheap, since folders are listed at most once per
+        second. Reading an unmapped block from an earlier snapshot raises `LostBlockError`.
         """
         if self._scanner is not None:
             self._scanner.release(in_use)
@@ -126,39 +126,53 @@ class LiveSource(Origins):
     def snapshot(
         self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
     ) -> RowSource:
-        """Return the episodes of the last scan.
+        """Return a snapshot of the episodes that the last scan found.
 
         Args:
-            upto: Writer -> last block number to include; None includes all blocks.
-            gone: Deleted trajectories that still count: (writer, number) -> frames.
+            upto: Maps writers to the sequence number of the last block to include; None includes
+                all blocks.
+            gone: Deleted trajectories to include as placeholders: maps (writer, number) to the
+                number of frames.
         """
         if self._scanner is None:
             return BlockFiles(TrajectoryIndex([]), layouts_of(Schema([])))
         return self._scanner.snapshot(upto, gone)
 
     def listing(self) -> Any:
-        """Return the last scan, for `adopt` in another process; the same object if unchanged."""
+        """Return the result of the last scan, which another process passes to `adopt`.
+
+        If nothing changed, the same object is returned.
+        """
         return None if self._scanner is None else self._scanner.listing()
 
     def shared(self, snapshot: RowSource) -> Spot | None:
-        """Return shared memory with the index of a snapshot, for other local processes, or None."""
+        """Put the index of a snapshot into shared memory; return where, or None if impossible."""
         return None if self._scanner is None else self._scanner.shared(snapshot)
 
     def adopt(self, listing: Any, spot: Spot | None = None) -> bool:
-        """Use the listing and the shared index of another process instead of a scan.
+        """Use the result of another process's scan instead of scanning.
+
+        Args:
+            listing: Result of `listing` in the other process; None if there is none.
+            spot: Result of `shared` in the other process; None if there is none.
 
         Returns:
-            Whether there was a listing or an index.
+            Whether a listing or an index in shared memory was used.
         """
         if listing is not None:
             self._create_scanner(listing[0])
         return self._scanner is not None and self._scanner.adopt(listing, spot)
 
     def forget(self, problem: DataFileError, keys: Iterable[tuple[str, int]]) -> None:
-        """Report trajectories that cannot be read. Later scans skip a lost block."""
+        """Count and report unreadable trajectories; later scans skip a deleted block.
+
+        Args:
+            problem: Error of reading the trajectories.
+            keys: (writer, number) of each trajectory.
+        """
         lost = {(writer, number) for writer, number in keys}
         if isinstance(problem, LostBlockError):
-            # Two passes may have the same trajectory of a lost block, which is counted once.
+            # Several passes may report the same trajectory of a deleted block. Count it once.
             lost -= self._lost_with_blocks
             self._lost_with_blocks |= lost
         self.num_lost_trajectories += len(lost)
@@ -171,15 +185,23 @@ class LiveSource(Origins):
     def leave_out(
         self, snapshot: RowSource, trajectories: Int64s, problem: DataFileError, skips: bool
     ) -> Losses:
-        """Mark and report unreadable trajectories. Their remaining frames are not `valid`.
+        """Mark unreadable trajectories in a snapshot and report them.
+
+        The remaining frames of a marked trajectory are no longer `valid` in batches.
+
+        Args:
+            snapshot: The snapshot that was read.
+            trajectories: Trajectories that may be unreadable, int64 `[K]`.
+            problem: Error of reading them.
+            skips: Whether to mark damaged trajectories, too. Trajectories of deleted blocks are
+                always marked.
 
         Returns:
             The newly marked trajectories, with their errors.
 
         Raises:
-            DataFileError: `problem`, if it concerns none of the trajectories, or if no block was
-                lost and `skips` is False. A store that denies access or does not answer concerns
-                none of them.
+            DataFileError: No trajectory was marked, for example because a store denies access or
+                does not answer. The error is `problem`.
         """
         if isinstance(problem, UnansweredError):
             raise problem
@@ -209,7 +231,7 @@ class LiveSource(Origins):
         return losses
 
     def check_readable(self, snapshot: RowSource, trajectories: Int64s, skips: bool) -> None:
-        """Find the first readable trajectory; leave out all unreadable trajectories before it.
+        """Check that a trajectory can be read; mark unreadable trajectories before the first one.
 
         Raises:
             DataFileError: No trajectory can be read, or a store denies access or does not answer.
@@ -232,7 +254,13 @@ class LiveSource(Origins):
     def note_loss(
         self, snapshot: RowSource, keys: Sequence[tuple[str, int]], problem: DataFileError
     ) -> None:
-        """Mark and report trajectories that another process could not read, except known losses."""
+        """Mark and report trajectories that another process could not read, unless marked before.
+
+        Args:
+            snapshot: The snapshot in which to mark the trajectories.
+            keys: (writer, number) of each trajectory.
+            problem: Error that the other process raised.
+        """
         numbers = snapshot.index.find(keys)
         is_new = [number < 0 or not snapshot.is_lost[number] for number in numbers.tolist()]
         snapshot.is_lost[numbers[numbers >= 0]] = True
@@ -241,7 +269,7 @@ class LiveSource(Origins):
 
 
 def _damage(snapshot: RowSource, trajectory: int) -> DataFileError | None:
-    """Return the error of reading a trajectory; None if it is readable or known to be lost."""
+    """Read an entire trajectory; return the error, or None if it is readable or marked already."""
     if snapshot.is_lost[trajectory]:
         return None
     try:
@@ -254,7 +282,7 @@ def _damage(snapshot: RowSource, trajectory: int) -> DataFileError | None:
 
 
 def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
-    """Return the scanner class of all locations; None as long as all folders are empty.
+    """Return the scanner class that can read all locations; None if all folders are empty.
 
     Raises:
         UsageError: The locations have several formats, or only some locations are URLs.
@@ -276,7 +304,7 @@ def _common_scanner(origins: Sequence[Origin]) -> type[Scanner] | None:
 
 
 def scanner_of(origin: Origin) -> type[Scanner] | None:
-    """Return the scanner class of a location; None if the location is missing or empty."""
+    """Return the scanner class that can read a location; None if it is missing or empty."""
     if origin.opened is not None:
         return origin.opened.scanner or FileScanner
     if arguments.is_url(origin.path):

@@ -1,6 +1,6 @@
 """`Origins`: the data folders of a dataset, their common fields, and their reported problems.
 
-An unreadable file is reported once, by name, and a loss is counted once.
+Each unreadable file is reported once, and each deleted block is counted once.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from ..remote.local_copy import local_origin
 from ..remote.locations import DataDirs, RemoteOptions, origins_of
 from .rows.chunk_decoder import CHUNK_CACHE_BYTES
 
-#: Number of problems that are kept; older problems are dropped.
+#: Maximum length of the lists of problems and advice; older entries are dropped.
 MAX_PROBLEMS = 1000
-#: Number of hashes of reported problems that are kept to report each problem once.
+#: Maximum number of hashes of reported problems, which are kept to report each problem once.
 _MAX_REPORTED = 100_000
-#: Names in metadata for the control mode of actions and the order of quaternions.
+#: Keys in metadata for the control mode of actions and the order of quaternion elements.
 MODE_KEY = "control_mode"
 ORDER_KEY = "quaternion_order"
-#: Value of the quaternion order in metadata if episodes have different orders.
+#: Value of the key `ORDER_KEY` if the episodes of a file have different quaternion orders.
 MIXED = "mixed"
 
 
 class Origins:
-    """One or several files or folders of data.
+    """The files or folders of a dataset, with their reported problems.
 
     Attributes:
         origins: Locations and selected trajectories.
-        paths: Absolute paths of the folders.
+        paths: Absolute paths of the files or folders.
         schema: The fields that all folders must have; None until there is a trajectory.
-        problems: Errors for data that were unreadable, repaired or left out, oldest first; the last
-            `MAX_PROBLEMS`.
-        advice: Remarks on suspicious data that are read unchanged; the last `MAX_PROBLEMS`.
+        problems: Exceptions for data that were unreadable, repaired or left out, oldest first; at
+            most `MAX_PROBLEMS`.
+        advice: Remarks on suspicious data that are read unchanged; at most `MAX_PROBLEMS`.
         num_problems: Total number of problems.
-        num_vanished_blocks: Blocks or chunks that were deleted or damaged after they were listed.
-        num_lost_trajectories: Trajectories that could not be read completely.
+        num_vanished_blocks: Number of blocks or chunks that were deleted or damaged after they
+            were listed.
+        num_lost_trajectories: Number of trajectories that could not be read completely.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class Origins:
         self.num_problems = 0
         self.num_vanished_blocks = 0
         self.num_lost_trajectories = 0
-        #: Counted trajectories of lost blocks: (writer name, number).
+        #: (writer name, number) of the trajectories of deleted blocks that were counted.
         self._lost_with_blocks = set[tuple[str, int]]()
         self._reported: dict[int, None] = {}
-        #: Blocks that were counted as lost.
+        #: Deleted blocks that were counted, so that each is counted once.
         self.lost: set[Key] = set()
         self.is_remote = arguments.is_url(self.paths[0])
 
     def report(self, problem: RolloutDataError) -> None:
-        """Record a problem and warn of it once."""
+        """Add an exception to `problems` and warn, unless the same was reported before."""
         if self._is_new(problem):
             self.num_problems += 1
             self.problems.append(problem)
@@ -84,14 +85,14 @@ class Origins:
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
 
     def advise(self, remark: RolloutDataError) -> None:
-        """Record a remark on suspicious data that are read unchanged, and warn of it once."""
+        """Add a remark to `advice` and warn, unless the same remark was added before."""
         if self._is_new(remark):
             self.advice.append(remark)
             del self.advice[:-MAX_PROBLEMS]
             warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
 
     def _is_new(self, problem: RolloutDataError) -> bool:
-        """Return whether a problem or remark is new, and remember it."""
+        """Return whether an exception was not reported before; remember it."""
         key = hash(str(problem))
         if key in self._reported:
             return False
@@ -101,13 +102,13 @@ class Origins:
         return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
-        """Count lost blocks. A block counts again only after it was `present` in between."""
+        """Count deleted blocks once. Blocks in `present` exist again, so a later loss counts."""
         new = {key for key in keys if named_edit(key[0].name) is None} - self.lost
         self.num_vanished_blocks += len(new)
         self.lost = (self.lost | new) - set(present)
 
     def check_schema(self, schema: Schema, where: Path) -> None:
-        """Raise `DataFileError` if a schema differs from the schema of the earlier folders."""
+        """Raise `DataFileError` if the schema of folder `where` differs from earlier folders."""
         if self.schema is None:
             self.schema = schema
         elif difference := self.schema.difference(schema):
@@ -118,7 +119,7 @@ class Origins:
 
 
 def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    """Return the control modes and quaternion orders in some metadata: (name, value)."""
+    """Return the pairs (key, value) for control mode and quaternion order in all metadata."""
     stated = {
         (name, str(metadata[name]))
         for metadata in found
@@ -129,7 +130,7 @@ def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
 
 
 def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
-    """Return a remark for each convention (control mode, quaternion order) that a stream mixes.
+    """Build a remark if a stream has several control modes, and one for several quaternion orders.
 
     An unknown quaternion order counts as different from a known order.
     """

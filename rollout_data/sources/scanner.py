@@ -1,4 +1,4 @@
-"""`Scanner`: lists files of one format and creates snapshots of their episodes."""
+"""`Scanner`: base class that lists files of one format and creates snapshots of their episodes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .origins import Origins
 from .processes.shared_memory import Spot
 from .rows.row_source import RowSource
 
-#: Function that returns the blocks of the trajectories in use. It is called only if the folders
-#: have changed.
+#: Function that returns the blocks of trajectories that are still being read. It is called only if
+#: the folders have changed.
 BlocksInUse = Callable[[], Collection[Block]]
 
 
 class Scanner(ABC):
     """Scanner of the files of one format, which creates snapshots of their episodes.
 
-    A snapshot never changes. After a `refresh`, `snapshot` returns a new one if files changed.
-    `LiveSource` owns the scanner and receives its problems.
+    A snapshot never changes. If files changed, `snapshot` returns a new snapshot after `refresh`.
+    `LiveSource` owns the scanner and collects its problems.
 
     Attributes:
         format: Name of the format.
-        description: Description of the format for errors.
+        description: Description of the format for error messages.
     """
 
     format: str
@@ -44,12 +44,12 @@ class Scanner(ABC):
 
     @abstractmethod
     def __init__(self, source: Origins) -> None:
-        """List the files."""
+        """List the files of `source`."""
 
     @staticmethod
     @abstractmethod
     def is_there(path: Path) -> bool:
-        """Return whether a path contains data of this format."""
+        """Return whether a file or folder contains data of this format."""
 
     @property
     @abstractmethod
@@ -59,49 +59,58 @@ class Scanner(ABC):
     @property
     @abstractmethod
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and quaternion orders in the metadata; see `origins.conventions`."""
+        """Control modes and quaternion orders in the metadata: pairs (key, value)."""
 
     @abstractmethod
     def refresh(self, in_use: BlocksInUse) -> None:
-        """Scan the files again. Deleted blocks stay readable while they are `in_use`."""
+        """Scan the files again. Deleted blocks that `in_use` returns stay readable."""
 
     @abstractmethod
     def snapshot(
         self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
     ) -> RowSource:
-        """Return the episodes of the last scan; see `LiveSource.snapshot`."""
+        """Return a snapshot of the episodes of the last scan; see `LiveSource.snapshot`."""
 
     @abstractmethod
     def listing(self) -> Any:
-        """Return the last scan, (class, *plain data); the same object if nothing changed."""
+        """Return the result of the last scan for other processes: (scanner class, *plain data).
+
+        If nothing changed, the same object is returned.
+        """
 
     @abstractmethod
     def adopt(self, listing: Any, spot: Spot | None) -> bool:
-        """Use the scan of another process; see `LiveSource.adopt`."""
+        """Use the result of another process's scan; see `LiveSource.adopt`."""
 
     def shared(self, source: RowSource) -> Spot | None:
-        """Return shared memory with the index of a snapshot, for other local processes, or None."""
+        """Put the index of a snapshot into shared memory; return where, or None if unsupported."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
-        """Close deleted files that are not `in_use`. Formats that keep no file open do nothing."""
+        """Close deleted files, except blocks that `in_use` returns.
+
+        Formats that keep no file open do nothing.
+        """
 
     def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
-        """Skip a block in later scans until it changes.
+        """Skip an unreadable block in later scans, until its file changes.
 
-        Needed for formats whose listing can contain deleted blocks.
+        Only formats whose listing may still contain the block implement this.
         """
 
 
 class Choice:
-    """The selected trajectories of one origin, by name: "writer:number".
+    """Filter that reduces the blocks of one origin to the selected trajectories.
+
+    The selection consists of names "writer:number". The filter also sets ends of trajectories that
+    only annotations state.
 
     Attributes:
-        header_of: Function that reads the header of a block whose notes may contain the ends of
-            trajectories; None if the flags of fragments are complete.
+        header_of: Function that reads the header of a block, whose annotations may state how
+            trajectories ended; None if the flags of fragments state all ends.
 
     Raises:
-        UsageError: A name does not have this form.
+        UsageError: A selected name does not have the form "writer:number".
     """
 
     header_of: Callable[[Block], BlockHeader] | None = None
@@ -121,16 +130,19 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        """Whether all trajectories are selected."""
+        """Whether blocks need no change: all trajectories are selected and all ends are known."""
         return self._numbers is None and self.header_of is None
 
     def of(self, blocks: Iterable[Block]) -> list[Block]:
-        """Return blocks with only the selected trajectories; the same object for equal blocks."""
+        """Return the blocks, reduced to the selected trajectories, without empty blocks.
+
+        Repeated calls return the same object for the same block.
+        """
         if self.is_all:
             return list(blocks)
         chosen = []
         for block in blocks:
-            if block.is_edit:  # An edit has no frames.
+            if block.is_edit:  # An edit has no frames to select.
                 chosen.append(block)
                 continue
             if block.identity not in self._cut:
@@ -145,9 +157,9 @@ class Choice:
             try:
                 for key, text in self.header_of(block).read_notes(EPISODES):
                     ends[key] = parsed(block.path, text).get(ENDS)
-            except FileNotFoundError:  # The block was deleted. Reading its rows raises the error.
+            except FileNotFoundError:  # The block was deleted. Reading its rows raises an error.
                 ends = {}
-            except CorruptFileError:  # Reading the annotations raises the error.
+            except CorruptFileError:  # Reading the metadata of an episode raises this error.
                 ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
             flags = fragments["flags"]
             is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0

@@ -1,4 +1,4 @@
-"""The part of a video file that belongs to one episode."""
+"""`VideoRange`: the part of a video file that belongs to one episode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Keys of LeRobot's metadata with the description of a camera's video file.
+#: Keys in LeRobot's description of a camera below which properties of the video file are stated.
 _DETAILS = ("video_info", "info")
 
 
@@ -16,13 +16,13 @@ class VideoRange:
     """The frames of an episode in a video file.
 
     Attributes:
-        path: The file.
-        start_s: Time of the first frame in seconds.
-        num_frames: Frames of the episode.
+        path: The video file.
+        start_s: Time of the episode's first frame in the file, in seconds.
+        num_frames: Number of frames of the episode.
         rate_hz: Frames per second.
-        about: LeRobot's description of the camera.
-        held: Properties of the file, by the names in the description: "video.codec",
-            "video.pix_fmt"; empty without PyAV.
+        about: LeRobot's description of the camera, from the metadata of the dataset.
+        held: Actual properties of the file, with the keys of the description: "video.codec",
+            "video.pix_fmt"; empty if PyAV is not installed.
     """
 
     path: Path
@@ -34,14 +34,14 @@ class VideoRange:
 
     @property
     def codec(self) -> str:
-        """Name of the codec in the file or, without it, in the description; "" if unknown."""
+        """Name of the video codec, from the file or else from the description; "" if unknown."""
         stated = [self.about[name] for name in _DETAILS if isinstance(self.about.get(name), dict)]
         codecs = [one["video.codec"] for one in (self.held, *stated) if one.get("video.codec")]
         return str(codecs[0]) if codecs else ""
 
     @property
     def true_about(self) -> dict[str, Any]:
-        """Description of the camera, corrected by the properties of the file."""
+        """Description of the camera, with the actual properties of the video file."""
         about = dict(self.about)
         known = {**self.held, "video.fps": self.rate_hz}
         for name in _DETAILS:
@@ -50,7 +50,7 @@ class VideoRange:
         return about
 
     def false_statements(self) -> list[str]:
-        """Return the statements of the description that contradict the file, as text."""
+        """Return a text for each property that the description states wrongly."""
         described = self.true_about
         return [
             f"{key} {described[name][key]!r} instead of {value!r}"

@@ -1,1 +1,1 @@
-"""Processes that read one dataset: who reads what, what they agree on, and the memory that they share."""
+"""Coordination of processes that read one dataset: shards, folder scans and shared memory."""

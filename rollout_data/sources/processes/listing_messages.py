@@ -1,7 +1,7 @@
-"""Messages about what is in the folders, between processes that read together: only what is new is sent.
+"""Messages that send folder listings between processes as differences from the last listing.
 
-Every process receives every message, in the same order. So each message can refer to the listing
-before it.
+Every process receives all messages in the same order, so a message can refer to the previous
+listing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ...blocks.block import Block
 
 
 class ListingMessages:
-    """Shorten the listings of `LiveSource.listing` to messages, and restore them.
+    """Converts results of `LiveSource.listing` to short messages, and messages to listings.
 
     Attributes:
-        last: The listing that was received last. It may be replaced by an equal one.
+        last: The last received listing.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class ListingMessages:
         self._sent_listing: Any = None
 
     def shorten(self, listing: Any) -> Any:
-        """Return a message for a listing: ranges `(start, stop)` of blocks of the last listing, and new blocks.
+        """Convert a listing to a message: new blocks, and ranges of blocks in the last listing.
 
-        It is None where nothing has changed.
+        The message is None if nothing has changed.
         """
         message = listing
         if listing is self.last:
@@ -39,7 +39,7 @@ class ListingMessages:
         return message
 
     def restore(self, message: Any) -> Any:
-        """Return the listing of a message from this or another process; None where nothing has changed."""
+        """Return the listing that a message describes; None if nothing has changed."""
         if message is None:
             return None
         if message is self._sent_message:
@@ -56,7 +56,7 @@ class ListingMessages:
         return self.last
 
     def _is_like_last(self, listing: Any) -> bool:
-        """Return whether a listing and the last one are both of block files."""
+        """Return whether the listing and the last listing are both listings of block files."""
         return (
             self.last is not None
             and listing[0] is self.last[0]
@@ -64,7 +64,7 @@ class ListingMessages:
         )
 
     def _ranges(self, blocks: Any) -> list[Any]:
-        """Replace blocks that are in the last listing by ranges of their numbers there."""
+        """Replace blocks of the last listing by ranges (start, stop) of positions in it."""
         number_of = {_identity(*placed): number for number, placed in enumerate(self.last[3])}
         parts: list[Any] = []
         for placed in blocks:

@@ -1,11 +1,11 @@
 """The processes that read one dataset: their shards, and synchronization of the folder snapshot.
 
 One process scans the folders; the others use its result. Among ranks, rank 0 scans. For workers of
-`rollout_data.loader`, the process that receives their batches scans; for workers of a plain
-DataLoader, the first worker that needs the result.
+`rollout_data.loader`, the process that receives their batches scans. For workers of a plain
+DataLoader, the first worker that needs the result scans.
 
-The rank is read in the training process and pickled with the dataset. A spawned worker process has
-no process group, and would read rank 0 of 1.
+The rank is determined in the training process and pickled with the dataset, since a spawned worker
+has no process group and would see rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from torch.utils.data import get_worker_info
 
 from storage.errors import BackgroundError, RolloutDataError, UsageError
 
-#: "auto" uses torch.distributed; "none" reads everything in each process; or (rank, world size).
+#: "auto" takes the shard from torch.distributed; "none" reads all data in each process; or
+#: (rank, world size).
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
-#: Scans the folders and returns a result that can be pickled; None if nothing changed.
+#: Function that scans the folders. Returns a result that can be pickled; None if nothing changed.
 Look = Callable[[], Any]
-#: Returns the scan result for the pass of a number, from this or from the scanning process. For a
-#: name instead of a number, returns an object made by one of the reading processes of this machine.
+#: Function that returns the scan result for the pass with this number, from this process or from
+#: the scanning process. For a name instead of a number, it returns an object that one of the
+#: reading processes of this machine has created.
 Agree = Callable[[int | str, Look], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
-#: Header of a note: bytes of its name, bytes of its content.
+#: Header of a message in a `Board`: sizes of its name and of its content in bytes.
 _HEAD = struct.Struct("<QQ")
-_NOTES, _LOOKING = 0, 1  # locks
+_NOTES, _LOOKING = 0, 1  # Bytes of the file that are locked: for messages, and for a scan.
 
 
 class Shard(NamedTuple):
-    """Shard `number` of `total` shards."""
+    """The part of the data that one process reads: shard `number` of `total` shards."""
 
     number: int
     total: int
 
     def part_of(self, size: int) -> slice:
-        """Return the range of this shard in `range(size)`; the shards are disjoint and complete."""
+        """Return this shard's part of `range(size)`. The parts of all shards are disjoint."""
         return slice(self.number * size // self.total, (self.number + 1) * size // self.total)
 
 
@@ -59,7 +61,7 @@ ALONE = Shard(0, 1)
 
 
 def checked_shard(value: Any) -> Shard | None:
-    """Check a `shard` argument; return None for "auto"."""
+    """Check a user's `shard` argument and convert it to a `Shard`; return None for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
         return None if value == "auto" else ALONE
     try:
@@ -75,7 +77,7 @@ def checked_shard(value: Any) -> Shard | None:
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:
-    """Return `chosen`, or the shard of this rank (torch.distributed, if initialized)."""
+    """Return `chosen`; if it is None, return the shard of this rank in torch.distributed."""
     if chosen is not None:
         return chosen
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -84,7 +86,7 @@ def current_shard(chosen: Shard | None = None) -> Shard:
 
 
 def current_worker() -> Shard:
-    """Return number and count of DataLoader workers for this worker; 0 of 1 outside of workers."""
+    """Return number and total of DataLoader workers in this process; 0 of 1 outside of workers."""
     worker = get_worker_info()
     return ALONE if worker is None else Shard(worker.id, worker.num_workers)
 
@@ -95,7 +97,7 @@ def is_in_worker() -> bool:
 
 
 def refuse_second_split() -> None:
-    """Raise if accelerate reads in rank 0 only, or splits the batches between ranks again."""
+    """Raise `UsageError` if accelerate splits the batches between ranks, as the dataset does."""
     state = sys.modules.get("accelerate.state")
     loader = state.GradientState().active_dataloader if state is not None else None
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
@@ -107,17 +109,17 @@ def refuse_second_split() -> None:
 
 
 def alone(number: int | str, look: Look) -> Any:
-    """Scan in this process, without synchronization."""
+    """Scan in this process without synchronization with other processes; an `Agree` function."""
     return look()
 
 
 def agreement_of(shard: Shard) -> Agree:
-    """Return the synchronization of this process with other ranks, outside of workers."""
+    """Return the function that synchronizes folder scans with other ranks, outside of workers."""
     return _among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
 def _among_ranks(number: int | str, look: Look) -> Any:
-    """Scan in rank 0 and broadcast; all ranks must call this at the same step of their streams."""
+    """Scan in rank 0 and broadcast the result. All ranks must call this at the same step."""
     if isinstance(number, str):
         return look()
     outcomes = [_outcome(look) if torch.distributed.get_rank() == 0 else None]
@@ -126,7 +128,7 @@ def _among_ranks(number: int | str, look: Look) -> Any:
 
 
 def _outcome(look: Look) -> tuple[Any, RolloutDataError | None]:
-    """Scan. Errors are returned, not raised, so that waiting processes receive them."""
+    """Scan; return (result, error). The error is not raised, so that other processes receive it."""
     try:
         return look(), None
     except RolloutDataError as problem:
@@ -140,7 +142,7 @@ def _outcome(look: Look) -> tuple[Any, RolloutDataError | None]:
 
 
 def _result(outcome: Any) -> Any:
-    """Return the result of a scan, or raise its error."""
+    """Return the result in a pair (result, error) from `_outcome`, or raise the error."""
     result, problem = outcome
     if problem is not None:
         raise problem
@@ -148,27 +150,28 @@ def _result(outcome: Any) -> Any:
 
 
 class Board:
-    """Notes of the worker processes of one dataset, in an unnamed file that is never left behind.
+    """Messages between the processes of one dataset, by name, in an unnamed shared file.
 
-    Forked processes inherit the file; spawned processes receive its descriptor. So only processes
-    of this dataset can write to it. The first final note of a name is kept.
+    The system deletes the file with the last process. Forked processes inherit the file; spawned
+    processes receive its descriptor, so only processes of this dataset can write to it. A name has
+    one message: a later message replaces it, unless `write` is called with `is_final`.
     """
 
     def __init__(self, sent: Any = None) -> None:
         self._file = _unnamed_file() if sent is None else sent.detach()
-        #: Name -> offset and size of its last note that this process has read.
+        #: Maps names to the file offset and size of their last message that this process has seen.
         self._places: dict[str, tuple[int, int]] = {}
         self._stop = 0
         weakref.finalize(self, os.close, self._file).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the same board for workers; a new board for any other copy."""
+        """Pickle the file descriptor for worker processes; any other copy is a new, empty board."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return Board, (DupFd(self._file),) if is_for_worker else ()
 
     @contextmanager
     def _locked(self, which: int) -> Iterator[None]:
-        """Hold a lock of this board; the system releases it if the process ends."""
+        """Lock byte `which` of the file during the block. A lock ends with its process."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, which)
         try:
             yield
@@ -184,7 +187,7 @@ class Board:
             self._stop = first + name_bytes + num_bytes
 
     def read(self, name: str) -> Any:
-        """Return the note of a name; None if there is none."""
+        """Return the last message with this name; None if there is none."""
         with self._locked(_NOTES):
             self._catch_up()
             start, num_bytes = self._places.get(name, (0, 0))
@@ -192,40 +195,44 @@ class Board:
         return pickle.loads(content) if content else None
 
     def names(self) -> list[str]:
-        """Return the names of all notes in the order of their first write."""
+        """Return the names of all messages in the order in which they were first written."""
         with self._locked(_NOTES):
             self._catch_up()
             return list(self._places)
 
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
-        """Write a note atomically; return whether it was written.
+        """Write a message atomically; return whether it was written.
 
-        If `is_final`, nothing is written when the name already has a note.
+        With `is_final`, nothing is written if the name already has a message.
         """
         content = b"" if note is None and not is_final else pickle.dumps(note)
         with self._locked(_NOTES):
             self._catch_up()
             if is_final and self._places.get(name, (0, 0))[1]:
                 return False
-            os.ftruncate(self._file, self._stop)  # drop a killed process's partial note
+            os.ftruncate(self._file, self._stop)  # Removes the partial message of a killed process.
             os.pwrite(self._file, name.encode() + content, self._stop + _HEAD.size)
             os.pwrite(self._file, _HEAD.pack(len(name.encode()), len(content)), self._stop)
         return True
 
     def end(self) -> None:
-        """Stop the wait of workers."""
+        """Stop waiting workers, since this process reads no more batches."""
         self.write(_ENDED, True)
 
     def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:
-        """Return the scan result for the workers of one epoch.
+        """Return the scan result that all workers of one epoch use; wait for it if necessary.
 
-        The first worker scans; with `is_told`, the process of the loader scans.
+        Args:
+            group: Name of the epoch, common to its workers.
+            number: Number of the pass, see `Agree`.
+            look: Function that scans the folders.
+            is_told: Whether the process of the loader scans. Otherwise the first worker scans.
         """
         name = f"{group}_{number}"
         parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:
-                # What is found may be large: only one process makes it
+                # The scan result may be large, so only one process creates it.
                 with self._locked(_LOOKING):
                     if self.read(name) is None:
                         self.write(name, _outcome(look), is_final=True)
@@ -237,7 +244,7 @@ class Board:
 
 
 def _unnamed_file() -> int:
-    """Open an unnamed file in memory; in the temporary folder if the system does not support it."""
+    """Open an unnamed file in memory, or in the temporary folder if memfd is unsupported."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rollout_data_notes")
     with tempfile.TemporaryFile() as file:

@@ -1,8 +1,8 @@
-"""Memory that the processes of one machine share: what one of them has computed or copied, the others map.
+"""Shared memory: one process computes or copies data, and other local processes map the result.
 
-One rule: shared memory has no name. It belongs to the processes that have it open, and is gone with
-the last of them, however that ends. Others open it through a process that has it (`/proc/PID/fd`),
-or make their own where that is gone.
+Shared memory has no name. The system frees it when the last process that has it open ends, even
+after a crash. Other processes open it through the files of such a process (`/proc/PID/fd`). If that
+process has ended, they create their own memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-#: Where shared memory is found: a process that has it open, its descriptor there, and the first
-#: bytes in it.
+#: Where to find shared memory: id of a process that has it open, the file descriptor in that
+#: process, and the first bytes of the memory, to recognize it.
 Spot = tuple[int, int, bytes]
 _NAME = "rollout_data"
 _TOKEN_BYTES = 16
@@ -26,15 +26,20 @@ _ALIGNMENT = 64
 
 
 class SharedMemory:
-    """Shared memory for parts of these sizes in bytes, or that at a `spot`.
+    """Memory that several local processes map, divided into parts.
+
+    Args:
+        sizes: Sizes of the parts of new memory, in bytes.
+        spot: Where to find the existing memory of another process; None creates memory.
 
     Raises:
-        OSError: It is not there any more, or this system has none to give.
+        OSError: The existing memory was freed, or this system cannot create shared memory.
     """
 
     def __init__(self, sizes: Sequence[int] = (), spot: Spot | None = None) -> None:
         name = "/proc/{}/fd/{}".format(*spot[:2]) if spot is not None else ""
-        if name and _NAME not in os.readlink(name):  # of another machine: opening it might wait
+        # A spot from another machine may name any file here, and opening a pipe would block.
+        if name and _NAME not in os.readlink(name):
             raise FileNotFoundError(f"{name} is another file")
         self._file = os.open(name, os.O_RDWR) if name else os.memfd_create(_NAME)
         weakref.finalize(self, os.close, self._file).atexit = False
@@ -49,22 +54,25 @@ class SharedMemory:
         self._used = _ALIGNMENT
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Return the next part, uint8; all processes see what one writes."""
+        """Return the next part as uint8 `[num_bytes]`. Writes are visible to all processes."""
         first = self._used
         self._used = first + num_bytes - (first + num_bytes) % -_ALIGNMENT
         return np.frombuffer(self._bytes, np.uint8, num_bytes, first)
 
 
 def shared_memory(sizes: Sequence[int]) -> SharedMemory | None:
-    """Make memory for parts of these sizes; None where it cannot be made."""
+    """Create shared memory for parts of these sizes in bytes; None if it cannot be created."""
     try:
         return SharedMemory(sizes)
-    except (OSError, AttributeError):  # too many files are open, or a system without such files
+    except (OSError, AttributeError):  # Too many files are open, or memfd is not supported.
         return None
 
 
 def share(value: Any) -> SharedMemory | None:
-    """Put a value that can be pickled into shared memory, its arrays as they are; None where it cannot be made."""
+    """Pickle a value into new shared memory; None if the memory cannot be created.
+
+    Arrays are stored as raw bytes, so that readers can map them.
+    """
     arrays: list[pickle.PickleBuffer] = []
     content = pickle.dumps(value, 5, buffer_callback=arrays.append)
     parts: list[Any] = [content, *(array.raw() for array in arrays)]
@@ -77,10 +85,13 @@ def share(value: Any) -> SharedMemory | None:
 
 
 def shared_at(spot: Spot | None) -> tuple[Any, SharedMemory | None]:
-    """Return what a process has shared, its arrays read-only views, and the memory; (None, None) if it is gone."""
+    """Return the value that a process has shared, and the memory; (None, None) if it was freed.
+
+    Arrays in the value are read-only views of the memory.
+    """
     try:
         memory = SharedMemory(spot=spot) if spot is not None else None
-    except OSError:  # that process has gone on, or away, or is one of another machine
+    except OSError:  # The process released the memory, has ended, or is on another machine.
         memory = None
     if memory is None:
         return None, None

@@ -1,1 +1,1 @@
-"""`Recording`, the result of `rollout_data.open`, its `Episode` objects, and field statistics."""
+"""`Recording` (the result of `rollout_data.open`), its `Episode` objects, and field statistics."""

@@ -1,6 +1,7 @@
-"""One episode of a recording of any format; its fields are read lazily.
+"""`Episode`: one episode of a recording of any format, whose fields are read lazily.
 
-Values that are not in the file are None; fields that are not in the file are absent.
+Properties are None if the file does not contain the value. Fields that are not in the file are not
+listed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ OBSERVATION = "observation"
 
 
 class Fields(dict[str, Any]):
-    """Arrays by flat name, such as "images/left". A prefix such as "images" selects its fields.
+    """Dict of arrays by flat name, such as "images/left". A prefix "images" selects all below it.
 
-    A name may start with "/", like a topic.
+    A key may start with "/", like the name of a ROS topic.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -44,7 +45,7 @@ class Fields(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and self.get(name) is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return `fields[name]`, or `default` if there is no such field."""
+        """Return `fields[name]`, which may be a prefix, or `default` if there is no such field."""
         try:
             return self[name]
         except KeyError:
@@ -52,15 +53,15 @@ class Fields(dict[str, Any]):
 
 
 class Episode:
-    """T steps from reset to end. A field is read at its first access and then cached.
+    """One episode: T steps from reset to end. Fields are read at their first access, then cached.
 
     Attributes:
         id: Name of the episode, unique in the recording.
-        length: T.
-        schema: Numeric fields: name -> shape and dtype of a step.
+        length: Number of steps, T.
+        schema: Numeric fields, with the shape and dtype of one step.
         texts: Names of the text fields.
         final: Names of the fields of the final observation.
-        terminated, truncated: Whether the episode ended in this way; None if unknown.
+        terminated, truncated: Whether the episode was terminated or truncated; None if unknown.
         success: Whether the task succeeded; None if unknown.
         task: Description of the task; "" if unknown.
         metadata: All metadata of the episode, including `task` and `success` if they are known.
@@ -100,10 +101,11 @@ class Episode:
         return f"<Episode {self.id!r}: {', '.join(about)}; {self.schema!r}>"
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        """Return the steps `start:stop` of a field in `schema` or `texts`; `stop` None means T.
+        """Read steps `start:stop` of a field in `schema` or `texts`; `stop=None` means the end.
 
         Returns:
-            `[stop - start, *shape]`, possibly a read-only map of the file; a list for texts.
+            Array `[stop - start, *shape]`, possibly a read-only map of the file; a list of str for
+            a text field.
 
         Raises:
             UsageError: The field or the steps do not exist.
@@ -119,7 +121,7 @@ class Episode:
         return self._source.read(self._number, name, start, end)
 
     def video(self, name: str) -> VideoRange | None:
-        """Return the video file of a field and the range in it; None if it is not stored as video.
+        """Return the video file that stores a field, and the frames in it; None if no video does.
 
         Raises:
             UsageError: The field does not exist.
@@ -140,23 +142,23 @@ class Episode:
         """Return the fields whose integers were rounded to floats in reads so far.
 
         Returns:
-            Field -> (number of rounded values, largest difference).
+            Maps fields to (number of rounded values, largest difference).
         """
         return self._source.rounded(self._number)
 
     @property
     def observation(self) -> Any:
-        """`[T, ...]`, or `Fields` of such arrays for named components; None if there is none."""
+        """Observations, `[T, ...]`, or `Fields` of named components; None if there are none."""
         return self._group(OBSERVATION)
 
     @property
     def action(self) -> Any:
-        """`[T, ...]`, or `Fields`; None if there is none, as in motion files."""
+        """Actions, `[T, ...]` or `Fields`; None if there are none, as in motion files."""
         return self._group("action")
 
     @property
     def reward(self) -> Any:
-        """`[T, ...]`; None if the file contains no rewards."""
+        """Rewards, `[T, ...]`; None if the file contains no rewards."""
         return self._group("reward")
 
     @cached_property
@@ -166,10 +168,10 @@ class Episode:
         return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field, or the `Fields` below a name, such as `episode["observation"]`.
+        """Return the field `name`, or all fields below `name` as `Fields`.
 
         Raises:
-            UsageError: There is no field of this name.
+            UsageError: There is no such field.
         """
         found = self._group(name)
         if found is None:
@@ -192,7 +194,7 @@ class Episode:
 
 
 def joined(name: str, found: dict[str, Any]) -> Any:
-    """Return the field `name`; or the fields below it as `Fields` without the prefix; or None."""
+    """Return the field `name`, or the fields below it as `Fields` without the prefix, or None."""
     if name in found or not found:
         return found.get(name)
     return Fields({one[len(name) + 1 :]: value for one, value in found.items()})

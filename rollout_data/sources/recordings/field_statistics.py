@@ -1,8 +1,8 @@
 """Statistics of recorded fields, for normalization: computed in one pass, cached in a file.
 
-The cache is valid only for the same files, trajectories and settings. It may always be deleted.
-If it cannot be written, the statistics are computed again. Quantiles are exact if the values fit in
-memory; otherwise their error is bounded and returned.
+A cache file is valid only for the same files, trajectories and settings. It may always be deleted.
+If it cannot be written, the statistics are computed at each call. Quantiles are exact if the values
+take at most 64 MiB; otherwise their error is bounded and returned.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from ...blocks.trajectory_index import Int64s
 from ..rows.row_source import Rows, RowSource
 
 _CACHE_VERSION = 2
-#: Bytes of rows per read.
+#: Bytes of rows that are read at a time.
 _PORTION_BYTES = 8 << 20
-#: Largest size of the last (or first) axis of a field of three axes that counts as channels.
+#: Maximum size of an axis that is treated as channels: the last, or else first, of three axes.
 _MAX_CHANNELS = 4
-#: Bytes of columns up to which all values are kept in memory, so that quantiles are exact.
+#: Maximum bytes of a field's values that are kept in memory to compute exact quantiles.
 _EXACT_BYTES = 64 << 20
-#: Rows per buffer of the sketch.
+#: Rows per buffer of a `QuantileSketch`.
 _SKETCH_ROWS = 4096
 Array = np.ndarray[Any, Any]
-#: A source, and numbers of episodes in it, int64.
+#: A source, and the numbers of the selected episodes in it, int64.
 Frames = tuple[RowSource, Int64s]
 _ARRAYS = ("mean", "std", "min", "max", "quantiles")
 
 
 @dataclass(frozen=True, eq=False)
 class FieldStatistics:
-    """Statistics of the values of one field.
+    """Mean, standard deviation, extremes and quantiles of one field.
 
     A field of one axis has statistics per element. A field of three axes with at most 4 channels
     has statistics per channel. Other fields have one set of statistics for all elements.
@@ -55,9 +55,9 @@ class FieldStatistics:
     of 32 bits or more, else float32. Non-finite values are treated as in numpy's functions.
 
     Attributes:
-        mean, std: `std` is the population standard deviation (divided by n); 0 for constants.
+        mean, std: Mean and population standard deviation (divided by n, 0 for constants).
         min, max: Smallest and largest value.
-        quantiles: `[Q, ...]`, one quantile per level.
+        quantiles: One quantile per level, `[Q, ...]`.
         levels: The requested levels, in [0, 1].
         quantile_error: Largest error of the rank of a quantile, as a fraction of all values. 0 for
             fields of one byte, and for fields whose values take at most 64 MiB.
@@ -82,10 +82,17 @@ def compute_statistics(
     use_cache: bool = True,
     progress: bool = True,
 ) -> dict[str, FieldStatistics]:
-    """Return statistics of fields over all frames with them; see `WindowDataset.statistics`.
+    """Compute statistics of fields over all frames, or load them from the cache.
 
-    Text fields are skipped. The cache is written to `folder`, the data folder; with None to the
-    user's cache folder.
+    See `WindowDataset.statistics`. Text fields are skipped.
+
+    Args:
+        parts: Sources and selected episodes.
+        folder: Folder of the cache file; None uses the user's cache folder.
+        names: Names of the fields.
+        levels: Levels of the quantiles, in [0, 1].
+        use_cache: Whether to read and write the cache file.
+        progress: Whether to show a progress bar.
 
     Raises:
         UsageError: A level is outside [0, 1], or there are no frames.
@@ -109,13 +116,13 @@ def compute_statistics(
     names = [name for name in names if not schema[name].is_text]
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
     about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
-    # One file per question, so that training and validation split have separate caches.
+    # The arguments select the cache file, so that training and validation split have separate ones.
     question = [
         about["fields"],
         about["levels"],
         *(crc32(trajectories.tobytes()) for _, trajectories in parts),
     ]
-    if folder is None:  # write no file beside data of other formats
+    if folder is None:  # Files of different folders need different names in the user's cache.
         question += [
             [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]]
             for snapshot, _ in parts
@@ -160,7 +167,10 @@ def _compute(
 def _portions(
     snapshot: RowSource, trajectories: Int64s, column: str, row_bytes: int
 ) -> Iterator[torch.Tensor]:
-    """Yield all frames of trajectories in order: `[n, row_bytes]` uint8; the memory is reused."""
+    """Yield rows of a column, trajectory after trajectory: uint8 `[n, row_bytes]`.
+
+    All results share the same memory.
+    """
     lengths = snapshot.index.lengths[trajectories]
     stops = np.cumsum(lengths)
     size = max(1, _PORTION_BYTES // row_bytes)
@@ -185,11 +195,11 @@ def _portions(
 
 
 class _Summary:
-    """Running statistics of one field."""
+    """Statistics of one field, updated with each portion of values."""
 
     def __init__(self, field: Field, num_frames: int) -> None:
         self._axis, self._shape = _channels(field.shape)
-        # bfloat16 has no numpy type; its values are float32 values.
+        # numpy has no bfloat16, so its values are processed as float32.
         self._dtype = np.dtype(np.float32) if field.dtype == "bfloat16" else DTYPES[field.dtype][1]
         is_wide = field.dtype == "float64" or (
             self._dtype.kind in "iu" and self._dtype.itemsize > 2
@@ -207,7 +217,7 @@ class _Summary:
         self._max = np.full(num_columns, -np.inf)
 
     def add(self, values: torch.Tensor) -> None:
-        """Add values `[n, *shape]`. Portions are merged as in Chan et al. 1979."""
+        """Add values `[n, *shape]`. Mean and variance are merged as in Chan et al. 1979."""
         array = on_host(values)
         self._num_frames += len(array)
         columns = _columns(array, self._axis)
@@ -228,7 +238,7 @@ class _Summary:
         self._count += len(wide)
 
     def result(self, levels: tuple[float, ...]) -> FieldStatistics:
-        # Set to 0 for constants, where rounding errors of the mean would remain.
+        # The variance of a constant must be 0, but rounding errors of the mean make it positive.
         self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
         with np.errstate(invalid="ignore"):
             found = {
@@ -254,7 +264,7 @@ class _Summary:
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
-    """Return the axis of a field with separate statistics, or None; and the shape of the result."""
+    """Return the axis whose elements have separate statistics, or None; and the result's shape."""
     if len(shape) <= 1:
         return (0 if shape else None), shape
     axis = next((axis for axis in (2, 0) if len(shape) == 3 and shape[axis] <= _MAX_CHANNELS), None)
@@ -262,14 +272,14 @@ def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _columns(values: Array, axis: int | None) -> Array:
-    """Reshape `[n, *shape]` to `[rows, columns]`."""
+    """Reshape values `[n, *shape]` to `[rows, columns]`, one column per element of `axis`."""
     if axis is None:
         return values.reshape(-1, 1)
     return np.moveaxis(values, 1 + axis, -1).reshape(-1, values.shape[1 + axis])
 
 
 def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
-    """Return a text that changes with the files and the selected trajectories."""
+    """Return a text that changes if the files or the selected trajectories change."""
     files: list[list[Any]] = []
     for path in dict.fromkeys(block.path for block in snapshot.index.blocks):
         try:
@@ -287,7 +297,7 @@ def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
 
 
 def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:
-    """Write the cache if the folder is writable."""
+    """Write the cache file, if its folder is writable."""
     arrays: dict[str, Any] = {}
     for number, statistics in enumerate(found.values()):
         arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
@@ -296,7 +306,7 @@ def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatist
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as new, open(new, "wb") as file:
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
-    except (OSError, RolloutDataError):  # read-only folder
+    except (OSError, RolloutDataError):  # A read-only folder only costs time at the next call.
         pass
 
 
@@ -323,7 +333,7 @@ def _load(
 
 
 class ByteCounts:
-    """Counts of each of the 256 values of a byte; quantiles are exact for any number of rows."""
+    """Exact quantiles of one-byte values, from the counts of the 256 possible values."""
 
     def __init__(self, num_columns: int, dtype: np.dtype[Any]) -> None:
         self._lowest = -128 if dtype.kind == "i" else 0
@@ -350,12 +360,13 @@ class ByteCounts:
 
 
 class QuantileSketch:
-    """Quantile sketch in bounded memory: two sorted buffers of a level become one of the next.
+    """Approximate quantiles in bounded memory, by merging and halving sorted buffers.
 
-    The result equals `numpy.quantile` until the first halving. The method is from Munro and
-    Paterson 1980, analysed by Manku, Rajagopalan and Lindsay 1998. Halving two buffers whose rows
-    represent w numbers each moves a rank by at most w. `error` is the sum of these moves divided by
-    n. It is at most log2(n / k) / (2 k) for n numbers in buffers of k rows: 0.001 for 10^6 numbers,
+    Two full buffers of one level are merged, and every second row becomes a buffer of the next
+    level. Until then, the result equals `numpy.quantile`. The method is from Munro and Paterson
+    1980, analysed by Manku, Rajagopalan and Lindsay 1998. Halving buffers whose rows represent w
+    numbers each changes a rank by at most w. `error` is the sum of these changes divided by n. It
+    is at most log2(n / k) / (2 k) for n numbers in buffers of k rows: 0.001 for 10^6 numbers,
     0.0023 for 10^9.
     """
 
@@ -382,18 +393,18 @@ class QuantileSketch:
             values = values[len(part) :]
             if self._num_filled == len(self._filling):
                 rows = np.sort(self._filling, axis=0)
-                self._has_nan |= np.isnan(rows[-1])  # sorted last; halving may drop them
+                self._has_nan |= np.isnan(rows[-1])  # NaN sorts last, and halving may drop it.
                 self._carry(rows)
                 self._num_filled = 0
 
     def _carry(self, rows: Array) -> None:
-        """Store a full buffer in the first free level; merge and halve it with each full level."""
+        """Store a sorted buffer in the first free level; merge it with the full levels before."""
         for level, other in enumerate(self._levels):
             if other is None:
                 self._levels[level] = rows
                 return
             both = np.sort(np.concatenate([other, rows]), axis=0, kind="stable")
-            # Alternate between odd and even rows, so that the errors of successive halvings cancel.
+            # Alternate between even and odd rows, so that errors of successive halvings cancel.
             rows = both[self._next_offset[level] :: 2]
             self._next_offset[level] ^= 1
             self._moved += 1 << level
@@ -426,7 +437,7 @@ Quantiles = ByteCounts | QuantileSketch
 
 
 def quantiles_of(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> Quantiles:
-    """Return the quantile method for columns of this size."""
+    """Create the quantile accumulator for columns of this size and dtype."""
     if dtype.kind in "biu" and dtype.itemsize == 1:
         return ByteCounts(num_columns, dtype)
     is_exact = num_rows * num_columns * dtype.itemsize <= _EXACT_BYTES

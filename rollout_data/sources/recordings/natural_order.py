@@ -1,4 +1,4 @@
-"""The order of names by the numbers in them."""
+"""Natural sort order of names, by the numbers in them."""
 
 from __future__ import annotations
 

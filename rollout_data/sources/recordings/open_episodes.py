@@ -18,14 +18,14 @@ from ..live_source import LiveSource, scanner_of
 from ..rows.row_source import RowSource
 from .recordings_in_folder import check_single
 
-#: Name of the note with the id that a converted episode had in its source.
+#: Key in the metadata of a converted episode for its name in the original data.
 SOURCE_ID = "id"
-#: Largest number of scans. A scan is repeated if an edit is replaced while its notes are read.
+#: Maximum number of scans. A scan is repeated if an edit is replaced while it is read.
 _MAX_SCANS = 100
 
 
 def open_episodes(origin: Origin) -> EpisodeSource:
-    """Open a file or folder of any format; return the source of a recording that is already open.
+    """Open a file or folder of any format as a source; an open recording returns its own source.
 
     Raises:
         DataFileError: The format is unknown, or the data cannot be read.
@@ -48,7 +48,7 @@ def open_episodes(origin: Origin) -> EpisodeSource:
 
 
 def _open_folder(origin: Origin) -> RowSource:
-    """Scan a folder of block files; repeat the scan if an edit was replaced during it."""
+    """Open a folder by a scan of its files, repeated if an edit was replaced meanwhile."""
     live = LiveSource(origin)
     for _ in range(_MAX_SCANS):
         live.refresh()
@@ -70,7 +70,7 @@ def _open_folder(origin: Origin) -> RowSource:
 
 
 def _open_again(origin: Origin, listing: Any, *known: Any) -> RowSource:
-    """Open a folder in another process with the listing of an earlier scan."""
+    """Open a folder with the listing of an earlier scan, to unpickle a source."""
     live = LiveSource(origin)
     live.adopt(listing)
     return _described(live.snapshot(), origin, listing, *known)
@@ -84,7 +84,7 @@ def _described(
     problems: list[RolloutDataError],
     advice: list[RolloutDataError],
 ) -> RowSource:
-    """Add the attributes of a recording to a snapshot: metadata, problems, advice, reopening."""
+    """Set the attributes of a snapshot that only the source of a recording has; return it."""
     source.path = origin.path
     source.listing = listing
     source.scanner = listing[0]

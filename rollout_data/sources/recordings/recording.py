@@ -1,6 +1,6 @@
-"""A recording: the episodes of one file or folder of any format, or a selection of them.
+"""`Recording`: the episodes of one file or folder of any format, or a selection of them.
 
-Data are read lazily, and no file is written beside the data.
+Data are read lazily. No files are written to the folder of the data.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .field_statistics import FieldStatistics, compute_statistics
 from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
-#: Bytes of rows per read of rewards: fields in the same rows are read too.
+#: Approximate bytes of rows per read of rewards. All fields in the same rows are read with them.
 _REWARD_BYTES = 16 << 20
-#: Minimum number of steps per read of rewards. Images are not in the rows of rewards.
+#: Minimum number of steps per read of rewards, since large fields are not in the same rows.
 _NUM_REWARDS = 1 << 12
 
 
 class Recording(Sequence[Episode]):
     """Episodes in the order of their numbers; created by `rollout_data.open`.
 
-    `recording[i]`, also with a negative number, is an episode; a slice is a recording. Iteration
-    keeps one episode in memory. `RolloutDataset`, `WindowDataset` and `convert` accept a recording
-    instead of a path.
+    `recording[i]` returns an episode, also for a negative number; a slice returns a recording.
+    Iteration keeps one episode in memory. `RolloutDataset`, `WindowDataset` and `convert` accept a
+    recording instead of a path.
 
     A recording is a snapshot, also for datasets created from it. Edits (`tag`, `drop`, `keep`) and
     new episodes appear after `refresh()`. Reading an episode whose file was deleted, for example by
-    `prune`, raises an error with its name. Other episodes stay readable.
+    `prune`, raises an error with the name of the episode. Other episodes stay readable.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Recording(Sequence[Episode]):
             self._numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the snapshot; a copy reads the files on its machine."""
+        """Pickle the snapshot without data. An unpickled copy reads the files at the same paths."""
         return {"_origin": self._origin, "_source": self._source}
 
     @property
@@ -80,22 +80,22 @@ class Recording(Sequence[Episode]):
 
     @property
     def format(self) -> str:
-        """Name of the format."""
+        """Name of the data format."""
         return self._source.format
 
     @property
     def path(self) -> Path:
-        """The file or folder."""
+        """Path of the file or folder."""
         return self._origin.path
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the whole file or folder."""
+        """Metadata of the file or folder; each episode also has its own metadata."""
         return self._source.metadata
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """Exceptions for data that were unreadable, repaired or left out; they were not raised."""
+        """Exceptions, not raised, for data that were unreadable, repaired or left out."""
         return self._source.problems
 
     @property
@@ -141,12 +141,12 @@ class Recording(Sequence[Episode]):
         return table
 
     def _returns(self, places: Int64s, lengths: Int64s) -> np.ndarray[Any, Any]:
-        """Return the sum of rewards of each episode: float64 `[k]`, NaN for unreadable episodes."""
+        """Return the sum of rewards of each episode, float64 `[k]`; NaN for unreadable episodes."""
         try:
             rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
         except UnansweredError:
             raise
-        except RolloutDataError:  # reading the episode raises it again
+        except RolloutDataError:  # Reading the episode itself raises this error.
             if len(places) == 1:
                 return np.array([np.nan])
             single = [self._returns(places[[one]], lengths[[one]]) for one in range(len(places))]
@@ -156,33 +156,35 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def descriptions(self) -> np.ndarray[Any, Any]:
-        """The table with NaN for returns; no rows are read."""
+        """`table` without reading rows, so returns are NaN."""
         return as_table(self.column)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """Return one column of `table`, with NaN for returns; no rows are read."""
+        """Return one column of `table` without reading rows, so returns are NaN."""
         found: np.ndarray[Any, Any] = self._source.column(choice("name", name, COLUMNS))[
             self._numbers
         ]
         return found
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
-        """Return the schemas, and the position of each episode's schema: int64 `[num_episodes]`."""
+        """Return the index of each episode's schema, int64 `[num_episodes]`, and all schemas."""
         which, schemas = self._source.schemas()
         return which[self._numbers], schemas
 
     def read_many(
         self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s
     ) -> dict[str, Any]:
-        """Read numeric fields of several episodes at once; all episodes must have the fields.
+        """Read numeric fields of k episodes at once; all episodes must have the fields.
 
         Args:
-            places: int64 `[k]`, positions of the episodes.
+            places: Positions of the episodes in the recording, int64 `[k]`.
             names: Names of the fields.
-            starts, counts: int64 `[k]`: `counts` steps of each episode, from `starts` on.
+            starts: First step to read of each episode, int64 `[k]`.
+            counts: Number of steps to read of each episode, int64 `[k]`.
 
         Returns:
-            Field -> `[sum of counts, *shape]`, episode after episode, possibly read-only.
+            Maps fields to the concatenated steps of all episodes, `[sum(counts), *shape]`. Arrays
+            may be read-only.
 
         Raises:
             DataFileError: The fields cannot be read.
@@ -192,7 +194,7 @@ class Recording(Sequence[Episode]):
         )
 
     def info(self, place: int) -> EpisodeInfo:
-        """Return the description of an episode; no rows are read."""
+        """Return the description of the episode at position `place`, without reading rows."""
         if not is_whole(place) or not -len(self) <= place < len(self):
             error_class = OutOfRangeError if is_whole(place) else UsageError
             raise error_class(f"place must be in {-len(self)}:{len(self)}, got {place!r}.")
@@ -230,9 +232,9 @@ class Recording(Sequence[Episode]):
         return f"<Recording of {episodes} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
 
     def refresh(self) -> Recording:
-        """Scan the files again, in place, and return this recording.
+        """Scan the files again, update this recording in place and return it.
 
-        A selection keeps its episodes that still exist.
+        A selection keeps those of its episodes that still exist.
         """
         source = open_episodes(replace(self._origin, ids=None))
         for name in ("_numbers", "schema", "table", "descriptions"):
@@ -246,7 +248,7 @@ class Recording(Sequence[Episode]):
         return self
 
     def removed(self) -> dict[str, DataFileError]:
-        """Return the episodes whose files were deleted after opening: id -> error."""
+        """Map the names of episodes whose files were deleted or replaced meanwhile to errors."""
         errors = self._source.removed(self._numbers.tolist())
         return {error.episode: error for error in errors.values()}
 
@@ -260,11 +262,11 @@ class Recording(Sequence[Episode]):
 
     @property
     def blocks(self) -> list[Block]:
-        """Block files of the snapshot, including edits with their notes; [] for other formats."""
+        """The blocks of the snapshot with edits and their annotations; [] for other formats."""
         return self._source.blocks
 
     def _of(self, places: Any) -> Recording:
-        """Return a recording of the episodes at these positions: numbers, a slice or a mask."""
+        """Return a recording of the episodes at `places`: positions, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
         return Recording(replace(self._origin, ids=ids), self._source, self._numbers[places])
 
@@ -285,12 +287,13 @@ class Recording(Sequence[Episode]):
         return self._of(np.array([name in wanted for name in names], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
-        """Return the episodes for which `keeps` is true and whose columns of `table` match.
+        """Return the episodes that match all conditions.
 
         Args:
-            keeps: Function of an episode that returns whether to keep it.
-            **columns: Column -> a value, a list of values, or a function of a value. Examples:
-                `success=True`, `ends=["truncated"]`, `length=lambda length: length > 20`.
+            keeps: Function that returns whether to keep an `Episode`; None keeps all.
+            **columns: For each column of `table`, the accepted value, a list of values, or a
+                function that returns whether to keep a value. Examples: `success=True`,
+                `ends=["truncated"]`, `length=lambda length: length > 20`.
 
         Raises:
             UsageError: A column does not exist.
@@ -307,12 +310,12 @@ class Recording(Sequence[Episode]):
     def split(
         self, parts: Mapping[str, float] | None = None, seed: int = 0
     ) -> dict[str, Recording]:
-        """Split the episodes; return the parts by name.
+        """Split the episodes into parts, such as training and validation; return them by name.
 
         Args:
-            parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and
-                complete. The part of an episode depends on the seed, its name and the number of
-                episodes. None returns the parts defined in the file, which may overlap.
+            parts: Maps names of parts to shares of the episodes, which add up to 1. Each episode
+                is in one part, which depends on the seed, the names and the number of episodes.
+                None returns the parts that the file defines, which may overlap.
             seed: Seed of the split.
 
         Raises:
@@ -352,7 +355,7 @@ class Recording(Sequence[Episode]):
     ) -> dict[str, FieldStatistics]:
         """Compute statistics of each field over all frames; see `WindowDataset.statistics`.
 
-        The result is cached in the user's cache folder (`XDG_CACHE_HOME`), not beside the data.
+        The result is cached in the user's cache folder (`XDG_CACHE_HOME`), not in the data folder.
         """
         self.check_present()
         live = LiveSource(self.origin)

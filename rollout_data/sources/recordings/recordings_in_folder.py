@@ -1,4 +1,4 @@
-"""Folders that contain several recordings, and the error that lists the recordings."""
+"""Detection of folders that contain several recordings, and the error that lists them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NUM_SHOWN = 5
 
 
 def recordings_in(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the recordings directly in a folder, in natural order; [] if it is a recording."""
+    """Return the recordings directly in a folder, in natural order.
+
+    If the folder itself is a recording, the result is [].
+    """
     folder = Path(path)
     if is_url(path) or not folder.is_dir() or _is_recording(folder):
         return []
@@ -37,7 +40,7 @@ def _is_recording(path: Path) -> bool:
 
 
 def check_single(path: str | os.PathLike[str]) -> None:
-    """Raise the error of `several_error` if a folder contains several recordings."""
+    """Raise `UsageError` if a folder is no recording, but contains recordings."""
     if recordings := recordings_in(path):
         raise several_error(Path(path), recordings)
 
@@ -45,7 +48,7 @@ def check_single(path: str | os.PathLike[str]) -> None:
 def several_error(
     path: Path, recordings: list[Path], error_class: type[RolloutDataError] = UsageError
 ) -> RolloutDataError:
-    """Build the error for a folder of recordings, for calls that need one recording."""
+    """Build the error for a call that needs one recording, but got a folder of recordings."""
     names = [repr(recording.name) for recording in recordings[:_NUM_SHOWN]]
     if len(recordings) > _NUM_SHOWN:
         names.append("...")

@@ -1,1 +1,1 @@
-"""Episodes as packed rows: memory-mapped, read on demand, fetched, or cached in memory."""
+"""Sources of episodes as packed rows: mapped files, files read on demand, URLs, and memory."""

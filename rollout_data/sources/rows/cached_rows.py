@@ -1,7 +1,7 @@
-"""`CachedRows`: copies of whole trajectories in the memory of one device.
+"""`CachedRows`: copies of complete trajectories in the memory of one device.
 
-A copy belongs to one process, or is shared by all workers of a machine. It lists the unreadable
-trajectories.
+The copies belong to one process, or are in memory that all workers of a machine share. Shared
+copies include the list of unreadable trajectories.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..processes.shared_memory import SharedMemory, Spot, shared_memory
 from .gather_rows import gather
 from .row_source import Place, Rows, RowSource
 
-#: Trajectories copied per call. The limit keeps index arrays small compared with the data.
+#: Maximum number of trajectories per copy call, so that index arrays stay small.
 _NUM_COPIED = 4096
 
 
 class SharedRows(NamedTuple):
-    """Shared memory with the rows that one process has cached.
+    """Description of the rows that one process has cached in shared memory, for other processes.
 
     Attributes:
-        spot: The shared memory.
-        trajectories: int64 `[K]`, numbers of the cached trajectories.
-        content: Checksum of the index that these numbers belong to; see `_content`.
-        lost: int64, numbers of the trajectories that could not be read.
+        spot: Where to find the shared memory.
+        trajectories: Numbers of the K cached trajectories, int64 `[K]`.
+        content: Checksum of the index to which these numbers belong; see `_content`.
+        lost: Numbers of the trajectories that could not be read, int64.
     """
 
     spot: Spot
@@ -45,14 +45,17 @@ class SharedRows(NamedTuple):
 
 
 class CachedRows(RowSource):
-    """Rows of some trajectories copied to one device; the rows of a trajectory are contiguous.
+    """Copies of the rows of K trajectories in the memory of one device.
+
+    The rows of a trajectory are contiguous.
 
     Args:
         source: Source of the rows.
-        trajectories: int64 `[K]`, numbers of the trajectories; only these can be read.
+        trajectories: Numbers of the trajectories to copy, int64 `[K]`; others cannot be read.
         device: Device of the copies.
         is_shared: Whether other processes will map the copies; see `shared` and `mapped`.
-        memory: Shared memory in which another process has cached the same trajectories.
+        memory: Shared memory in which another process has cached the same trajectories; None
+            copies the rows.
     """
 
     def __init__(
@@ -100,18 +103,26 @@ class CachedRows(RowSource):
 
     @classmethod
     def mapped(cls, source: RowSource, shared: SharedRows | None) -> CachedRows | None:
-        """Map rows cached by another process; None if the index differs, or they were released."""
+        """Map the rows that another process has cached in shared memory.
+
+        Returns:
+            The mapped rows; None if the index differs or the memory was freed.
+        """
         if shared is None or shared.content != _content(source.index):
             return None
         try:
             memory = SharedMemory(spot=shared.spot)
-        except OSError:  # the other process has released it, or has ended
+        except OSError:  # The other process has released the memory or has ended.
             return None
         source.is_lost[shared.lost] = True
         return cls(source, shared.trajectories, torch.device("cpu"), memory=memory)
 
     def shared(self) -> SharedRows | None:
-        """Move the rows to shared memory for other processes; None if there is no shared memory."""
+        """Move the rows to shared memory and describe it for `mapped` in other processes.
+
+        Returns:
+            The description; None if shared memory cannot be created.
+        """
         if self._memory is None:
             self._memory = self._shared_memory([rows.shape for rows in self._rows.values()])
             for place, rows in self._rows.items() if self._memory is not None else ():
@@ -122,7 +133,7 @@ class CachedRows(RowSource):
         return SharedRows(self._memory.spot, self._trajectories, _content(self.index), lost)
 
     def _shared_memory(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
-        """Create shared memory for rows of these shapes; None if the system has no room for it."""
+        """Create shared memory for int32 rows of these shapes; None if it cannot be created."""
         return (
             shared_memory([4 * prod(shape) for shape in shapes])
             if self.device.type == "cpu"
@@ -134,11 +145,11 @@ class CachedRows(RowSource):
             return torch.from_numpy(
                 self._memory.take(4 * prod(shape)).view(np.int32).reshape(shape)
             )
-        # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
+        # Memory of a pool uses huge pages, which makes gathering rows 1.25 times faster.
         return BufferPool(1).empty(shape, torch.int32)
 
     def holds(self, trajectories: Int64s) -> bool:
-        """Return whether all readable trajectories of these are cached."""
+        """Return whether all of these trajectories are cached, except unreadable ones."""
         return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
 
     def locate(self, rows: Rows) -> Runs:
@@ -150,7 +161,7 @@ class CachedRows(RowSource):
         )
 
     def probe(self, episode: int) -> None:
-        """Do nothing: cached rows can be read."""
+        """Do nothing, since cached rows can always be read."""
 
     def final_rows(self, column: str, episodes: Int64s) -> torch.Tensor:
         rows = sent(torch.from_numpy(self._final_row[episodes]), self.device)
@@ -161,7 +172,7 @@ class CachedRows(RowSource):
 
 
 def _copy_column(source: RowSource, name: str, rows: Rows, out: torch.Tensor) -> None:
-    """Copy a column of whole trajectories to `[num_rows, row_bytes / 4]`, in parts."""
+    """Copy a column of complete trajectories to `out`: int32 `[num_rows, row_bytes / 4]`."""
     for first in range(0, len(rows.episode), _NUM_COPIED):
         part = Rows(*(values[first : first + _NUM_COPIED] for values in rows))
         start = int(part.target[0])
@@ -170,7 +181,7 @@ def _copy_column(source: RowSource, name: str, rows: Rows, out: torch.Tensor) ->
 
 
 def _check_room(needed_bytes: int) -> None:
-    """Raise if free memory is less than the bytes of the rows plus a tenth."""
+    """Raise `UsageError` if the rows need more than 90 % of the free memory."""
     free = free_memory_bytes()
     if free is not None and needed_bytes > 0.9 * free:
         raise UsageError(
@@ -180,13 +191,13 @@ def _check_room(needed_bytes: int) -> None:
 
 
 def _content(index: TrajectoryIndex) -> int:
-    """Return a checksum of the names, lengths and final observations of all trajectories."""
+    """Compute a checksum of the names, lengths and final rows of all trajectories in an index."""
     columns = np.stack([index.first_frame[1:], index.number, index.writer, index.final_row])
     return crc32(repr(index.writers).encode() + columns.tobytes())
 
 
 def free_memory_bytes() -> int | None:
-    """Return the bytes of memory available without swapping; None if unknown."""
+    """Return the bytes of memory that are available without swapping; None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

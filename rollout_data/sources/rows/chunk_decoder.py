@@ -1,7 +1,7 @@
-"""Decode the rows of a coded component of many blocks on demand.
+"""Decode rows of compressed columns in many blocks on demand.
 
-A call decodes each chunk once. A chunk that is requested whole is decoded directly into the output.
-Other decoded chunks are cached for later calls, up to a fixed number of bytes.
+A call decodes each chunk once. If all rows of a chunk are requested, it is decoded directly into
+the output. Other decoded chunks are cached for later calls, up to a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ...blocks.chunk_table import ChunkTable, check_sum
 from ...blocks.trajectory_index import Int64s, Runs, counted_from
 from .mapped_files import Arena
 
-#: Default size in bytes of the cache of decoded chunks, over all components of a dataset.
+#: Default size in bytes of the cache of decoded chunks, over all fields of a dataset.
 CHUNK_CACHE_BYTES = 512 << 20
 
 
 class RowCache:
-    """A thread-safe LRU cache of objects with `nbytes`, such as rows.
+    """A thread-safe LRU cache of arrays, limited by their total bytes.
 
     Args:
         max_bytes: Size of the cache in bytes.
-        keeps_last: Whether to cache the latest object even if it is larger than `max_bytes`.
+        keeps_last: Whether to cache the last array even if it is larger than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> None:
@@ -46,7 +46,7 @@ class RowCache:
         return RowCache, (self.max_bytes, self.keeps_last)
 
     def get(self, key: Any) -> Any:
-        """Return the cached object of a key; None if there is none."""
+        """Return the cached array for a key; None if there is none."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -54,7 +54,7 @@ class RowCache:
             return found
 
     def put(self, key: Any, rows: Any) -> None:
-        """Cache rows; evict the least recently used objects if the cache is full."""
+        """Cache an array; evict the least recently used arrays if the cache is full."""
         if rows.nbytes > self.max_bytes and not self.keeps_last:
             return
         with self._lock:
@@ -66,13 +66,13 @@ class RowCache:
 
 
 class ChunkFiles:
-    """The chunks of one column in all mapped blocks; `add` appends the chunks of a block.
+    """The compressed chunks of one column in all mapped blocks, whose rows are decoded on demand.
 
     Args:
-        place: (table, column).
-        row_bytes: Size of a decoded row.
-        mapped: Bytes of all blocks; other columns share them.
-        cache: Cache of decoded chunks; other columns share it.
+        place: The (table, column) pair.
+        row_bytes: Bytes of a decoded row.
+        mapped: Mapped bytes of all blocks, shared with other columns.
+        cache: Cache of decoded chunks, shared with other columns.
     """
 
     def __init__(
@@ -84,13 +84,17 @@ class ChunkFiles:
         self._cache = cache
         self._files: dict[int, tuple[Path, ChunkTable]] = {}
         self._num_files = 0
-        #: int64 `[C + 1]`: first row of every chunk, then the total number of rows.
+        #: First row of each of the C chunks, then the total number of rows, int64 `[C + 1]`.
         self._rows = np.zeros(1, np.int64)
-        #: int64 `[4, C]`: per chunk, file number, start and stop in `mapped`, and checksum.
+        #: For each chunk: file number, first and stop byte in `mapped`, checksum; int64 `[4, C]`.
         self._spots = np.zeros((4, 0), np.int64)
 
     def add(self, header: BlockHeader, first_byte: int) -> int:
-        """Add the chunks of a block mapped at `first_byte`; return the number of its first row."""
+        """Add the chunks of a block that is mapped from `first_byte` on.
+
+        Returns:
+            Number of the block's first row, counted over all added blocks.
+        """
         table = header.chunks[self.place[0]][self.place[1]]
         start = int(self._rows[-1])
         number = np.full(len(table.sums), self._num_files)
@@ -105,21 +109,21 @@ class ChunkFiles:
         return start
 
     def unmap(self, first: int, num_rows: int) -> None:
-        """Unmap the block with first row `first`. Its rows must not be read afterwards."""
+        """Remove the block whose first row is `first`. Its rows must not be read afterwards."""
         if not num_rows:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
         is_kept = np.isin(self._spots[0], list(self._files))
-        is_kept[1:] |= is_kept[:-1]  # the next first row is the end of a kept chunk
+        is_kept[1:] |= is_kept[:-1]  # The end of a kept chunk is the first row of the next chunk.
         self._rows, self._spots = self._rows[np.append(is_kept, True)], self._spots[:, is_kept]
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
-        """Decode rows into `out`.
+        """Decode R runs of rows into `out`.
 
         Args:
-            first: int64 `[R]`, number of the first row of each run, as returned by `add`.
+            first: First row of each run, counted as the result of `add`, int64 `[R]`.
             runs: Number of rows and target row of each run.
-            out: int32 on the CPU, `[rows, row_bytes / 4]`, or windows `[num_windows, length,
+            out: CPU tensor, int32 `[rows, row_bytes / 4]`, or windows `[num_windows, length,
                 row_bytes / 4]` with any strides. No run crosses the end of a window.
 
         Raises:
@@ -141,17 +145,17 @@ class ChunkFiles:
         each_part(decode, len(chunks), chunk_bytes * len(chunks))
 
     def will_need(self, first: Int64s, num_rows: Int64s) -> None:
-        """Prefetch the chunks of rows from disk in the background."""
+        """Prefetch the chunks that contain runs of rows from disk, in the background."""
         begin = np.searchsorted(self._rows, first, side="right") - 1
         last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
         self._mapped.will_need(self._spots[1, begin], self._spots[2, last] - self._spots[1, begin])
 
     def _cut(self, first: Int64s, runs: Runs) -> tuple[Int64s, list[tuple[int, int, int]]]:
-        """Cut runs at chunk boundaries.
+        """Cut runs of rows into pieces at chunk boundaries.
 
         Returns:
-            The chunk of each piece, ascending; and (first row in the chunk, number of rows, target)
-            of each piece.
+            The chunk of each piece, ascending; and for each piece (first row in its chunk, number
+            of rows, target row).
         """
         stop = first + runs.num_rows
         begin = np.searchsorted(self._rows, first, side="right") - 1
@@ -190,7 +194,7 @@ class ChunkFiles:
             target[:] = rows[low : low + len(target)]
 
     def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Check the checksum of a chunk and decode it, to new memory or to the contiguous `out`."""
+        """Check the checksum of a chunk and decode it to `out`; None decodes to new memory."""
         number, start, stop, checksum = self._spots[:, chunk].tolist()
         path, table = self._files[number]
         data = self._mapped.bytes_view[start:stop]

@@ -1,4 +1,4 @@
-"""`gather`: copy runs of rows from one tensor into windows, in large pieces if that is faster."""
+"""`gather`: copy runs of rows from one tensor into a batch, in large pieces if that is faster."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from storage.core.memory import BufferPool, sent, sent_together
 
 from ...blocks.trajectory_index import Int64s, Runs, counted_from
 
-#: Fixed cost of copying a piece, in bytes of a plain copy, measured with rows of 2 KB. A window of
-#: 25 rows takes 1.02 times as long as a memcpy, a single row 1.57 times.
+#: Fixed cost of copying a piece, as the number of bytes that memcpy copies in the same time. With
+#: rows of 2 KB, a window of 25 rows takes 1.02 times as long as memcpy, a single row 1.57 times.
 _BYTES_A_PIECE = 1100
-#: Cost of copying a piece again row by row, in plain copies of the piece.
+#: Cost of copying a piece row by row, as a multiple of the time of memcpy.
 _PATCH_COST = 2.2
 _NO_PIECES = np.zeros(0, np.int64)
-#: Buffers for single rows between source and output.
+#: Buffers in which single rows are gathered before they are written to the output.
 _scratch = BufferPool(2)
 #: Number of rows up to which a batch is copied row by row.
 _FEW_ROWS = 256
 
 
 def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
-    """Copy rows into `out`.
+    """Copy runs of rows from `words` to their target rows in `out`.
 
     Args:
-        words: `[R, W]` int32, the rows.
+        words: Source rows, int32 `[R, W]`.
         runs: Number of rows and target row of each run. No run crosses the end of a window.
-        first: int64, first row of each run in `words`.
-        length: Rows per window; the runs then cover each row of `out` once, in ascending order.
-            With 0, the runs may cover a part of `out`.
-        out: `[num_windows, length, W]` with any strides, or contiguous `[rows, W]`; int32 on the
+        first: First row of each run in `words`, int64.
+        length: Number of rows per window; the runs then cover all rows of `out`, in ascending
+            order. If 0, the runs may cover only a part of `out`.
+        out: int32 `[num_windows, length, W]` with any strides, or contiguous `[rows, W]`, on the
             device of `words`.
     """
     windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
@@ -49,17 +49,17 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     starts = first
     broken = _NO_PIECES
     num_rows = num_windows * length
-    is_whole = len(first) == num_windows  # each window is one run
+    is_whole = len(first) == num_windows  # Each window is one run.
     if words.device.type != "cpu" or (
         not is_whole and (num_rows <= _FEW_ROWS or num_words < length)
     ):
-        # A GPU gathers single rows as fast as pieces, and needs only one array of row numbers.
+        # A GPU gathers single rows as fast as larger pieces.
         size = 1
         starts = counted_from(first, runs.num_rows)
     elif not is_whole:
         size = _piece_size(runs.target, length, num_rows, 4 * width)
-        begin = -(-runs.target // size)  # first piece that starts in or after each run
-        shift = first - runs.target  # row in `words` minus row in `out`
+        begin = -(-runs.target // size)  # First piece that starts in or after each run.
+        shift = first - runs.target  # Row in `words` minus row in `out`.
         num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
         starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
         broken = np.unique(runs.target[runs.target % size != 0] // size)
@@ -69,7 +69,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         rows = rows.view(num_windows, length).t().reshape(-1)
         windows = by_time
     rows = sent(rows, words.device)
-    if windows.is_contiguous():  # each piece is contiguous
+    if windows.is_contiguous():  # One call can write all pieces.
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
     else:
@@ -84,12 +84,15 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
-    """Copy single rows into windows; on the CPU with numpy, in a quarter of torch's time."""
+    """Copy single rows from `words` to the rows `place` of the windows.
+
+    On the CPU, numpy writes the rows in a quarter of torch's time.
+    """
     if not len(numbers):
         return
     window, row = np.divmod(place, windows.shape[1])
     if words.device.type == "cpu":
-        size = 1 << (len(numbers) - 1).bit_length()  # a power of two, to reuse pooled memory
+        size = 1 << (len(numbers) - 1).bit_length()  # A power of two, so that memory is reused.
         scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
         rows = torch.from_numpy(numbers)
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
@@ -101,10 +104,10 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
-    """Return the number of rows per piece: the divisor of the window length with the lowest cost.
+    """Return the number of rows per piece: the divisor of `length` with the lowest copy cost.
 
-    Large pieces are copied at the speed of a memcpy. But more of them contain rows of several runs,
-    which are copied again row by row.
+    Large pieces are copied at the speed of memcpy. However, more of them contain rows of several
+    runs, and such pieces must be copied again row by row.
     """
     best = 1
     lowest = 1 + _BYTES_A_PIECE / row_bytes

@@ -1,4 +1,4 @@
-"""`JoinedFiles`: episodes of files of other systems as rows with common fields."""
+"""`JoinedFiles`: episodes of files of other systems, read as rows with common fields."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ from ..file_source import FileSource
 from .row_source import GONE, Place
 from .unmapped_rows import UnmappedRows
 
-#: Bytes of small rows per read.
+#: Approximate bytes of small fields per block of an episode, which is read at once.
 _PIECE_BYTES = 4 << 20
-#: Bytes of small rows that are cached.
+#: Size in bytes of the cache of small fields.
 _CACHE_BYTES = 512 << 20
 #: Number of the file, and number of the episode in it.
 EpisodeKey = tuple[int, int]
 
 
 class JoinedFiles(UnmappedRows):
-    """Episodes of several files as rows. An episode is cut into blocks of some MiB.
+    """Episodes of several files of other systems as rows with common fields.
 
-    A field missing from an episode reads as NaN. Texts read as numbers; see `text_id`.
+    Each episode is divided into blocks of a few MiB. A field that is missing from an episode reads
+    as NaN. Texts are read as ids; see `text_id`.
 
     Args:
         files: The opened files.
-        labels: Prefix of the writer names of each file.
+        labels: For each file, the prefix of its writer name.
         keys: The episodes, in order.
         schema: Numeric fields of the rows.
-        texts: Text field -> its numeric field.
-        max_group_bytes: Bytes of decoded images that are cached.
+        texts: Text fields of the rows, as int64 fields for the ids.
+        max_group_bytes: Size in bytes of the cache of large rows, such as decoded images.
     """
 
     reads_parts = True
@@ -133,7 +134,7 @@ class JoinedFiles(UnmappedRows):
         for name in names:
             try:
                 file.read(episode, name, step, step + 1)
-            except DataFileError:  # the damaged field
+            except DataFileError:  # This field is damaged, so its file is the wanted one.
                 return file.file_of(episode, name, step)
         return file.file_of(episode, names[0], step) if names else file.path
 
@@ -146,7 +147,16 @@ def _pieces(
     num_rows: int,
     finals: Sequence[str],
 ) -> list[Block]:
-    """Cut the episode number `position` into blocks of `num_rows` steps."""
+    """Divide an episode into blocks of at most `num_rows` steps.
+
+    Args:
+        file: The file.
+        label: Prefix of the writer name.
+        key: Numbers of the file and of the episode in it.
+        position: Position among all episodes, which orders the trajectories of the index.
+        num_rows: Maximum number of steps per block.
+        finals: Fields of a final observation.
+    """
     number, episode = key
     info = file.episodes[episode]
     has_final = bool(finals) and all(name in info.final for name in finals)
@@ -166,7 +176,7 @@ def _pieces(
 
 
 def _layouts(schema: Schema) -> dict[str, RowLayout]:
-    """Return `layouts_of` with a column per image: a damaged image then affects no other field."""
+    """Return `layouts_of(schema)` with a column per image, so that damage affects one field."""
     pictures = [name for name, field in schema.items() if len(field.shape) > 1]
     return {
         table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()
@@ -174,14 +184,14 @@ def _layouts(schema: Schema) -> dict[str, RowLayout]:
 
 
 def end_flags(info: EpisodeInfo) -> int:
-    """Return the flags of the last fragment of an episode."""
+    """Return the flags of the last fragment of an episode, which state how it ended."""
     if info.terminated or info.truncated:
         return TERMINATED if info.terminated else TRUNCATED
     return OPEN | (END_UNKNOWN if None in (info.terminated, info.truncated) else 0)
 
 
 def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> Any:
-    """Return the values of a field; raise if their shape differs from `shape`."""
+    """Return the values of a field; raise `CorruptFileError` if they do not have this shape."""
     if np.shape(values) != shape:
         raise CorruptFileError(
             f"{name!r} of episode {block.fragments['trajectory'][0]} in {str(block.path)!r} has "
@@ -193,11 +203,11 @@ def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> An
 def _read_texts(
     files: Sequence[FileSource], keys: Sequence[EpisodeKey], names: Sequence[str]
 ) -> set[str]:
-    """Return all texts of some fields; unreadable episodes are skipped."""
+    """Return all distinct texts of the fields `names`, without unreadable episodes."""
     texts: set[str] = set()
     for number, episode in keys if names else ():
         file = files[number]
-        with suppress(DataFileError):  # reading the rows raises it again
+        with suppress(DataFileError):  # Reading the rows of the episode raises this error.
             for values in file.read_fields(
                 episode, names, 0, file.episodes[episode].length
             ).values():

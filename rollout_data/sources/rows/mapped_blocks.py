@@ -20,24 +20,24 @@ from .gather_rows import gather
 from .mapped_files import PAGE_BYTES, Arena
 from .row_source import Place, Rows, RowSource
 
-#: Place for a whole block as rows of one byte, from which chunks are decoded.
+#: Key for the bytes of entire block files, from which chunks are decoded: rows of one byte.
 _WHOLE = ("", "")
-#: Largest number of mappings; the kernel allows 65,530 per process by default.
+#: Maximum number of mappings; the kernel allows 65,530 per process by default.
 _MAX_MAPPINGS = 50_000
-#: Bytes of rows that are read once, after which their memory is released.
+#: Bytes of rows that may be read before their pages are unmapped, if no row is read twice.
 _MAX_READ_ONCE_BYTES = 64 << 20
-#: Bytes mapped around a row by a page fault.
+#: Bytes that the kernel maps around a row at a page fault.
 _MAPPED_AROUND_BYTES = 64 << 10
-#: Threads that request pages from the kernel if data must be read from disk.
+#: Number of threads that request pages from the kernel if data must be read from disk.
 _NUM_ADVISERS = 4
 #: Number of runs above which several threads request pages.
 _FEW_RUNS = 8
-#: Runs, evenly spread, that are probed first; if all are in memory, no pages are requested.
+#: Number of evenly spaced runs that are checked first. If all are in memory, so are the others.
 _NUM_PROBES = 16
 
 
 class FileMap:
-    """The mapped rows and chunks of many blocks, in one arena per kind of row.
+    """Memory maps of many blocks: one arena (address range) per column.
 
     `add` maps further blocks. Decoded chunks are cached, up to `chunk_cache_bytes`.
     """
@@ -67,12 +67,12 @@ class FileMap:
             place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache)
             for place in coded
         }
-        #: Mapped blocks, each with its first row in every arena.
+        #: Mapped blocks, each with the number of its first row in every arena.
         self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
         self.num_unmapped = 0
 
     def unmap(self, identities: Iterable[Identity]) -> None:
-        """Unmap blocks. Snapshots that contain them raise `LostBlockError` when reading them."""
+        """Unmap blocks. Reading the blocks from a snapshot raises `LostBlockError` afterwards."""
         for block, rows in map(self.mapped.pop, identities):
             for place, first in zip(self.places, rows, strict=True):
                 (self.chunks.get(place) or self.arenas[place]).unmap(
@@ -81,7 +81,7 @@ class FileMap:
             self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
-        """Return whether there is address space for the unmapped blocks of these."""
+        """Return whether the arenas have address space for the blocks that are not mapped yet."""
         new = [block for block in blocks if block.identity not in self.mapped]
         return all(
             mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items()
@@ -91,11 +91,11 @@ class FileMap:
         return 1 if place == _WHOLE else self.layouts[place[0]].columns[place[1]].row_bytes
 
     def _at(self, block: Block, place: Place) -> tuple[int, int]:
-        """Return the file offset and the number of the rows of a place."""
+        """Return byte offset in the file and number of rows of a block's column `place`."""
         return (0, block.file_bytes) if place == _WHOLE else block.places[place]
 
     def _size(self, place: Place, blocks: Sequence[Block]) -> int:
-        """Return the largest address space that blocks can need: rows and alignment gaps."""
+        """Return the maximum address space in bytes for a column of blocks, with alignment gaps."""
         row_bytes = self._row_bytes(place)
         return sum(
             self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES
@@ -103,10 +103,10 @@ class FileMap:
         )
 
     def add(self, block: Block) -> None:
-        """Map a block. Do nothing if it is mapped already, even if its file was deleted.
+        """Map a block, unless it is mapped already. A mapped block stays readable if deleted.
 
         Raises:
-            FileNotFoundError: The file does not exist and was not mapped before.
+            FileNotFoundError: The block is not mapped, and its file does not exist.
             CorruptFileError: The file is truncated.
         """
         if block.identity in self.mapped:
@@ -126,12 +126,12 @@ class FileMap:
 
 
 def can_map(blocks: Iterable[Block]) -> bool:
-    """Return whether this machine can map all these blocks at once."""
+    """Return whether this system supports mapping, and all blocks can be mapped at once."""
     return mapped_files.is_supported and sum(len(block.places) for block in blocks) <= _MAX_MAPPINGS
 
 
 class MappedBlocks(RowSource):
-    """Rows of memory-mapped block files. Rows of coded components are decoded from chunks."""
+    """Rows of memory-mapped block files. Rows of compressed columns are decoded from chunks."""
 
     def __init__(
         self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap
@@ -142,12 +142,12 @@ class MappedBlocks(RowSource):
         rows = np.array(
             [files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64
         )
-        #: For each kind of row, the arena row at which each block starts, int64 `[B]`.
+        #: For each column, the first arena row of each of the B blocks, int64 `[B]`.
         rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
         self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
         self._num_unmapped = -1
         self._num_read_once = 0
-        #: bool `[B]`, True for unmapped blocks; None if no block was unmapped.
+        #: Whether each block was unmapped, bool `[B]`; None if no block was unmapped.
         self._is_unmapped: np.ndarray | None = None
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -201,16 +201,16 @@ class MappedBlocks(RowSource):
 
 
 def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
-    """Request runs of rows from the kernel, except rows already in memory."""
+    """Request that the kernel reads runs of rows from disk, except rows that are in memory."""
     if isinstance(files, Arena):
-        # Probe the middle of runs: their first and last pages also contain rows of other runs.
+        # Check the middle of each run, since its first and last page also contain other rows.
         middle = (first + num_rows // 2).tolist()
         if all(map(files.is_resident, middle[:: max(1, len(middle) // _NUM_PROBES)])):
             return
         is_away = [not files.is_resident(row) for row in middle]
         first = first[is_away]
         num_rows = num_rows[is_away]
-    # A request for 256 KiB that are not in memory takes about 0.1 ms, so several threads send them.
+    # Requesting 256 KiB from disk takes about 0.1 ms, so several threads send requests.
     num_parts = 1 if len(first) <= _FEW_RUNS else _NUM_ADVISERS
     parts = [(first[part::num_parts], num_rows[part::num_parts]) for part in range(num_parts)]
     each(lambda part: files.will_need(*part), parts, num_parts)

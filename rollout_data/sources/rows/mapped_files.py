@@ -1,8 +1,8 @@
 """`Arena`: many files mapped into one reserved address range, as one tensor of rows.
 
-Every mapped piece starts at a multiple of the row size from the base of the arena. So a row number
-addresses any row of any file, and one gather reads from all files. Addresses between pieces read as
-zeros. Only Linux supports this (`is_supported`); `unmapped_rows.py` is used on other systems.
+The rows of every file start at a multiple of the row size from the base of the arena. A row number
+therefore addresses a row of any file, and one gather reads from all files. Addresses between files
+read as zeros. Only Linux supports this (`is_supported`); other systems use `unmapped_rows.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...blocks.trajectory_index import Int64s
 
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
-_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: no memory
+_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # 0x4000 is MAP_NORESERVE.
 _MADV_RANDOM = 1
 _MADV_WILLNEED = 3
 _MADV_DONTNEED = 4
-#: Smallest number of bytes to reserve, as room for growth. A process has 128 TiB of address space.
+#: Bytes of address space to reserve at least, for later files. A process has 128 TiB.
 _MIN_RESERVED_BYTES = 1 << 36
 _GROWTH = 4
-#: Smallest number of bytes to reserve if the address space of the process is limited.
+#: Bytes of address space to reserve at least if the process has a limit (ulimit -v).
 _LEAST_RESERVED_BYTES = 1 << 30
 
 
@@ -63,7 +63,7 @@ def _map(
 
 
 def _reserve(needed_bytes: int) -> tuple[int, int]:
-    """Reserve address space; return (address, bytes)."""
+    """Reserve address space for at least `needed_bytes`; return (address, reserved bytes)."""
     num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
     while True:
         try:
@@ -78,23 +78,24 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
 
 
 class Arena:
-    """Rows of one size from many files, addressable as one tensor.
+    """A reserved address range into which files are mapped, so that one tensor contains all rows.
 
     Args:
-        row_bytes: Size of a row, a multiple of 4; or 1 for whole files whose bytes are the rows.
-        needed_bytes: Bytes that will be mapped at once; a multiple of it is reserved.
+        row_bytes: Bytes of a row, a multiple of 4; or 1 to map entire files as bytes.
+        needed_bytes: Bytes of the files that will be mapped first. Several times this size is
+            reserved for later files.
 
     Attributes:
-        bytes_view: uint8 `[reserved_rows * row_bytes]`, read-only memory: writing to it crashes the
-            process. Rows outside mapped pieces are zero.
-        words_view: The same memory as `[reserved_rows, row_bytes / 4]` int32 on the CPU.
+        bytes_view: uint8 `[reserved_rows * row_bytes]`. Writing to it crashes the process, since
+            the memory is read-only. Rows outside mapped files are zero.
+        words_view: The same memory as a CPU tensor, int32 `[reserved_rows, row_bytes / 4]`.
     """
 
     def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
         self.row_bytes = row_bytes
         self._base, self._bytes = _reserve(needed_bytes)
         self._end = self._base
-        # Not at exit, when a thread may still read; the system then unmaps the memory itself.
+        # Do not unmap at exit, when a thread may still read; the system unmaps the memory anyway.
         weakref.finalize(self, _libc.munmap, self._base, self._bytes).atexit = False
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
@@ -106,11 +107,14 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that can still be mapped, including gaps."""
+        """Bytes of address space that are still free."""
         return self._base + self._bytes - self._end
 
     def map_file(self, path: Path, offset: int, num_rows: int) -> int:
-        """Map `num_rows` rows from byte `offset` of a file; return the number of the first row.
+        """Map `num_rows` rows from byte `offset` of a file on.
+
+        Returns:
+            Number of the first mapped row in the arena.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -124,7 +128,7 @@ class Arena:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             needed = offset + num_rows * self.row_bytes
-            if needed > size:  # reading a mapping beyond the end of its file kills the process
+            if needed > size:  # Reading mapped memory beyond the end of the file kills the process.
                 raise CorruptFileError(
                     f"{str(path)!r} is truncated: it has {size} of {needed} bytes."
                 )
@@ -142,36 +146,44 @@ class Arena:
         return first
 
     def unmap(self, first_row: int, num_rows: int) -> None:
-        """Unmap rows of `map_file`, which frees the disk space of a deleted file.
+        """Unmap the rows of a file, which frees the disk space if the file was deleted.
 
-        The rows read as zeros afterwards.
+        The rows read as zeros afterwards. `first_row` is the result of `map_file`.
         """
         if num_rows:
             _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
 
     def will_need(self, first_rows: Int64s, num_rows: Int64s) -> None:
-        """Request that the kernel reads runs of rows from disk in the background."""
+        """Request that the kernel reads runs of rows from disk in the background.
+
+        Args:
+            first_rows: First row of each run, int64 `[R]`.
+            num_rows: Number of rows of each run, int64 `[R]`.
+        """
         for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
             _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
 
     def let_go(self) -> None:
-        """Release the memory of all rows. Later reads map them again from the page cache."""
+        """Release the mapped pages of all rows. Later reads get them from the page cache."""
         _libc.madvise(self._base, self._end - self._base, _MADV_DONTNEED)
 
     def is_resident(self, row: int) -> bool:
-        """Return whether the first page of a row is in memory; also True if this is unknown."""
+        """Return whether the first page of a row is in memory; True if the system cannot tell."""
         page = self._pages(row, 0)[0]
         state = ctypes.c_ubyte()
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 
     def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:
-        """Return the address of the first page of rows, and the bytes from it to their end."""
+        """Return the address of the first page of some rows, and the bytes from it to their end."""
         start = self._base + first_row * self.row_bytes
         inner = start % PAGE_BYTES
         return start - inner, inner + num_rows * self.row_bytes
 
     def _first_page(self, inner: int) -> int:
-        """Return the next page whose address plus `inner` is a multiple of rows from the base."""
+        """Return the first free page address that aligns rows with the rows of the arena.
+
+        `inner` is the byte offset of the first row in the page.
+        """
         unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:

@@ -1,7 +1,7 @@
 """Rows of remote blocks: fetched by parallel requests, cached in bounded memory, then gathered.
 
-Rows that are needed soon are prefetched together, as a `Stock`; adjacent rows share a request.
-Other rows are fetched when they are read, also in parallel. Callers choose the rows to prefetch.
+A `Stock` fetches rows together; adjacent rows share a request. Callers create stocks to prefetch
+rows that they need soon. Other rows are fetched when they are read, also in parallel.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from ...remote.remote_folder import RemoteFolder
 from .gather_rows import gather
 from .row_source import GONE, Place, Rows, RowSource
 
-#: Upper bound of the rows of a block; rows are numbered block * _ROWS + row.
+#: Upper bound of the number of rows of a block. A row has the number block * _ROWS + row.
 _ROWS = 1 << 40
-#: Largest gap between rows that share a request, as a fraction of a chunk; a request costs more.
+#: Maximum gap between rows that share a request, as a fraction of `chunk_bytes`. Fetching a smaller
+#: gap costs less than another request.
 _GAP = 1 / 32
-#: Bytes per request for final rows.
+#: Bytes per request for final observations.
 _FINAL_BYTES = 64 << 10
-#: Cached stocks besides the stocks of routes. Each read searches all of them.
+#: Maximum number of cached stocks, in addition to stocks in `routes`. Each read searches all.
 _MAX_STOCKS = 64
 
 
 class Stock:
-    """Rows of one place that are requested together, in one piece of memory.
+    """Rows of one column that are fetched together into one piece of memory.
+
+    Creating a stock sends all requests.
 
     Args:
         source: Source of the rows.
-        place: Kind of row.
-        runs: The rows; runs that overlap or are close together are joined.
+        place: The (table, column) pair.
+        runs: The rows to fetch. Runs that overlap or are close together share requests.
     """
 
     def __init__(self, source: RemoteBlocks, place: Place, runs: Runs) -> None:
@@ -62,7 +65,7 @@ class Stock:
         is_head = np.ones(len(first), bool)
         is_head[1:] = first[1:] > stop[:-1] + int(_GAP * source.options.chunk_bytes / row_bytes)
         heads = np.flatnonzero(is_head)
-        #: int64 `[E]` each: first row of a piece, end of a piece, and its position in `words`.
+        #: First row, stop row and position in `words` of each piece of adjacent rows, int64 `[E]`.
         self._first = first[heads]
         self._stop = stop[np.append(heads[1:], len(first)) - 1]
         counts = self._stop - self._first
@@ -70,7 +73,8 @@ class Stock:
         self.words = source.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
-        self._passing: list[tuple[int, int, torch.Tensor]] = []  # (block, first row, rows)
+        #: Rows to compare with checksums: (block, first row, rows).
+        self._passing: list[tuple[int, int, torch.Tensor]] = []
         unit = rows_of_a_unit(row_bytes)
         step = max(1, source.options.chunk_bytes // row_bytes // unit) * unit
         for start, end, base in zip(
@@ -78,7 +82,8 @@ class Stock:
         ):
             block, row = divmod(start, _ROWS)
             stop = row + end - start
-            cuts = range(row // unit * unit + step, stop, step)  # requests do not overlap
+            # Requests end where a piece with a checksum ends, so no piece is fetched twice.
+            cuts = range(row // unit * unit + step, stop, step)
             for low, high in pairwise([row, *cuts, stop]):
                 words = self.words[base + low - row : base + high - row]
                 request = source.request(place, block, low, high, words)
@@ -90,7 +95,10 @@ class Stock:
         return self.words.numel() * self.words.element_size()
 
     def copy(self, runs: Runs, length: int, out: torch.Tensor) -> Runs:
-        """Copy the available rows of some runs (see `gather`); return the remaining runs."""
+        """Copy the rows that this stock contains to `out`; return the runs of all other rows.
+
+        The arguments are as in `gather`.
+        """
         if self.is_lost or not len(self._first):
             return runs
         key = runs.block * _ROWS + runs.row
@@ -101,7 +109,7 @@ class Stock:
         if not len(here):
             return runs
         self.wait()
-        if self.is_lost:  # another thread dropped the stock because a request failed
+        if self.is_lost:  # A request of another thread's read failed, so the rows are incomplete.
             return runs
         first = self._base[piece] + key - self._first[piece]
         if len(here) == len(count) and (count == runs.num_rows).all():
@@ -114,7 +122,7 @@ class Stock:
         return Runs(*(column[left] for column in moved))
 
     def wait(self) -> None:
-        """Wait until all rows are fetched. After an error they can be requested again."""
+        """Wait until all rows are fetched and check them. After an error, the stock is unusable."""
         try:
             for block, request in self._requests:
                 self._source.wait(block, request)
@@ -127,24 +135,24 @@ class Stock:
         self._passing = []
 
     def drop(self) -> None:
-        """Cancel all requests."""
+        """Cancel all requests; the stock is unusable afterwards."""
         self.is_lost = True
         for _, request in self._requests:
             request.forget()
 
 
 class RemoteBlocks(RowSource):
-    """Rows of remote blocks; rows of coded components are decoded when they arrive.
+    """Rows of remote blocks. Chunks of compressed columns are decoded when they arrive.
 
     Args:
-        index: Index of the frames.
-        layouts: Table -> row layout.
+        index: Index of the trajectories.
+        layouts: Maps tables to row layouts.
         folders: Folders of the blocks.
 
     Attributes:
         memory: Memory pool of the stocks.
-        routes: Weak references to stocks of routes. The tuple is replaced as a whole, since several
-            threads read it.
+        routes: Weak references to prefetched stocks that callers own. Assign a new tuple to change
+            it, since several threads read it.
     """
 
     def __init__(
@@ -168,7 +176,7 @@ class RemoteBlocks(RowSource):
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
-        for _ in range(2):  # the rest of a run may be in a stock that was searched before
+        for _ in range(2):  # The remaining rows of a run may be in a stock searched earlier.
             for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
                 if stock is not None and stock.place == place and len(left.row):
                     left = stock.copy(left, length if left is runs else 0, out)
@@ -188,7 +196,7 @@ class RemoteBlocks(RowSource):
         return False
 
     def stretch_bytes(self, num_envs: int) -> int:
-        # All envs together use a quarter of the cache.
+        # The prefetched rows of all envs together may use a quarter of the cache.
         return max(
             1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs))
         )
@@ -196,7 +204,17 @@ class RemoteBlocks(RowSource):
     def request(
         self, place: Place, block: int, start: int, stop: int, out: torch.Tensor
     ) -> Request | None:
-        """Request rows `start:stop` of a block into `out`; None if no bytes are stored for them."""
+        """Send a request that writes rows `start:stop` of a block to `out`.
+
+        Args:
+            place: The (table, column) pair.
+            block: Position of the block in the index.
+            start, stop: Range of rows.
+            out: int32 `[stop - start, row_bytes / 4]`.
+
+        Returns:
+            The request; None if the block stores no bytes for these rows, which are then zero.
+        """
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
         if is_stand_in(at):
@@ -225,7 +243,7 @@ class RemoteBlocks(RowSource):
         return ask(low, high, decode, None if has_own_sums else sums)
 
     def wait(self, block: int, request: Request) -> None:
-        """Wait for requested rows.
+        """Wait for a request of rows of a block.
 
         Raises:
             LostBlockError: The block was deleted.
@@ -237,12 +255,12 @@ class RemoteBlocks(RowSource):
             self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
 
     def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
-        """Compare fetched rows, from `row` on, with the checksums of the fragments they complete.
+        """Add fetched rows, from `row` on, to the checksums of fragments; check complete fragments.
 
-        Blocks with checksums of pieces are skipped: their rows were compared on arrival.
+        Nothing is done for blocks with a checksum file, since their bytes are checked on arrival.
 
         Raises:
-            CorruptFileError: A checksum differs.
+            CorruptFileError: The checksum of a fragment is wrong.
         """
         fragments = self._fragments_of(block, place)
         if fragments is None or not len(words) or self._sums_of(block) is not None:
@@ -251,12 +269,15 @@ class RemoteBlocks(RowSource):
             fragments.take(row, words.numpy().view(np.uint8))
 
     def _sums_of(self, block: int) -> PieceSums | None:
-        """Return the checksums of the pieces of a block; None if it has none."""
+        """Return the checksum file of a block; None if the block has no such file."""
         at = self.index.blocks[block]
         return self._folders[at.path.parent].sums_of(at.path, at.file_bytes)
 
     def _fragments_of(self, block: int, place: Place) -> FragmentRows | None:
-        """Return the fragments of a column; None if its chunks have checksums, or nothing has."""
+        """Return the checksum checks of a column's fragments; None if they are not needed.
+
+        They are not needed if the chunks have checksums, or if checksums are unknown.
+        """
         with self._lock:
             if (block, place) not in self._fragments:
                 at = self.index.blocks[block]
@@ -280,7 +301,7 @@ class RemoteBlocks(RowSource):
             raise self.index.lost_block(block) from cause
 
     def _table(self, block: int, place: Place) -> ChunkTable:
-        """Return the chunk table of a coded column, read once from the header of the block."""
+        """Return the chunk table of a compressed column. The block's header is read once."""
         if (block, place) not in self._tables:
             with self._may_be_gone(block):
                 header = self.read_header(self.index.blocks[block])
@@ -295,7 +316,7 @@ class RemoteBlocks(RowSource):
             self._kept.popleft()
 
     def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:
-        """Yield groups of runs that fit into the cache; a larger run forms its own group."""
+        """Divide runs into groups that fit into the cache; a larger run forms its own group."""
         size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
         number = np.cumsum(size) // (self.options.kept_bytes // 2)
         for cut in (
@@ -304,7 +325,7 @@ class RemoteBlocks(RowSource):
             yield Runs(*(column[cut] for column in runs))
 
     def _widened(self, runs: Runs, place: Place) -> Runs:
-        """Extend runs of final rows to their neighbours, which are usually read soon."""
+        """Extend runs of final observations to adjacent rows, which are usually read soon."""
         unit = max(1, _FINAL_BYTES // self.layouts[FINAL].columns[place[1]].row_bytes)
         num_rows = np.array(
             [self.index.blocks[block].places[place][1] for block in runs.block.tolist()]
@@ -314,13 +335,15 @@ class RemoteBlocks(RowSource):
 
 
 class FragmentRows:
-    """Checksum checks of the fragments of a column, for whole fragments or rows read in order.
+    """Checks the rows of one column of a block against the checksums of its F fragments.
+
+    Rows may arrive as complete fragments (`put`), or in parts in ascending order (`take`).
 
     Args:
         path: The block.
-        place: Table and column.
-        ranges: First row and end of each fragment, both int64 `[F]`.
-        sums: uint32 `[F]`, CRC-32 of the rows of each fragment.
+        place: The (table, column) pair.
+        ranges: First and stop row of each fragment, int64 `[F]` each.
+        sums: CRC-32 of the rows of each fragment, uint32 `[F]`.
     """
 
     def __init__(
@@ -334,22 +357,25 @@ class FragmentRows:
         self._first = first[order]
         self._stop = stop[order]
         self._sums = sums[order]
-        #: Fragment -> (number of the next expected row, CRC-32 of the rows before it).
+        #: Maps incomplete fragments to (next expected row, CRC-32 of the earlier rows).
         self._passed: dict[int, tuple[int, int]] = {}
         self._damaged: dict[int, CorruptFileError] = {}
 
     def are_whole(self, start: int, stop: int) -> bool:
-        """Return whether rows `start:stop` consist of whole fragments."""
+        """Return whether rows `start:stop` are exactly one or several complete fragments."""
         begin, end = self._numbers(start, stop)
         return begin < end and self._first[begin] == start and self._stop[end - 1] == stop
 
     def put(self, row: int, out: np.ndarray, data: bytes) -> None:
-        """Copy the rows of whole fragments from `row` on to `out` and compare their checksums.
+        """Copy the rows of complete fragments from `data` to `out` and check their checksums.
 
-        `out` is `[n, row_bytes]` uint8.
+        Args:
+            row: First row of the block in `data`.
+            out: uint8 `[n, row_bytes]`.
+            data: Bytes of the rows.
 
         Raises:
-            CorruptFileError: The checksum of a fragment differs.
+            CorruptFileError: The checksum of a fragment is wrong.
         """
         _put(out, data)
         for number in range(*self._numbers(row, row + len(out))):
@@ -357,13 +383,16 @@ class FragmentRows:
             self._check(number, crc32(np.ascontiguousarray(part)))
 
     def take(self, row: int, rows: np.ndarray) -> None:
-        """Add rows `[n, row_bytes]` uint8 from `row` on to the checksums.
+        """Add rows (uint8 `[n, row_bytes]`), from `row` on, to the checksums of their fragments.
 
-        Rows that were added before, or are out of order, are ignored.
+        Rows that were added before, or are not the next expected rows, are ignored.
+
+        Raises:
+            CorruptFileError: The checksum of a fragment is wrong.
         """
         end = row + len(rows)
         for number in range(*self._numbers(row, end)):
-            if number in self._damaged:  # another order of reading would skip the check
+            if number in self._damaged:  # Reading the rows in another order must fail, too.
                 raise self._damaged[number]
             done, checksum = self._passed.get(number, (int(self._first[number]), 0))
             upto = min(end, int(self._stop[number]))
@@ -381,7 +410,7 @@ class FragmentRows:
                 raise
 
     def _numbers(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of the fragments that contain rows `start:stop`: (first, end)."""
+        """Return the positions (first, stop) of the fragments that overlap rows `start:stop`."""
         return int(self._stop.searchsorted(start, side="right")), int(
             self._first.searchsorted(stop)
         )
@@ -406,7 +435,16 @@ def _decode(
     out: np.ndarray,
     data: bytes,
 ) -> None:
-    """Decode rows of a coded column from `data`: the bytes of their chunks, at offset `first`."""
+    """Decode rows of a compressed column to `out`.
+
+    Args:
+        table: Chunk table of the column.
+        rows: First and stop row.
+        first: Byte offset of `data` in the block.
+        where: The block and its column, for errors.
+        out: uint8 `[n, row_bytes]`.
+        data: Bytes of all chunks with these rows.
+    """
     path, place = where
     try:
         out[:] = table.read(

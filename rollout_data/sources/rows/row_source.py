@@ -1,7 +1,7 @@
 """`RowSource`: episodes as packed rows, which playback, windows and statistics read in bulk.
 
-Callers choose the frames of a batch and pass their numbers. `LostBlockError` is raised for a file
-that was deleted or damaged after it was indexed. After other errors, a read can be repeated.
+Callers choose the frames of a batch and pass their numbers. `LostBlockError` means that a file was
+deleted or damaged after it was indexed. After other errors, a read can be repeated.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from ..episode_info import ABSENT, NO_FIELDS, EpisodeInfo
 from ..episode_source import EpisodeSource
 from ..episode_table import column_of
 
-#: (table, column): one kind of row.
+#: A (table, column) pair, which names one kind of row.
 Place = tuple[str, str]
-#: Errors of opening a file that was deleted or replaced.
+#: Exceptions that opening a file raises if it was deleted or replaced.
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _CPU = torch.device("cpu")
-#: Bytes of a trajectory per prefetch of a stream.
+#: Bytes of one trajectory that a stream prefetches at a time.
 _STRETCH_BYTES = 256 * 1024
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
 class Rows(NamedTuple):
-    """Consecutive frames of episodes, and the output rows to which they are copied.
+    """K ranges of frames to read, each within one episode, and their output rows.
 
     Attributes:
-        episode: int64 `[K]`, episode number.
-        start: int64 `[K]`, first frame.
-        num_frames: int64 `[K]`, number of frames.
-        target: int64 `[K]`, first output row; frame `start + k` goes to row `target + k`.
+        episode: Episode number of each range, int64 `[K]`.
+        start: First frame of each range, int64 `[K]`.
+        num_frames: Number of frames of each range, int64 `[K]`.
+        target: First output row of each range, int64 `[K]`. Frame `start + k` is copied to row
+            `target + k`.
     """
 
     episode: Int64s
@@ -56,20 +57,22 @@ class Rows(NamedTuple):
 
 
 class RowSource(EpisodeSource):
-    """Episodes as rows of fixed size. A row contains fields of a frame that are stored together.
+    """Base class of snapshots that read episodes as rows of fixed size.
 
-    Each subclass has another storage of rows: mapped files, files read on demand, remote files, or
-    memory. `LiveSource.snapshot` creates a source. The source of a recording also has the metadata,
-    problems and advice of its folder; those of a stream are in `LiveSource`.
+    A row contains the fields of a frame that are stored together. Each subclass reads rows from
+    another storage: mapped files, files read on demand, remote files, or memory.
+    `LiveSource.snapshot` creates a source. The source of a recording also has the metadata,
+    problems and advice of its folder; for a stream, `LiveSource` has them.
 
     Attributes:
         index: The episodes as arrays: lengths, ends, writers, and positions of their frames.
-        layouts: Table -> row layout: the fields of a row and their offsets.
+        layouts: Maps the tables "data" and "final" to their row layouts.
         device: Device of the rows.
-        is_lost: bool `[num_episodes]`, True for unreadable episodes, whose rows are no longer read.
-        notes: Metadata of episodes and texts of frames, from block files.
-        read_header: Function that reads the header of a block file of the index.
-        episode_tasks: Task of each episode; None for block files.
+        is_lost: Whether each episode is known to be unreadable, bool `[num_episodes]`. Streams
+            skip such episodes.
+        notes: Reader of the annotations in block files: metadata of episodes and texts of frames.
+        read_header: Function that reads the header of a block in the index.
+        episode_tasks: Task of each episode; None for block files, which store it as annotation.
         read_texts: Function that reads the texts of all text fields; None for block files.
         episode_names: Name of each episode; None for block files.
         listing: Result of the folder scan, for other processes; None for snapshots of a stream.
@@ -98,25 +101,24 @@ class RowSource(EpisodeSource):
         self.reopening: tuple[Callable[..., RowSource], tuple[Any, ...]] | None = None
         self._texts: dict[int, str] | None = None
         self._last_rows: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
-        #: Episodes whose damaged notes were reported in `problems`.
+        #: Episodes whose damaged metadata were added to `problems`.
         self._damaged_notes = set[int]()
 
     def __reduce__(self) -> Any:
-        """Pickle the listing; a copy opens the files of this snapshot again."""
+        """Pickle the listing of the files. An unpickled copy opens the same files."""
         if self.reopening is None:
             raise TypeError("only the source of a recording can be pickled")
         return self.reopening
 
-    # Descriptions: from the index and the notes
-
+    # Descriptions of episodes
     @property
     def episodes(self) -> TrajectoryInfos:
-        # Built at each call: a stored object would be a reference cycle that keeps files mapped.
+        # Not cached: the object refers to this source, and a reference cycle keeps files mapped.
         return TrajectoryInfos(self, self._damaged_notes)
 
     @cached_property
     def numeric_fields(self) -> Schema:
-        """The fields of a frame, except text fields."""
+        """The recorded fields of a frame, except text fields."""
         return Schema(field for field in self.layouts[DATA].schema.values() if not field.is_text)
 
     @cached_property
@@ -129,7 +131,7 @@ class RowSource(EpisodeSource):
         return [self.notes.kept(block) for block in self.index.blocks]
 
     def name_of(self, episode: int) -> str:
-        """Return the name of an episode; "writer:number" in block files."""
+        """Return the name of an episode, which is "writer:number" in block files."""
         if self.episode_names is not None:
             return self.episode_names[episode]
         writer, number = self.index.keys(np.array([episode]))[0]
@@ -145,7 +147,7 @@ class RowSource(EpisodeSource):
         position_of_names: dict[tuple[str, ...], int] = {}
         absent = [tuple(names or ()) for names in noted]
         for names in dict.fromkeys(absent):
-            # Names that are not fields do not change the schema.
+            # Some of the names, such as end flags, are not in the schema.
             schema = _without(self.numeric_fields, names)
             position_of_names[names] = position_of.setdefault(schema, len(position_of))
         return np.array([position_of_names[names] for names in absent], np.int64), list(position_of)
@@ -173,7 +175,7 @@ class RowSource(EpisodeSource):
                 if isinstance(value, bool):
                     success[number] = value
             return success
-        # The note of a converted episode takes precedence over the value in the file.
+        # The metadata of a converted episode state its original values, which take precedence.
         stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
         values = stored.get(name, np.full(len(index), ""))
         value_type = str if values.dtype.kind == "U" else int
@@ -188,7 +190,10 @@ class RowSource(EpisodeSource):
 
     @cached_property
     def _noted(self) -> dict[str, list[Any]] | None:
-        """Parsed notes by name, for all columns of a table; None if a note is damaged."""
+        """Metadata that appear in the episode table: maps each key to a value per episode.
+
+        None if an annotation is damaged.
+        """
         try:
             return self.notes.columns(
                 self, {"env", "writer", "end_time_ns", "success", "task", ABSENT}
@@ -224,13 +229,12 @@ class RowSource(EpisodeSource):
         error.key = block.key
         return error
 
-    # Fields of episodes as arrays
-
+    # Reading of fields by name
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         self.check_present([number])
         column = self.layouts[DATA].column_of[name].name
         wanted = number, column, start, stop
-        # The fields of a row are usually read one after the other.
+        # Keep the last rows, since callers usually read all fields of the same steps.
         if self._last_rows is None or self._last_rows[0] != wanted:
             rows = self.column_rows(
                 column, *(np.array([value]) for value in (number, start, stop - start))
@@ -264,7 +268,10 @@ class RowSource(EpisodeSource):
         return values[0, ...]
 
     def _array(self, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return a field, (table, name), of rows of its column as an array; bfloat16 as float32."""
+        """Decode a field in rows of its column to an array; bfloat16 becomes float32.
+
+        `place` is (table, field).
+        """
         values = self.layouts[place[0]].decoded(place[1], rows)
         array: np.ndarray[Any, Any] = (
             values.float() if values.dtype == torch.bfloat16 else values
@@ -272,7 +279,7 @@ class RowSource(EpisodeSource):
         return array
 
     def _texts_of(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
-        """Return the texts of a field for these numbers."""
+        """Return the texts with these ids; `name` is the text field, for errors."""
         if self._texts is None:
             self._texts = self.notes.texts(self)
         missing = sorted(set(numbers.tolist()) - self._texts.keys())
@@ -283,17 +290,16 @@ class RowSource(EpisodeSource):
             )
         return [self._texts[number] for number in numbers.tolist()]
 
-    # Rows of many episodes, for batches
-
+    # Reading of rows, for batches
     def read_rows(self, rows: Rows, length: int, out: Mapping[str, torch.Tensor]) -> None:
-        """Copy rows of some columns into memory on `device`.
+        """Copy rows of several columns to tensors on `device`.
 
         Args:
-            rows: Frames in ascending order of their targets. No run crosses the end of a window.
-            length: Rows per window; the frames then cover the whole output. With 0, the frames may
-                cover a part of the output.
-            out: Column -> `[num_windows, length, row_bytes / 4]` int32 with any strides, or
-                contiguous `[num_rows, row_bytes / 4]`.
+            rows: Frames in ascending order of their targets. No range crosses the end of a window.
+            length: Number of rows per window; the frames then cover all output rows. If 0, the
+                frames may cover only a part of the output.
+            out: Maps columns to output tensors: int32 `[num_windows, length, row_bytes / 4]` with
+                any strides, or contiguous `[num_rows, row_bytes / 4]`.
 
         Raises:
             DataFileError: Rows cannot be read. A `LostBlockError` names the episodes of a deleted
@@ -306,7 +312,11 @@ class RowSource(EpisodeSource):
     def column_rows(
         self, column: str, episode: Int64s, start: Int64s, count: Int64s
     ) -> torch.Tensor:
-        """Return a column of frames of episodes, joined: `[sum of count, row_bytes]` uint8, new."""
+        """Read one column of frames `start[i]:start[i] + count[i]` of episodes, concatenated.
+
+        Returns:
+            New uint8 tensor `[sum(count), row_bytes]`.
+        """
         num_words = self.layouts[DATA].columns[column].row_bytes // 4
         out = torch.empty((int(count.sum()), num_words), dtype=torch.int32)
         if len(out):
@@ -315,7 +325,10 @@ class RowSource(EpisodeSource):
         return out.view(torch.uint8)
 
     def final_rows(self, column: str, episodes: Int64s) -> torch.Tensor:
-        """Return the final observations of episodes that have one: `[K, row_bytes]` uint8, new."""
+        """Read one column of the final observations of K episodes: new uint8 `[K, row_bytes]`.
+
+        All episodes must have a final observation.
+        """
         block = self.index.final_block[episodes]
         row = self.index.final_row[episodes]
         runs = Runs(np.arange(len(episodes)), block, row, np.ones(len(episodes), np.int64))
@@ -325,13 +338,17 @@ class RowSource(EpisodeSource):
         return out.view(torch.uint8)
 
     def probe(self, episode: int) -> None:
-        """Read the first frame of an episode to raise its `DataFileError`, if any."""
+        """Read the first frame of an episode to check that it can be read.
+
+        Raises:
+            DataFileError: The frame cannot be read.
+        """
         for column in list(self.layouts[DATA].columns)[:1]:
             number = np.array([episode])
             self.column_rows(column, number, np.zeros_like(number), np.ones_like(number))
 
     def file_of_row(self, column: str, episode: int, frame: int) -> Path:
-        """Return the file that contains a column of a frame."""
+        """Return the file that contains one column of frame `frame` of an episode."""
         first = np.zeros(1, np.int64)
         runs = self.index.locate(np.array([episode]), np.array([frame]), first + 1, first)
         return self._file_of(
@@ -339,38 +356,38 @@ class RowSource(EpisodeSource):
         )
 
     def prefetch(self, rows: Rows) -> None:
-        """Fetch rows in the background before they are read, if that is faster."""
+        """Fetch rows in the background that will be read soon; does nothing for rows in memory."""
 
     def is_resident(self, rows: Rows) -> bool:
-        """Return whether the first frames of `rows` are in memory; True if not prefetched."""
+        """Return whether rows need no prefetch, since their first frames are in memory."""
         return True
 
     def stretch_bytes(self, num_envs: int) -> int:
-        """Return the bytes of a trajectory to prefetch at once for each of `num_envs` envs."""
+        """Return how many bytes of a trajectory each of `num_envs` envs prefetches at a time."""
         return _STRETCH_BYTES
 
     def note_read_once(self, num_bytes: int) -> None:
-        """Count bytes of rows that are not read again, so that their memory can be released."""
+        """Count bytes of rows that are not read again, so that mapped memory can be released."""
 
     def locate(self, rows: Rows) -> Runs:
-        """Return the stored rows of frames: runs within a block (see `TrajectoryIndex.locate`)."""
+        """Convert ranges of frames to runs of rows in blocks, see `TrajectoryIndex.locate`."""
         return self.index.locate(*rows)
 
     @abstractmethod
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        """Copy runs of rows into `out` on `device`; a row is `row_bytes / 4` int32 words."""
+        """Copy runs of rows of one column to `out`, see `read_rows`."""
 
     def _file_of(self, block: Block, place: Place, row: int) -> Path:
         return block.path
 
 
 class TrajectoryInfos(Sequence[EpisodeInfo]):
-    """Descriptions of trajectories, built lazily.
+    """Sequence of the descriptions of all trajectories; each is built when it is accessed.
 
     Args:
         source: Source of the trajectories.
-        damaged_notes: Numbers of trajectories whose damaged notes are in the problems of `source`;
-            updated in place.
+        damaged_notes: Numbers of trajectories whose damaged metadata were added to the problems of
+            `source`; updated in place.
     """
 
     def __init__(self, source: RowSource, damaged_notes: set[int]) -> None:
@@ -408,7 +425,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
             "end_time_ns": int(index.end_time_ns[number]),
         }
         metadata |= noted
-        # End flags and parts of a joined observation are not fields of the schema.
+        # Names such as end flags are not fields of the schema, so they stay in the metadata.
         other_names = [name for name in absent if name not in source.numeric_fields]
         if other_names:
             metadata[ABSENT] = other_names
@@ -428,7 +445,10 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         )
 
     def _notes_of(self, number: int) -> dict[str, Any]:
-        """Return the notes of a trajectory; report damaged notes as a problem and return {}."""
+        """Return the metadata of a trajectory from annotations.
+
+        Damaged metadata add an error to the problems, and the result is {}.
+        """
         try:
             return self._source.notes.of(self._source, number)
         except CorruptFileError as problem:
@@ -439,7 +459,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
 
 
 def _without(schema: Schema, names: Sequence[str]) -> Schema:
-    """Return a schema without some fields; the same object if it contains none of them."""
+    """Return a schema without the fields `names`; the same object if `names` is empty."""
     return (
         Schema(field for field in schema.values() if field.name not in names) if names else schema
     )
@@ -450,7 +470,7 @@ def _header_of(block: Block) -> BlockHeader:
 
 
 def _is_as_found(block: Block) -> bool:
-    """Return whether the file of a block exists and is the file that was opened."""
+    """Return whether the file of a block exists and was not replaced since it was opened."""
     try:
         status = block.path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`UnmappedRows`: rows of files that are read on demand and cached."""
+"""`UnmappedRows`: base class for rows of files that are read on demand and cached."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
 from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
 from .row_source import GONE, Place, RowSource
 
-#: Rows of a large damaged block that are read as a sample; if all fail, other rows are not tried.
+#: Number of rows of a large damaged block that are read as a sample. If none can be read, the other
+#: rows are not tried.
 _NUM_SAMPLES = 8
 _MANY_ROWS = 64
 
 
 class UnmappedRows(RowSource):
-    """Rows of files that are not mapped, mostly of other formats; read on demand and cached.
+    """Rows of files that are not memory-mapped, mostly of other formats.
 
-    Small rows are read by whole blocks. Large rows, such as images, are decoded in small groups, so
-    that a random window decodes only the groups that it needs.
+    They are read on demand and cached. Small rows are read by complete blocks. Large rows, such as
+    images, are decoded in small groups, so that a random window decodes only the groups it needs.
 
-    A subclass implements `read_block`. If its files can be read in parts, it also implements
+    A subclass implements `read_block`. If parts of its files can be read, it also implements
     `read_part` and `group_of`, and sets `reads_parts`.
 
     Args:
-        losses: Errors of a file that is permanently lost; converted to `LostBlockError`.
-        max_cached_bytes: Size of the cache of whole blocks, in bytes.
+        index: Index of the trajectories.
+        layouts: Maps tables to row layouts.
+        losses: Classes of errors that mean a permanent loss; converted to `LostBlockError`.
+        max_cached_bytes: Size of the cache of complete blocks, in bytes.
         max_group_bytes: Size of the cache of groups of rows, in bytes.
     """
 
-    #: Whether `read_part` can read some rows of a block, such as intact rows of a damaged block.
+    #: Whether `read_part` reads single rows of a block, so that a damaged block has readable rows.
     reads_parts = False
 
     def __init__(
@@ -53,28 +56,30 @@ class UnmappedRows(RowSource):
         super().__init__(index, layouts)
         self._losses = losses
         self._group_sizes: dict[tuple[int, Place], tuple[int | None, int]] = {}
-        #: (block, place) -> errors by row, for blocks with some intact rows.
+        #: For damaged blocks with some intact rows: maps (block, place) to errors by row.
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
-        #: Blocks without a readable row.
+        #: (block, place) of damaged blocks without intact rows.
         self._broken: set[tuple[int, Place]] = set()
         self._cache = RowCache(max_cached_bytes, keeps_last=True)
         self._cached_groups = RowCache(max_group_bytes)
 
     @abstractmethod
     def read_block(self, block: Block, place: Place) -> np.ndarray:
-        """Return all rows of one place of a block: `[num_rows, row_bytes]` uint8."""
+        """Read all rows of one column of a block: uint8 `[num_rows, row_bytes]`."""
 
     def read_part(self, block: Block, place: Place, start: int, stop: int) -> np.ndarray:
-        """Return rows `start:stop` of a block: `[stop - start, row_bytes]` uint8.
+        """Read rows `start:stop` of one column of a block: uint8 `[stop - start, row_bytes]`.
 
-        Called only if `reads_parts`.
+        Called only if `reads_parts` is True.
         """
         return self.read_block(block, place)[start:stop]
 
     def group_of(self, block: Block, place: Place) -> tuple[int | None, int]:
-        """Return the rows per group of a block, and the position of the first row in its group.
+        """Return how many rows of a block are decoded together.
 
-        Returns (None, 0) if whole blocks are read; otherwise `reads_parts` must be True.
+        Returns:
+            Rows per group, and position of the block's first row in its group. (None, 0) reads
+            complete blocks; any other result requires `reads_parts`.
         """
         return None, 0
 
@@ -90,7 +95,7 @@ class UnmappedRows(RowSource):
                 self._copy_groups(block, place, row, group_rows, first_in_group, target)
 
     def _group_size(self, block: int, place: Place) -> tuple[int | None, int]:
-        """Return the cached result of `group_of` for a block."""
+        """Return the result of `group_of` for a block, cached."""
         key = block, place
         if key not in self._group_sizes:
             with self._losses_named(block):
@@ -98,7 +103,7 @@ class UnmappedRows(RowSource):
         return self._group_sizes[key]
 
     def _rows_of_block(self, block: int, place: Place, first: int, count: int) -> np.ndarray:
-        """Return rows of a block; read and cache the whole block."""
+        """Return `count` rows of a block from row `first` on; read and cache the complete block."""
         rows: np.ndarray | None = self._cache.get((block, place))
         if rows is None:
             rows = self._read(block, place)
@@ -118,7 +123,10 @@ class UnmappedRows(RowSource):
         first_in_group: int,
         out: np.ndarray,
     ) -> None:
-        """Copy the rows from `first` on to `out`; read adjacent uncached groups together."""
+        """Copy `len(out)` rows of a block from row `first` on to `out`, by groups.
+
+        Adjacent groups that are not cached are read together.
+        """
         about = self.index.blocks[block]
         num_rows = int(about.fragments["length"].sum())
         stop = first + len(out)
@@ -164,7 +172,7 @@ class UnmappedRows(RowSource):
 
     @contextmanager
     def _losses_named(self, block: int) -> Iterator[None]:
-        """Convert errors of reading a block to an error that names its trajectories."""
+        """Convert errors of reading a block to errors that name the block's trajectories."""
         try:
             yield
         except UnansweredError:
@@ -183,7 +191,7 @@ class UnmappedRows(RowSource):
         return self.index.lost_block(block, self._reason(block, cause), is_gone=False)
 
     def _reason(self, block: int, cause: Exception) -> str:
-        """Return why a file cannot be read, as a sentence; "" if it was removed."""
+        """Return a sentence about why a block's file cannot be read; "" if it was removed."""
         if isinstance(cause, DataFileError):
             return cause.message
         if isinstance(cause, FileNotFoundError):
@@ -192,9 +200,10 @@ class UnmappedRows(RowSource):
         return f"{str(self.index.blocks[block].path)!r} cannot be read: {problem}."
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
-        """Return the rows of a damaged block with zeros for damaged rows; None if no row is intact.
+        """Read a damaged block row by row; damaged rows become zeros, their errors are recorded.
 
-        The errors of damaged rows are recorded.
+        Returns:
+            The rows; None if no row is intact.
         """
         about = self.index.blocks[block]
         num_rows = int(about.fragments["length"].sum())
@@ -204,7 +213,7 @@ class UnmappedRows(RowSource):
         rows = np.zeros((num_rows, self.layouts[DATA].columns[place[1]].row_bytes), np.uint8)
 
         def read(start: int, stop: int) -> bool:
-            """Read rows, after an error in halves; return whether any row was read."""
+            """Read rows; after an error, read both halves. Return whether any row was read."""
             try:
                 rows[start:stop] = self.read_part(about, place, start, stop)
                 return True
@@ -219,7 +228,7 @@ class UnmappedRows(RowSource):
             return read(middle, stop) or is_first_read
 
         samples = range(0, num_rows, -(-num_rows // _NUM_SAMPLES)) if num_rows > _MANY_ROWS else ()
-        if samples and not any(read(row, row + 1) for row in samples):  # the file is damaged
+        if samples and not any(read(row, row + 1) for row in samples):
             return None
         damaged.clear()
         if not read(0, num_rows):
@@ -229,7 +238,7 @@ class UnmappedRows(RowSource):
 
 
 def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
-    """Return ascending numbers as runs of consecutive numbers."""
+    """Divide ascending numbers into lists of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -240,7 +249,7 @@ def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
 
 
 class BlockFiles(UnmappedRows):
-    """Rows of local block files that do not fit into one arena; each file is read separately."""
+    """Rows of local block files without a common memory map; each file is read separately."""
 
     def read_block(self, block: Block, place: Place) -> np.ndarray:
         if is_stand_in(block):

@@ -1,1 +1,1 @@
-"""Checkpoints of trajectories in RLinf's layout, which `TrajectoryReplayBuffer` writes too."""
+"""Checkpoints of trajectories in RLinf's layout, which `TrajectoryReplayBuffer` also writes."""

@@ -1,7 +1,7 @@
-"""Content of a trajectory file: nested dicts of tensors `[T, B, ...]` and of other leaves.
+"""Reading of a trajectory file: nested dicts of tensors `[T, B, ...]` and other values.
 
-A file of `torch.save` contains T steps of B environments. It is read whole, or its tensors are
-mapped. Pickles may run code, and are read only if the caller trusts them.
+A file of `torch.save` contains T steps of B environments. Its tensors are read or memory-mapped.
+Pickles may run code, and are read only if the caller trusts their author.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from storage.checkpoints.checkpoint_files import load_checkpoint
 from storage.core.durable_files import open_regular
 from storage.errors import CorruptFileError, UnsafeFileError
 
-#: Flags that may have an additional row before the first step of each epoch.
+#: Keys of flags that may have an additional row before the first step of each rollout epoch.
 END_FLAGS = ("dones", "terminations", "truncations")
 _MAX_PICKLE_BYTES = 1 << 24
 
 
 def read_trajectory(path: Path, trusted: bool) -> Mapping[Any, Any]:
-    """Read a `pt` or `pkl` file whole. Checksums of a `pt` file are checked.
+    """Read a `pt` or `pkl` file into memory. Checksums of a `pt` file are checked.
 
     Raises:
         UnsafeFileError: The file is a pickle and `trusted` is false, or the file has objects that
@@ -41,7 +41,7 @@ def read_trajectory(path: Path, trusted: bool) -> Mapping[Any, Any]:
     else:
         try:
             with open(path, "rb") as file:
-                trajectory = pickle.load(file)  # The user opted in by `trusted`.
+                trajectory = pickle.load(file)  # The user allows this with `trusted`.
         except Exception as cause:  # Code in a pickle may raise any exception.
             raise CorruptFileError(f"{where} is not an intact pickle: {cause}.") from cause
     if not isinstance(trajectory, Mapping):
@@ -51,7 +51,7 @@ def read_trajectory(path: Path, trusted: bool) -> Mapping[Any, Any]:
 
 
 def map_trajectory(path: Path) -> dict[Any, Any]:
-    """Map the tensors of a `pt` file. Nothing in the file is run. Checksums are not checked.
+    """Memory-map the tensors of a `pt` file. No code is run, and no checksums are checked.
 
     Damaged content raises errors of torch, or `ValueError`.
 
@@ -83,9 +83,10 @@ def _check_members(path: Path) -> None:
 
 
 def split_epochs(rows: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-    """View rows with one additional row per epoch as `[epochs, rows of an epoch, ...]`.
+    """View rows as `[epochs, rows per epoch, ...]` if each epoch has one row more than steps.
 
-    The result is None if the number of rows is not `num_steps` plus a number of equal epochs.
+    The number of epochs follows from the number of additional rows. The result is None if it does
+    not divide `num_steps`.
     """
     num_epochs = len(rows) - num_steps
     if num_epochs <= 0 or num_steps % num_epochs:

@@ -1,4 +1,4 @@
-"""Names in a checkpoint folder: trajectory files, an index and `metadata.json`.
+"""Names of files in a checkpoint folder: trajectory files, an index and `metadata.json`.
 
 A checkpoint of several ranks is a folder with a checkpoint folder `rank_<r>` per rank.
 """
@@ -19,14 +19,14 @@ LEGACY_INDEX_NAME = "trajector_index.json"
 METADATA_NAME = "metadata.json"
 #: Suffixes of trajectory files. RLinf writes "pt" and "pkl".
 FORMATS = ("h5", "pt", "pkl")
-#: Exclusive upper limit of ids, because file names have at most 18 digits for the id.
+#: Exclusive upper limit of trajectory ids, since file names have at most 18 digits for the id.
 MAX_ID = 10**18
 _FILE = re.compile(rf"trajectory_(\d{{1,18}})(?:_.*)?\.(?:{'|'.join(FORMATS)})")
 _RANK = re.compile(r"rank_\d+")
 
 
 def index_path(folder: Path) -> Path | None:
-    """Return the index of a checkpoint folder; None if there is no index."""
+    """Return the path of the index file in a checkpoint folder; None if there is none."""
     for name in (INDEX_NAME, LEGACY_INDEX_NAME):
         if (folder / name).is_file():
             return folder / name
@@ -34,9 +34,9 @@ def index_path(folder: Path) -> Path | None:
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Return the folders of a checkpoint: `path` itself if it has an index, or those of its ranks.
+    """Return the folders of a checkpoint: `path` if it has an index, else a folder per rank.
 
-    The folders of the ranks are sorted by rank. They may lack an index.
+    Folders of ranks are sorted by rank. They may have no index.
     """
     if index_path(path) is not None:
         return [path]
@@ -54,7 +54,7 @@ def id_of_file(name: str) -> int | None:
 
 
 def find_files(folder: Path) -> dict[int, list[Path]]:
-    """Return the trajectory files in a folder by id, in ascending order."""
+    """Map trajectory ids, ascending, to the files in a folder whose names contain the id."""
     paths: dict[int, list[Path]] = {}
     for entry in os.scandir(folder):
         trajectory_id = id_of_file(entry.name)
@@ -66,7 +66,7 @@ def find_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def listed_entries(index: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Return (id, entry) of each trajectory in the order of an index. An id may be repeated.
+    """Return (id, entry) for each trajectory in the order of the index. Ids may be repeated.
 
     A damaged index raises `LookupError`, `TypeError`, `ValueError` or `AttributeError`.
     """
