@@ -1,1 +1,1 @@
-"""Examine recordings of any format by a table of rules. Nothing is changed."""
+"""Examine recordings of any format for defects, by a table of rules, without changing them."""

@@ -1,6 +1,6 @@
-"""Read a recording in batches: whole episodes side by side, or a piece of a long episode.
+"""Read a recording in batches of several short episodes, or of a piece of a long episode.
 
-Every row is read once, with one exception: a piece of a long episode begins with the last row of
+Every row is read once, with one exception: a piece of a long episode starts with the last row of
 the previous piece.
 """
 
@@ -19,24 +19,25 @@ from storage.errors import RolloutDataError, UnansweredError
 from ...sources.recordings.recording import Recording
 
 Array = np.ndarray[Any, Any]
-#: Bytes of a batch. About the size of a processor's cache, which makes many small steps cheap.
+#: Bytes of a batch, about the size of a CPU cache, so that repeated passes over a batch are fast.
 BATCH_BYTES = 1 << 21
-#: Maximum number of episodes of a batch.
+#: Maximum number of episodes in a batch.
 _MAX_EPISODES = 4096
 
 
 @dataclass(eq=False)
 class Batch:
-    """Rows of some episodes, one episode after the other.
+    """Rows of one or several episodes, concatenated.
 
     Attributes:
-        numbers: int64 `[k]`, places of the episodes in the recording.
+        numbers: int64 `[k]`, indices of the episodes in the recording.
         starts: int64 `[k]`, frame of the first row of each episode. Above 0 only in a batch of one
             episode.
         offsets: int64 `[k + 1]`, first row of each episode, then the number of rows.
-        values: Field -> `[n, *shape]`.
-        overlap: Rows at the start that the previous batch had too: 1 in later pieces, else 0.
-        is_last: Whether the last row is the last one of its episode.
+        values: Map from field name to rows, `[n, *shape]`.
+        overlap: Number of rows at the start that the previous batch also has: 1 in a batch that
+            continues a long episode, else 0.
+        is_last: Whether the last row of the batch is the last row of its episode.
     """
 
     numbers: Array
@@ -52,7 +53,7 @@ class Batch:
         return int(self.offsets[-1])
 
     def columns(self, name: str) -> Array:
-        """Return a field as contiguous `[D, n]`: float64 if float32 cannot hold its values."""
+        """Return a field as a contiguous array `[D, n]` of float32, or float64 if necessary."""
         if name not in self._columns:
             values = self.values[name]
             is_narrow = values.dtype.itemsize <= 2 or values.dtype == np.float32
@@ -62,7 +63,7 @@ class Batch:
         return self._columns[name]
 
     def steps(self, name: str) -> Array:
-        """Return the difference of each row to the previous row, `[D, n]`.
+        """Return the difference between each row and the previous row, `[D, n]`.
 
         The difference is 0 in the first row of an episode.
         """
@@ -76,20 +77,20 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Return the episodes and the frames of rows of the batch."""
+        """Convert row numbers of the batch to episode numbers and frame numbers."""
         index = self.index_of(rows)
         return self.numbers[index], self.starts[index] + rows - self.offsets[index]
 
     def index_of(self, rows: Array) -> Array:
-        """Return the index in `numbers` of the episodes of rows of the batch."""
+        """Return the index in `numbers` of the episode of each row in `rows`."""
         index: Array = np.searchsorted(self.offsets, rows, side="right") - 1
         return index
 
 
 class Collector(ABC):
-    """Measurements for a group of rules, collected in the pass over the data besides `Facts`.
+    """Base class of measurements for a group of rules, made while all data are read once.
 
-    A rule names the class in `Rule.collectors`.
+    The scan creates the collectors in `Rule.collectors` and passes each batch to them.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -97,23 +98,23 @@ class Collector(ABC):
 
     @abstractmethod
     def add(self, batch: Batch) -> None:
-        """Add whole episodes, or a piece of a long one. A later piece has `batch.overlap` rows."""
+        """Process a batch: complete episodes, or a piece of a long episode."""
 
     def finish(self) -> None:  # noqa: B027 - optional
-        """Finish after the last batch."""
+        """Complete the measurements after the last batch."""
 
 
 @dataclass
 class Reading:
-    """Reads fields of a recording in batches.
+    """Reader of fields of a recording in batches.
 
     Attributes:
-        recording: The recording.
-        lengths: int64 `[E]`, frames of all episodes.
-        names: Fields to read. Fields that an episode lacks are not in its batch.
-        failed: Called with (episode, error) for each episode that cannot be read.
+        recording: Recording to read.
+        lengths: int64 `[E]`, number of frames of each episode.
+        names: Names of the fields to read. A batch lacks the fields that its episodes lack.
+        failed: Function called with (episode, error) for each unreadable episode.
         schema_index: int64 `[E]`, index of each episode in `schemas`.
-        schemas: See `Recording.schemas`.
+        schemas: Different schemas of episodes; see `Recording.schemas`.
     """
 
     recording: Recording
@@ -129,7 +130,7 @@ class Reading:
         self._batch_frames = max(64, BATCH_BYTES // row_bytes)
 
     def batches(self, numbers: Array) -> Iterator[Batch]:
-        """Yield the rows of some episodes in order."""
+        """Yield all rows of the episodes `numbers`, in order."""
         lengths = self.lengths[numbers]
         for places in self._grouped(numbers, lengths):
             if len(places) == 1 and lengths[places[0]] > self._batch_frames:
@@ -139,14 +140,14 @@ class Reading:
                 yield from self._read(numbers[places], starts, lengths[places])
 
     def pieces(self, numbers: Array, frames: int) -> Iterator[Batch]:
-        """Yield frames from the middle of each of some episodes; all frames of short episodes."""
+        """Yield at most `frames` frames from the middle of each episode in `numbers`."""
         counts = np.minimum(frames, self.lengths[numbers])
         starts = (self.lengths[numbers] - counts) // 2
         for places in self._grouped(numbers, counts):
             yield from self._read(numbers[places], starts[places], counts[places])
 
     def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Yield groups of episodes for one batch: consecutive episodes with the same fields."""
+        """Divide episodes into groups that fit one batch and have the same fields."""
         if not len(numbers):
             return
         places = np.arange(len(numbers))
@@ -163,7 +164,7 @@ class Reading:
         yield from np.split(places, np.flatnonzero(is_edge) + 1)
 
     def _pieces(self, number: int, length: int) -> Iterator[Batch]:
-        """Yield a long episode in pieces that overlap by one row."""
+        """Yield a long episode as several batches that overlap by one row."""
         size = self._batch_frames
         for start in range(0, length, size):
             first = max(0, start - 1)
@@ -177,7 +178,7 @@ class Reading:
             yield from batches
 
     def _read(self, numbers: Array, starts: Array, counts: Array) -> Iterator[Batch]:
-        """Yield the rows of episodes with the same fields.
+        """Yield the rows of episodes with the same fields as one batch.
 
         If reading fails, the episodes are read one by one. `failed` is called for each unreadable
         episode.
@@ -185,7 +186,7 @@ class Reading:
         schema = self.schemas[self.schema_index[numbers[0]]]
         try:
             usual = self.recording.schema
-            # Rule STR06 reports fields that differ from the usual schema. They are not read.
+            # Fields with an unusual dtype or shape are not read; rule STR06 reports them.
             names = [name for name in self.names if schema.get(name) == usual[name]]
             values = self.recording.read_many(numbers, names, starts, counts)
         except UnansweredError:
@@ -202,7 +203,7 @@ class Reading:
 
 
 def evenly_spread(numbers: Array, count: int) -> Array:
-    """Return at most `count` of some numbers, evenly spread, in order."""
+    """Return at most `count` evenly spaced items of `numbers`, in order."""
     if not len(numbers):
         return numbers
     places = np.linspace(0, len(numbers) - 1, count).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Facts of pictures, `[T, H, W, C]` or `[T, C, H, W]`: uint8, or floats in [0, 1] or [0, 255].
+"""Measure image fields, `[T, H, W, C]` or `[T, C, H, W]`, such as brightness and sharpness.
 
-A picture is decoded once. Some pixels of all frames are compared, and all pixels of every fifth
-frame.
+Images are uint8, or floats in [0, 1] or [0, 255]. An image is decoded once. For speed, about 512
+pixels of each frame are measured, and all pixels of every fifth frame.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ import numpy as np
 from .batched_reading import Array, Batch, Collector
 from .field_facts import runs_of
 
-#: Every fifth frame is examined in all pixels.
+#: Interval in frames at which all pixels are measured.
 EVERY = 5
-#: Number of cells of the grid of mean colours, in each direction.
+#: Number of rows, and of columns, in the grid of mean colours.
 GRID = 4
 _CHANNELS = (1, 3, 4)
-#: Approximate number of pixels of each frame that are compared.
+#: Approximate number of pixels that are compared in every frame.
 _NUM_PIXELS = 512
-#: A frame is black below this part of white.
+#: Brightness below which a pixel counts as black, as a fraction of white.
 _BLACK = 4 / 255
 
 
 class Camera:
-    """Facts of one field of pictures, per episode.
+    """Measurements of one image field, per episode.
+
+    Frames that are measured in all pixels are called examined.
 
     Attributes:
-        is_first: Whether the channels are the first axis of a row.
-        size: Height and width.
+        is_first: Whether the channels are the first axis of an image.
+        size: Height and width in pixels.
         channels: Number of channels.
-        low: `[E]`, smallest value of some pixels, as stored.
-        high: `[E]`, largest value of some pixels, as stored.
-        dark: int64 `[E]`, frames whose brightest pixel is black.
-        looked: int64 `[E]`, number of frames that were examined in all pixels.
-        bright: int64 `[E]`, examined frames of which a large part is white.
-        repeats: int64 `[E]`, frames that equal the previous frame.
-        hold: int64 `[E]`, longest run of repeated frames while the action moves.
-        sharp: `[E]`, sum of the variances of the Laplacian over examined frames.
-        grid: `[E, 16, C]`, sum of mean colours over examined frames.
-        variation: `[E, 2, 2]`, sum of the mean differences of neighbours (down, right), in the
-            declared and in the other layout.
+        low: `[E]`, smallest stored value of the compared pixels.
+        high: `[E]`, largest stored value of the compared pixels.
+        dark: int64 `[E]`, number of black frames.
+        looked: int64 `[E]`, number of examined frames.
+        bright: int64 `[E]`, number of examined frames that are white in more than 30 %.
+        repeats: int64 `[E]`, number of frames that equal the previous frame.
+        hold: int64 `[E]`, length of the longest run of repeated frames while the action changes.
+        sharp: `[E]`, sum over examined frames of the variance of the Laplacian.
+        grid: `[E, 16, C]`, sum over examined frames of the mean colours of 4 x 4 cells.
+        variation: `[E, 2, 2]`, sum over examined frames of the mean difference of adjacent pixels.
+            Second axis: declared layout, other layout of channels. Third axis: down, right.
     """
 
     def __init__(self, name: str, scan: Any) -> None:
@@ -64,15 +66,15 @@ class Camera:
         self.sharp = np.zeros(count)
         self.grid = np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
-        #: Episode -> (length, whether the action moves) of the run of repeats that ends a piece.
+        #: Run of repeats at the end of a batch, by episode: (length, whether the action changes).
         self._open_runs: dict[int, tuple[int, bool]] = {}
 
     def add(self, batch: Batch, moves: Callable[[int, int], bool]) -> None:
-        """Add the rows of a batch.
+        """Measure the images of a batch.
 
         Args:
-            batch: Rows of some episodes.
-            moves: `moves(start, stop)` returns whether the action moves in these rows.
+            batch: Batch that has the field.
+            moves: `moves(start, stop)` returns whether the action changes in these rows.
         """
         frames = batch.values[self.name]
         pixels = frames.reshape(len(frames), -1)
@@ -100,10 +102,10 @@ class Camera:
         is_continued: bool,
         moves: Callable[[int, int], bool],
     ) -> None:
-        """Update the longest run of repeats while the action moves."""
+        """Update `hold`, the longest run of repeated frames while the action changes."""
         length_before, moved_before = self._open_runs.pop(number, (0, False))
         for begin, end in runs_of(is_repeat):
-            # The action must move in both halves: a robot that starts in the last frame does not.
+            # Both halves must have motion. A robot that starts moving in the last frame has not.
             middle = first_row + (begin + end) // 2
             is_moving = moves(first_row + begin - 1, middle) and moves(middle, first_row + end)
             length = end - begin
@@ -116,18 +118,18 @@ class Camera:
                 self._open_runs[number] = (length, is_moving)
 
     def _add_brightness(self, number: int, frames: Array, pixels: Array, overlap: int) -> None:
-        """Count black frames. Only frames that are black in some pixels are compared in full."""
+        """Count black frames. All pixels are tested only if the compared pixels are black."""
         limit = _BLACK * self._white(number, frames.dtype)
         candidates = np.flatnonzero(pixels[overlap:].max(1) < limit) + overlap
         self.dark[number] += sum(float(frames[row].max()) < limit for row in candidates)
 
     def _white(self, number: int, dtype: np.dtype[Any]) -> float:
-        """Return the value of white in an episode."""
+        """Return the value of a white pixel in an episode: 1.0 or 255.0."""
         is_unit = dtype.kind == "f" and self.high[number] <= 1.5
         return 1.0 if is_unit else 255.0
 
     def _examine(self, number: int, frames: Array, white: float) -> None:
-        """Add the colours, edges and layout of some frames."""
+        """Measure colours, sharpness and layout of frames in all pixels."""
         count = len(frames)
         declared = self._oriented(frames, False).astype(np.float32) / white * 255
         other = self._oriented(frames, True).astype(np.float32) / white * 255
@@ -150,23 +152,23 @@ class Camera:
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
-        """Return frames as `[n, H, W, C]`, or as if their bytes lay in the other layout."""
+        """Return frames as `[n, H, W, C]`; with `is_other`, as if stored in the other layout."""
         is_channel_first = self.is_first != is_other
         shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
         pictures: Array = frames.reshape(len(frames), *shape)
         return np.moveaxis(pictures, 1, -1) if is_channel_first else pictures
 
     def mean(self, sums: Array) -> Array:
-        """Return the means of sums over examined frames: `[E, ...]`."""
+        """Divide sums over examined frames, `[E, ...]`, by the number of examined frames."""
         counts = np.maximum(1, self.looked)
         means: Array = sums / counts.reshape(-1, *[1] * (sums.ndim - 1))
         return means
 
 
 def _repeats(frames: Array, pixels: Array) -> Array:
-    """Return whether each frame equals the previous frame: bool `[n]`.
+    """Return whether each frame equals the previous frame, bool `[n]`.
 
-    `pixels` are some pixels of each frame, which are compared first.
+    `pixels` are a few pixels of each frame. For speed, they are compared before all pixels.
     """
     is_repeat = np.zeros(len(frames), bool)
     is_repeat[1:] = (pixels[1:] == pixels[:-1]).all(1)
@@ -176,11 +178,11 @@ def _repeats(frames: Array, pixels: Array) -> Array:
 
 
 class Cameras(Collector):
-    """All fields of pictures.
+    """Collector of measurements of all image fields.
 
     Attributes:
-        cameras: Field -> `Camera`.
-        is_unlike: Pair of fields of one shape -> whether a frame of them differs.
+        cameras: Map from image field to its measurements.
+        is_unlike: Map from each pair of fields with equal shapes to whether any frame differs.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -191,7 +193,7 @@ class Cameras(Collector):
         for pair in combinations(names, 2):
             if scan.schema[pair[0]].shape == scan.schema[pair[1]].shape:
                 self.is_unlike[pair] = False
-        #: Action -> the smallest range of a dimension that counts as a move: `[D]`.
+        #: For each action field, the smallest range of values that counts as a change: `[D]`.
         self._least: dict[str, Array] = {}
         for name in scan.group("action"):
             self._least[name] = 0.01 * scan.sample_facts[name].range_98
@@ -209,7 +211,7 @@ class Cameras(Collector):
                 self.is_unlike[pair] = not np.array_equal(first, second)
 
     def _moved(self, batch: Batch, start: int, stop: int) -> Iterator[bool]:
-        """Yield whether each action moves in some rows of a batch."""
+        """Yield, for each action field, whether it changes in the rows `start:stop` of a batch."""
         for name, least in self._least.items():
             if name in batch.values:
                 with np.errstate(invalid="ignore", over="ignore"):
@@ -218,7 +220,7 @@ class Cameras(Collector):
 
 
 def _is_camera(field: Any) -> bool:
-    """Return whether a field has pictures of 8 x 8 pixels or more, and 1, 3 or 4 channels."""
+    """Return whether a field has images of at least 8 x 8 pixels with 1, 3 or 4 channels."""
     shape = field.shape
     if len(shape) != 3 or min(shape) == 0 or sorted(shape)[1] < 8:
         return False

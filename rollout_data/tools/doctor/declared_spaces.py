@@ -1,6 +1,6 @@
-"""Bounds of observations and actions that metadata declare.
+"""Read the bounds of observations and actions that the metadata declare.
 
-Metadata store spaces as mappings, or as JSON texts in the form of Minari.
+Metadata store spaces as mappings, or as JSON texts as in Minari.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .batched_reading import Array
 
 
 def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (field, description) of each box in the space of a group or field.
+    """Yield the field name and the description of each box space of a group or field.
 
     Args:
         metadata: Metadata of the recording, with "GROUP_space" or {"spaces": {"GROUP": ...}}.
-        group: "observation", "action" or the name of a field.
+        group: "observation", "action", or the name of a field.
     """
     yield from _boxes_of(group, metadata.get(f"{group}_space"))
     spaces = metadata.get("spaces")
@@ -28,7 +28,7 @@ def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mappin
 
 
 def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the boxes of a space, which may nest further spaces."""
+    """Yield the box spaces in a space, which may contain nested spaces."""
     if isinstance(space, str):
         try:
             space = json.loads(space)
@@ -48,7 +48,7 @@ def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Return the declared lower and upper bounds of a field, each `[D]`; None without bounds."""
+    """Return the declared lower and upper bounds of a field, each `[D]`; None if undeclared."""
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
         for field, box in boxes(scan.metadata, group):

@@ -1,4 +1,4 @@
-"""Facts of episode boundaries: first and final observations, jumps, next observations."""
+"""Measure episode boundaries: first and final observations, jumps, next observations."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from .findings import Inapplicable
 
 #: Maximum number of episodes whose final observations are read.
 _MAX_FINALS = 512
-#: Maximum number of dimensions in which jumps are searched.
+#: Maximum number of dimensions that are searched for jumps.
 _MAX_DIMS = 64
-#: Maximum number of episodes whose first frames are compared with later ones.
+#: Maximum number of episodes whose first frames are compared with later frames.
 _MAX_FIRST = 256
-#: Number of frames at both ends of an episode that are no jumps.
+#: Number of frames at each end of an episode that are not searched for jumps.
 _MARGIN = 5
-#: Number of continuous dimensions that are needed to recognize a jump.
+#: Minimum number of continuous dimensions to search for jumps.
 MIN_JUMP_DIMS = 8
 _NEXT = re.compile(r"next_obs(?:ervations?)?(?:/(.+))?")
 
 
 def float_observations(scan: Any) -> list[str]:
-    """Return the observations that are floats, without pictures."""
+    """Return the names of the observations with a float dtype, except images."""
     names = scan.group("observation")
     return [name for name in names if scan.schema[name].dtype.startswith(("float", "bf"))]
 
 
 class BoundaryRows:
-    """First, last and final observations of some episodes, in continuous dimensions.
+    """First, last and final observations of a sample of episodes, in continuous dimensions.
 
     Attributes:
-        episodes: int64 `[E]`, episodes with a first row.
+        episodes: int64 `[E]`, episodes whose first row is known.
         first: `[E, D]`, first observations of `episodes`.
         numbers: int64 `[K]`, at most 512 episodes with a final observation.
         last: `[K, D]`, observations in the last rows of `numbers`.
-        finals: `[K, D]`, final observations of `numbers`: after the last step.
-        steps: `[D]`, the 99 % quantile of steps.
+        finals: `[K, D]`, final observations of `numbers`, after the last step.
+        steps: `[D]`, the 99 % quantile of absolute differences between successive rows.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -71,11 +71,14 @@ class BoundaryRows:
         self.finals = np.stack(finals).astype(self.first.dtype)
 
     def jumps(self, rows: Array, later_rows: Array) -> Array:
-        """Return the rows that differ by more than usual steps: bool `[K]`. See `jumps`."""
+        """Return whether `rows` and `later_rows` differ by more than usual steps, bool `[K]`."""
         return jumps(rows, later_rows, self.steps)
 
     def resets(self) -> list[tuple[int, int]]:
-        """Return (row of `numbers`, episode) where the final observation starts another episode."""
+        """Find final observations that equal the first observation of another episode.
+
+        Returns pairs of an index into `numbers` and the other episode.
+        """
         starts: dict[bytes, list[int]] = {}
         for number, first in zip(self.episodes.tolist(), self.first, strict=True):
             starts.setdefault(first.tobytes(), []).append(number)
@@ -90,7 +93,7 @@ class BoundaryRows:
 
 
 def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
-    """Return the final observation of an episode in all dimensions; None if a part is missing."""
+    """Read the final observation of an episode as `[D]`; None if a component is missing."""
     try:
         final = scan.recording[number].final_observation
     except UnansweredError:
@@ -110,9 +113,9 @@ def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
 
 
 def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
-    """Return whether each row jumps to its later row: bool `[K]`.
+    """Return whether `rows` and `later_rows` differ by more than usual steps, bool `[K]`.
 
-    A row jumps if the difference exceeds `steps` in a sixth of the dimensions, at least 2. If more
+    A row jumps if the difference exceeds `steps` in 1/6 of the dimensions, at least in 2. If more
     than half of the rows jump, all rows count as jumps.
     """
     num_far = (np.abs(rows - later_rows) > steps + 1e-12).sum(1)
@@ -124,13 +127,13 @@ def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
 
 @dataclass(frozen=True)
 class _JumpLimits:
-    """Limits of the steps of a field, and its first frames.
+    """Limits of normal steps in a field, and the distribution of its first frames.
 
     Attributes:
         name: Name of the field.
         dims: int64 `[D]`, continuous dimensions.
-        usual: `[D]`, the 90 % quantile of steps.
-        rare: `[D]`, 1.5 times the 99.5 % quantile of steps.
+        usual: `[D]`, the 90 % quantile of step sizes.
+        rare: `[D]`, 1.5 times the 99.5 % quantile of step sizes.
         mean: `[D]`, mean of first frames.
         sd: `[D]`, standard deviation of first frames.
     """
@@ -145,12 +148,12 @@ class _JumpLimits:
 
 @dataclass(frozen=True)
 class Jump:
-    """A frame that looks like the start of another episode.
+    """Frame that looks like the start of another episode.
 
     Attributes:
-        number: The episode.
-        frame: The frame.
-        share: Share of the dimensions that jump.
+        number: Index of the episode.
+        frame: Frame in the episode.
+        share: Fraction of the dimensions that jump.
     """
 
     number: int
@@ -159,11 +162,11 @@ class Jump:
 
 
 class Jumps(Collector):
-    """Frames in which many dimensions change at once, or that look like a first frame.
+    """Collector of frames in which many dimensions jump, or return to a typical first frame.
 
     Attributes:
-        jumps: The frames.
-        num_dims: Continuous dimensions. Jumps are only searched if there are `MIN_JUMP_DIMS`.
+        jumps: Frames that look like the start of another episode.
+        num_dims: Number of continuous dimensions. Below `MIN_JUMP_DIMS`, nothing is searched.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -198,7 +201,7 @@ class Jumps(Collector):
             num_moved += (steps > limits.usual[:, None]).sum(0, dtype=np.int32)
 
         min_far = max(6, 0.35 * self.num_dims)
-        # So many dimensions do not all return to the start by chance.
+        # 12 dimensions do not all return to the start by chance, so weaker evidence is enough.
         is_wide = self.num_dims >= 12
         min_moved = (0.15 if is_wide else 0.3) * self.num_dims
         rows = np.flatnonzero((num_far >= min_far) | (num_moved > min_moved))
@@ -213,7 +216,7 @@ class Jumps(Collector):
         median_before = np.median(scores_before, axis=0)
         is_start = (scores < 4).all(0) & (scores_before.max(0, initial=0) > 12)
         is_start &= median_before > 2
-        # A swing passes the start with steps like those around it. A reset is a single step.
+        # Periodic motion passes the start in several similar steps, but a reset is a single step.
         is_reset = num_moved[rows] > 0.3 * self.num_dims
         is_reset &= self._num_single_steps(batch, rows) > 0.15 * self.num_dims
         is_start &= is_reset | (is_wide & (median_before > 4))
@@ -225,7 +228,7 @@ class Jumps(Collector):
             self.jumps.append(Jump(int(number), int(frame), float(share)))
 
     def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
-        """Return the number of dimensions with a far larger step than before and after: `[n]`."""
+        """Count the dimensions whose step is far larger than the steps around it: `[n]`."""
         count = np.zeros(len(rows), np.int64)
         last_row = len(batch) - 1
         for limits in self._limits:
@@ -237,7 +240,7 @@ class Jumps(Collector):
         return count
 
     def _scores(self, batch: Batch, rows: Array) -> Array:
-        """Return the distance of rows to first frames in standard deviations: `[D, n]`."""
+        """Return the distance of rows to first frames, in standard deviations: `[D, n]`."""
         scores = [np.zeros((0, len(rows)))]
         with np.errstate(invalid="ignore"):
             for limits in self._limits:
@@ -247,7 +250,7 @@ class Jumps(Collector):
 
 
 def _jumping_dims(values: Array, steps: Array) -> Array:
-    """Return the continuous dimensions that move in 60 % of the steps or more.
+    """Return the continuous dimensions that change in at least 60 % of the steps.
 
     Args:
         values: `[D, S]`, sampled rows.
@@ -263,7 +266,7 @@ def _jumping_dims(values: Array, steps: Array) -> Array:
 
 
 def _read_first(scan: Any, name: str, numbers: Array) -> Array | None:
-    """Return the first rows of episodes that have a field: `[n, D]`. None if reading fails."""
+    """Read the first row of each episode that has a field: `[n, D]`; None if reading fails."""
     schema_index, schemas = scan.recording.schemas()
     has_field = np.array([schema.get(name) == scan.schema[name] for schema in schemas], bool)
     chosen = numbers[has_field[schema_index[numbers]]]
@@ -285,7 +288,7 @@ def _jump_limits(
     steps: Array,
     first: Array,
 ) -> _JumpLimits:
-    """Return the limits of steps, and the distribution of first frames.
+    """Compute the limits of normal steps, and the distribution of first frames.
 
     Args:
         name: Name of the field.
@@ -308,12 +311,13 @@ def _jump_limits(
 
 
 class Successors(Collector):
-    """Stored next observations, compared with the following rows.
+    """Collector that compares stored next observations with the following rows.
 
     Attributes:
-        pairs: Field of next observations -> field of observations.
-        wrong: Field -> int64 `[E]`, inner frames whose next observation is not the following row.
-        same: Field -> number of `wrong` next observations that repeat the current observation.
+        pairs: Map from each field of next observations to its field of observations.
+        wrong: Number of frames per episode, int64 `[E]`, whose next observation differs from the
+            following row, by field. The last frame of an episode does not count.
+        same: Number of `wrong` next observations that repeat the current observation, by field.
     """
 
     def __init__(self, scan: Any) -> None:

@@ -1,7 +1,7 @@
-"""The examination: run chosen rules over one scan and collect their findings.
+"""Examine a recording: run chosen rules on one scan and collect their findings.
 
-A rule that fails becomes the finding FIL00, and the other rules still run. A store that does not
-answer ends the examination.
+A rule that raises an unexpected error becomes the finding FIL00, and the other rules still run. If
+a remote store does not answer, the examination ends with an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
 
-#: Error numbers of paths that cannot be opened at all, so there is no file to examine.
+#: Error numbers of opening a path that mean that there is no file to examine.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 
 
@@ -55,19 +55,21 @@ def doctor(
     sample: int | None = None,
     progress: bool = False,
 ) -> Diagnosis:
-    """Examine a recording of any format by the rules of `DOCTOR.md`. Nothing is changed.
+    """Examine a recording of any format for defects, by the rules in `DOCTOR.md`.
+
+    Nothing is changed.
 
     Args:
         path: A file or folder of any format, or a `Recording`.
         only: Codes of the rules to run, or beginnings of codes such as "VAL"; () runs all.
         skip: Codes of rules, or beginnings of codes, to leave out.
-        settings: Thresholds to change: {"VAL05.ranges": 100}.
-        sample: Read the data of at most this number of episodes, evenly spread.
+        settings: Thresholds that replace defaults, such as {"VAL05.ranges": 100}.
+        sample: Maximum number of episodes whose data are read, evenly spaced. None means all.
         progress: Show a progress bar.
 
     Raises:
         UsageError: The path does not exist, or a rule, threshold or number is invalid.
-        AccessError, FetchError: The store refuses access, or does not answer.
+        AccessError, FetchError: A remote store refuses access, or does not answer.
     """
     progress = arguments.flag("progress", progress)
     rules = chosen_rules(only, skip)
@@ -88,12 +90,12 @@ def doctor(
 
 
 def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings]) -> Diagnosis:
-    """Run rules over a scan that has their collectors.
+    """Run rules on a scan, which must have been created with the collectors of the rules.
 
     Args:
         scan: Scan of the recording.
         rules: Rows of the table of rules.
-        changed: Code -> thresholds that replace those of the rule.
+        changed: Map from rule code to thresholds that replace defaults of the rule.
     """
     findings: list[Finding] = []
     skipped: list[tuple[str, str]] = []
@@ -102,7 +104,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
         try:
             defects, reason = _check(rule, scan, settings)
             if rule.problems:
-                # After the check, which may read data and meet further problems.
+                # After the check, because the check may read data and find further problems.
                 defects += scan.files.defects(*rule.problems)
             findings += _findings(rule, defects, scan, settings)
             if reason and not defects:
@@ -116,7 +118,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 
 def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
-    """Return the defects that a rule reports, and the reason if it cannot be applied, else ""."""
+    """Run one rule. Returns its defects, and the reason if it is not applicable, else ""."""
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
     try:
@@ -126,7 +128,7 @@ def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], st
 
 
 def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
-    """Open a recording; rebuild its index if the index is damaged.
+    """Open a recording for an examination, and rebuild its index if the index is damaged.
 
     Returns:
         (recording, None), or (None, error) if it cannot be opened.
@@ -134,7 +136,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     if isinstance(path, Recording):
         return path, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RolloutDataWarning)  # Findings report the same problems.
+        warnings.simplefilter("ignore", RolloutDataWarning)  # Findings report them.
         try:
             return open_source("path", path), None
         except UnansweredError:
@@ -142,7 +144,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
         except (DataFileError, OSError) as error:
             if isinstance(error, UsageError) or _is_refused(error, path):
                 raise
-            # Only formats with an index have this option.
+            # Formats without an index reject this option.
             with suppress(RolloutDataError, OSError):
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
@@ -151,7 +153,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
-    """Return whether the system refuses a path, so that there is no recording to examine."""
+    """Return whether the operating system refuses to open a path, such as a too long one."""
     reason: BaseException | None = error
     if isinstance(error, DataFileError) and not os.path.isfile(str(path)):
         reason = error.__cause__
@@ -159,10 +161,10 @@ def _is_refused(error: Exception, path: DataDir) -> bool:
 
 
 def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
-    """Return the rules whose codes begin with the given texts.
+    """Return the rules whose codes start with a text in `only`, without those in `skip`.
 
     Raises:
-        UsageError: A code begins no rule.
+        UsageError: No rule code starts with one of the texts.
     """
     codes = [rule.code for rule in RULES]
     for argument, values in (("only", only), ("skip", skip)):
@@ -182,7 +184,7 @@ def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
 
 
 def _changed_thresholds(settings: Any) -> dict[str, dict[str, float]]:
-    """Return {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
+    """Check thresholds such as {"VAL05.ranges": 1}, and group them: {"VAL05": {"ranges": 1.0}}."""
     if not isinstance(settings, Mapping | None):
         raise UsageError(f"settings must be a mapping of thresholds, got {settings!r}.")
     known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
@@ -209,7 +211,7 @@ def _findings(
     scan: Scan,
     settings: Settings,
 ) -> list[Finding]:
-    """Return one finding for each field with defects."""
+    """Combine the defects that a rule has found into one finding per field."""
     by_field: dict[str | None, list[Defect]] = {}
     for defect in defects:
         by_field.setdefault(defect.field, []).append(defect)
@@ -217,7 +219,7 @@ def _findings(
 
 
 def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settings) -> Finding:
-    """Return the finding that joins the defects of a field."""
+    """Combine all defects that a rule has found in one field into a finding."""
     places = sorted({int(place) for defect in defects for place in defect.trajectories})
     left_out = tuple(dict.fromkeys(name for defect in defects for name in defect.left_out))
     ranges = [frames for defect in defects for frames in defect.frames][:MAX_FRAMES]
@@ -228,7 +230,7 @@ def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settin
 
     evidence: dict[str, Any] = {}
     for defect in reversed(defects):
-        # In reverse, so that the evidence of the first defect is kept.
+        # The first defect comes last, so that its values replace those of other defects.
         evidence.update(defect.evidence)
     if len(settings) == 1:
         evidence["threshold"] = next(iter(settings.values()))
@@ -259,13 +261,13 @@ def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settin
 
 
 def _last_number(name: str) -> int:
-    """Return the number at the end of a name."""
+    """Return the number at the end of a trajectory name, such as 7 for "writer:7"."""
     start = len(name.rstrip("0123456789"))
     return int(name[start:])
 
 
 def _script(rule: Rule, scan: Scan) -> str:
-    """Return the script of a rule for the examined recording; "" if the rule has none."""
+    """Return the script that changes the examined recording; "" if the rule has no script."""
     if scan.failure is not None:
         return ""
     path = scan.path if isinstance(scan.path, (str, os.PathLike)) else scan.recording.path

@@ -1,7 +1,8 @@
-"""Facts of each numeric field that rules compare.
+"""Compute facts about each numeric field, such as extremes and quantiles, for rules.
 
-Quantiles come from a sample. Extremes, steps, first and last rows of each episode come from the
-pass over the data. A batch is processed in whole arrays `[D, n]`, without a loop over frames.
+Quantiles are computed from a sample. Extremes, steps, first and last rows of each episode are
+computed while all data are read once. A batch is processed as arrays `[D, n]`, without a loop over
+frames.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import numpy as np
 
 from .batched_reading import Array, Batch, Reading, evenly_spread
 
-#: Number of bytes of the sample.
+#: Approximate bytes of the sample in memory.
 _SAMPLE_BYTES = 8 << 20
-#: Minimum number of frames of a piece of an episode in the sample.
+#: Minimum number of frames that the sample takes from a long episode.
 _PIECE_FRAMES = 512
-#: Number of rows of the sample from which quantiles are computed.
+#: Approximate number of rows of the sample from which quantiles are computed.
 _QUANTILE_ROWS = 10_000
-#: Numbers in the tables of all fields. Beyond it, only every k-th episode has rows in the tables.
+#: Maximum number of values in a table of all fields. Above, only every k-th episode is in a table.
 _MAX_CELLS = 6_000_000
-#: Far values that are kept of a field.
+#: Approximate maximum number of far values that are stored per field.
 _MAX_FAR = 100_000
-#: A far value: dimension, episode, frame and value.
+#: Structured dtype of a far value, which is far from the median: dimension, episode, frame, value.
 FAR = np.dtype(
     [
         ("dim", np.int64),
@@ -33,16 +34,16 @@ FAR = np.dtype(
         ("value", np.float64),
     ]
 )
-#: A dimension is continuous if it is float with at least this number of distinct values.
+#: Minimum number of distinct values of a continuous dimension, which also must be float.
 MIN_DISTINCT = 20
 
 
 class Sample:
-    """Batches of numeric fields that stay in memory.
+    """Evenly spaced episodes, or pieces of episodes, whose numeric fields stay in memory.
 
     Attributes:
-        batches: Whole episodes or pieces of them, evenly spread.
-        is_all: Whether the batches are the whole recording.
+        batches: Batches of the sampled rows.
+        is_all: Whether the sample contains all examined episodes completely.
     """
 
     def __init__(self, reading: Reading, examined: Array) -> None:
@@ -64,12 +65,12 @@ class Sample:
         return max(1, sum(map(len, self.batches)) // _QUANTILE_ROWS)
 
     def values(self, name: str) -> Array:
-        """Return rows of a field, at most about 10,000: `[D, S]`."""
+        """Return about 10,000 rows of a field, or all if there are fewer: `[D, S]`."""
         batches = [batch for batch in self.batches if name in batch.values]
         return _joined([self._strided(batch, name, Batch.columns) for batch in batches])
 
     def steps(self, name: str) -> Array:
-        """Return sizes of steps between rows of a field, at most about 10,000: `[D, S]`."""
+        """Return about 10,000 absolute differences of successive rows of a field: `[D, S]`."""
         parts = []
         for batch in self.batches:
             if name in batch.values:
@@ -84,7 +85,7 @@ class Sample:
         read: Callable[[Batch, str], Array],
         leave_out: Array | None = None,
     ) -> Array:
-        """Return every k-th row of a batch, without overlapping rows and the rows `leave_out`."""
+        """Return every k-th row of a batch, without its overlap and the rows `leave_out`."""
         is_kept = np.ones(len(batch), bool)
         is_kept[: batch.overlap] = False
         if leave_out is not None:
@@ -97,30 +98,32 @@ def _joined(parts: list[Array]) -> Array:
 
 
 class Facts:
-    """Facts of a numeric field with D dimensions: tables of K episodes, totals of all E episodes.
+    """Facts about a numeric field with D dimensions, per episode and for the whole recording.
+
+    Tables have a row for each of K episodes. Other arrays have an entry for each of all E episodes.
 
     Attributes:
         name: Name of the field.
         field: Entry of the field in the schema.
         is_float: Whether the values are floats.
-        numbers: int64 `[K]`, episodes in the tables. All episodes, unless the tables would be too
+        numbers: int64 `[K]`, episodes in the tables: all, or every k-th if the tables would be too
             large.
-        lengths: int64 `[K]`, frames of the episodes in the tables.
-        low: `[K, D]`, minimum of each episode.
-        high: `[K, D]`, maximum of each episode.
-        mean: `[K, D]`, mean of each episode.
-        step: `[K, D]`, the largest step between two rows.
+        lengths: int64 `[K]`, number of frames of the episodes in the tables.
+        low: `[K, D]`, minimum in each episode.
+        high: `[K, D]`, maximum in each episode.
+        mean: `[K, D]`, mean in each episode.
+        step: `[K, D]`, largest absolute difference between successive rows.
         first: `[K, D]`, first row.
         last: `[K, D]`, last row.
         changes: `[K, D]`, number of rows that differ from the previous row.
-        num_bad: int64 `[E]`, numbers that are not finite.
-        num_rows: Rows that were read.
-        scale: `[E]`, median over about 16 rows of the largest size in a row; 0 if all are 0.
-        repeats: int64 `[E]`, rows that equal the previous row in all dimensions.
-        hold: int64 `[E]`, longest run of repeated rows.
+        num_bad: int64 `[E]`, number of NaN and infinite values.
+        num_rows: Number of rows that were read.
+        scale: `[E]`, median over about 16 rows of the largest absolute value in a row, or 0.
+        repeats: int64 `[E]`, number of rows that equal the previous row in all dimensions.
+        hold: int64 `[E]`, length of the longest run of repeated rows.
     """
 
-    #: A value is far if it is more than this number of ranges away from the median.
+    #: A value is far if its distance to the median exceeds this multiple of `spread`.
     far_ranges = 10.0
 
     def __init__(self, reading: Reading, name: str, examined: Array, sample: Sample) -> None:
@@ -161,7 +164,7 @@ class Facts:
         self._far_high = median + reach
 
     def add(self, batch: Batch) -> None:
-        """Add the rows of a batch."""
+        """Update the facts with the rows of a batch, if the batch has this field."""
         if self.name not in batch.values:
             return
         columns = batch.columns(self.name)
@@ -210,7 +213,7 @@ class Facts:
         self.num_bad[batch.numbers] += np.add.reduceat(is_bad.sum(0), batch.offsets[:-1])
 
     def _add_scale(self, batch: Batch, columns: Array) -> None:
-        """Set the scale of the episodes of a batch from about 16 rows of each."""
+        """Compute the scale of each episode in a batch from about 16 of its rows."""
         counts = np.diff(batch.offsets)
         parts = np.repeat(np.arange(len(counts)), counts)
         row_in_episode = np.arange(len(batch)) - batch.offsets[parts]
@@ -223,7 +226,7 @@ class Facts:
             self.scale[batch.numbers[parts]] = np.where(np.isfinite(medians), medians, 0)
 
     def _add_far(self, batch: Batch, columns: Array) -> None:
-        """Keep the values that are far away from the median."""
+        """Store the values of a batch that are far from the median."""
         is_far = (columns < self._far_low[:, None]) | (columns > self._far_high[:, None])
         is_far[:, : batch.overlap] = False
         dims, rows = np.nonzero(is_far & np.isfinite(columns))
@@ -236,35 +239,35 @@ class Facts:
 
     @cached_property
     def far(self) -> Array:
-        """Values more than `far_ranges` ranges away from the median: `FAR` `[n]`.
+        """Values whose distance to the median is more than 10 times `spread`, dtype `FAR` `[n]`.
 
-        About the first 100,000 are kept.
+        Only about the first 100,000 are stored.
         """
         return np.concatenate(self._far)
 
     @property
     def num_values(self) -> int:
-        """Number of values that were read, at least 1."""
+        """Number of values that were read, or 1 if none were read."""
         return max(1, self.num_rows * self.field.num_elements)
 
     @cached_property
     def is_constant(self) -> Array:
-        """Whether a dimension has one value in all frames: bool `[D]`."""
+        """Whether each dimension has the same value in all frames, bool `[D]`."""
         is_constant: Array = self.low.min(0) == self.high.max(0)
         return is_constant
 
     @cached_property
     def sorted(self) -> Array:
-        """Finite values of the sample, each dimension sorted, NaN last: `[D, S]`."""
+        """Sampled values, sorted in each dimension, with NaN for infinite values: `[D, S]`."""
         return _sorted_finite(self._sample.values(self.name))
 
     @cached_property
     def sorted_steps(self) -> Array:
-        """Sizes of steps in the sample, each dimension sorted, NaN last: `[D, S]`."""
+        """Sampled absolute steps between rows, sorted in each dimension, NaN last: `[D, S]`."""
         return _sorted_finite(self._sample.steps(self.name))
 
     def quantile(self, level: float) -> Array:
-        """Return a quantile of the values: `[D]`."""
+        """Return a quantile of the sampled values in each dimension: `[D]`."""
         return _quantile(self.sorted, self._num_finite, level)
 
     @cached_property
@@ -273,11 +276,11 @@ class Facts:
         return count
 
     def step_quantile(self, level: float) -> Array:
-        """Return a quantile of the sizes of steps between rows: `[D]`."""
+        """Return a quantile of the sampled absolute steps in each dimension: `[D]`."""
         return _quantile(self.sorted_steps, np.isfinite(self.sorted_steps).sum(1), level)
 
     def usual_step(self, below: float) -> Array:
-        """Return the 99 % quantile of the steps smaller than `below`: `[D]`."""
+        """Return the 99 % quantile of the sampled absolute steps smaller than `below`: `[D]`."""
         return _quantile(self.sorted_steps, (self.sorted_steps < below).sum(1), 0.99)
 
     @cached_property
@@ -292,26 +295,28 @@ class Facts:
 
     @cached_property
     def distinct(self) -> Array:
-        """Number of distinct values in the sample: int64 `[D]`."""
+        """Number of distinct sampled values in each dimension, int64 `[D]`."""
         count: Array = 1 + (np.diff(self.sorted, axis=1) > 0).sum(1)
         return count
 
     @cached_property
     def is_continuous(self) -> Array:
-        """Whether a dimension is float with 20 distinct values or more: bool `[D]`."""
+        """Whether each dimension is float with at least 20 distinct values, bool `[D]`."""
         is_continuous: Array = (self.distinct >= MIN_DISTINCT) & self.is_float
         return is_continuous
 
     @cached_property
     def is_active(self) -> Array:
-        """Whether a dimension changes in more than half of the frames: bool `[D]`."""
+        """Whether each dimension changes in more than half of the steps, bool `[D]`."""
         num_steps = max(1, (self.lengths - 1).sum())
         is_active: Array = self.changes.sum(0) > 0.5 * num_steps
         return is_active
 
 
 def longest_runs(holds: Array, starts: Array) -> Array:
-    """Return the longest run of True after the first row of each part: int64 `[k]`.
+    """Return the length of the longest run of True in each part, int64 `[k]`.
+
+    The first row of a part never counts.
 
     Args:
         holds: bool `[n]`.
@@ -332,7 +337,7 @@ def _sorted_finite(values: Array) -> Array:
 
 
 def _quantile(ordered: Array, count: Array, level: float) -> Array:
-    """Return the quantile of the first `count` values of each sorted row."""
+    """Return a quantile of the first `count` values in each sorted row."""
     width = ordered.shape[1]
     if not width:
         return np.zeros(len(ordered))
@@ -342,7 +347,7 @@ def _quantile(ordered: Array, count: Array, level: float) -> Array:
 
 
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
-    """Return the distinct parts, and the median of the values of each.
+    """Group `values` by `parts`. Returns the distinct parts, and the median in each of them.
 
     The median of an even number of values is the upper of the two middle values.
     """
@@ -352,11 +357,11 @@ def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
 
 
 def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
-    """Return numbers in the order of a measure, the largest first.
+    """Sort episode numbers by a measure, in descending order.
 
     Args:
         numbers: int64 `[n]`.
-        measure: Indexed by number, or `[n]` if `aligned`.
+        measure: Values of all episodes, `[E]`, or of `numbers`, `[n]`, if `aligned`.
         aligned: Whether `measure` is aligned with `numbers`.
     """
     values = measure if aligned else measure[numbers]
@@ -365,7 +370,7 @@ def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
 
 
 def runs_of(mask: Any) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of True."""
+    """Return (start, stop) of each run of True in a mask."""
     padded = np.concatenate([[False], mask, [False]]).astype(np.int8)
     edges = np.flatnonzero(np.diff(padded))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Roles of fields: times, quaternions, success flags and so on, by metadata or by plain names."""
+"""Find the roles of fields, such as time or quaternion, from metadata or field names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from storage.core.fields import Schema
 
-#: Role -> pattern of the last part of a field's name.
+#: For each role, the pattern that the last part of a field's name must match.
 _PATTERNS = {
     "time": r"((.*_)?(time|time_s|time_ns|time_stamp|stamp)|(.*_)?timestamps?(_.+)?)$",
     "success": r"(is_)?success$",
@@ -17,12 +17,12 @@ _PATTERNS = {
     "heading": r".*(yaw|heading).*",
     "frame_index": r"frame_index$",
 }
-#: Other names of roles in metadata.
+#: Alternative names that metadata use for roles.
 _ALIASES = {"timestamp": "time", "quat": "quaternion"}
 
 
 def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]]:
-    """Return the fields of each role. Metadata come first, then names.
+    """Map each role to its fields. Roles in the metadata take precedence over field names.
 
     Args:
         metadata: Metadata of the recording; "roles" maps fields to roles, or roles to fields.
@@ -44,7 +44,7 @@ def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]
 
 
 def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, str]:
-    """Return field -> role, as declared in the metadata."""
+    """Return the roles that the metadata declare, by field name."""
     roles = metadata.get("roles")
     if not isinstance(roles, Mapping):
         return {}
@@ -57,7 +57,7 @@ def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, st
 
 
 def _role_by_name(name: str) -> str:
-    """Return the role of a field by its plain name; "" without a role."""
+    """Return the role that the name of a field implies; "" without a role."""
     last_part = name.rpartition("/")[2].rpartition(".")[2].lower()
     for role, pattern in _PATTERNS.items():
         if re.match(pattern, last_part):

@@ -1,6 +1,6 @@
-"""Facts of files besides rows: block headers, and problems that readers of any format met.
+"""Collect facts about the files of a recording: block headers, and errors of reading them.
 
-Damaged data raise no error here.
+Damaged files raise no error here. Their errors are stored, so that rules can report them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _PARTS = np.dtype(
         ("block", "<i8"),
     ]
 )
-#: Maximum number of fragments of a block.
+#: Maximum number of fragments in a block that are read; more mean a damaged table.
 _MAX_FRAGMENTS = 1 << 22
-#: Upper limit of trajectory numbers.
+#: Exclusive upper limit of trajectory numbers. Larger numbers mean damage.
 _MAX_TRAJECTORY = 1 << 40
-#: Maximum number of bytes of an index cache.
+#: Maximum bytes of an index cache that is read.
 _MAX_CACHE_BYTES = 1 << 28
-#: Errors of reading a damaged table of fragments.
+#: Exceptions that reading a damaged table of fragments may cause.
 _BAD_TABLE = (
     RolloutDataError,
     OSError,
@@ -71,13 +71,13 @@ _BAD_TABLE = (
 
 
 class Files:
-    """The files of the recording of a `Scan`.
+    """Files of the examined recording: block headers, fragments and errors.
 
     Attributes:
         path: File or folder of the recording.
-        folder: Folder of the blocks; None for other formats.
-        headers: File name -> header of each readable block.
-        bad: File name -> error of each block without a readable header.
+        folder: The same path if it is a folder of block files, else None.
+        headers: Header of each readable block, by file name.
+        bad: Error of each block whose header is unreadable, by file name.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -106,15 +106,15 @@ class Files:
 
     @cached_property
     def writers(self) -> list[str]:
-        """Names of the writers, in the numbering of `parts`."""
+        """Names of the writers. The field `writer` of `parts` is an index into this list."""
         return sorted({header.writer for header in self.headers.values()})
 
     @cached_property
     def parts(self) -> Array:
-        """Fragments of all blocks, in the order of trajectories and frames.
+        """Table of the fragments in all blocks, sorted by writer, trajectory and frame.
 
         Dropped trajectories and second copies of a block are left out. `writer` and `block` are
-        positions in `writers` and `headers`.
+        indices into `writers` and `headers`.
         """
         tables = [np.zeros(0, _PARTS)]
         seen = set()
@@ -138,11 +138,11 @@ class Files:
 
     @cached_property
     def steps(self) -> tuple[Array, Array]:
-        """Relation of each part to the previous part.
+        """Two arrays that relate each of the P fragments in `parts` to the fragment before it.
 
         Returns:
-            Whether a part is the first one of its trajectory: bool `[P]`.
-            Number of frames that are missing before the part, negative for an overlap: int64 `[P]`.
+            Whether a fragment is the first one of its trajectory: bool `[P]`.
+            Number of frames missing before the fragment, negative for an overlap: int64 `[P]`.
         """
         parts = self.parts
         is_first = np.ones(len(parts), bool)
@@ -155,17 +155,17 @@ class Files:
         return is_first, np.where(parts["length"] > 0, missing, 0)
 
     def names(self, chosen: Array) -> list[str]:
-        """Return the names of the trajectories of some parts, each once.
+        """Return the names of the trajectories in chosen rows of `parts`, without duplicates.
 
         Args:
-            chosen: Index of `parts`: places or a mask.
+            chosen: Index array or mask that selects rows of `parts`.
         """
         rows = self.parts[chosen]
         pairs = zip(rows["writer"].tolist(), rows["trajectory"].tolist(), strict=True)
         return list(dict.fromkeys(f"{self.writers[writer]}:{number}" for writer, number in pairs))
 
     def holes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (writer, first, stop) of blocks that are missing between others."""
+        """Yield (writer, first, stop) for each gap in the sequence numbers of a writer's blocks."""
         matches = [_BLOCK.fullmatch(name) for name in self.bad]
         bad = [match.groups() for match in matches if match]
         for writer in self.writers:
@@ -184,17 +184,18 @@ class Files:
         stop: int,
         exists: bool = False,
     ) -> list[str]:
-        """Return the names of trajectories with frames in unreadable blocks `first:stop`.
+        """Infer which trajectories have frames in the missing or unreadable blocks `first:stop`.
 
-        These are inferred from the other blocks of the writer: trajectories that have not ended
-        before the unreadable blocks, or continue after them with a gap.
+        These are the trajectories that have not ended before these blocks, or continue after them
+        with a gap.
 
         Args:
             writer: Name of the writer.
             first: Sequence number of the first block.
-            stop: Sequence number behind the last block.
-            exists: Whether the block file exists. An existing block then has the trajectory numbers
-                that no other block has. Trajectories of a missing block may have been dropped.
+            stop: Sequence number of the last block, plus 1.
+            exists: Whether the file of the block exists. If so, the trajectory numbers that no
+                other block has are in it. Otherwise they may be the numbers of dropped
+                trajectories.
         """
         parts = self.parts[:0]
         if writer in self.writers:
@@ -202,11 +203,11 @@ class Files:
         before = parts[parts["sequence"] < first]
         after = parts[parts["sequence"] >= stop]
 
-        # Trajectories that begin before the missing blocks and do not end there.
+        # Trajectories that begin before the blocks and do not end before them.
         has_end = before["flags"] & ENDS > 0
         numbers = set(before["trajectory"].tolist()) - set(before["trajectory"][has_end].tolist())
 
-        # Trajectories that continue after the blocks: with a gap or without.
+        # Trajectories that continue after the blocks. Without a gap, they have no frames in them.
         stops = before["start"] + before["length"]
         stop_of = dict(zip(before["trajectory"].tolist(), stops.tolist(), strict=True))
         heads = after[np.unique(after["trajectory"], return_index=True)[1]]
@@ -227,10 +228,10 @@ class Files:
         return [f"{writer}:{number}" for number in sorted(numbers)]
 
     def trajectories_of_bad_block(self, name: str) -> list[str]:
-        """Return the names of the trajectories of a block without a header.
+        """Return the names of the trajectories in a block with an unreadable header.
 
-        The first available source is used: the error of the block, its table of fragments, the
-        index cache, the trajectory numbers that are missing in other blocks.
+        They are taken from the first available source: the error of the block, its table of
+        fragments, the index cache, or the trajectory numbers that other blocks lack.
         """
         match = _BLOCK.fullmatch(name)
         writer = match[1] if match else ""
@@ -246,7 +247,7 @@ class Files:
         return [f"{writer}:{number}" for number in numbers]
 
     def _numbers_in_table(self, name: str) -> list[int] | None:
-        """Return the trajectories in the table of a block; None if it cannot be read."""
+        """Read the trajectory numbers in a block's table of fragments; None if it is unreadable."""
         with suppress(*_BAD_TABLE), open_hdf5(self.path / name) as (file, _):
             table = file["fragments"]
             if table.dtype == FRAGMENT_DTYPE and table.shape[0] < _MAX_FRAGMENTS:
@@ -257,7 +258,7 @@ class Files:
 
     @cached_property
     def _cached_numbers(self) -> dict[str, list[int]]:
-        """Block -> its trajectories in the index cache; {} if the cache is damaged."""
+        """Trajectory numbers of each block in the index cache; {} if the cache is damaged."""
         path = self.path / INDEX_CACHE_NAME
         with suppress(*BAD_CACHE):
             if stamp_of(path) is None or path.stat().st_size > _MAX_CACHE_BYTES:
@@ -275,12 +276,12 @@ class Files:
 
     @cached_property
     def _place_of(self) -> dict[str, int]:
-        """Name of an episode -> place of the episode in the recording."""
+        """Map from the name of an episode to its index in the recording."""
         names = self._scan.recording.ids if self._scan.failure is None else []
         return {name: place for place, name in enumerate(names)}
 
     def located(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return `trajectories` and `left_out` of a `Defect` for names of episodes."""
+        """Convert episode names to the arguments `trajectories` and `left_out` of `Defect`."""
         places: list[int] = []
         left_out: list[str] = []
         for name in dict.fromkeys(names):
@@ -295,13 +296,13 @@ class Files:
         return {"trajectories": places, "left_out": left_out}
 
     def _places_in_folder(self, folder: str) -> list[int]:
-        """Return the places of the episodes of a trajectory folder, named "folder:number"."""
+        """Return the indices of the episodes in a trajectory folder, named "folder:number"."""
         places = self._place_of.items()
         return [place for name, place in places if name.rpartition(":")[0].endswith(folder)]
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Problems and remarks of opening. Problems of bad blocks are in `bad`."""
+        """Problems and remarks from opening the recording, except the errors in `bad`."""
         noted = [*self._scan.problems, *self._scan.advice]
         if self.folder is not None:
             noted = [problem for problem in noted if problem.kind not in ("", "header")]
@@ -310,7 +311,10 @@ class Files:
         return noted
 
     def defects(self, *kinds: str) -> Iterator[Defect]:
-        """Yield a defect for each bad block and each problem of some kinds, met so far."""
+        """Yield a defect for each unreadable block and each problem with one of `kinds`.
+
+        Problems of reading are included only if the data were read before this call.
+        """
         for name, problem in self.bad.items():
             if self._kind_of_bad_block(name) in kinds:
                 trajectories = self.located(self.trajectories_of_bad_block(name))
@@ -332,7 +336,7 @@ class Files:
 
 
 def kind_of(problem: RolloutDataError) -> str:
-    """Return the kind of a problem, from its `kind` or its type; "" if neither has one."""
+    """Return the kind of a problem from its attribute `kind` or its type; "" if unknown."""
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
     if problem.kind:
@@ -347,7 +351,7 @@ def most_frequent(schemas: Iterable[Schema]) -> Schema:
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Return whether a file has the signature of HDF5 and the length that its superblock states."""
+    """Return whether a file starts as HDF5 and has at least the length in its superblock."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)

@@ -1,4 +1,4 @@
-"""Rules, defects, findings and the result of an examination, as plain values."""
+"""Data classes of an examination: rules, defects, findings and the diagnosis."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ GROUPS = (
     "files",
     "provenance",
 )
-#: From the mildest to the worst.
+#: Severities of findings, the least severe first.
 SEVERITIES = ("info", "warning", "error")
-#: Maximum number of frame ranges of a finding.
+#: Maximum number of frame ranges that a finding stores.
 MAX_FRAMES = 20
 Settings = Mapping[str, float]
 
 
 class Inapplicable(Exception):
-    """Raised if a rule cannot be applied to this recording. The text is the reason."""
+    """A rule cannot be applied to a recording. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect as the function of a rule reports it. Defects of one field become one finding.
+    """Defect that the check function of a rule yields.
+
+    All defects that a rule finds in one field are combined into one finding.
 
     Attributes:
         field: Name of the field; None if the defect concerns the whole recording.
-        message: A sentence with the numbers.
-        trajectories: Places in the recording.
-        frames: (trajectory, start, stop), worst first. Only `MAX_FRAMES` are kept.
-        evidence: The compared numbers. The thresholds are added later.
-        severity: One of `SEVERITIES`; "" for the severity of the rule.
-        advice: The next step; "" for the advice of the rule.
-        left_out: Names of trajectories that opening leaves out. They have no place in the
-            recording. Each name ends with a number.
+        message: Sentence about the defect, with measured values.
+        trajectories: Indices of the affected episodes in the recording.
+        frames: Affected frames as (episode, start, stop), the worst first. 20 of them are stored.
+        evidence: Measured values by name. The finding adds the thresholds.
+        severity: One of `SEVERITIES`; "" means the severity of the rule.
+        advice: Next step for the user; "" means the advice of the rule.
+        left_out: Names of affected trajectories that are not in the opened recording, because a
+            part of them is missing. Each name ends with a number.
     """
 
     field: str | None = None
@@ -62,18 +64,21 @@ Check = Callable[[Any, Settings], Iterable[Defect]]
 
 @dataclass(frozen=True)
 class RegisteredCheck:
-    """The function of a rule, and the collectors that it needs."""
+    """Check function of a rule, and the collector classes that it needs."""
 
     function: Check
     collectors: tuple[type[Any], ...] = ()
 
 
-#: Rule code -> check. `checks` fills it when the modules of `rules` are imported.
+#: Check function of each rule code. Importing the modules in `rules/` adds the entries.
 CHECKS: dict[str, RegisteredCheck] = {}
 
 
 def checks(code: str, *collectors: type[Any]) -> Callable[[Check], Check]:
-    """Register a function as the check of a rule. See `Rule.check` and `Rule.collectors`."""
+    """Return a decorator that registers a function as the check of the rule `code`.
+
+    `collectors` are the collector classes that the function reads with `Scan.collected`.
+    """
 
     def register(check: Check) -> Check:
         CHECKS[code] = RegisteredCheck(check, collectors)
@@ -84,27 +89,28 @@ def checks(code: str, *collectors: type[Any]) -> Callable[[Check], Check]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of `rules.csv`, the table of rules.
+    """Rule of the doctor: a row of `rules.csv` with its check function.
 
     Attributes:
-        code: Such as "VAL01".
-        name: Such as "not finite".
+        code: Code of the rule, such as "VAL01".
+        name: Short name, such as "not finite".
         group: One of `GROUPS`.
         severity: One of `SEVERITIES`.
-        needs: The most expensive input: "M" metadata, "T" tables of episodes, "D" data,
-            "G" pictures.
-        repair: "K" leaves out trajectories, "N" splits them or leaves out rows or fields,
-            "S" recomputes metadata and sums, "-" is advice only.
-        title: The defect, in a sentence.
-        advice: The next step.
-        condition: The condition of a defect. `{name}` stands in the place of a threshold.
-        check: Called with the `Scan` and the settings. Yields defects, or raises `Inapplicable`.
-        defaults: Thresholds by name. `--set CODE.name=value` changes one.
-        compares: Whether the rule compares episodes. It is then skipped below 8 episodes or
-            100 frames.
+        needs: Most expensive input: "M" metadata, "T" tables of episodes, "D" data,
+            "G" images.
+        repair: What `repair` does: "K" removes trajectories, "N" splits them or removes rows or
+            fields, "S" recomputes metadata and sums, "-" nothing.
+        title: Sentence that describes the defect.
+        advice: Next step for the user.
+        condition: Condition of a defect for `DOCTOR.md`, with `{name}` for a threshold.
+        check: Function of the `Scan` and the settings that yields defects, or raises
+            `Inapplicable`.
+        defaults: Default thresholds by name. `--set CODE.name=value` replaces one.
+        compares: Whether the rule compares episodes, so that it needs 8 episodes and 100 frames.
         absolute: Whether a defect keeps its severity if more than half of the episodes have it.
-        collectors: `Collector` classes whose objects this rule needs besides `Facts`.
-        problems: Kinds of `RolloutDataError` that the rule reports if opening or reading met them.
+            Otherwise such a defect becomes "info".
+        collectors: Collector classes that the check function needs.
+        problems: Kinds of errors of opening or reading that the rule reports as defects.
     """
 
     code: str
@@ -124,14 +130,14 @@ class Rule:
     problems: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are plain data."""
+        """Return the attributes that are JSON values, for `--list-rules --json`."""
         names = ("code", "name", "group", "severity", "needs", "repair", "title", "advice")
         description: dict[str, Any] = {name: getattr(self, name) for name in names}
         description["defaults"] = dict(self.defaults)
         return description
 
     def guide_row(self) -> str:
-        """Return the row of this rule in the table of `DOCTOR.md`, with its thresholds."""
+        """Return the Markdown row of this rule for `DOCTOR.md`, with its thresholds."""
         thresholds = {name: f"{value:g} (`{name}`)" for name, value in self.defaults.items()}
         cells = (
             f"{self.code} {self.name}",
@@ -146,25 +152,24 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """One defect, with all trajectories that show it.
+    """Finding of a rule in one field or in the whole recording.
 
     Attributes:
         code: Code of the rule.
         name: Name of the rule.
         group: Group of the rule.
-        severity: Severity of the rule, or a lower one.
-        title: The defect, in a sentence.
-        message: A sentence with the numbers.
-        advice: The next step.
-        repair: As `Rule.repair`.
+        severity: Severity of the rule, or of its defects.
+        title: Sentence that describes the defect.
+        message: Sentence about the defect in this recording, with measured values.
+        advice: Next step for the user.
+        repair: What `repair` does; see `Rule.repair`.
         field: Name of the field; None if the finding concerns the whole recording.
-        trajectories: Numbers: `places`, ascending, then the numbers at the ends of `left_out`.
-        frames: Up to 20 (trajectory, start, stop), worst first.
-        evidence: The compared numbers, with the thresholds.
-        left_out: Names of trajectories that opening leaves out, because a part of them is missing
-            or damaged.
-        script: Python code that changes the values in a new folder; "" if `repair` handles the
-            defect, or nothing can.
+        trajectories: Indices in `places`, then the numbers at the ends of the names in `left_out`.
+        frames: Up to 20 frame ranges (episode, start, stop), the worst first.
+        evidence: Measured values and thresholds by name.
+        left_out: Names of affected trajectories that cannot be opened, because a part of them is
+            missing or damaged.
+        script: Python code that writes a copy with changed values; "" if there is none.
     """
 
     code: str
@@ -184,19 +189,19 @@ class Finding:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Trajectories that are not left out, as places in `rollout_data.open(path)`."""
+        """Indices of the affected episodes in `rollout_data.open(path)`, ascending."""
         num_places = len(self.trajectories) - len(self.left_out)
         return self.trajectories[:num_places]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of an examination.
+    """Result of an examination by `doctor`.
 
     Attributes:
-        rules: The chosen rules.
-        findings: Errors first, then in the order of the table of rules.
-        skipped: (code, reason) of rules that could not be applied.
+        rules: Rules that were chosen.
+        findings: Findings, the most severe first, then in the order of the rules.
+        skipped: Rules that could not be applied, as (code, reason).
         summary: Path, format, and the number of episodes, frames and findings of each severity.
     """
 
@@ -206,12 +211,12 @@ class Diagnosis:
     summary: dict[str, Any]
 
     def at_least(self, severity: str) -> list[Finding]:
-        """Return the findings of this severity or worse."""
+        """Return the findings with this severity or a worse one."""
         reached = SEVERITIES[SEVERITIES.index(severity) :]
         return [finding for finding in self.findings if finding.severity in reached]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the diagnosis as plain data, in the form of the JSON output."""
+        """Return the diagnosis as JSON values, as printed by `doctor --json`."""
         diagnosis: dict[str, Any] = plain(
             {
                 "rules": [rule.as_dict() for rule in self.rules],

@@ -1,4 +1,4 @@
-"""The origin of the data in metadata, and private data in metadata."""
+"""Find the origin of the data, and private data such as tokens, in metadata."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Fact about the origin of the data -> metadata keys that may state the fact.
+#: Facts about the origin of the data, and the metadata keys that may state each fact.
 ORIGINS: dict[str, tuple[str, ...]] = {
     "env": (
         "env",
@@ -44,21 +44,21 @@ _TOKEN = (
     r"|\beyJ[\w-]{10,}\.[\w-]{10,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*"
 )
-#: Kind of private data -> pattern.
+#: Regular expression for each kind of private data.
 _SECRETS = {
     "a token": re.compile(_TOKEN),
     "a mail address": re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}\b"),
     "a home directory": re.compile(r"(?:/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\\s\"']+"),
 }
-#: Keys whose texts are secrets.
+#: Pattern of metadata keys whose values are secrets.
 _SECRET_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
-#: Minimum number of characters of a secret under a key of `_SECRET_KEYS`.
+#: Minimum number of characters of a value to count as a secret because of its key.
 _MIN_SECRET = 8
-#: Maximum number of levels of nested metadata that are searched.
+#: Maximum depth to which nested metadata are searched.
 _MAX_DEPTH = 8
-#: Maximum number of items of a list that are searched.
+#: Maximum number of items that are searched in a list.
 _MAX_ITEMS = 100
-#: Maximum number of characters of a text that are searched.
+#: Maximum number of characters that are searched in a text.
 _MAX_TEXT = 1 << 16
 _MASK = "***"
 
@@ -68,7 +68,7 @@ def secrets_of(
     key: str = "metadata",
     depth: int = 0,
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, kind of private data, masked text) of private data in nested metadata."""
+    """Yield private data in nested metadata, each as (key, kind of data, masked text)."""
     if isinstance(metadata, str):
         for kind, secret in _secrets_in_text(metadata, key):
             yield key, kind, f"{secret[:3]}{'*' * 8}"
@@ -83,7 +83,7 @@ def secrets_of(
 
 
 def _secrets_in_text(text: str, key: str) -> list[tuple[str, str]]:
-    """Return (kind, secret) of the first match of each kind."""
+    """Return the first match of each kind of private data in a text, as (kind, match)."""
     secrets = []
     for kind, pattern in _SECRETS.items():
         match = pattern.search(text[:_MAX_TEXT])
@@ -99,7 +99,7 @@ def _is_secret_by_key(text: str, key: str) -> bool:
 
 
 def masked(metadata: Any, key: str = "") -> Any:
-    """Return nested metadata with `***` in the place of private data."""
+    """Return a copy of nested metadata in which `***` replaces private data."""
     if isinstance(metadata, Mapping):
         return {name: masked(value, str(name)) for name, value in metadata.items()}
     if isinstance(metadata, (list, tuple)):

@@ -1,6 +1,6 @@
-"""The table of rules: the rows of `rules.csv` with their functions.
+"""Table of all rules: the rows of `rules.csv` with their check functions.
 
-The help, `--list-rules`, the table of `DOCTOR.md` and the tests are generated from the table.
+The help text, `--list-rules`, the table in `DOCTOR.md` and tests are generated from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rules import (
     value_rules,
 )
 
-#: Importing these modules registers the functions of their rules.
+#: Modules with check functions, which are registered when a module is imported.
 _RULE_MODULES = (
     structure_rules,
     episode_end_rules,
@@ -35,12 +35,12 @@ _RULE_MODULES = (
 
 
 def _no_check(scan: object, settings: object) -> tuple[()]:
-    """Return no defects: the rule only reports problems of opening, or failures of other rules."""
+    """Return no defects. Check function of rules that only report errors of other code."""
     return ()
 
 
 def _read_rules() -> Iterator[Rule]:
-    """Yield the rules of `rules.csv`."""
+    """Read the rules in `rules.csv` and combine them with their check functions."""
     with open(Path(__file__).with_name("rules.csv"), newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             compared = row.pop("compared").split()
@@ -59,7 +59,7 @@ def _read_rules() -> Iterator[Rule]:
 
 
 def _thresholds(text: str) -> dict[str, float]:
-    """Parse "name=value name=value"."""
+    """Parse thresholds written as "name=value name=value"."""
     thresholds = {}
     for pair in text.split():
         name, _, value = pair.partition("=")
@@ -69,5 +69,5 @@ def _thresholds(text: str) -> dict[str, float]:
 
 #: All rules, in the order of `DOCTOR.md`.
 RULES: tuple[Rule, ...] = tuple(_read_rules())
-#: The rule that reports failures of other rules.
+#: Rule FIL00, which reports exceptions raised by the check functions of other rules.
 FAILED = next(rule for rule in RULES if rule.code == "FIL00")

@@ -1,7 +1,7 @@
-"""The scan of a recording: everything that rules can read.
+"""`Scan`: access of the rules to a recording.
 
-Tables are read at once. Data are read in one pass when a rule first needs them. Rules read only
-through the scan.
+Rules read the recording only through the scan. All data are read in one pass, when a rule first
+needs them, and shared by all rules.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .field_roles import roles_of
 from .file_facts import Files
 from .findings import MAX_FRAMES, Inapplicable
 
-#: Elements of a row. Larger fields are pictures, which only rules of images read.
+#: Maximum number of elements per frame of a numeric field. Larger fields are treated as images.
 MAX_ELEMENTS = 4096
-#: Minimum number of episodes for comparisons between episodes.
+#: Minimum number of episodes, and of frames, for rules that compare episodes.
 _MIN_EPISODES = 8
 _MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
-    """Columns of `Recording.table`, each built at its first use. The column of returns is NaN."""
+    """Columns of `Recording.table`, read when first used. Returns are NaN, since they need data."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ Computed = TypeVar("Computed")
 
 
 class Scan:
-    """One examination of a recording.
+    """Facts and data of a recording for an examination.
 
     Attributes:
-        failure: Error of opening the recording, or None.
+        failure: Error if the recording could not be opened, or None.
         path: Path as the caller passed it.
-        examined: int64, places of the episodes whose data are read: all, or an even sample.
-        unreadable: (episode, error) of episodes that could not be read.
-        with_pictures: Whether fields of pictures are read too.
+        examined: int64, indices of the episodes whose data are read: all, or an even sample.
+        unreadable: Episodes that could not be read, as (episode, error).
+        with_pictures: Whether image fields are read too.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Scan:
 
     @cached_property
     def files(self) -> Files:
-        """Facts of the files, without their rows."""
+        """Facts about the files of the recording, such as block headers."""
         return Files(self)
 
     @cached_property
     def columns(self) -> Columns:
-        """Columns of the table of episodes by name."""
+        """Columns of the table of episodes, by name."""
         return Columns(self.recording)
 
     @cached_property
     def lengths(self) -> Array:
-        """Frames of each episode: int64 `[E]`."""
+        """Number of frames of each episode, int64 `[E]`."""
         return self.recording.column("length")
 
     @cached_property
@@ -117,12 +117,12 @@ class Scan:
 
     @property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Data that opening did not read, repaired or left out."""
+        """Errors from opening, about data that were unreadable, repaired or left out."""
         return () if self._recording is None else self._recording.problems
 
     @property
     def advice(self) -> Sequence[RolloutDataError]:
-        """Remarks from opening about unusual data that are read unchanged."""
+        """Remarks from opening, about unusual data that are read unchanged."""
         return () if self._recording is None else self._recording.advice
 
     @cached_property
@@ -132,16 +132,16 @@ class Scan:
 
     @property
     def is_small(self) -> bool:
-        """Whether there are too few episodes or frames for comparisons between episodes."""
+        """Whether the recording has too few episodes or frames to compare episodes."""
         return self.num_episodes < _MIN_EPISODES or int(self.lengths.sum()) < _MIN_FRAMES
 
     @cached_property
     def roles(self) -> dict[str, list[str]]:
-        """Role -> fields. See `roles_of`."""
+        """Map from role, such as "time", to the fields with this role."""
         return roles_of(self.metadata, self.schema)
 
     def role(self, name: str) -> list[str]:
-        """Return the fields of a role.
+        """Return the fields with a role, such as "time".
 
         Raises:
             Inapplicable: No field has the role.
@@ -152,7 +152,7 @@ class Scan:
 
     @cached_property
     def pictures(self) -> list[str]:
-        """Fields that are pictures: uint8 of three axes, or more than `MAX_ELEMENTS` elements."""
+        """Names of image fields: uint8 with three axes, or more than 4096 elements per frame."""
         return [
             field.name
             for field in self.schema.values()
@@ -161,39 +161,39 @@ class Scan:
 
     @cached_property
     def numeric(self) -> list[str]:
-        """All fields with elements that are not pictures."""
+        """Names of all fields except image fields and fields without elements."""
         names = [name for name in self.schema if name not in self.pictures]
         return [name for name in names if self.schema[name].num_elements]
 
     def group(self, name: str) -> list[str]:
-        """Return the numeric fields of a group: the field `name`, and fields below "name/"."""
+        """Return the numeric fields of a group: the field `name` and its components."""
         return [field for field in self.schema.below(name) if field in self.numeric]
 
     @cached_property
     def sample(self) -> Sample:
-        """Batches of numeric fields, spread over the episodes; all of a small recording."""
+        """Sample of the numeric fields, evenly spaced over the episodes; all rows if few."""
         return Sample(self._reading(self.numeric), self.examined)
 
     @cached_property
     def facts(self) -> dict[str, Facts]:
-        """Facts of each numeric field, after the pass over the data."""
+        """Facts about each numeric field, by name. Reads all data if necessary."""
         self._pass  # noqa: B018
         return self.sample_facts
 
     @cached_property
     def sample_facts(self) -> dict[str, Facts]:
-        """Facts of each numeric field before the pass over the data, for collectors.
+        """Facts about each numeric field that are known before all data are read, for collectors.
 
-        They are the same objects as in `facts`. Only facts of the sample are known.
+        They are the same objects as in `facts`, but only facts about the sample are known.
         """
         reading = self._reading(self.numeric)
         return {name: Facts(reading, name, self.examined, self.sample) for name in self.numeric}
 
     def computed(self, cls: type[Computed]) -> Computed:
-        """Return `cls(scan)`, computed once for all rules that use it.
+        """Return `cls(scan)`, which is created once for all rules.
 
         Raises:
-            Inapplicable: The constructor raised it.
+            Inapplicable: The constructor raised this error, also in an earlier call.
         """
         if cls not in self._computed:
             try:
@@ -207,7 +207,7 @@ class Scan:
         return result
 
     def collected(self, cls: type[CollectorType]) -> CollectorType:
-        """Return a collector after the pass over the data."""
+        """Return the collector of class `cls`, after all data were read."""
         self._pass  # noqa: B018
         collector = self._collectors[cls]
         assert isinstance(collector, cls)
@@ -215,7 +215,7 @@ class Scan:
 
     @cached_property
     def _pass(self) -> None:
-        """Read the data once, for all facts and collectors."""
+        """Read all data once, and pass each batch to all facts and collectors."""
         if not len(self.examined):
             raise Inapplicable("there are no episodes")
         names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
@@ -244,20 +244,22 @@ class Scan:
             collector.finish()
 
     def read(self, number: int, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Read a field of one episode again, as `[T, D]`."""
+        """Read a field of one episode as `[T, D]`, in addition to the pass over all data."""
         values = np.asarray(self.recording[number].read(name, start, stop))
         return values.reshape(len(values), -1)
 
     def runs(
         self, numbers: Array, name: str, test: Callable[..., Array], *arguments: Any
     ) -> list[tuple[int, int, int]]:
-        """Return (episode, start, stop) of the frames that pass a test, in the first 20 episodes.
+        """Return the frame ranges (episode, start, stop) in which a test is True.
+
+        Only the first 20 episodes are tested.
 
         Args:
-            numbers: Episodes.
+            numbers: Indices of the episodes to test.
             name: Field to test.
-            test: `test(rows, *arguments)` returns bool `[T]`, or bool `[T - 1]` of the steps
-                between rows. Both rows of a step pass then.
+            test: `test(rows, *arguments)` returns bool `[T]` for rows, or bool `[T - 1]` for steps
+                between rows. Both rows of a step are then in the range.
             arguments: Further arguments of `test`.
         """
         frames = []
@@ -269,12 +271,12 @@ class Scan:
         return frames
 
     def whole(self, numbers: Array) -> list[tuple[int, int, int]]:
-        """Return (episode, start, stop) of the first 20 episodes from start to end."""
+        """Return frame ranges (episode, start, stop) that cover the first 20 of `numbers`."""
         return [(number, 0, int(self.lengths[number])) for number in numbers[:MAX_FRAMES].tolist()]
 
     @property
     def declared_rate_hz(self) -> float | None:
-        """Frames per second in the metadata; None unless the value is a positive number."""
+        """Frame rate in the metadata in Hz; None if it is missing or not positive."""
         for key in ("fps", "frame_rate_hz"):
             rate = self.metadata.get(key)
             if isinstance(rate, (int, float)) and rate > 0:

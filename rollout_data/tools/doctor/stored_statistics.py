@@ -1,6 +1,7 @@
-"""Statistics and sums that are stored beside the data, of single episodes and whole recordings.
+"""Read statistics and sums that files store in addition to the data.
 
-Malformed statistics are skipped: other rules report damaged files.
+They concern single episodes or the whole recording. Malformed statistics are skipped, since other
+rules report damaged files.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from .batched_reading import Array
 _KEYS = ("mean", "std", "min", "max")
 #: Maximum number of episodes whose statistics are compared.
 _MAX_EPISODES = 2000
-#: Maximum number of bytes of a file of statistics.
+#: Maximum bytes of a file of statistics that is read.
 _MAX_BYTES = 1 << 24
-#: Statistics of a whole LeRobot dataset.
+#: File with the statistics of a whole LeRobot dataset.
 STATISTICS = "meta/stats.json"
-#: Statistics of the episodes of a LeRobot dataset of version 2.
+#: File with the statistics of each episode in a LeRobot dataset of version 2.
 _EPISODE_STATISTICS = "meta/episodes_stats.jsonl"
-#: Statistic -> attribute of Minari's episodes.
+#: Statistics of rewards, and their names in the metadata of Minari episodes.
 _MINARI_REWARDS = {"mean": "rewards_mean", "min": "rewards_min", "max": "rewards_max"}
 
 
 @dataclass(frozen=True)
 class StoredStatistics:
-    """Statistics of a field: "mean", "std", "min", "max" -> float64 `[D]`."""
+    """Stored statistics of a field, float64 `[D]` each, by name: "mean", "std", "min", "max"."""
 
     field: str
     values: Mapping[str, Array]
@@ -45,14 +46,14 @@ class StoredStatistics:
 
 @dataclass(frozen=True)
 class RewardSums:
-    """Stored and computed sums of rewards of K episodes.
+    """Stored and computed sums of rewards in K episodes.
 
     Attributes:
-        field: Name of the field.
-        numbers: int64 `[K]`, the episodes.
+        field: Name of the reward field.
+        numbers: int64 `[K]`, indices of the episodes.
         stored: `[K]`, stored sums.
-        computed: `[K]`, sums of the rows.
-        scale: `[K]`, magnitude for relative errors.
+        computed: `[K]`, sums computed from the rows.
+        scale: `[K]`, magnitude by which a difference is divided for a relative error.
     """
 
     field: str
@@ -63,7 +64,7 @@ class RewardSums:
 
 
 def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
-    """Yield the statistics of a field; nothing if the statistics are malformed or empty."""
+    """Parse the statistics of a field; yield nothing if they are malformed or empty."""
     if not isinstance(stored, Mapping):
         return
     values: dict[str, Array] = {}
@@ -78,7 +79,7 @@ def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
 
 
 def _of_features(scan: Any, stored: Any) -> Iterator[StoredStatistics]:
-    """Yield the statistics of LeRobot's features: feature -> statistics."""
+    """Parse LeRobot statistics, a mapping from feature to statistics; yield them by field."""
     if not isinstance(stored, Mapping):
         return
     features = scan.metadata.get("features") or {}
@@ -87,7 +88,7 @@ def _of_features(scan: Any, stored: Any) -> Iterator[StoredStatistics]:
 
 
 def of_whole(scan: Any) -> Iterator[StoredStatistics]:
-    """Yield the stored statistics of all episodes together."""
+    """Yield the stored statistics of the whole recording, one per field."""
     path = scan.recording.path
     if scan.recording.format == "lerobot" and (path / STATISTICS).exists():
         try:
@@ -103,7 +104,7 @@ def of_whole(scan: Any) -> Iterator[StoredStatistics]:
 
 
 def of_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
-    """Yield (place, stored statistics) of some thousand single episodes at most."""
+    """Yield the stored statistics of the first 2000 episodes, each with an episode index."""
     if scan.recording.format == "minari":
         yield from _of_minari_episodes(scan)
     elif scan.recording.format == "lerobot":
@@ -130,7 +131,10 @@ def _of_lerobot_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
 
 
 def _read_lerobot(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Yield (episode, feature -> statistics) of a LeRobot dataset of either version."""
+    """Read the statistics of each episode in a LeRobot dataset of version 2 or 3.
+
+    Yields pairs of an episode index and a mapping from feature to statistics.
+    """
     if (path / _EPISODE_STATISTICS).exists():
         text = read_text(file_inside(path, _EPISODE_STATISTICS), max_bytes=_MAX_BYTES)
         for line in text.splitlines():
@@ -141,7 +145,7 @@ def _read_lerobot(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_lerobot_table(path: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (episode, feature -> statistics) of a table with columns "stats/FEATURE/KEY"."""
+    """Read the statistics of each episode in a LeRobot table with columns "stats/FEATURE/KEY"."""
     file = ParquetFile(path)
     columns = [name for name in file.types if name.startswith("stats/")]
     columns = [name for name in columns if name.count("/") == 2]
@@ -159,7 +163,7 @@ def _read_lerobot_table(path: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def reward_sums(scan: Any) -> RewardSums | None:
-    """Return the stored sums of rewards with the computed sums; None without stored sums."""
+    """Return the stored and the computed sums of rewards; None without stored sums."""
     names = list(scan.schema.below("reward"))
     if len(names) != 1 or names[0] not in scan.facts:
         return None
@@ -191,9 +195,9 @@ def reward_sums(scan: Any) -> RewardSums | None:
 
 
 def _stored_in_blocks(scan: Any) -> dict[int, float]:
-    """Return place -> sum of rewards, added up over the blocks of a folder."""
+    """Return the stored sum of rewards by episode index, from the block headers of a folder."""
     sums: dict[str, float] = {}
-    # A second copy of a block does not count.
+    # A dict, so that a second copy of a block is not counted twice.
     headers = {(header.writer, header.sequence): header for header in scan.files.headers.values()}
     for header in headers.values():
         if header.reward_sums.shape[1] == 1:
@@ -207,7 +211,7 @@ def _stored_in_blocks(scan: Any) -> dict[int, float]:
 
 
 def _stored_in_minari(scan: Any) -> dict[int, float]:
-    """Return place -> sum of rewards of the first episodes."""
+    """Return the stored sum of rewards by episode index, for the first 2000 Minari episodes."""
     sums: dict[int, float] = {}
     for place in range(min(scan.num_episodes, _MAX_EPISODES)):
         total = scan.recording.info(place).metadata.get("rewards_sum")

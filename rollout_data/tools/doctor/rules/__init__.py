@@ -1,1 +1,1 @@
-"""The functions of the rules, one module for each group, and the scripts that change values."""
+"""Check functions of the rules, with one module per group of rules, and change scripts."""

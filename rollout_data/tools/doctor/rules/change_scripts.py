@@ -1,8 +1,8 @@
-"""Python scripts that change measured values: the code beside the advice of a rule.
+"""Generate Python scripts by which users can correct measured values.
 
-`repair` changes no measured value. A script is text that the user reads, adapts and runs. It opens
-the recording, examines it by the rule, changes each episode that a finding names, and writes all
-episodes into a new folder by `RolloutWriter`.
+`repair` changes no measured value. A finding therefore contains a script, which the user reads,
+adapts and runs. It opens the recording, examines it by one rule, changes each episode in the
+findings, and writes all episodes to a new folder with `RolloutWriter`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ..findings import Rule
 
 @dataclass(frozen=True)
 class Change:
-    """The change of an episode, as code.
+    """Python code that corrects an episode with a finding.
 
     Attributes:
-        body: Body of `change(fields, ends, finding, place)`. It replaces rows in `fields`, or
-            flags in `ends`.
-        is_of_all: Whether episodes without a finding are changed too.
+        body: Body of the function `change(fields, ends, finding, place)`, which replaces rows in
+            `fields` or flags in `ends`. `place` is the index of the episode.
+        is_of_all: Whether episodes that the finding does not name are changed too.
     """
 
     body: str
     is_of_all: bool = False
 
 
-#: Rule code -> the change.
+#: Code that corrects the defect of each rule.
 CHANGES: dict[str, Change] = {
     "END11": Change(
         """
@@ -233,13 +233,13 @@ with rollout_data.RolloutWriter(target, num_envs=1, **options) as writer:
 
 
 def change_script(rule: Rule, recording: Recording, path: str) -> str:
-    """Return the script that applies the change of a rule; "" if the rule has no change.
+    """Return a script that corrects the defect of a rule; "" if there is no code for the rule.
 
     Args:
-        rule: The rule.
-        recording: The recording with the finding. One that has no block files is converted first.
-        path: Path of the recording. The new folder is called PATH-changed; of a URL, only the last
-            part of the path counts.
+        rule: Rule of the finding.
+        recording: Recording with the finding. The script converts other formats to block files.
+        path: Path of the recording. The new folder is PATH-changed. For a URL, PATH is the last
+            part of the URL.
     """
     if rule.code not in CHANGES:
         return ""
@@ -263,7 +263,7 @@ def change_script(rule: Rule, recording: Recording, path: str) -> str:
 
 
 def _writer_options(recording: Recording) -> str:
-    """Return options of `RolloutWriter` that a copy of the recording needs, as items of a dict."""
+    """Return the code of dict items: the writer options that a copy of the recording needs."""
     options = ""
     if recording.format != FORMAT_NAME or recording.metadata.get("obs_disassemble_mapping"):
         name = "obs_disassemble_mapping"

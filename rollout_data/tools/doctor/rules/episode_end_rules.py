@@ -1,4 +1,4 @@
-"""Rules END: the ends of episodes."""
+"""Rules END: defects at the ends of episodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
 _FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|truncations?)")
-#: Maximum number of episodes whose flags are read again.
+#: Maximum number of episodes whose end flags are read a second time.
 _MAX_FLAGGED = 1000
-#: Maximum number of duplicates that are reported.
+#: Maximum number of duplicate episodes that are reported.
 _MAX_DUPLICATES = 10_000
 
 
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report several open trajectories of an environment, or a recording without ends."""
+    """Report open trajectories that are not the last of their environment, or missing ends."""
     table = scan.columns
     is_open = table["ends"] == "open"
     is_ours = scan.recording.format == FORMAT_NAME
@@ -60,7 +60,7 @@ def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END02")
 def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report flags of ends that are true before the last frame."""
+    """Report end flags, such as `done`, that are true before the last frame of an episode."""
     for name in scan.numeric:
         last_part = name.rpartition("/")[2].rpartition(".")[2]
         if not _FLAG.fullmatch(last_part) or scan.schema[name].num_elements != 1:
@@ -71,7 +71,7 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
             number = int(facts.numbers[row])
             is_set = scan.read(number, name)[:, 0] != 0
             frame = int(np.argmax(is_set))
-            # A flag of success stays true for the rest of the episode.
+            # A flag that stays true until the end may mean success, so it is only a warning.
             is_success = is_set[frame:].all()
             yield Defect(
                 name,
@@ -84,7 +84,7 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END03", Jumps)
 def two_in_one(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes in which many dimensions jump at once, or return to a first frame."""
+    """Report episodes that seem to contain two, because the observation jumps or restarts."""
     collected = scan.collected(Jumps)
     if collected.num_dims < MIN_JUMP_DIMS:
         raise Inapplicable("fewer than 8 continuous dimensions")
@@ -100,7 +100,7 @@ def two_in_one(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END04")
 def too_short(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that are much shorter than the others, if no length lies in between."""
+    """Report episodes that are far shorter than all others, with no lengths in between."""
     lengths = scan.lengths
     median = float(np.median(lengths))
     is_short = lengths <= settings["share"] * median
@@ -125,7 +125,7 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
     if not facts:
         raise Inapplicable("neither observations nor actions")
     is_discrete = not any(field.is_continuous.any() for field in facts)
-    # Short discrete episodes are equal by chance.
+    # Short episodes with discrete values may be equal by chance.
     min_frames = settings["frames"] * (5 if is_discrete else 1)
 
     first_with: dict[bytes, int] = {}
@@ -144,7 +144,7 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _fingerprint(facts: list[Facts], row: int) -> bytes:
-    """Return bytes of length, first and last rows and extremes, equal for equal episodes."""
+    """Return bytes that are equal for equal episodes: length, first and last row, extremes."""
     length = int(facts[0].lengths[row]).to_bytes(8, "little")
     rows: list[Array] = []
     for field in facts:
@@ -153,7 +153,7 @@ def _fingerprint(facts: list[Facts], row: int) -> bytes:
 
 
 def _are_equal(scan: Scan, names: list[str], number: int, other: int) -> bool:
-    """Return whether two episodes are equal in some fields."""
+    """Return whether two episodes have the same values in the fields `names`."""
     if scan.lengths[number] != scan.lengths[other]:
         return False
     return all(_have_equal_field(scan, name, number, other) for name in names)
@@ -165,7 +165,7 @@ def _have_equal_field(scan: Scan, name: str, number: int, other: int) -> bool:
 
 @checks("END06")
 def two_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that are terminated and truncated."""
+    """Report episodes that are both terminated and truncated."""
     if scan.files.folder is not None:
         both = TERMINATED | TRUNCATED
         is_both = scan.files.parts["flags"] & both == both
@@ -185,7 +185,7 @@ def two_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_gymnasium(scan: Scan) -> bool:
-    """Return whether the recording comes from gymnasium, which allows both ends at once."""
+    """Return whether the data come from gymnasium, whose steps may have both end flags set."""
     if scan.recording.format == "minari":
         return True
     names = [scan.metadata.get(key) for key in ("env", "env_name", "env_id")]
@@ -195,8 +195,8 @@ def _is_gymnasium(scan: Scan) -> bool:
 
 @checks("END07")
 def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a last row that is the state after the episode."""
-    # An episode of one frame would have no rows left.
+    """Report episodes whose last row is the final observation, not a step with an action."""
+    # `repair` removes the last row, so an episode of one frame would become empty.
     is_candidate = (scan.columns["ends"] != "open") & (scan.lengths > 1)
     ended = np.flatnonzero(is_candidate)
     if len(ended) < settings["episodes"]:
@@ -218,7 +218,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
             )
     try:
         boundaries = scan.computed(BoundaryRows)
-    except Inapplicable:  # The recording has no final observations.
+    except Inapplicable:  # No final observations to compare.
         return
     is_equal = (boundaries.finals == boundaries.last).all(1)
     is_equal &= scan.lengths[boundaries.numbers] > 1
@@ -232,7 +232,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _share_of_inner_zeros(scan: Scan, name: str) -> float:
-    """Return the share of rows in the sample that are 0 and not the last of their episode."""
+    """Return the fraction of sampled rows that are 0, not counting last rows of episodes."""
     num_zeros = 0
     num_rows = 0
     for batch in scan.sample.batches:
@@ -245,7 +245,10 @@ def _share_of_inner_zeros(scan: Scan, name: str) -> float:
 
 
 def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
-    """Return the episodes whose final observation starts another episode; none if too few."""
+    """Return the episodes whose final observation is the first one of another episode.
+
+    The result is empty if there are only few such episodes.
+    """
     boundaries = scan.computed(BoundaryRows)
     rows = [row for row, _ in boundaries.resets()]
     is_jump = np.zeros(0, bool)
@@ -268,9 +271,9 @@ def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END09", Successors)
 def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report stored next observations that are not the following rows."""
+    """Report stored next observations that differ from the observations of the following rows."""
     if scan.recording.format == "robomimic":
-        # robomimic's final observations come from the last `next_obs`.
+        # The reader of robomimic takes final observations from the last `next_obs`.
         with suppress(Inapplicable):
             numbers = _with_reset_as_final(scan, settings)
             if len(numbers):
@@ -294,7 +297,7 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
-    """Report next observations at ends that equal the first one of the next episode."""
+    """Report last next observations that equal the first observation of the next episode."""
     stored = scan.facts[name].last[:-1]
     first = scan.facts[observation].first[1:]
     last = scan.facts[observation].last[:-1]
@@ -311,7 +314,7 @@ def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
 
 @checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that begin with the final observation of another episode and then jump."""
+    """Report first rows that are the final observation of the previous episode, from autoreset."""
     boundaries = scan.computed(BoundaryRows)
     min_count = max(2, settings["share"] * len(boundaries.numbers))
     pairs = [pair for pair in boundaries.resets() if scan.lengths[pair[1]] > 1]
@@ -320,7 +323,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
     final_rows, numbers = np.array(pairs).T
     is_near = ~boundaries.jumps(boundaries.finals[final_rows], boundaries.last[final_rows])
 
-    # The first two rows of each episode.
+    # Two rows show whether the observation jumps after the first row.
     names = float_observations(scan)
     rewards = scan.group("reward")
     starts = np.zeros(len(numbers), np.int64)
@@ -334,7 +337,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
     is_jump = boundaries.jumps(observations[0::2], observations[1::2])
     if (is_jump & is_near & is_unrewarded).sum() >= min_count:
-        # Episodes that start near the end of another episode do not jump, but have reset rows too.
+        # If most episodes have a reset row, episodes whose reset row is no jump have one too.
         chosen = numbers[is_unrewarded]
         yield Defect(
             "observation",
@@ -346,7 +349,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END11")
 def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report that nearly all episodes have one length and are marked as terminated."""
+    """Report termination by a time limit: nearly all episodes have the same length."""
     ends = scan.columns["ends"]
     has_ended = np.isin(ends, ("terminated", "truncated"))
     if has_ended.sum() < settings["episodes"]:

@@ -1,4 +1,4 @@
-"""Rules IMG: pictures."""
+"""Rules IMG: defects of images."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..scan import Scan
 
 
 class _Measurement(NamedTuple):
-    """The result of comparing the episodes of a camera.
+    """Result of comparing the episodes of one image field.
 
     Attributes:
         is_wrong: bool `[E]`, whether an episode has the defect.
-        values: `[E]`, measured values. The values of largest magnitude are the worst.
-        message: The defect, without the number of episodes.
+        values: `[E]`, measured values. The largest absolute values are the worst.
+        message: Text about the defect, to which the number of episodes is appended.
     """
 
     is_wrong: Any
@@ -33,7 +33,7 @@ _Measure = Callable[[Camera, Scan, Settings], _Measurement]
 
 
 def _check_cameras(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report the episodes of each camera that a measure finds wrong."""
+    """Apply a measure to each image field, and report the episodes that have the defect."""
     cameras = scan.collected(Cameras).cameras
     if not cameras:
         raise Inapplicable("no pictures")
@@ -55,7 +55,10 @@ def _check_cameras(measure: _Measure, scan: Scan, settings: Settings) -> Iterato
 
 
 def _measures(code: str) -> Callable[[_Measure], _Measure]:
-    """Register a measure of one camera as the check of a rule."""
+    """Return a decorator that registers a measure as the check of the rule `code`.
+
+    The measure is applied to each image field by `_check_cameras`.
+    """
 
     def register(measure: _Measure) -> _Measure:
         checks(code, Cameras)(partial(_check_cameras, measure))
@@ -124,7 +127,7 @@ def _blurred(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
 
 @checks("IMG06", Cameras)
 def value_range(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report floats of two ranges, or bytes of 0 and 1 only."""
+    """Report float images with mixed ranges [0, 1] and [0, 255], or uint8 images of 0 and 1."""
     for name, camera in scan.collected(Cameras).cameras.items():
         is_examined = camera.looked > 0
         if not is_examined.any():
@@ -143,7 +146,7 @@ def value_range(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("IMG08", Cameras)
 def same_camera(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report two fields with the same pictures."""
+    """Report pairs of image fields that have the same images."""
     cameras = scan.collected(Cameras)
     for pair, is_unlike in cameras.is_unlike.items():
         if not is_unlike and all(cameras.cameras[name].looked.any() for name in pair):
@@ -154,7 +157,7 @@ def same_camera(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("IMG09", Cameras)
 def undecodable(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Decode all pictures, so that pictures that cannot be decoded become problems of the scan."""
+    """Decode all images. Errors of decoding become problems of the scan, which are reported."""
     if scan.failure is None:
         scan.collected(Cameras)
     yield from ()

@@ -1,4 +1,4 @@
-"""Rules LRN: rewards, success, tasks and actions that would mislead a learner."""
+"""Rules LRN: rewards, success flags, tasks and actions that would mislead a learner."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..field_facts import worst
 from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
-#: Number of episodes that are needed to compare returns, or success with ends.
+#: Minimum number of episodes for comparing returns, or success with ends.
 _MIN_EPISODES = 8
-#: Maximum number of names of tasks in the evidence.
+#: Maximum number of task names in the evidence of a finding.
 _MAX_LISTED = 8
 
 
 class Rewards(Collector):
-    """Rewards of each episode.
+    """Collector of sums and counts of the rewards in each episode.
 
     Attributes:
         is_known: Whether there is one reward for each frame.
-        total: `[E]`, sums; NaN for episodes that were not read.
-        num_nonzero: int64 `[E]`, rewards other than 0.
-        num_rows: int64 `[E]`, frames that were read.
+        total: `[E]`, sums of rewards; NaN for episodes that were not read.
+        num_nonzero: int64 `[E]`, number of rewards other than 0.
+        num_rows: int64 `[E]`, number of frames that were read.
         at_first: bool `[E]`, whether the reward of the first frame is not 0.
         at_last: bool `[E]`, whether the reward of the last frame is not 0.
     """
@@ -58,7 +58,7 @@ class Rewards(Collector):
 
 
 class Successes(Collector):
-    """The first frame of each episode that is marked as a success.
+    """Collector of the first frame with success in each episode.
 
     Attributes:
         first: int64 `[E]`, first frame with success; -1 without success.
@@ -79,10 +79,10 @@ class Successes(Collector):
 
 
 def _known_rewards(scan: Scan) -> Rewards:
-    """Return the rewards.
+    """Return the collected rewards.
 
     Raises:
-        Inapplicable: There is not one reward for each frame.
+        Inapplicable: The recording does not have exactly one reward per frame.
     """
     rewards = scan.collected(Rewards)
     if not rewards.is_known:
@@ -92,18 +92,18 @@ def _known_rewards(scan: Scan) -> Rewards:
 
 @checks("LRN01")
 def action_is_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report actions that equal the observation of their frame."""
+    """Report actions that equal the observation in the same frame."""
     yield from _equal_actions(scan, settings, 0, "the observation of the same frame")
 
 
 @checks("LRN02")
 def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report actions that equal the observation of the next frame."""
+    """Report actions that equal the observation in the next frame."""
     yield from _equal_actions(scan, settings, 1, "the observation of the next frame")
 
 
 def _equal_actions(scan: Scan, settings: Settings, lag: int, label: str) -> Iterator[Defect]:
-    """Report actions that equal an observation of their width `lag` frames later."""
+    """Report actions that equal an observation with as many dimensions, `lag` frames later."""
     for action in scan.group("action"):
         if not scan.facts[action].is_continuous.any():
             continue
@@ -123,7 +123,7 @@ def _share_of_equal_frames(
     lag: int,
     tolerance: float,
 ) -> float:
-    """Return the share of sampled frames with equal continuous dimensions."""
+    """Return the fraction of sampled frames whose action equals the observation `lag` later."""
     facts = scan.facts[action]
     dims = np.flatnonzero(facts.is_continuous)
     limit = tolerance * np.maximum(facts.spread, 1e-30)[dims, None]
@@ -161,7 +161,7 @@ def reward_zero(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("LRN04", Rewards)
 def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report sparse rewards that arrive with the next episode."""
+    """Report sparse rewards that are stored in the first frame of the next episode."""
     rewards = _known_rewards(scan)
     count = int(rewards.num_nonzero.sum())
     num_rows = int(rewards.num_rows.sum())
@@ -181,9 +181,9 @@ def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _success(scan: Scan) -> Array:
-    """Return the success of each episode: int64 `[E]`, 1, 0 or -1 if unknown.
+    """Return the success of each episode, int64 `[E]`: 1, 0, or -1 if unknown.
 
-    Success in the metadata of an episode is preferred to success flags of frames.
+    Success flags of frames are used only if no episode has success in its metadata.
     """
     success = scan.columns["success"].astype(np.int64)
     if (success < 0).all() and scan.roles["success"]:
@@ -196,12 +196,12 @@ def _success(scan: Scan) -> Array:
 
 
 class _Comparison(NamedTuple):
-    """Rewards or terminations as another sign of success.
+    """Another sign of success to compare with: a positive reward, or a termination.
 
     Attributes:
         label: "reward" or "termination".
-        numbers: int64 `[K]`, episodes with a known success and this sign.
-        is_positive: bool `[K]`, whether the other sign means success.
+        numbers: int64 `[K]`, episodes for which both success and the sign are known.
+        is_positive: bool `[K]`, whether the sign means success.
     """
 
     label: str
@@ -211,7 +211,7 @@ class _Comparison(NamedTuple):
 
 @checks("LRN05", Rewards, Successes)
 def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report success that contradicts sparse rewards or termination."""
+    """Report episodes whose success contradicts their sparse reward or their termination."""
     success = _success(scan)
     comparisons = _success_comparisons(scan, success)
     if not comparisons:
@@ -221,7 +221,8 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
         differs = is_success != is_positive
         share = differs.mean()
         if label == "termination":
-            # Without one kind of contradiction there is a relation: "all successes terminate".
+            # If one of the 4 combinations is rare, the data follow a rule, such as "every success
+            # terminates", and do not contradict each other.
             cells = [
                 np.mean((is_success == expected) & (is_positive == other))
                 for expected in (True, False)
@@ -232,7 +233,7 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
             is_relation = share > 0.95
         if share >= settings["share"] and not is_relation:
             if share > 0.5 and label == "termination":
-                # Most episodes disagree, so those that agree are reported.
+                # If they disagree in most episodes, the episodes in which they agree are wrong.
                 differs = ~differs
             wrong = numbers[differs]
             message = f"success contradicts the {label} in {len(wrong)} trajectories"
@@ -241,7 +242,7 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _success_comparisons(scan: Scan, success: Array) -> list[_Comparison]:
-    """Return the signs of success that enough ended episodes have."""
+    """Return the signs of success that are known for at least 8 ended episodes."""
     ends = scan.columns["ends"]
     has_ended = np.isin(ends, ["terminated", "truncated", "unknown"])
     ended = np.flatnonzero(has_ended & (success >= 0))
@@ -258,7 +259,7 @@ def _success_comparisons(scan: Scan, success: Array) -> list[_Comparison]:
 
 @checks("LRN06", Successes)
 def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that go on long after success."""
+    """Report episodes that continue long after success."""
     name = scan.role("success")[0]
     first = scan.collected(Successes).first
     num_after = np.where(first >= 0, scan.lengths - 1 - first, 0)
@@ -273,7 +274,7 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("LRN07", Rewards)
 def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a return that is far from all other returns."""
+    """Report a single return (sum of rewards) that is far from all other returns."""
     rewards = _known_rewards(scan)
     known = np.flatnonzero(np.isfinite(rewards.total))
     if len(known) < _MIN_EPISODES:
@@ -285,7 +286,7 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
         raise Inapplicable("most returns are equal")
     farthest, second = np.argsort(-distance, kind="stable")[:2]
 
-    # A long episode has a large sum of ordinary rewards, so its mean must be far too.
+    # The sum of a long episode may be large without a defect, so its mean must be unusual too.
     means = returns / np.maximum(1, rewards.num_rows[known])
     mean_distance = np.abs(means - np.median(means))
     if mean_distance[farthest] <= settings["deviations"] * np.median(mean_distance):
@@ -303,13 +304,13 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _declared_tasks(scan: Scan) -> list[object]:
-    """Return the tasks in the metadata: texts, or indices if they are keys."""
+    """Return the tasks that the metadata declare, as texts or as the keys of a mapping."""
     tasks = scan.metadata.get("tasks")
     return list(tasks) if isinstance(tasks, (Mapping, list, tuple)) else []
 
 
 def _task_of_episodes(scan: Scan) -> list[object]:
-    """Return the task of each episode as a text or an index; "" if neither is known."""
+    """Return the task of each episode as a text or an index; "" if the task is unknown."""
     texts = scan.columns["task"].tolist()
     if not any(texts) and scan.roles["task_index"]:
         facts = scan.facts[scan.roles["task_index"][0]]
@@ -319,7 +320,7 @@ def _task_of_episodes(scan: Scan) -> list[object]:
 
 @checks("LRN08")
 def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report that nearly all episodes have the same task, although there are several tasks."""
+    """Report recordings of several tasks in which nearly all episodes have the same task."""
     counts = Counter(task for task in _task_of_episodes(scan) if task != "")
     num_tasks = max(len(counts), len(_declared_tasks(scan)))
     if not counts or num_tasks < 2:
@@ -334,7 +335,7 @@ def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("LRN09")
 def unknown_task(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report tasks that are empty or not declared."""
+    """Report episodes with an empty task, or with a task that the metadata do not declare."""
     texts = scan.columns["task"].tolist()
     declared = [str(task) for task in _declared_tasks(scan)]
     if any(texts):
@@ -364,7 +365,7 @@ def _unknown_texts(scan: Scan, texts: list[str], declared: list[str]) -> Iterato
 
 
 def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Defect]:
-    """Report indices of tasks that the metadata do not declare."""
+    """Report episodes with a task index that the metadata do not declare."""
     facts = scan.facts[name]
     indices = set(range(len(declared)))
     if all(task.isdigit() for task in declared):
@@ -383,7 +384,7 @@ def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Def
 
 @checks("LRN10")
 def frozen_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes whose action never changes."""
+    """Report episodes in which the action never changes."""
     facts = [scan.facts[name] for name in scan.group("action")]
     if not facts:
         raise Inapplicable("no actions")

@@ -1,4 +1,4 @@
-"""Rules VAL11 to VAL13: quaternions, four numbers of norm 1 in the order wxyz or xyzw."""
+"""Rules VAL11 to VAL13: norm, sign and component order of quaternions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..field_facts import worst
 from ..findings import Defect, Settings, checks
 from ..scan import Collector, Scan
 
-#: Quaternions whose dot product is smaller point the other way.
+#: Two successive quaternions with a smaller dot product differ by a change of sign.
 _FLIP = -0.9
-#: Allowed difference of a norm to 1.
+#: Maximum difference between the norm of a quaternion and 1.
 _NORM = 0.02
 
 
 class Rotations(Collector):
-    """Facts of quaternion fields, per episode.
+    """Collector of facts about quaternion fields, per episode.
 
     Attributes:
-        num_off: Field -> int64 `[E]`, rows with a norm other than 1.
-        num_flips: Field -> int64 `[E]`, rows with a quaternion of opposite sign to the row before.
-        mean: Field -> `[E, Q, 4]`, mean of the first batch. The largest component of each row is
-            made positive.
+        num_off: Number of rows with a norm other than 1, int64 `[E]`, by field.
+        num_flips: Number of rows in which a quaternion changes its sign, int64 `[E]`, by field.
+        mean: Mean of the Q quaternions over the first batch of each episode, `[E, Q, 4]`, by field.
+            The sign of each quaternion is chosen so that its largest component is positive.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -57,7 +57,7 @@ class Rotations(Collector):
 
 
 def _means(rows: Array, batch: Batch) -> Array:
-    """Return the mean of each episode after the largest component is made positive: `[k, Q, 4]`."""
+    """Return the mean quaternions of each episode, `[k, Q, 4]`, after unifying their signs."""
     largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
     counts = np.diff(batch.offsets)[:, None, None]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -67,7 +67,10 @@ def _means(rows: Array, batch: Batch) -> Array:
 
 
 def is_off_norm(rows: Array) -> Array:
-    """Return whether each row `[n, Q * 4]` has a norm other than 1: bool `[n]`."""
+    """Return whether any of the Q quaternions in each row has a norm other than 1, bool `[n]`.
+
+    `rows` is `[n, Q * 4]` or `[n, Q, 4]`.
+    """
     parts = rows.reshape(len(rows), -1, 4)
     norms = np.sqrt(np.einsum("nqd,nqd->nq", parts, parts))
     is_off: Array = (np.abs(norms - 1) > _NORM).any(1)
@@ -75,7 +78,10 @@ def is_off_norm(rows: Array) -> Array:
 
 
 def is_flip(rows: Array) -> Array:
-    """Return whether each row `[n, Q * 4]` changes its sign in the next row: bool `[n - 1]`."""
+    """Return whether any quaternion changes its sign between successive rows, bool `[n - 1]`.
+
+    `rows` is `[n, Q * 4]` or `[n, Q, 4]`.
+    """
     parts = rows.reshape(len(rows), -1, 4)
     products = np.einsum("nqd,nqd->nq", parts[1:], parts[:-1])
     flips: Array = (products < _FLIP).any(1)
@@ -97,7 +103,7 @@ def norm(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL12", Rotations)
 def flips(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report quaternions that change their sign between frames."""
+    """Report quaternions that change their sign from one frame to the next."""
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_flips[name]
         numbers = worst(np.flatnonzero(count), count)
@@ -124,7 +130,10 @@ def _order_of(
     quaternion: int,
     mean: Array,
 ) -> Iterator[Defect]:
-    """Report the orders of one quaternion of a field, from its means `[E, 4]`."""
+    """Report episodes in which one quaternion has another component order.
+
+    `mean` is its mean in each episode, `[E, 4]`. `quaternion` is its index in the field.
+    """
     is_known = np.abs(mean).max(1) > 0
     largest = np.where(is_known, np.abs(mean).argmax(1), -1)
     first_is_largest = np.flatnonzero(largest == 0)
@@ -139,8 +148,8 @@ def _order_of(
         before = np.abs((mean[few].mean(0) - centre) / spread).max()
         after = np.abs((rolled.mean(0) - centre) / spread).max()
         single = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
-    # By chance, a few episodes also differ after reordering, but far less than before. A half turn
-    # fits only in some components, so single components are compared too.
+    # A few episodes may differ from the others even after reordering, but far less than before.
+    # `single` excludes half turns, after which only some components fit.
     fits = after < max(settings["after"], before / 8) and single < before / 4
     if before > settings["before"] and fits:
         evidence = {

@@ -1,4 +1,4 @@
-"""Rules STA, FIL, PRV: statistics, files, provenance."""
+"""Rules STA, FIL and PRV: stored statistics, files, and the origin of the data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..stored_statistics import (
 
 _CHUNK = re.compile(r"traj_\d+_(\d+)\.(?:pickle|pkl)")
 _JOURNAL = re.compile(r"\.rollout_(.+)\.journal")
-#: Format -> pattern of the file names in a folder of this format, besides `_ANYWHERE`.
+#: Pattern of the file names in a folder of each format. `_ANYWHERE` has names for all formats.
 _EXPECTED = {
     FORMAT_NAME: r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
     "lerobot": r"norm_stats\.json",
@@ -42,13 +42,13 @@ _EXPECTED = {
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
 _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
-#: Number of episodes whose metadata are searched for private data.
+#: Maximum number of episodes whose metadata are searched for private data.
 _NUM_SEARCHED = 100
 
 
 @checks("STA01")
 def sums(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report stored sums and statistics of single episodes that disagree with their rows."""
+    """Report episodes whose stored sums or statistics disagree with their rows."""
     if scan.failure is not None:
         return
     rewards = reward_sums(scan)
@@ -75,10 +75,10 @@ def _compared(
     place: int,
     share: float,
 ) -> Iterator[Defect]:
-    """Report the first statistic of an episode that disagrees with its rows."""
+    """Report the first stored statistic of an episode that disagrees with its rows."""
     row = np.flatnonzero(facts.numbers == place)
     if not len(row) or (facts.low > facts.high)[row].all():
-        # The rows of the episode were not read.
+        # Nothing to compare, because the rows of the episode were not read.
         return
     tables = {"mean": facts.mean, "min": facts.low, "max": facts.high}
     for key, table in tables.items():
@@ -99,7 +99,7 @@ def _compared(
 
 @checks("STA02")
 def statistics(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report stored statistics of the whole recording that disagree with the rows."""
+    """Report stored statistics of the whole recording that disagree with its rows."""
     for stored in of_whole(scan):
         facts = scan.facts.get(stored.field)
         if facts is None:
@@ -119,7 +119,7 @@ def _wrong_dims(
     facts: Facts,
     settings: Settings,
 ) -> dict[str, Array]:
-    """Return statistic -> dimensions in which it disagrees with the rows: bool `[D]`."""
+    """Return the dimensions in which each statistic disagrees with the rows: bool `[D]` each."""
     sample = facts.sorted
     finite = np.ma.masked_where(np.isnan(sample), sample)
     num_finite = np.maximum(1, np.isfinite(sample).sum(1))
@@ -147,7 +147,7 @@ def _wrong_dims(
 
 @checks("FIL01")
 def checksums(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report rows and notes that differ from their checksums."""
+    """Report rows and annotations that do not match their checksums."""
     if scan.files.folder is None:
         if scan.failure is not None or scan.recording.format != "rlds":
             raise Inapplicable("only block files and TFRecord files have checksums to compare")
@@ -186,9 +186,10 @@ def _damaged_notes(scan: Scan, name: str, header: BlockHeader) -> Iterator[Defec
 
 @checks("FIL03")
 def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report chunk files after the frames that were read.
+    """Report truncated chunk files: chunks that end after the last frame that was read.
 
-    Opening does not report a truncated chunk that was written just now, since it may be unfinished.
+    Opening a recording does not report a truncated chunk that was written recently, because its
+    writer may still be running.
     """
     if scan.failure is not None or scan.recording.format != "trajectory-folders":
         return
@@ -206,7 +207,7 @@ def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _last_chunk_stop(folder: Path) -> int:
-    """Return the stop of the last chunk by the file names of a folder; -1 without any."""
+    """Return the stop frame in the file names of the last chunk in a folder; -1 without chunks."""
     if not folder.is_dir():
         return -1
     matches = [_CHUNK.fullmatch(name) for name in os.listdir(folder)]
@@ -215,7 +216,7 @@ def _last_chunk_stop(folder: Path) -> int:
 
 @checks("FIL04")
 def leftovers(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report files of writers that have ended without finishing."""
+    """Report temporary files of writers that have died."""
     folder = scan.files.path
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     in_use: list[str] = []
@@ -233,12 +234,12 @@ def leftovers(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("FIL05")
 def strangers(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report files that do not belong to the recording, and links that lead out of the folder."""
+    """Report files that do not belong to the recording, and links to files outside the folder."""
     folder = scan.files.path
     if not folder.is_dir():
         return
     root = os.path.realpath(folder)
-    # The cache of the Hugging Face hub links each file of a snapshot to another folder.
+    # In the cache of the Hugging Face hub, all files of a snapshot are links to another folder.
     is_hub_snapshot = os.path.basename(os.path.dirname(root)) == "snapshots"
     is_ours = scan.files.folder is not None
     expected = _expected_names(scan)
@@ -257,7 +258,7 @@ def strangers(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _expected_names(scan: Scan) -> str | None:
-    """Return the pattern of file names that belong to the folder; None if it is unknown."""
+    """Return the pattern of file names that belong to the recording; None if it is unknown."""
     if scan.files.folder is not None:
         return _EXPECTED[FORMAT_NAME]
     return None if scan.failure is not None else _EXPECTED.get(scan.recording.format)
@@ -265,7 +266,7 @@ def _expected_names(scan: Scan) -> str | None:
 
 @checks("FIL06")
 def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report metadata files that are missing or cannot be read."""
+    """Report metadata files that are missing or unreadable."""
     path = scan.files.path
     format_name = None if scan.failure is not None else scan.recording.format
     if format_name == "lerobot" and (path / STATISTICS).exists():
@@ -285,7 +286,7 @@ def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("FIL07")
 def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report codecs whose errors are not small against the variation of the field."""
+    """Report lossy codecs whose error is large relative to the standard deviation of the field."""
     errors: dict[str, float] = {}
     for header in scan.files.headers.values():
         for name, coding in header.codings.items():
@@ -302,9 +303,9 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("PRV01")
 def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report metadata without the origin of the data.
+    """Report metadata that do not name the environment from which the data come.
 
-    In block folders, a frame rate of null counts as known.
+    In folders of block files, a key with the value null counts as stated.
     """
     if scan.failure is not None:
         raise Inapplicable("the recording cannot be opened")
@@ -319,7 +320,7 @@ def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("PRV02")
 def secrets(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report tokens, mail addresses and home directories in metadata. The message masks them."""
+    """Report tokens, mail addresses and home directories in metadata, masked in the message."""
     yield from _secrets_in(scan.metadata, [])
     places = np.arange(scan.num_episodes)
     for place in evenly_spread(places, min(_NUM_SEARCHED, scan.num_episodes)).tolist():

@@ -1,4 +1,4 @@
-"""Rules STR: gaps, overlaps, and fields and counts that disagree."""
+"""Rules STR: gaps and overlaps in trajectories, and wrong counts, fields and splits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..file_facts import most_frequent
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Flags of ends. An episode that was cut off may lack them.
+#: Names of end flags. An episode whose recording was cut may lack these fields.
 _END_FLAGS = {"dones", "terminals", "timeouts"}
 _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
-#: Maximum number of names in a message.
+#: Maximum number of trajectory names in a message.
 _MAX_LISTED = 9
 
 
@@ -39,8 +39,8 @@ def _trajectories_in(header: BlockHeader) -> list[str]:
 
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report lengths, totals and ranges that disagree with the data."""
-    # The index of other formats may state ranges outside of the data.
+    """Report stored lengths, totals and ranges that disagree with the data."""
+    # In other formats, an index may refer to rows after the end of the data.
     if scan.files.folder is None:
         yield from scan.files.defects("outside")
     if scan.failure is not None or scan.problems:
@@ -58,9 +58,10 @@ def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR01")
 def gap(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report missing frames between parts of a trajectory.
+    """Report missing blocks, and missing frames between the fragments of a trajectory.
 
-    Frames before the first block of a writer are no gap: retention removed them.
+    Missing frames before a writer's first block are not reported, because retention removes the
+    oldest blocks.
     """
     files = scan.files
     for writer, first, stop in files.holes():
@@ -93,7 +94,7 @@ def gap(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR02")
 def overlap(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report parts that start before the end of the previous part."""
+    """Report fragments that start before the end of the previous fragment of their trajectory."""
     _, missing = scan.files.steps
     names = scan.files.names((missing < 0) & (scan.files.parts["start"] > 0))
     if names:
@@ -102,7 +103,7 @@ def overlap(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR04")
 def shared(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report parts or ranges that refer to the same row."""
+    """Report fragments or episodes that refer to the same rows."""
     for defect in scan.files.defects("shared"):
         episodes_before = [number - 1 for number in defect.trajectories if number]
         yield Defect(
@@ -127,7 +128,7 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR05")
 def twice(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report blocks, trajectories and numbers that exist twice, and wrong names."""
+    """Report blocks and trajectories that exist twice, and names that contradict the content."""
     yield from _blocks_with_wrong_names(scan)
     files = scan.files
     is_first, missing = files.steps
@@ -141,7 +142,7 @@ def twice(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _blocks_with_wrong_names(scan: Scan) -> Iterator[Defect]:
-    """Report blocks whose name contradicts their header."""
+    """Report blocks whose file name contradicts the writer and sequence number in their header."""
     name_of: dict[tuple[str, int], str] = {}
     for name, header in sorted(scan.files.headers.items()):
         first_name = name_of.setdefault((header.writer, header.sequence), name)
@@ -155,7 +156,7 @@ def _blocks_with_wrong_names(scan: Scan) -> Iterator[Defect]:
 
 
 def _equal_names(scan: Scan) -> Iterator[Defect]:
-    """Report names of episodes that differ in leading zeros of numbers only."""
+    """Report episodes whose names differ only in leading zeros, such as "demo_1" and "demo_01"."""
     places_of: dict[str, list[int]] = {}
     for place, name in enumerate(scan.recording.ids):
         plain_name = re.sub(r"(?<!\d)0+(?=\d)", "", name)
@@ -166,7 +167,7 @@ def _equal_names(scan: Scan) -> Iterator[Defect]:
 
 
 def _wrong_numbers(scan: Scan) -> Iterator[Defect]:
-    """Report Minari episodes whose name ends with another number than their id."""
+    """Report Minari episodes whose id differs from the number at the end of their name."""
     for place, name in enumerate(scan.recording.ids):
         number = scan.recording.info(place).metadata.get("id")
         if isinstance(number, (int, np.integer)) and not name.endswith(str(number)):
@@ -175,7 +176,7 @@ def _wrong_numbers(scan: Scan) -> Iterator[Defect]:
 
 @checks("STR06")
 def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report blocks or episodes whose fields, dtypes or shapes differ from the usual ones."""
+    """Report blocks or episodes whose fields, dtypes or shapes differ from most others."""
     files = scan.files
     if files.folder is None and scan.failure is None and scan.num_episodes:
         yield from _episodes_with_other_fields(scan)
@@ -189,7 +190,10 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
-    """Report episodes with unusual fields. A missing field may be intended: a warning or info."""
+    """Report episodes whose fields differ from most other episodes.
+
+    If they only lack fields, which may be intended, the severity is "warning" or "info".
+    """
     scan.facts  # noqa: B018 - some readers know the fields of an episode after it is read
     schemas = [scan.recording.info(place).schema for place in range(scan.num_episodes)]
     usual = most_frequent(schemas)
@@ -207,7 +211,7 @@ def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
 
 @checks("STR07")
 def description(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report declared fields that disagree with the data."""
+    """Report fields or spaces in the metadata that disagree with the data."""
     if scan.files.folder is not None and scan.files.headers:
         yield from _wrong_metadata_fields(scan)
     elif scan.failure is None:
@@ -215,14 +219,14 @@ def description(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _wrong_metadata_fields(scan: Scan) -> Iterator[Defect]:
-    """Report fields in the metadata of a block folder that differ from the fields of the blocks."""
+    """Report fields in the metadata.json of a block folder that differ from those of the blocks."""
     folder = scan.files.folder
     assert folder is not None
     usual = most_frequent(header.schema for header in scan.files.headers.values())
     try:
         declared = Schema.from_json(read_document(folder / METADATA_NAME)["fields"])
     except BAD_METADATA as problem:
-        # FIL06 reports a missing or unreadable file.
+        # Rule FIL06 reports a missing or unreadable file, so report only wrong contents.
         is_unreadable = isinstance(problem, (OSError, ValueError))
         is_unreadable &= not isinstance(problem, RolloutDataError)
         has_no_fields = isinstance(problem, (KeyError, TypeError))
@@ -236,7 +240,7 @@ def _wrong_metadata_fields(scan: Scan) -> Iterator[Defect]:
 
 
 def _wrong_spaces(scan: Scan) -> Iterator[Defect]:
-    """Report declared spaces of another shape than the field."""
+    """Report declared spaces whose number of elements differs from the field."""
     for group in ("observation", "action"):
         for name, box in boxes(scan.metadata, group):
             shape: Any = box.get("shape")
@@ -250,7 +254,7 @@ def _wrong_spaces(scan: Scan) -> Iterator[Defect]:
 
 @checks("STR10")
 def splits(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes in two parts that exclude each other, and parts without episodes."""
+    """Report episodes in two exclusive splits, such as train and test, and too long splits."""
     try:
         parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
     except UsageError as error:
@@ -264,24 +268,24 @@ def splits(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _exclude_each_other(name: str, other: str) -> bool:
-    """Return whether two names are parts of one split, such as "fast_train" and "fast_test"."""
+    """Return whether two parts must be disjoint, such as "fast_train" and "fast_test"."""
     match = _SPLIT.fullmatch(name.lower())
     other_match = _SPLIT.fullmatch(other.lower())
     if match is None or other_match is None:
         return False
-    # "train" and "training" have the same first five letters.
+    # Five letters are compared, so that "train" and "training" count as the same part.
     return match[1] == other_match[1] and match[2][:5] != other_match[2][:5]
 
 
 def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
-    """Report declared ranges of episodes that end after the last episode."""
+    """Report splits in the metadata whose range of episodes ends after the last episode."""
     ranges = scan.metadata.get("splits")
     if not isinstance(ranges, Mapping):
         return
     num_episodes = scan.num_episodes
     declared = scan.metadata.get("total_episodes")
     if scan.problems and isinstance(declared, int):
-        # Episodes that opening leaves out are not counted.
+        # `num_episodes` does not count unreadable episodes, which the ranges include.
         num_episodes = max(num_episodes, declared)
     for name, text in ranges.items():
         stop = str(text).partition(":")[2]

@@ -1,4 +1,4 @@
-"""Rules TIM: clocks, repeated and frozen frames, lags, and robots at rest."""
+"""Rules TIM: clocks, repeated and frozen frames, delays, and robots at rest."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ..field_facts import medians_of, runs_of, worst
 from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
-#: End of a field's name -> units in a second.
+#: Number of time units per second for each suffix of a field name.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-#: Largest jitter of a clock whose gaps count as dropped frames.
+#: Maximum jitter of a clock for which gaps count as dropped frames.
 _MAX_JITTER = 0.15
-#: Number of lags of which correlations are computed.
+#: Largest lag in frames for which correlations are computed.
 _LAGS = 40
-#: Maximum and minimum number of correlated episodes.
+#: Maximum and minimum number of episodes from which correlations are computed.
 _MAX_CORRELATED = 64
 _MIN_CORRELATED = 3
-#: Maximum number of values in the tables of roughness.
+#: Maximum number of values in a table of the roughness of actions.
 _MAX_CELLS = 6_000_000
-#: Shorter episodes have no roughness.
+#: Minimum number of frames of an episode to compute its roughness.
 _MIN_ROUGH_FRAMES = 10
-#: Number of episodes whose clocks are compared.
+#: Maximum number of episodes in which clocks are compared with each other.
 _NUM_COMPARED = 512
 
 
 class Clocks(Collector):
-    """Steps of the time fields, per episode; NaN without steps.
+    """Collector of the time steps of each clock (time field) per episode; NaN without steps.
 
     Attributes:
-        median: Field -> `[E]`, median step.
-        low: Field -> `[E]`, smallest step.
-        high: Field -> `[E]`, largest step.
-        jitter: Field -> `[E]`, 90 % quantile of the distances to the median step, divided by it.
+        median: Median time step, `[E]`, by field.
+        low: Smallest time step, `[E]`, by field.
+        high: Largest time step, `[E]`, by field.
+        jitter: 90 % quantile of the relative difference to the median step, `[E]`, by field.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -61,7 +61,7 @@ class Clocks(Collector):
                     self._add_steps(batch, name, parts[is_inner], steps)
 
     def _add_steps(self, batch: Batch, name: str, parts: Array, steps: Array) -> None:
-        """Add steps `[n]`; `parts` `[n]` are the indices of their episodes in the batch."""
+        """Update the facts with time steps `[n]`; `parts` `[n]` are their episodes in the batch."""
         present, medians = medians_of(parts, steps.astype(np.float64))
         typical = np.ones(len(batch.numbers))
         typical[present] = np.where(medians == 0, 1, np.abs(medians))
@@ -82,14 +82,14 @@ class Clocks(Collector):
 
 
 class Actions(Collector):
-    """Moves of continuous actions, per episode.
+    """Collector of the changes of continuous actions, per episode.
 
     Attributes:
-        first: int64 `[E]`, first frame with a clear change from the previous frame; -1 without one.
-        last: int64 `[E]`, last frame with a clear change; -1 without one.
-        rough: Field -> `[E, D]`, mean square of the second difference, divided by the variance;
-            NaN if unknown.
-        is_known: Whether there is a continuous dimension.
+        first: int64 `[E]`, first frame whose action changes by more than 1 % of its range, or -1.
+        last: int64 `[E]`, last frame with such a change, or -1.
+        rough: Roughness, `[E, D]`, by field: the mean squared second difference, divided by the
+            variance. NaN if unknown.
+        is_known: Whether any action has a continuous dimension.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -133,9 +133,9 @@ class Actions(Collector):
 
 
 def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
-    """Return the mean square of the second difference over the variance: `[D, k]`.
+    """Return the roughness of actions: the mean squared second difference over the variance.
 
-    NaN for episodes of fewer than 10 frames.
+    The result is `[D, k]`, and NaN for episodes with less than 10 frames.
     """
     starts = batch.offsets[:-1]
     counts = np.diff(batch.offsets)
@@ -145,7 +145,7 @@ def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
         variance = np.add.reduceat(np.square(centred), starts, axis=1) / counts
         bend = np.zeros_like(steps)
         bend[:, 1:] = np.square(steps[:, 1:] - steps[:, :-1])
-        # The first two rows of an episode have no second difference.
+        # A second difference needs three rows of the same episode.
         bend[:, starts] = 0
         bend[:, np.minimum(starts + 1, len(batch) - 1)] = 0
         mean_bend = np.add.reduceat(bend, starts, axis=1) / np.maximum(1, counts - 2)
@@ -155,7 +155,7 @@ def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
 
 
 def _main_clock(scan: Scan) -> str:
-    """Return the first time field that is no observation, otherwise the first time field."""
+    """Return the name of the main clock: the first time field, preferably not an observation."""
     names = scan.role("time")
     others = [name for name in names if not name.startswith("observation/")]
     return (others or names)[0]
@@ -166,7 +166,7 @@ def _time_steps(rows: Array) -> Array:
 
 
 def _median_jitter(scan: Scan, name: str) -> float:
-    """Return the jitter of a clock in the median episode; 0 if no episode has any steps."""
+    """Return the median jitter of a clock over all episodes; 0 if no episode has time steps."""
     jitter = scan.collected(Clocks).jitter[name]
     known = jitter[np.isfinite(jitter)]
     return float(np.median(known)) if len(known) else 0.0
@@ -174,9 +174,9 @@ def _median_jitter(scan: Scan, name: str) -> float:
 
 @checks("TIM01", Clocks)
 def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report clocks that run back, and a main clock that stands still.
+    """Report clocks that decrease, and a main clock that does not increase.
 
-    Other clocks may stand still, for example the clocks of slow sensors.
+    Other clocks may repeat a time, for example the clocks of slow sensors.
     """
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
@@ -190,7 +190,7 @@ def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM02", Clocks)
 def jitter(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a main clock with irregular steps."""
+    """Report a main clock whose time steps are irregular."""
     name = _main_clock(scan)
     median_jitter = _median_jitter(scan, name)
     if median_jitter > settings["share"]:
@@ -200,7 +200,7 @@ def jitter(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM03", Clocks)
 def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report gaps in a main clock that is regular otherwise."""
+    """Report dropped frames: gaps in a main clock that is otherwise regular."""
     name = _main_clock(scan)
     clocks = scan.collected(Clocks)
     if _median_jitter(scan, name) > _MAX_JITTER:
@@ -222,11 +222,11 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 class Repeats(Collector):
-    """Rows that equal the previous row in all float observations and actions.
+    """Collector of rows that equal the previous row in all float observations and actions.
 
     Attributes:
-        names: Compared fields; none without an observation of floats.
-        count: int64 `[E]`, repeated rows of each episode.
+        names: Names of the compared fields; empty without a continuous observation.
+        count: int64 `[E]`, number of repeated rows in each episode.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -247,7 +247,7 @@ class Repeats(Collector):
 
 @checks("TIM04", Repeats)
 def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report frames that were recorded twice. TIM07 reports longer runs."""
+    """Report recordings in which many frames were recorded twice."""
     repeats = scan.collected(Repeats)
     if not repeats.names:
         raise Inapplicable("no observation of floats")
@@ -265,7 +265,7 @@ def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM05", Clocks)
 def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a main clock that contradicts the declared rate."""
+    """Report a main clock whose rate differs from the declared frame rate."""
     declared = scan.declared_rate_hz
     if declared is None:
         raise Inapplicable("no fps or frame_rate_hz is declared")
@@ -282,7 +282,7 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM06", Clocks)
 def unit(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes whose time steps are many times longer than in other episodes."""
+    """Report episodes whose time steps are far longer or shorter than in other episodes."""
     for name in scan.role("time"):
         median = scan.collected(Clocks).median[name]
         known = np.flatnonzero(median > 0)
@@ -299,7 +299,7 @@ def unit(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM07")
 def frozen(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report fields that stand still although they usually change."""
+    """Report fields that keep the same value for many frames, although they usually change."""
     skipped = {*scan.roles["time"], *scan.roles["success"], *scan.roles["frame_index"]}
     lengths = np.maximum(2, scan.lengths[scan.examined])
     min_frames = np.maximum(settings["frames"], settings["share"] * lengths)
@@ -319,7 +319,7 @@ def frozen(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _longest_hold(scan: Scan, number: int, name: str) -> tuple[int, int, int]:
-    """Return (episode, start, stop) of the longest run of equal rows."""
+    """Return the frames (episode, start, stop) of the longest run of equal rows in a field."""
     is_hold = (np.diff(scan.read(number, name), axis=0) == 0).all(1)
     start, stop = max(runs_of(is_hold), key=lambda run: run[1] - run[0])
     return number, start, stop + 1
@@ -358,15 +358,16 @@ def lag(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_periodic(autocorrelation: Array, limit: float) -> bool:
-    """Return whether a signal resembles itself at some lag after it stopped resembling itself."""
+    """Return whether an autocorrelation rises above `limit` again after it has fallen below 0.3."""
     fallen = np.flatnonzero(autocorrelation < 0.3)
     return not len(fallen) or bool(autocorrelation[fallen[0] :].max() > limit)
 
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
-    """Return the correlation of steps of an action with itself, and with an observation.
+    """Correlate the steps of an action with themselves, and with the steps of an observation.
 
-    Both are `[41]`, at lags of 0 to 40 frames; empty with fewer than 3 long episodes.
+    Both results are `[41]`, at lags of 0 to 40 frames. They are empty if fewer than 3 sampled
+    episodes have 80 frames.
     """
     autocorrelation = np.zeros(_LAGS + 1)
     correlation = np.zeros(_LAGS + 1)
@@ -388,7 +389,7 @@ def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Arra
 
 
 def _lagged_products(steps: Array, later_steps: Array) -> Array:
-    """Return the mean products of steps with later steps at each lag: `[41]`, from `[D, n]`."""
+    """Return the mean product of `steps` with `later_steps` at each lag, `[41]`, from `[D, n]`."""
     early = steps[:, : steps.shape[1] - _LAGS]
     later = sliding_window_view(later_steps, early.shape[1], axis=1)
     products: Array = np.einsum("dkt,dt->k", later, early) / early.size
@@ -396,7 +397,7 @@ def _lagged_products(steps: Array, later_steps: Array) -> Array:
 
 
 def _normalized(steps: Array) -> Array:
-    """Return steps `[D, n]` with mean 0 and standard deviation 1."""
+    """Scale steps `[D, n]` to mean 0 and standard deviation 1 in each dimension."""
     centred = np.nan_to_num(steps.astype(np.float64))
     centred -= centred.mean(1, keepdims=True)
     normalized: Array = centred / np.maximum(centred.std(1, keepdims=True), 1e-30)
@@ -405,7 +406,7 @@ def _normalized(steps: Array) -> Array:
 
 @checks("TIM09", Actions)
 def idle_start(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that begin with a long rest."""
+    """Report episodes whose action does not change for a long time at the start."""
     first = scan.collected(Actions).first
     num_idle = np.where(first < 0, 0, first)
     numbers = _idle_episodes(scan, settings, num_idle)
@@ -415,7 +416,7 @@ def idle_start(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM10", Actions)
 def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that end with a long rest."""
+    """Report episodes whose action does not change for a long time at the end."""
     last = scan.collected(Actions).last
     num_idle = np.where(last < 0, 0, scan.lengths - 1 - last)
     numbers = _idle_episodes(scan, settings, num_idle)
@@ -426,12 +427,12 @@ def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _idle_episodes(scan: Scan, settings: Settings, num_idle: Array) -> Array:
-    """Return the episodes with a long rest, the longest rest first; none if too few.
+    """Return the episodes with a long rest, the longest rest first; empty if they are few.
 
     Args:
-        scan: The scan.
+        scan: Scan of the recording.
         settings: Thresholds of the rule.
-        num_idle: int64 `[E]`, frames of rest.
+        num_idle: int64 `[E]`, number of frames without a change of the action.
     """
     if not scan.collected(Actions).is_known:
         raise Inapplicable("no continuous action")
@@ -467,7 +468,7 @@ def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
     known = np.flatnonzero(is_known.any(1))
     if len(known) < 8:
         raise Inapplicable("fewer than 8 episodes with continuous actions")
-    # Each dimension is compared with itself: a gripper that opens twice is no rough arm.
+    # Dimensions are compared separately, because a gripper is always rougher than an arm.
     logs = 0.5 * np.log(np.where(rough[known] > 0, rough[known], np.nan))
     logs = logs[:, np.isfinite(logs).any(0)]
     above = np.nanmedian(logs - np.nanmedian(logs, axis=0), axis=1)
@@ -483,7 +484,7 @@ def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM13", Clocks)
 def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report clocks of one recording that disagree."""
+    """Report clocks that differ from the main clock by more than a frame."""
     names = scan.role("time")
     if len(names) < 2:
         raise Inapplicable("only one field of times")
@@ -498,7 +499,7 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
         for number in numbers.tolist():
             distances.append(_distance_of_clocks(scan, number, main, name, step))
         offset, drift = np.array(distances).T
-        # With larger offsets the clocks start at different zeros.
+        # A larger offset means that the clocks have different origins, which is no defect.
         has_same_zero = np.abs(np.median(offset)) < 0.5 * np.median(scan.lengths)
         is_apart = (drift > max_frames) | (has_same_zero & (np.abs(offset) > max_frames))
         if step > 0 and is_apart.any():
@@ -514,13 +515,13 @@ def _distance_of_clocks(
     name: str,
     step: float,
 ) -> tuple[float, float]:
-    """Return the median and the range of the distance of a clock to the main clock.
+    """Compare a clock with the main clock. Returns the median and the range of the difference.
 
     Both are in steps of the main clock.
     """
     times = scan.read(number, main)[:, 0].astype(np.float64)
     other_times = scan.read(number, name)[:, 0].astype(np.float64)
-    # A slow sensor holds its time, so only rows with a new time are compared.
+    # The clock of a slow sensor repeats its time, so compare only rows with a new time.
     is_new = np.append(True, np.diff(other_times) != 0)
     distance = (other_times - times)[is_new] / step
     return float(np.median(distance)), float(distance.max() - distance.min())

@@ -1,4 +1,4 @@
-"""Rules VAL: single values and dimensions."""
+"""Rules VAL: unusual values and dimensions of fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..field_facts import Facts, worst
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Values that mark missing data in many systems.
+#: Values that many systems store in place of missing data.
 _PLACEHOLDERS = (
     -9999.0,
     -999.0,
@@ -25,31 +25,31 @@ _PLACEHOLDERS = (
     -32768.0,
     2147483647.0,
 )
-#: Ratio of two units that are often mixed up -> their names.
+#: Ratios of units that are often confused, with the names of the units.
 _UNITS = {
     57.2958: "degrees and radians",
     1000.0: "mm and m",
     100.0: "cm and m",
     255.0: "bytes and 0 to 1",
 }
-#: A whole turn in radians and in degrees.
+#: Full turn in radians and in degrees.
 _TURNS = (2 * np.pi, 360.0)
-#: Bits of the mantissa of the dtypes of 16 bits.
+#: Number of mantissa bits of the 16-bit float dtypes.
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
-#: Shorter episodes are not searched for dimensions that died.
+#: Minimum number of frames of an episode that is searched for dimensions that have died.
 _MIN_DIED_FRAMES = 5
-#: Number of episodes that are needed to compare scales.
+#: Minimum number of episodes for comparing scales between episodes.
 _MIN_EPISODES = 8
-#: Number of episodes that are needed to compare early and late episodes.
+#: Minimum number of episodes for comparing early episodes with late episodes.
 _MIN_DRIFT_EPISODES = 20
-#: Maximum number of outliers of rarely changing dimensions that are located.
+#: Maximum number of outliers, in dimensions that rarely change, whose frames are looked up.
 _MAX_RARE = 20
-#: Number of other values that are needed to recognize a placeholder.
+#: Minimum number of other distinct values in a dimension for recognizing a placeholder.
 _MIN_OTHERS = 20
 
 
 def _signals(scan: Scan) -> Iterator[tuple[str, Facts]]:
-    """Yield all fields except rewards, times, flags and indices."""
+    """Yield the name and the facts of all fields except rewards, times, flags and indices."""
     special = {name for names in scan.roles.values() for name in names}
     special -= {*scan.roles["quaternion"], *scan.roles["heading"]}
     for name, facts in scan.facts.items():
@@ -64,7 +64,7 @@ def _dims(mask: Any) -> list[int]:
 
 @checks("VAL01")
 def not_finite(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report values that are NaN or infinite."""
+    """Report fields with NaN or infinite values."""
     for name, facts in scan.facts.items():
         count = int(facts.num_bad.sum())
         if not count:
@@ -90,7 +90,7 @@ def _has_bad(rows: Array) -> Any:
 
 @checks("VAL02")
 def dead_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report constant dimensions of actions that also have a continuous dimension."""
+    """Report constant dimensions of action fields that also have a continuous dimension."""
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = _dims(facts.is_constant)
@@ -102,7 +102,7 @@ def dead_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL03")
 def constant(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report constant dimensions of observations."""
+    """Report dimensions of observations that never change."""
     for name in scan.group("observation"):
         facts = scan.facts[name]
         dims = _dims(facts.is_constant)
@@ -114,14 +114,14 @@ def constant(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL04")
 def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report dimensions that are constant in the last episodes, but not in earlier episodes."""
+    """Report dimensions that stop changing: they are constant in all later episodes."""
     for name, facts in _signals(scan):
         rows = np.flatnonzero(facts.lengths >= _MIN_DIED_FRAMES)
         if len(rows) < _MIN_EPISODES:
             continue
         low = facts.low[rows]
         is_still = (low == facts.high[rows]) & (low == low[-1])
-        # Number of last episodes in which the dimension is constant.
+        # Number of final episodes in which a dimension is constant, found from the end.
         num_still = np.argmin(is_still[::-1], axis=0)
         num_still = np.where(is_still.all(0), 0, num_still)
 
@@ -146,7 +146,14 @@ def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 class _Outlier(NamedTuple):
-    """A value far from all other values. `distance` to the median is in ranges of the dimension."""
+    """Value far from all other values.
+
+    Attributes:
+        distance: Distance to the median, as a multiple of the range of usual values.
+        dim: Dimension of the field.
+        number: Index of the episode.
+        frame: Frame in the episode.
+    """
 
     distance: float
     dim: int
@@ -156,7 +163,7 @@ class _Outlier(NamedTuple):
 
 @checks("VAL05")
 def outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report single values that are far from all other values."""
+    """Report a few values that are far from all other values of their dimension."""
     for name, facts in _signals(scan):
         is_active = facts.is_active & (facts.spread > 0)
         outliers: list[_Outlier] = []
@@ -179,7 +186,7 @@ def outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _active_outliers(facts: Facts, dim: int, settings: Settings) -> list[_Outlier]:
-    """Return the outliers of a dimension that changes in most frames."""
+    """Return the outliers in a dimension that changes in most frames."""
     median = facts.quantile(0.5)[dim]
     spread = facts.spread[dim]
     far = facts.far[facts.far["dim"] == dim]
@@ -204,9 +211,9 @@ def _rare_outliers(
     is_active: Array,
     settings: Settings,
 ) -> list[_Outlier]:
-    """Return the outliers of dimensions that rarely change, such as contact forces.
+    """Return the outliers in dimensions that rarely change, such as contact forces.
 
-    The values are compared with the largest value of the other dimensions.
+    Their values are compared with the largest value in the other dimensions.
     """
     largest = np.maximum(np.abs(facts.low), np.abs(facts.high))
     usual = float(largest[:, is_active].max(initial=0))
@@ -226,13 +233,13 @@ def _rare_outliers(
 
 
 def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
-    """Return the number of leading sizes that are far larger than the rest.
+    """Count the largest sizes that a gap separates from all smaller sizes.
 
     Args:
-        sizes: In descending order.
-        usual: Largest of the sizes that are not in `sizes`.
-        gap: Ratio to the next smaller size.
-        limit: The sizes are larger than this.
+        sizes: Sizes in descending order.
+        usual: Largest size that is not in `sizes`.
+        gap: Minimum ratio of a size to the next smaller size that counts as a gap.
+        limit: Only sizes above this limit are counted.
     """
     is_gap = sizes >= gap * np.append(sizes[1:], usual)
     last = np.flatnonzero(is_gap & (sizes > limit))
@@ -241,7 +248,7 @@ def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
 
 @checks("VAL06")
 def placeholder(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report an exact value that occurs repeatedly, far from all other values."""
+    """Report placeholders: one exact value that occurs often, far from all other values."""
     for name, facts in _signals(scan):
         for dim in _dims(facts.is_active & ~facts.is_constant):
             yield from _placeholders(scan, name, facts, dim, settings)
@@ -254,7 +261,7 @@ def _placeholders(
     dim: int,
     settings: Settings,
 ) -> Iterator[Defect]:
-    """Report the placeholders of a dimension. Candidates are both extremes and far values."""
+    """Report placeholders in a dimension. Candidates are the extremes and the far values."""
     ordered = facts.sorted[dim]
     ordered = ordered[np.isfinite(ordered)]
     far = facts.far["value"][facts.far["dim"] == dim]
@@ -280,7 +287,7 @@ def _placeholders(
 
 
 def _is_common_placeholder(value: float, low: float, high: float, span: float) -> bool:
-    """Return whether a value is a usual placeholder, over twice the span from other values."""
+    """Return whether a value is a known placeholder, such as -999, and far from other values."""
     return value in _PLACEHOLDERS and span > 0 and max(low - value, value - high) > 2 * span
 
 
@@ -291,7 +298,7 @@ def _equals(rows: Array, dim: int, value: float) -> Array:
 
 @checks("VAL07")
 def saturated(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report actions with many values at an extreme that is no declared bound."""
+    """Report actions with many values at their minimum or maximum."""
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = np.flatnonzero(facts.is_continuous)
@@ -324,7 +331,7 @@ def saturated(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL08")
 def narrowed(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report float32 values with the precision of 16 bits."""
+    """Report float32 fields whose values have only the precision of a 16-bit dtype."""
     for name, facts in _signals(scan):
         if facts.field.dtype != "float32":
             continue
@@ -349,7 +356,7 @@ def narrowed(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_exact(values: Array, dtype: str, share: float) -> bool:
-    """Return whether more than a share of float32 values are exact in a dtype of 16 bits."""
+    """Return whether more than `share` of float32 values are exactly representable in `dtype`."""
     if dtype == "bfloat16":
         is_exact = values.view(np.uint32) & 0xFFFF == 0
     else:
@@ -359,7 +366,7 @@ def _is_exact(values: Array, dtype: str, share: float) -> bool:
 
 
 def _is_uniform(values: Array, bits: int) -> bool:
-    """Return whether values are integers, or multiples of the resolution of the largest one."""
+    """Return whether values are integers, or multiples of the resolution of the largest value."""
     exponent = np.floor(np.log2(np.abs(values).max()))
     resolution = 2.0 ** (exponent - bits)
     return any(bool(np.mean(values % step == 0) > 0.99) for step in (1.0, resolution))
@@ -380,7 +387,7 @@ def denormals(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL10")
 def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes of another scale than the rest, with no episode in between."""
+    """Report episodes whose values have another scale than the rest, for example another unit."""
     for name, facts in _signals(scan):
         known = np.flatnonzero(facts.scale > 0)
         if not facts.is_float or len(known) < _MIN_EPISODES:
@@ -402,31 +409,31 @@ def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _unit_of(factor: float) -> str:
-    """Return the names of the two units that a factor converts; "" for other factors."""
+    """Return the names of the units whose ratio is about `factor`; "" for other factors."""
     ratio = min(_UNITS, key=lambda ratio: abs(np.log(ratio / factor)))
     return _UNITS[ratio] if abs(np.log(ratio / factor)) < 0.3 else ""
 
 
 def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return whether each episode has much larger values than other episodes: bool `[k]`.
+    """Return whether each episode has far larger values than other episodes, bool `[k]`.
 
     Args:
         facts: Facts of the field.
-        known: int64 `[k]`, the episodes.
-        logs: `[k]`, logarithm of their scale over the median scale.
+        known: int64 `[k]`, indices of the compared episodes.
+        logs: `[k]`, logarithm of the scale of each episode, divided by the median scale.
         settings: Thresholds of the rule.
     """
     is_far, gap = _beyond_gap(logs, settings)
-    # One dimension that is far off all others is enough for a large gap.
+    # After a large gap, a single dimension with another scale is enough.
     if gap > np.log(settings["ratio"]):
         return is_far
     return is_far & _scaled_together(facts, known, 1, settings["alike"])
 
 
 def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return whether each episode has smaller values by the ratio of two units: bool `[k]`.
+    """Return whether each episode has values smaller by the ratio of two units, bool `[k]`.
 
-    An episode at rest is small too, but not by such a ratio. See `_is_too_large`.
+    Episodes at rest also have small values, but by other ratios. Arguments: see `_is_too_large`.
     """
     is_far, _ = _beyond_gap(-logs, settings)
     typical = float(np.median(np.abs(logs)))
@@ -437,7 +444,7 @@ def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
-    """Return whether each logarithm is beyond the ratio and a gap: bool `[k]`, and the gap."""
+    """Return whether each logarithm is above a gap, bool `[k]`, and the size of the gap."""
     is_far = logs > np.log(settings["ratio"])
     largest_near = max(0.0, float(logs[~is_far].max(initial=0)))
     gap = float(logs[is_far].min(initial=np.inf)) - largest_near
@@ -447,10 +454,11 @@ def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
 
 
 def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Array:
-    """Return which episodes have another scale in most dimensions: bool `[k]`.
+    """Return whether each episode has another scale in many dimensions, bool `[k]`.
 
-    More than a share of the dimensions that change must be 5 times larger (sign 1) or smaller
-    (sign -1) than usual. The result is False for episodes without a row in the tables.
+    More than the fraction `share` of the dimensions must be 5 times larger (sign 1) or smaller
+    (sign -1) than in the median episode. Constant dimensions do not count. The result is False for
+    episodes that are not in the tables of `facts`.
     """
     has_row = np.isin(known, facts.numbers)
     rows = np.searchsorted(facts.numbers, known[has_row])
@@ -465,7 +473,7 @@ def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Arr
 
 @checks("VAL15")
 def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report values outside of the declared space."""
+    """Report values outside of the bounds that the metadata declare."""
     has_bounds = False
     for name in scan.numeric:
         if name.partition("/")[0] not in ("observation", "action"):
@@ -485,7 +493,7 @@ def _outside_of(
     low: Array,
     high: Array,
 ) -> Iterator[Defect]:
-    """Report values of a field outside of bounds, each `[D]`. Infinite bounds allow all values."""
+    """Report episodes with values of a field below `low` or above `high`, each `[D]`."""
     facts = scan.facts[name]
     width = high - low
     with np.errstate(invalid="ignore"):
@@ -518,14 +526,14 @@ def _is_outside(rows: Array, low: Array, high: Array) -> Any:
 
 
 def _is_jump(rows: Array, dims: list[int], low: float, high: float) -> Any:
-    """Return which steps have a size between two numbers: bool `[T - 1]`."""
+    """Return whether each step in the dimensions `dims` is between `low` and `high`: `[T - 1]`."""
     steps = np.abs(np.diff(rows[:, dims].astype(np.float64), axis=0))
     return np.logical_and(steps > low, steps < high).any(1)
 
 
 @checks("VAL14")
 def wraps(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report angles that jump by a whole turn."""
+    """Report angles that jump by a full turn."""
     for name, facts in _signals(scan):
         with np.errstate(invalid="ignore", over="ignore"):
             span = facts.high.max(0) - facts.low.min(0)
@@ -550,7 +558,7 @@ def wraps(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL16")
 def drift(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report means that differ between early and late episodes."""
+    """Report dimensions whose mean differs between early and late episodes."""
     if scan.num_episodes < _MIN_DRIFT_EPISODES:
         raise Inapplicable("fewer than 20 episodes")
     groups = ("observation", "action", "privileged_observation")
@@ -576,7 +584,7 @@ def drift(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _is_curriculum(scan: Scan, facts: Facts) -> bool:
-    """Return whether the lengths or the returns of episodes drift too."""
+    """Return whether lengths or returns also change over the episodes, as in a curriculum."""
     measures: list[Array] = [facts.lengths[:, None].astype(np.float64)]
     rewards = scan.facts.get("reward")
     if rewards is not None:
@@ -589,9 +597,12 @@ def _is_curriculum(scan: Scan, facts: Facts) -> bool:
 
 
 def _shift_of_means(means: Array) -> tuple[Array, Array]:
-    """Return the difference of the means of both halves of rows, and the deviation within them.
+    """Compare early with late episodes: return the shift of the mean, and the deviation.
 
-    Both are `[D]`, from `[K, D]`; NaN if all values of a half are not finite.
+    `means` has the means of K episodes, `[K, D]`. The shift is the mean of the second half minus
+    the mean of the first half. The deviation is that within the halves.
+
+    Both are `[D]`, and NaN if a half has no finite values.
     """
     early, late = np.array_split(np.ma.masked_invalid(means.astype(np.float64)), 2)
     shift = late.mean(0) - early.mean(0)
@@ -601,7 +612,7 @@ def _shift_of_means(means: Array) -> tuple[Array, Array]:
 
 @checks("VAL17")
 def overflow(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report integers that jump by the range of their dtype."""
+    """Report integers that overflow: they jump by the range of their dtype."""
     for name, facts in _signals(scan):
         if facts.field.numpy_dtype.kind not in "iu":
             continue
@@ -620,7 +631,7 @@ def overflow(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL18")
 def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report dimensions whose quantiles are too close for a normalization."""
+    """Report dimensions whose 1 % and 99 % quantiles are too close for normalization."""
     for name in (*scan.group("action"), *scan.group("observation")):
         facts = scan.facts[name]
         low = facts.quantile(0.01)
