@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from .saving.saved_store import load_buffer as load_buffer
     from .saving.saved_store import load_store as load_store
 
-#: Public name -> its module, which is imported when the name is first used.
+#: Module of each public name. A module is imported when one of its names is first used.
 _HOMES = {
     "ActionLabelMiniBatch": ".onpolicy.queue_rollout_storage",
     "ActionLabelRollout": ".onpolicy.queue_rollout_storage",
@@ -156,7 +156,8 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that `__getattr__` returns
+# With `__getattr__`, type checkers would accept any name of the package.
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         """Import a public name."""

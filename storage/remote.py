@@ -235,7 +235,8 @@ class RemoteBuffer:
 
     def _draw(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         size = args[0] if args else next((options.pop(one) for one in _SIZES if one in options), 1)
-        if not isinstance(size, Mapping):  # A manager accepts sizes by name.
+        # For a `BufferManager`, `size` may be a mapping of sizes by name.
+        if not isinstance(size, Mapping):
             size = whole("the number of rows", size, 1)
         asked = name, size, args[1:], options
         try:
@@ -278,10 +279,12 @@ class RemoteBuffer:
     def _parts(self, size: int, unit: int) -> list[list[int]]:
         """Draw the number of rows per shard and batch, in proportion to the rows of the shards."""
         rows = [0 if link.told is None else link.told.num_rows for link in self._links]
-        if not all(rows):  # Wait for pushes, also of other clients.
+        # Pushes of this client may be unanswered, and other clients may have pushed rows.
+        if not all(rows):
             self.flush()
             rows = self._num_rows()
-            rows[0] += not sum(rows)  # If all shards are empty, shard 0 raises.
+            # If all shards are empty, request rows from shard 0, whose buffer raises the error.
+            rows[0] += not sum(rows)
         num_batches = self._options.batches_per_reply
         num_units = size // unit
         num_shards = len(rows)
@@ -306,7 +309,8 @@ class RemoteBuffer:
         return [join(parts) for parts in batches]
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        for link in self._links:  # Each shard selects its own rows.
+        # Each shard applies only the updates of its own rows.
+        for link in self._links:
             link.push(name, args, options)
 
 

@@ -33,8 +33,8 @@ class SimpleReplayBuffer:
         buffer_size: Number of steps of each environment.
         n_obs, n_act, n_critic_obs: Sizes of an observation, an action and a critic's observation.
         asymmetric_obs: Whether steps have `critic_observations`.
-        playground_mode: Whether a critic's observation begins with the observation. Only the rest
-            is then stored.
+        playground_mode: Whether the critic's observation begins with the policy's observation. Then
+            only the remaining part is stored.
         n_steps: Number of steps n whose rewards are summed.
         gamma: Discount per step of these sums.
         device: Device of the steps and the batches.

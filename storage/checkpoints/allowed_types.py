@@ -79,7 +79,8 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
             known = get_safe_globals()
             held.enter_context(safe_globals([one for one in added if one not in known]))
         else:
-            held.close()  # Without such names, other loads may run meanwhile.
+            # Without such names, no lock is needed, and other loads may run at the same time.
+            held.close()
         yield bool(found)
 
 
@@ -151,7 +152,8 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
         name for one in _own(kind) for name in vars(one)
     }
     if is_flag and type(value) is int:
-        return kind(value)  # A combination of flags is no member.
+        # The value may be a combination of several flags, which is not a member.
+        return kind(value)
     raise pickle.UnpicklingError(
         f"{kind.__module__}.{kind.__qualname__} has no member with the value {value!r}"
     )
@@ -197,7 +199,7 @@ def _scalar(dtype: Any, value: Any) -> Any:
     return np.frombuffer(value, dtype)[0]
 
 
-#: Name in a file -> its replacement. numpy 1 and 2 use different names for the same objects.
+#: Replacements by the name in a file. numpy 1 and 2 use different names for the same objects.
 _MEANINGS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.bytes": _no_bytes,
@@ -290,7 +292,7 @@ def _is_loaded_leaf(part: Any) -> bool:
 
 
 def reason(cause: BaseException) -> str:
-    """Return the error message of torch's loader without its advice."""
+    """Return the error message of torch's loader without the advice that follows the reason."""
     text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
     return text.strip().splitlines()[0]
 

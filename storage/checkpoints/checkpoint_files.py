@@ -39,7 +39,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 #: Header of a zip member; its last fields are the lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
-#: Errors that damaged pickles cause, besides `UnpicklingError` and errors of torch.
+#: Errors that damaged pickles cause, in addition to `UnpicklingError` and errors of torch.
 _NONSENSE = (
     ArithmeticError,
     AssertionError,

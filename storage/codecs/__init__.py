@@ -1,1 +1,1 @@
-"""Compression; each codec states its loss."""
+"""Compression of arrays and frames. Each codec states its largest error."""

@@ -92,7 +92,7 @@ MAX_SMALL_CHUNK_BYTES = 192 * 1024
 #: hold a chunk of 600 MB.
 LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")
-#: Item size in bytes -> chains that `auto` tries. These chains are lossless, need no extra, and
+#: Chains that `auto` tries, by item size in bytes. These chains are lossless, need no extra, and
 #: write 300 MB/s or more. High compression writes only 50 MB/s, which could delay a learner.
 _CANDIDATES = {1: ("lz4", "delta+lz4"), 2: ("shuffle+lz4", "delta+shuffle+lz4")}
 _WIDE_CANDIDATES = ("shuffle+lz4", "split+lz4", "delta+split+lz4")
@@ -401,7 +401,7 @@ def find_codec(name: str) -> Codec:
     """Return the codec with a name, such as `raw`, `normalized_image+lz4` or `uint16+lz4`.
 
     Raises:
-        UsageError: There is no such codec. The text lists the words of names.
+        UsageError: The name is unknown. The message lists the words of codec names.
     """
     raw = VALUE_CODECS["raw"]
     stages = name.split("+")
@@ -448,7 +448,7 @@ def check_codec(field: Field) -> None:
     """Check that a field has a codec for its dtype and shape.
 
     Raises:
-        UsageError: There is no such codec.
+        UsageError: The name of the codec is unknown.
         FieldTypeError: The codec cannot encode the dtype or shape.
     """
     codec = codec_of(field)

@@ -4,7 +4,7 @@ Quantizers round numbers to the nearest of fewer levels and return the largest e
 `normalized_image` stores one uint8 per value. `uint16` stores linear counts between a low and a
 high value. Both values are stored before the counts.
 
-Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their place in the number, so that
+Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their position in the item, so that
 similar bytes are adjacent:
 
 - `shuffle`: byte planes.
@@ -43,8 +43,8 @@ SHUFFLES = ("shuffle", "split", "bitshuffle")
 #: Bit planes are padded to a multiple of this number of items: eight parts of a byte plane, each of
 #: whole 64-bit words.
 _BITS_GROUP = 64
-#: Distance of two rows -> mask of the bits that both rows exchange in one step of the
-#: transposition.
+#: Masks of the bits that two rows exchange in one step of the transposition, by distance of the
+#: rows.
 _MASKS = {4: 0x0F0F0F0F0F0F0F0F, 2: 0x3333333333333333, 1: 0x5555555555555555}
 
 
@@ -110,7 +110,8 @@ class LinearCounts:
         finite = wide[is_finite] if is_special else wide
         low = float(finite.min(initial=np.inf)) if self.low is None else self.low
         high = float(finite.max(initial=-np.inf)) if self.high is None else self.high
-        if low > high:  # No value is finite.
+        # The range is empty because no value is finite.
+        if low > high:
             low = 0.0
             high = 0.0
         levels = _COUNTS - (len(_SPECIAL) if is_special else 0)

@@ -141,8 +141,7 @@ def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
     return out
 
 
-#: Modes of PIL with uint8 pixels -> number of axes of the pixel array. The shape determines the
-#: mode.
+#: Number of axes of the pixel array, by PIL mode with uint8 pixels. The shape determines the mode.
 _MODES = {"L": 2, "LA": 3, "RGB": 3, "RGBA": 3}
 
 

@@ -136,7 +136,7 @@ def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
     return unpacked
 
 
-#: Name in chains -> packer. A new packer needs one entry here.
+#: Packers by their name in chains. A new packer needs one entry here.
 PACKERS = {
     "lz4": Packer(partial(_pack_lz4, 0), _unpack_lz4, lz4.MAX_EXPANSION),
     "lz4hc": Packer(partial(_pack_lz4, lz4.DEFAULT_HIGH_LEVEL), _unpack_lz4, lz4.MAX_EXPANSION),

@@ -28,8 +28,8 @@ CODERS: dict[str, tuple[str, str, dict[str, str], int]] = {
 }
 _DEFAULT_CRF = 18
 _NAME = re.compile(rf"({'|'.join(CODERS)})(?::crf=(\d+))?")
-#: Largest accepted ratio of decoded to coded bytes. A still picture of any size takes a few hundred
-#: bytes.
+#: Largest accepted ratio of decoded to encoded bytes. A still picture of any size takes a few
+#: hundred bytes.
 MAX_EXPANSION = 1 << 16
 #: Smallest height and width in pixels. Smaller pictures are padded, since encoders reject them.
 _MIN_SIDE = 64

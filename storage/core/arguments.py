@@ -71,7 +71,8 @@ def options_of(
 
 def is_whole(value: Any) -> bool:
     """Return whether a value is an integer of Python, numpy or torch; False for booleans and 2.0."""
-    if type(value) is int:  # Fast path for Python ints: a tenth of the time.
+    # Check Python ints first, which takes a tenth of the time of the general check.
+    if type(value) is int:
         return True
     try:
         operator.index(value)

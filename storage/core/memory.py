@@ -359,7 +359,8 @@ class LateNumber:
         if self._waiting is not None:
             number, about = self._waiting
             self._waiting = None
-            if self._is_asynchronous:  # Another stream may have computed it.
+            # The number may have been computed on another stream.
+            if self._is_asynchronous:
                 number.record_stream(torch.cuda.current_stream(self._device))
             self.send(number, about)
         return found

@@ -61,7 +61,7 @@ def listed(keys: Key | list[Key] | list[str] | None) -> list[Key]:
 
 
 def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | list[str] | None:
-    """Return keys as flat names, for JSON: None, one name, or a list of names."""
+    """Convert keys to flat names for JSON: None, one name, or a list of names."""
     if keys is None:
         return None
     return (
@@ -136,7 +136,8 @@ def as_tensor(value: Any, subject: str) -> torch.Tensor:
     """
     try:
         if type(value) is np.ndarray and value.flags.behaved:
-            return torch.from_numpy(value)  # A fifth of the time of `as_given`.
+            # `from_numpy` takes a fifth of the time of `as_given`.
+            return torch.from_numpy(value)
     # torch rejects byte-swapped arrays, negative strides, and dtypes that it does not have.
     except (TypeError, ValueError):
         pass
@@ -417,7 +418,8 @@ class RecordReader:
         ):  # For example, `numpy` of a tensor with gradients raises RuntimeError.
             return None
         if self._is_converted:
-            with np.errstate(all="ignore"):  # No warnings, as in torch's conversions.
+            # numpy must not warn about conversions, since torch does not.
+            with np.errstate(all="ignore"):
                 found = [
                     array.astype(leaf.target, copy=False)
                     for array, leaf in zip(found, self._leaves, strict=True)
@@ -584,12 +586,14 @@ class RecordReader:
                         waiting.append((len(nodes) - 1, f"{prefix}{key}/", value))
             named = [(*found[name], field) for name, field in schema.items()]
         except (AttributeError, KeyError, RuntimeError, TypeError):
-            return  # Only `read` supports lists in a record.
+            # The record contains a list, which only `read` supports.
+            return
         self._note_tensors(nodes, named)
         try:
             leaves = [_leaf_of(*leaf, self.num_lead) for leaf in named]
         except (AttributeError, KeyError, RuntimeError, TypeError):
-            return  # Arrays cannot represent a tensor on a GPU or of a subclass.
+            # A leaf is on a GPU or of a subclass of tensor, so that only tensors can be read again.
+            return
         self._nodes = nodes
         self._leaves = leaves
         self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)

@@ -1,9 +1,9 @@
 """Work in other threads: `Worker` runs jobs in order, `each` runs independent calls in parallel.
 
 The error of a job is raised in the caller. An object with threads belongs to the process that
-created it. A forked child has no such threads: there its methods raise, and the end of its `with`
-block does nothing. Accepted jobs run before the interpreter exits. A job that is submitted during
-the exit runs in the thread of the caller.
+created it. A forked child has no such threads. In a forked child, the methods of the object raise
+an error, and the end of its `with` block does nothing. Accepted jobs run before the interpreter
+exits. A job that is submitted during the exit runs in the thread of the caller.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Worker:
         Raises:
             ClosedError: After `close`.
         """
-        if len(self._accepted) > self.max_pending:  # Checking each job takes 4 us.
+        # Wait only if the queue may be full, since the check of each job takes 4 us.
+        if len(self._accepted) > self.max_pending:
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
@@ -152,13 +153,16 @@ class Worker:
         try:
             if self._pool is None:
                 pool = ThreadPoolExecutor(1, self.name)
-                pool.submit(int).result()  # A Ctrl-C during the start loses no job.
+                # Start the thread with an empty job, so that a Ctrl-C during the start loses no
+                # job.
+                pool.submit(int).result()
                 self._pool = pool
             future = self._pool.submit(self._run, job, *arguments, **options)
         except RuntimeError as cause:
             if "shutdown" not in str(cause):
                 raise
-            future = Future()  # At exit: all earlier jobs have ended.
+            # The interpreter exits, and all earlier jobs have ended. Run the job in this thread.
+            future = Future()
             try:
                 future.set_result(self._run(job, *arguments, **options))
             except BaseException as failure:  # noqa: BLE001 - kept in the future, as by the pool
@@ -208,7 +212,8 @@ class Worker:
         This method acquires no lock, since the garbage collector may call it inside any other call.
         """
         self._is_closed = True
-        self._pool = None  # A pool without references ends its thread.
+        # A pool ends its thread once nothing refers to the pool.
+        self._pool = None
 
     def _pending(self) -> list[Future[Any]]:
         self.owner.check()

@@ -25,7 +25,7 @@ from ..core import arguments
 from ..core.arguments import real, whole
 from ..errors import UsageError, nearest
 
-#: Statistics of durations in `PerformanceMonitor.summary`, besides `count`.
+#: Statistics of durations in `PerformanceMonitor.summary`, in addition to `count`.
 _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "total": np.sum,
     "mean": np.mean,

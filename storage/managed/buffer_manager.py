@@ -155,7 +155,8 @@ class BufferManager(Store):
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
-            self.rng.set_state(before)  # Then `sample` draws the same sizes.
+            # Restore the random state, so that the next `sample` draws the same sizes.
+            self.rng.set_state(before)
             with locked(self[name] for name in sizes):
                 are_ready = [
                     self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()
@@ -195,9 +196,9 @@ class BufferManager(Store):
         """Draw batches of tensors from prioritized buffers, in the way of `sample`.
 
         Returns:
-            Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer
-            with at least one drawn row. The ids are arguments of `update_priorities`. None in the
-            same cases as for `sample`.
+            A dict by name: (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each
+            buffer with at least one drawn row. The ids are arguments of `update_priorities`. None
+            in the same cases as for `sample`.
         """
         return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
@@ -326,9 +327,12 @@ class BufferManager(Store):
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}
         with self._choice_lock, locked(self._buffers.values()):
-            tensors = {"rng": self.rng.get_state()}  # The next sample changes the state.
+            # Read the random state under the lock, so that it belongs to the state of the buffers.
+            tensors = {"rng": self.rng.get_state()}
             for place, (name, buffer) in enumerate(self._buffers.items()):
-                state = buffer.copy_state()  # A copy: later calls change the buffer.
+                # A copy is needed, since other calls change the buffer after the locks are
+                # released.
+                state = buffer.copy_state()
                 kind = next(
                     kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type
                 )

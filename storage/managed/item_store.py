@@ -175,7 +175,7 @@ class ItemStore:
         self.ring = RingStore(
             capacity, 1, form.schema if form else Schema([]), device, num_guards=0
         )
-        #: Slot -> objects by flat name, for items with objects.
+        #: Objects by flat name, for each slot whose item has objects.
         self._objects: dict[int, dict[str, Any]] = {}
         #: Order of reads and writes among CUDA streams.
         self.order = StreamOrder(device)

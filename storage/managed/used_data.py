@@ -55,9 +55,9 @@ class UsedData:
 
     def __init__(self) -> None:
         self.queue = UsedQueue()
-        #: Id -> number of items in the buffer with this id.
+        #: Number of items in the buffer with each id.
         self._stored: Counter[Any] = Counter()
-        #: Id -> number of unreleased samples with this id.
+        #: Number of unreleased samples with each id.
         self._held: Counter[Any] = Counter()
 
     def replace(self, removed: Iterable[Any], new: Iterable[Any]) -> None:

@@ -37,8 +37,7 @@ class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
     Names of fields must not repeat, and no name may be a parent of another. A tensor in `earlier`
-    is used instead of a new one if it has the dtype and the number of rows of the field with its
-    name.
+    is reused for the field with its name if dtype and number of rows match.
     """
 
     def __init__(
@@ -294,7 +293,7 @@ class ColumnTable:
         """Replace all of `own_tensors` by tensors of `num_rows` steps.
 
         Args:
-            tensors: Name -> tensor. Only tensors of fields are checked.
+            tensors: Tensors by name. Only tensors of fields are checked.
             num_rows: New number of steps.
             others: Names of the tensors that are no fields.
         """
@@ -372,9 +371,9 @@ class ColumnTable:
 class _Input(NamedTuple):
     """The shapes and dtypes that a field accepts from a transition."""
 
-    #: Name in the table.
+    #: Name of the field in the table.
     name: str
-    #: The field, with its name in transitions.
+    #: Field with the name that its value has in transitions.
     source: Field
     cast: Cast
     #: Accepted shapes: `[B, *shape]`, and `[B]` if the shape is (1,).

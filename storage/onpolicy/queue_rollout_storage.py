@@ -154,7 +154,7 @@ class QueueRolloutStorage(RolloutStorage):
 
 if TYPE_CHECKING:
     _Labelled = MiniBatch
-else:  # Type checkers cannot read computed fields.
+else:  # Type checkers cannot read fields that are computed.
     _Labelled = batch_type([brought("action_labels", batch="action_labels")], MiniBatch)
 
 

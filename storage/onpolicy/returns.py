@@ -26,7 +26,7 @@ Scalar = float | torch.Tensor
 #: Rules for the bootstrap value at a time-out: no value, the step's own value, or the step's
 #: `bootstrap_values`.
 TRUNCATION_RULES = ("cut", "value", "final")
-#: Name of a normalization -> axes over which advantages are normalized.
+#: Axes over which advantages are normalized, by name of the normalization.
 NORMALIZATIONS = {"global": (0, 1, 2), "per_reward": (0, 1)}
 _NUMPY_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 _NUMPY_DTYPES = frozenset(
@@ -277,8 +277,8 @@ class CheckedFactors:
         self._num_rewards = num_rewards
         self._device = device
         self._deferred = deferred
-        #: Name -> checked tensor, `_version` of the tensor at the check, factor on the device.
-        #: The reference to the tensor prevents the reuse of its memory.
+        #: For each name: checked tensor, `_version` of the tensor at the check, and factor on the
+        #: device. The reference to the tensor prevents the reuse of its memory.
         self._checked: dict[str, tuple[torch.Tensor, int, Scalar]] = {}
 
     def on_device(self, name: str, factor: Scalar) -> Scalar:
@@ -356,7 +356,8 @@ def _write_sums(
             if stop < len(x):
                 piece[-1] += _decay(lib, weight[-1], x[stop])
             _scan(lib, piece, weight)
-            if total is not None:  # Added here, while both pieces are still in the cache.
+            # Values are added here, while both pieces are still in the cache.
+            if total is not None:
                 lib.add(piece, v[start:stop], out=total[start:stop])
     # In numpy, 0 * NaN and 0 * inf are NaN. A number that is not finite therefore passes dones and
     # reaches the first step.
@@ -439,7 +440,8 @@ def _write_alive(dones: Any, factor: Any, out: Any) -> None:
     if dones.shape == out.shape:
         out[...] = dones
     else:
-        for head in range(out.shape[-1]):  # One call that broadcasts flags takes 3 times as long.
+        # A single call that broadcasts flags over the last axis takes 3 times as long.
+        for head in range(out.shape[-1]):
             out[..., head] = dones[..., 0]
     # This is exact for flags of 0 and 1. A comparison takes 5 times as long in torch, and equally
     # long in numpy.

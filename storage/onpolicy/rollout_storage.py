@@ -112,7 +112,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.num_envs = arguments.whole("num_envs", num_envs, 1)
         num_steps = arguments.whole("num_transitions_per_env", num_transitions_per_env, 1)
         for name, shape in (("obs_shape", obs_shape), ("actions_shape", actions_shape)):
-            declare_fields(name, shape)  # Raises an error with the name of the argument.
+            # Check the shapes first, so that errors name the argument.
+            declare_fields(name, shape)
         if not is_absent(critic_obs_shape):
             declare_fields("critic_obs_shape", critic_obs_shape)
         self.obs_shape = obs_shape
@@ -132,8 +133,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._deferred = DeferredErrors() if self.device.type == "cuda" else None
         self._factors = CheckedFactors(self.num_rewards, self.device, self._deferred)
         self._num_partial_rows = 0
-        #: Observation field without a declared dtype -> dtype in the first step; None before that
-        #: step.
+        #: Dtypes in the first step of the observation fields without a declared dtype; None before
+        #: that step.
         self._taken: dict[str, str] | None = None
         self._make_table(num_steps)
 
@@ -165,7 +166,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @property
     def _observation_shapes(self) -> dict[str, Any]:
-        """Return column of observations -> shape in the arguments of the constructor."""
+        """Map each column of observations to its shape in the arguments of the constructor."""
         return {"observations": self.obs_shape, "critic_observations": self.critic_obs_shape}
 
     @property
@@ -513,7 +514,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return {"_delivery": Delivery(self.device, self._delivery.output_device)}
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state has other arguments.
+        """Raise `SchemaError` if the arguments in a state differ from those of this storage.
 
         Before the first step, a field without a declared dtype accepts any dtype.
         """
@@ -572,7 +573,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return super()._random_state(saved)
 
     def _row_limits(self) -> tuple[int, int]:
-        """Return the least and the largest number of rows of a loaded state."""
+        """Return the least and the largest number of rows that a loaded state may have."""
         return self._table.num_rows, self._table.num_rows
 
     # -- checks ----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
 
 if TYPE_CHECKING:
     _Fields = MiniBatch
-else:  # Type checkers cannot read computed fields.
+else:  # Type checkers cannot read fields that are computed.
     _Fields = batch_type(_with_next(rollout_columns(1, 1, 1, 1)), MiniBatch)
 
 
@@ -161,8 +161,8 @@ class SarsaRolloutStorage(RolloutStorage):
             step (slow).
 
     `Transition.next_observations` (and `next_critic_observations`) are required with the last step.
-    In other steps, they matter at dones, where the simulator's next observation already belongs to
-    the next trajectory.
+    At other steps, next observations are used only at dones, where the observation of the following
+    step already belongs to the next trajectory.
 
     On a GPU no call waits for the number of ended trajectories. The next observations of all envs
     of a step are stored until a later step finds that the number has arrived on the host.
@@ -234,7 +234,8 @@ class SarsaRolloutStorage(RolloutStorage):
                 self._finals[step] = Finals(
                     has_ended, {name: x[step + 1] for name, x in self._whole.items()}
                 )
-            self._order.record(is_write=True)  # Readers also wait for final observations.
+            # Readers on other streams also wait until the final observations are written.
+            self._order.record(is_write=True)
 
     def _check_next(self, transition: Transition) -> bool:
         """Return whether a transition has its next observations.

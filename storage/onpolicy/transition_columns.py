@@ -142,7 +142,7 @@ def rollout_columns(
 
 
 def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
-    """Return columns in which `others` replace columns of the same names; append new names."""
+    """Replace columns by the `others` of the same names, and append the remaining `others`."""
     by_name = {column.name: column for column in columns}
     for column in others:
         by_name[column.name] = column
@@ -341,7 +341,7 @@ class Transition:
         actions_log_prob: `[B]` or `[B, 1]`: log-probability.
         action_mean, action_sigma: `[B, *A]`: mean and standard deviation of a Gaussian policy.
         hidden_states: Recurrent states before the step: None, a `[layers, B, H]` tensor, or (named)
-            tuples of them.
+            tuples of such tensors.
         time_outs: `[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself.
         bootstrap_values: `[B, R]`: value of the true final observation; read only where a time-out
             cut the trajectory.

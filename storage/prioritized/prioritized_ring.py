@@ -452,8 +452,8 @@ class PrioritizedRing:
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
         """Return the numbers of uses of `[n]` drawn rows, plus this draw, which `use` counts later.
 
-        Copies of a row are consecutive in `places`; each copy counts one use more than the one
-        before.
+        Copies of a row are consecutive in `places`; each copy counts one use more than the previous
+        copy.
         """
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)

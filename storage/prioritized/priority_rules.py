@@ -1,6 +1,6 @@
 """`PriorityRule` and `Limits`: the exponents of priorities, and the limits of age and use of a row.
 
-Both are immutable options that check their numbers.
+Both classes are immutable, and their constructors check the numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PriorityRule:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits after which a row is removed.
+    """Limits of age and use. A row that reaches a limit is removed.
 
     Attributes:
         max_use: Maximum number of draws of a row; `inf` or None for no limit.

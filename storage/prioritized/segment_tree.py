@@ -119,8 +119,8 @@ class SegmentTree:
 
         Returns:
             An int, or an int64 tensor of the shape of `mass`. The number at a returned index is
-            above 0 in spite of rounding. For the whole sum as the mass it is the last index whose
-            number changes the float64 sum.
+            above 0 in spite of rounding. If the mass is the total sum, the result is the last index
+            whose number changes the float64 sum.
 
         Raises:
             ValueError: The operation is not "sum", all numbers are 0, a number is negative, or a

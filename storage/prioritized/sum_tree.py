@@ -13,9 +13,9 @@ rows, batches of 256 / 4096, one thread, microseconds), by the size of the top:
 
     62500 (one level)  277 / 1498    3907 (two)  206 / 1217    245 (three)  213 / 1322
 
-A draw and a write of the tree alone took 86 / 539. A binary heap in numpy took 217 / 1020.
-Rejection sampling took 51 / 270 with even weights and 382 / 10200 with skewed weights; its draws
-are independent instead of stratified.
+A draw and a write of the tree without the buffer took 86 / 539. A binary heap in numpy took 217 /
+1020. Rejection sampling took 51 / 270 with even weights and 382 / 10200 with skewed weights; its
+draws are independent instead of stratified.
 
 Most time is spent on the number of calls, not on arithmetic. So on the CPU the code uses numpy
 arrays (`own` in `core/memory.py`). Variables named `own_...` share the memory of the tensor.
@@ -320,7 +320,8 @@ class SumTree(WideTree):
         node = self._search_strata(masses) if is_long else self._search(masses)
         places = self._descend(node, masses, is_careful=False)
         weights = self._own_levels[0][places]
-        if np.count_nonzero(weights) < num_draws:  # Takes half the time of `min`.
+        # `count_nonzero` takes half the time of a check by `min`.
+        if np.count_nonzero(weights) < num_draws:
             places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
         return places, weights
@@ -396,7 +397,8 @@ class SumTree(WideTree):
         if not self._steps_down:
             return node
         left = self._own_sums[node]
-        left -= masses  # Minus the remaining mass: below 0.
+        # `left` is minus the remaining mass, and thus below 0.
+        left -= masses
         memory = self._memory_for(len(masses))
         first_column = memory.first_column
         rows = memory.rows

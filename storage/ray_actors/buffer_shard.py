@@ -33,7 +33,7 @@ from ..errors import BufferEmptyError, UsageError
 from ..live.rate_limiter import RateLimitedError, RateLimiter
 from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
-#: Method -> concurrency group (thread) of the actor. Other methods run in the main thread.
+#: Concurrency group (thread) of the actor for each method. Other methods run in the main thread.
 GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
 #: Methods that pass results of a learner to the buffer. All other pushes add rows.
 UPDATES = ("update", "update_priorities")
@@ -56,7 +56,8 @@ class RemoteOptions:
     copy: bool = False
     #: Maximum number of unanswered pushes and updates per shard. Higher values delay draws.
     max_pending: int = 1
-    #: Folder of checkpoints on a file system of all machines. Existing checkpoints are loaded.
+    #: Folder of checkpoints on a file system that all machines share. Existing checkpoints are
+    #: loaded.
     checkpoint_dir: str | None = None
     #: Limit for pushes to a shard since its last checkpoint, in bytes. A push beyond the limit
     #: requests a checkpoint and waits for it.

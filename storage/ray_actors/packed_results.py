@@ -18,7 +18,8 @@ from ..core.fields import DTYPES
 from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
-#: Minimum used share of a memory range to send the whole range. Below, its tensors are copied.
+#: Minimum share of a memory range that its tensors use. Below this share, the tensors are copied,
+#: and otherwise the range is sent.
 _LEAST_SHARE = 0.5
 #: Alignment of buffers in bytes: the size of the largest item, complex128. Allocated memory already
 #: has this alignment.

@@ -37,8 +37,8 @@ class Link:
         self._options = options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
-        #: Number -> (method of the shard, reference to the pushed data, their bytes), oldest first.
-        #: `_kept_bytes` is the total number of bytes.
+        #: Pushes that may be sent again, by number, oldest first: method of the shard, reference to
+        #: the pushed data, and number of bytes. `_kept_bytes` is the total number of bytes.
         self._kept: dict[int, tuple[str, Any, int]] = {}
         self._kept_bytes = 0
         #: Number of the next push to create (`_next`), and to send (`_sent`). If `_sent` is below

@@ -157,8 +157,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
         """Draw windows: an episode by priority, then a start frame uniformly.
 
-        Only episodes that are long enough are drawn. If none of these episodes has a priority above
-        0, all of them are equally likely, and a warning is issued.
+        Only episodes that are long enough are drawn. If no such episode has a priority above 0, all
+        such episodes are equally likely, and a warning is issued.
 
         Args:
             batch_size: Total number of rows, a multiple of the window length.
@@ -301,7 +301,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
     @classmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {}  # The numbers of the state have all options.
+        # The numbers of the state contain all options.
+        return {}
 
     def _get_state(self) -> State:
         self._order.wait(is_write=False)

@@ -1,1 +1,1 @@
-"""Rows in fixed memory, and the valid windows over them; the only place that wraps indices."""
+"""Rows in ring memory, and the valid windows of rows. Only these modules wrap indices."""

@@ -218,7 +218,7 @@ class RingStore:
 
         Args:
             places: Positions in memory, as returned by `own`.
-            cut: Fields to copy, made without `apart`.
+            cut: Fields to copy, from `cut_of` with `apart=False`.
         """
         return cut(
             [
@@ -235,7 +235,7 @@ class RingStore:
         Args:
             places: Positions of the first rows in memory: a tensor, or a result of `own`.
             length: Number of rows of a window.
-            cut: Fields to copy, made with `apart`.
+            cut: Fields to copy, from `cut_of` with `apart=True`.
             never_wraps: Whether the caller guarantees that no window crosses the end of the memory.
 
         Returns:

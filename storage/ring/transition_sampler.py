@@ -26,7 +26,7 @@ _GAMMA = 0.99
 
 @dataclass(frozen=True)
 class TransitionRequest:
-    """The contents of a transition.
+    """Contents of a transition: fields, number of steps, and treatment of trajectory ends.
 
     Attributes:
         next_keys: Fields, or mappings of fields, to return below `next` for the time after the last
@@ -83,7 +83,8 @@ class TransitionRequest:
                     f"the option {name!r} is unknown. The options are "
                     f"{nearest(name, cls.__dataclass_fields__)}."
                 )
-        if isinstance(options.get("gamma"), torch.Tensor):  # A cached tensor could change.
+        # Requests with a tensor are not cached, since the tensor may change in place.
+        if isinstance(options.get("gamma"), torch.Tensor):
             return cls(**options)
         try:
             return _remembered(**options)

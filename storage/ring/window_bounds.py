@@ -71,8 +71,8 @@ class Extent:
         num_before: Number of live rows of the same trajectory before the drawn row.
         num_frames: Number of frames up to the drawn row. Those within its trajectory must be live.
         num_after: Number of rows after the drawn row.
-        ends: Whether the trajectory may end before all rows after it were written: "never"; if its
-            final observation is "known"; or "always".
+        ends: Whether the trajectory may end within the `num_after` rows: "never", only if its final
+            observation is "known", or "always".
     """
 
     num_before: int = 0
@@ -549,7 +549,7 @@ class Boundaries:
         return judge if num_after else self._judge_inside(num_before + 1)
 
     def _codes(self, candidate: Any, num_after: int) -> Any:
-        """Return codes of candidates: later rows of their trajectory, and its final observation.
+        """Return one code per candidate: the number of later rows and the final observation.
 
         The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if
         the trajectory continues after these rows. If it ends, they are the slot of the final

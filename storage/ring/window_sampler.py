@@ -15,7 +15,7 @@ from .window_bounds import Boundaries, Extent
 
 
 class WindowRequest(NamedTuple):
-    """The contents of windows.
+    """Contents of windows: length, fields, and treatment of trajectory ends.
 
     Attributes:
         length: Number of rows of a window.

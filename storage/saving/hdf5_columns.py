@@ -49,16 +49,16 @@ SAVE_ID = "save_id"
 _DTYPE_TAG = "torch_dtype"
 #: Attribute of datasets that contains their checksum.
 _CRC_TAG = "crc32"
-#: Name of a dtype -> dtype in memory and dtype in the file.
+#: Dtype in memory and dtype in the file, by name of the dtype.
 _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 
 
 class Table:
-    """Rows of several columns. The columns are tensors; in the subclass `StoredTable`, a file.
+    """Rows of several columns. Columns are tensors, or datasets of a file in `StoredTable`.
 
     Attributes:
-        shapes: Name of a column -> shape, rows first.
-        dtypes: Name of a column -> name of its dtype.
+        shapes: Shape of each column by name, rows first.
+        dtypes: Name of the dtype of each column by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a column's rows, chunk by chunk.
 
-    The second next chunk overwrites the bytes of a chunk.
+    The memory of a chunk is reused for the chunk after the next chunk.
     """
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
     # Two reused buffers, because new memory for a chunk would cost as much as writing the chunk.
@@ -200,7 +200,7 @@ class StoredTable(Table):
         datasets: Datasets by name of the column.
 
     Attributes:
-        sums: Name of a column -> expected checksum; None if unknown.
+        sums: Expected checksum of each column by name; None if unknown.
 
     Raises:
         CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than

@@ -67,7 +67,7 @@ def write_folder(
 
     Args:
         folder: Folder to write.
-        tables: Name of a file without its suffix -> columns of the file.
+        tables: Columns of each file, by name of the file without suffix.
         config: Content of `config.json`.
 
     Raises:
@@ -122,7 +122,7 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
             with as_damage(path):
                 return load(config)
         except (RolloutDataError, OSError):
-            # False between the two renames of `replace_folder` in another process.
+            # This is False between the two renames of `replace_folder` in another process.
             has_same_place = existing_folder(path) == place
             is_same_save = has_same_place and read_config(path).get(SAVE_ID) == config.get(SAVE_ID)
             if is_same_save or num_reads == _MAX_READS:

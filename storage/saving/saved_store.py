@@ -48,13 +48,13 @@ from .saved_folder import (
 
 FORMAT = "rollout-data snapshot"
 VERSION = 1
-#: Keys of a config -> types of the values.
+#: Types of the values of a config, by key.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
 #: Sizes in bytes of the states of generators on the CPU and on CUDA.
 _RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
-#: Name -> class that `load_store` can load. The definition of a class adds the class.
+#: Classes that `load_store` can load, by name. The definition of a class adds the class.
 STORES: dict[str, type[Store]] = {}
 
 
@@ -432,7 +432,7 @@ def _remade(
     options: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> Any:
-    """Build the store of a pickle."""
+    """Build a store from the content of a pickle."""
     store = store_class._from_arguments(state["arguments"], device)
     vars(store).update(options)
     store.take_state(state["numbers"], state["tensors"])
