@@ -47,7 +47,8 @@ class ReplayBuffer:
         self.batch_size = batch_size
         self._options = options
         self._pairs: StepPairs | None = None
-        #: Names of the observations, and of the other fields of a step that are below `next`.
+        #: Names of the observations (`_observed`), and of the other step fields below `next`
+        #: (`_of_next`).
         self._observed: tuple[str, ...] = ()
         self._of_next: tuple[str, ...] = ()
         if buffer.end_key is not None:

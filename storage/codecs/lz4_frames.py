@@ -25,8 +25,8 @@ from ..core.threads import Worker, each
 from ..errors import CorruptFileError, ForeignFileError
 
 Bytes = npt.NDArray[np.uint8]
-#: Largest ratio of decoded to compressed bytes that LZ4 can reach. A larger claim is damage or an
-#: attack.
+#: Largest ratio of decoded to compressed bytes that LZ4 can reach. Data that declare a larger ratio
+#: are damaged or an attack.
 MAX_EXPANSION = 255
 #: Default level of high compression. Level 12 is 1 to 3 % smaller and takes twice the time.
 DEFAULT_HIGH_LEVEL = 9

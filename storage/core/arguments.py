@@ -139,7 +139,7 @@ def instance(name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
 
 
 def is_url(value: Any) -> bool:
-    """Return whether a path is a URL; also recognizes a URL that was converted to a `Path`."""
+    """Return whether a path is a URL, even if the URL was converted to a `Path`."""
     return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))
 
 

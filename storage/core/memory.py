@@ -367,7 +367,7 @@ class LateNumber:
 
 
 class StreamOrder:
-    """Order the writes and reads of one object's memory among CUDA streams.
+    """Order of the writes and reads of one object's memory among CUDA streams.
 
     Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
     reader waits for the last write. A writer waits for the last write and for all reads since then.

@@ -468,7 +468,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
 
 def _earliest(collect_iter: Any) -> int:
-    """Return an int, or the minimum of a list of ints; `UNKNOWN` for None or an empty list."""
+    """Return an iteration, or the least of a list; `UNKNOWN` for None or an empty list."""
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
         raise UsageError(f"collect_iter must be integers, got {repr(collect_iter)[:60]}.")

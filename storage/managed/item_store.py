@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Checked items.
+    """Checked items, as numeric columns and objects.
 
     Attributes:
         num_rows: Number of items, n.

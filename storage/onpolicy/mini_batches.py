@@ -291,7 +291,7 @@ def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.
 
 
 def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
-    """Undo `split_and_pad_trajectories`.
+    """Join padded trajectories into envs: the inverse of `split_and_pad_trajectories`.
 
     Args:
         padded: `[T, n, *event]`, or a nested dict of such tensors, for example the output of a

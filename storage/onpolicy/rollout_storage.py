@@ -201,7 +201,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @torch.no_grad()
     def add_transitions(self, transition: _Transition) -> None:
-        """Copy one step of all envs to the cursor and advance it.
+        """Copy one step of all envs to the row at the cursor, and advance the cursor.
 
         All values are checked before the first write, so a call that raises changes nothing. On a
         GPU the call does not wait: host tensors are copied to pinned memory, then asynchronously to
@@ -389,7 +389,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def reccurent_mini_batch_generator(
         self, num_mini_batches: int, num_epochs: int = 8
     ) -> Iterator[_MiniBatch]:
-        """Call `recurrent_mini_batch_generator`. This misspelled name is established."""
+        """Call `recurrent_mini_batch_generator`. Callers use this misspelled name."""
         return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
     def _plan_batches(

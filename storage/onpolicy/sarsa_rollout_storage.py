@@ -148,7 +148,7 @@ class Finals:
 
 
 class SarsaRolloutStorage(RolloutStorage):
-    """Steps with their successors' observations.
+    """Rollout storage whose steps have the observations of the following steps.
 
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,

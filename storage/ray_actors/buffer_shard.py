@@ -148,7 +148,7 @@ class Shard:
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
-        #: Lock held during a push, and during a save of the buffer and the due numbers.
+        #: Lock held during a push, and while the buffer and the due numbers are saved.
         self._applying = threading.Lock()
         self._made: Any = None
         self._names: list[str] = []

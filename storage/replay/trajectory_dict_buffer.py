@@ -467,7 +467,7 @@ def _read(
 def _take_apart(
     columns: dict[str, Any], motion_name: str
 ) -> tuple[dict[str, Any], Any, str | None]:
-    """Split an episode into its columns, its motion id and its file name."""
+    """Separate an episode into its columns, its motion id and its file name."""
     file_name = columns.pop("file_name", None)
     value: Any = columns.get(motion_name)
     if value is None or isinstance(value, (str, int, float)) or getattr(value, "ndim", 1) == 0:

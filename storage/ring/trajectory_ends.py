@@ -131,7 +131,7 @@ class EndKinds:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
-            assert cut is not None  # One of the three kinds has a field.
+            assert cut is not None  # One of the kinds has a field.
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut

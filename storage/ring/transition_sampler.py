@@ -88,7 +88,7 @@ class TransitionRequest:
             return cls(**options)
         try:
             return _remembered(**options)
-        except TypeError:  # A list is not hashable.
+        except TypeError:  # Options such as lists are not hashable.
             return cls(**options)
 
 

@@ -105,7 +105,7 @@ class _Kind:
 
     def __init__(self, device: torch.device) -> None:
         self.share = 0.0
-        #: Number of candidates from which the share was computed; 0 if the next draw must wait for
+        #: Number of candidates from which the share was computed. With 0, the next draw waits for
         #: the device.
         self.num_judged = 0
         self.late_number = LateNumber(device)
@@ -521,7 +521,7 @@ class Boundaries:
         return lambda candidate: (ages.take(candidate, mode="wrap") >= least, None)
 
     def _judge(self, extent: Extent, candidates: tuple[int, int]) -> _Judge:
-        """Return a function that accepts rows with the `extent` around them."""
+        """Return a function that accepts candidates with the rows of `extent` around them."""
         ages = self._flat_ages
         lanes = self.ring.num_lanes
         num_before = extent.num_before
