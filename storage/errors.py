@@ -187,7 +187,7 @@ def _public_name(frame: FrameType, package: str) -> str:
 
 
 def nearest(name: object, options: Iterable[str], most: int | None = None) -> str:
-    """Return the valid options as text, the nearest match to `name` first; at most `most` options."""
+    """Return at most `most` of the valid options as text, the nearest match to `name` first."""
     listed = sorted(map(str, options))
     close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]

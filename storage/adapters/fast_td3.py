@@ -1,4 +1,4 @@
-"""`SimpleReplayBuffer`: a `DictBuffer` with the interface of the replay buffer of FastTD3 and FastSAC.
+"""`SimpleReplayBuffer`: a `DictBuffer` with the interface of FastTD3's and FastSAC's buffer.
 
 This module only converts names and types. `tensordict` is imported when a batch is drawn. One line
 of the trainer changes:

@@ -85,7 +85,7 @@ def _joined(earlier: torch.Tensor | None, later: torch.Tensor) -> torch.Tensor:
 
 
 def _any_set(flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any value of a step is not 0: `[T, num_envs]`, from `[T, num_envs, *event]`."""
+    """Return whether any value of each step is not 0: `[T, num_envs]` bool."""
     return torch.cat([flag.flatten(2) for flag in flags], 2).any(2)
 
 

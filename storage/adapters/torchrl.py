@@ -59,7 +59,7 @@ class ReplayBuffer:
             self._pairs = StepPairs(buffer, _CUT_NAMES)
 
     def __len__(self) -> int:
-        """Return the number of stored rows; the newest step of each environment is not stored yet."""
+        """Return the number of stored rows, without the newest step of each environment."""
         return len(self.buffer)
 
     def extend(self, data: Any) -> None:

@@ -58,7 +58,7 @@ class TransferQueueBuffer:
         self._num_added += num_rows
 
     def sample(self, batch_size: int) -> dict[str, Any]:
-        """Draw rows uniformly with replacement: a nested dict of `[batch_size, *event]` new tensors."""
+        """Draw rows uniformly with replacement: a nested dict of new `[batch_size, ...]` leaves."""
         keys = self._keys()
         size = arguments.whole("batch_size", batch_size, 1)
         if not keys:

@@ -70,7 +70,7 @@ def options_of(
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer of Python, numpy or torch; False for booleans and 2.0."""
+    """Return whether a value is an integer of Python, numpy or torch, and no bool."""
     # Check Python ints first, which takes a tenth of the time of the general check.
     if type(value) is int:
         return True

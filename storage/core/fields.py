@@ -1,4 +1,4 @@
-"""`Field` and `Schema`: name, shape, dtype and codec of stored arrays; conversion of nested mappings.
+"""`Field` and `Schema`: form of stored arrays. Conversions between nested mappings and flat names.
 
 A flat name joins the keys of a nested mapping by "/". Keys are non-empty strings without "/", so
 each flat name has exactly one nested path. A leaf is any value that is not a mapping.

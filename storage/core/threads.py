@@ -197,7 +197,7 @@ class Worker:
         self.check()
 
     def close(self) -> None:
-        """Run all accepted jobs, stop the thread, and raise the error of a failed job. Idempotent."""
+        """Run all accepted jobs and stop the thread. Raise the error of a failed job, if any."""
         pending = self._pending()
         self._is_closed = True
         # Wait before `shutdown`, which would treat an interrupted join as the end of the thread.

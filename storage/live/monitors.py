@@ -124,7 +124,7 @@ class NaturalMonitor(Monitor):
             self._slices = [0] * self.num_slices
 
     def _move(self) -> int:
-        """Clear the slices that began since the last call; return the number of the current slice."""
+        """Clear the slices that began since the last call. Return the current slice number."""
         current = int((self._clock() - self._started) * self.num_slices / self.window_s)
         for left in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
             self._slices[left % self.num_slices] = 0

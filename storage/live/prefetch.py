@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
-    """Move every tensor in nested mappings, tuples, lists and dataclasses to `device`; other leaves stay.
+    """Move all tensors in nested mappings, tuples, lists and dataclasses to a device.
 
-    With `pin`, copies from the CPU to CUDA use pinned memory, since other copies are synchronous.
-    Mappings keep their type if its constructor accepts a dict; other mappings become dicts.
-    A mapping with a method `to`, such as a `TensorDict`, is moved by
+    Other leaves are unchanged. With `pin`, copies from the CPU to CUDA use pinned memory, since
+    other copies are synchronous. Mappings keep their type if its constructor accepts a dict; other
+    mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by
     `item.to(device, non_blocking=True)`.
     """
     if isinstance(item, torch.Tensor):

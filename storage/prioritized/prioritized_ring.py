@@ -361,7 +361,7 @@ class PrioritizedRing:
     def draw(
         self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None
     ) -> Draw | None:
-        """Draw rows, one from each of `num_draws` intervals of equal mass; None if no row has a weight.
+        """Draw rows, one from each of `num_draws` equal intervals of mass. None if all weights are 0.
 
         The importance weight of a row with probability P is (P / P_min) ** -beta.
 
@@ -606,7 +606,7 @@ class PrioritizedRing:
         return num_live[0]
 
     def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
-        """Return whether each priority is finite, >= 0 and small enough to be summed: `[n]` bool."""
+        """Return whether each priority is finite, >= 0 and small enough to sum: `[n]` bool."""
         largest = min(
             self._largest_priority - self.rule.eps, torch.finfo(priorities.dtype).max, _LARGEST
         )

@@ -45,7 +45,7 @@ class PriorityRule:
         return rounded_power(priorities, self.alpha)
 
     def largest_priority(self, largest_weight: float) -> float:
-        """Return the priority with this weight (above 1), up to rounding; inf if float64 overflows."""
+        """Return the priority with a weight above 1, up to rounding; inf if float64 overflows."""
         try:
             return largest_weight ** (1 / self.alpha) if self.alpha else inf
         except OverflowError:

@@ -81,7 +81,7 @@ class _Memory:
         self._words = self._count.view(np.uint64)
 
     def first_above_zero(self) -> Any:
-        """Return the position of the first running sum above 0 in each row, else `WIDTH - 1`: `[num]`.
+        """Return the position of the first sum above 0 in each row, else `WIDTH - 1`: `[num]`.
 
         The flags are bytes, and one multiplication adds eight of them. A search has branches that
         processors mispredict: with it a draw of 4096 takes 1.7 times as long.
@@ -365,7 +365,7 @@ class SumTree(WideTree):
         return float(self._own_sums[-1]) if self._is_on_cpu else self._sums[-1]
 
     def _search(self, masses: Any) -> Any:
-        """Return the top position of each mass: the number of running sums that are at most the mass."""
+        """Return the top position of each mass: the number of running sums <= the mass."""
         sums = self._own_top_sums
         if isinstance(sums, torch.Tensor):
             # The last position is the result if no other matches.

@@ -448,7 +448,7 @@ class Boundaries:
         segments.append(ended, {"num_rows": tensor_of(ages).long() + 1})
 
     def _note_final(self, ends: Any, final: Rows) -> Any:
-        """Store final observations; return the ages of the rows after the ended rows `[n, lanes]`."""
+        """Store final observations. Return the ages of the rows after ended rows, `[n, lanes]`."""
         if self._is_on_cpu and not ends.any():
             return np.zeros(ends.shape, np.int32)
         ended = tensor_of(ends)
@@ -503,7 +503,7 @@ class Boundaries:
         return first * ring.num_lanes, max(ring.num_live - length + 1, 0) * ring.num_lanes
 
     def _shift(self, length: int) -> int:
-        """Return the difference between the id of a window's last row and the row of its candidate."""
+        """Return the id of a window's last row minus the row number of its candidate."""
         first = self.ring.oldest + length - 1
         return first - first % self._num_slots
 
@@ -572,7 +572,7 @@ class Boundaries:
 
     @lasting
     def _new_steps(self, num_after: int) -> tuple[Any, Any]:
-        """Return the offsets in `ages` of the later rows, and the row numbers as upper bits of codes.
+        """Return the offsets of later rows in `ages`, and row numbers as upper bits of codes.
 
         On a device the first draw of a kind waits, so that all streams may use both results
         afterwards.
