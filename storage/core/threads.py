@@ -197,7 +197,10 @@ class Worker:
         self.check()
 
     def close(self) -> None:
-        """Run all accepted jobs and stop the thread. Raise the error of a failed job, if any."""
+        """Run all accepted jobs and stop the thread. Idempotent.
+
+        Raises the error of a failed job.
+        """
         pending = self._pending()
         self._is_closed = True
         # Wait before `shutdown`, which would treat an interrupted join as the end of the thread.

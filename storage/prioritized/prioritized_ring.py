@@ -361,7 +361,7 @@ class PrioritizedRing:
     def draw(
         self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None
     ) -> Draw | None:
-        """Draw rows, one from each of `num_draws` equal intervals of mass. None if all weights are 0.
+        """Draw rows, one per interval of equal mass. Return None if all weights are 0.
 
         The importance weight of a row with probability P is (P / P_min) ** -beta.
 
