@@ -1,7 +1,7 @@
 """Reinforcement-learning experience in files: record it, stream it back.
 
-Write with `RolloutWriter` (or `record_demonstrations`), read with `RolloutDataset`. `FORMAT.md`
-beside this file specifies the files.
+Write with `RolloutWriter` or `record_demonstrations`, and read with `RolloutDataset`. `FORMAT.md`
+in this folder specifies the files.
 """
 
 import importlib.util

@@ -275,7 +275,7 @@ class LiveTrajectories:
             if len(window.layouts) == 1:
                 return self._fields(window, run, row, names, contiguous, nested=True)
             return self._fields_of_several_layouts(window, run, row, names)
-        except BaseException:  # Includes KeyboardInterrupt.
+        except BaseException:  # Ctrl-C must also restore the random state.
             rng.set_state(before)
             raise
 

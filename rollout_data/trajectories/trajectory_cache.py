@@ -94,7 +94,7 @@ class RowBlock:
 
 
 class Cached(NamedTuple):
-    """Location of some fields of a cached trajectory: the fields with equal numbers of steps.
+    """Location of the rows of a cached trajectory, for its fields with equal numbers of steps.
 
     Attributes:
         block: Block that contains the rows.

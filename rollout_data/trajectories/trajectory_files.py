@@ -44,9 +44,9 @@ class MissingTrajectoryError(DataFileError, FileNotFoundError):
 
 @contextmanager
 def naming(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Convert a `FileNotFoundError` about `path` in the block to a `MissingTrajectoryError`.
+    """Convert a `FileNotFoundError` about `path`, raised in a `with` block, to a clearer error.
 
-    The new error names the trajectory. Errors about other files are not converted.
+    The `MissingTrajectoryError` names the trajectory. Errors about other files are not converted.
     """
     try:
         yield

@@ -143,7 +143,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Includes KeyboardInterrupt.
+        except BaseException:  # After Ctrl-C, unlisted files must not stay either.
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -264,7 +264,7 @@ class TrajectorySaver:
         self._named[entry.trajectory_id] = entry
         before = islice(reversed(self._named), 1, None)
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            # Newer entries may precede an entry whose first write failed, so move them behind it.
+            # After a failed first write, an entry is saved after newer entries. Restore the order.
             self._named[one] = self._named.pop(one)
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))

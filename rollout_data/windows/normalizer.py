@@ -38,9 +38,10 @@ class Normalizer(torch.nn.Module):
 
     Args:
         statistics: From `statistics()` of a dataset, a mixture or a recording.
-        modes: Field or name prefix -> mode; other fields are not changed. A single mode applies to
-            all fields. "mean_std": mean 0 and standard deviation 1. "min_max": minimum at -1 and
-            maximum at 1. "quantiles": lowest quantile at -1 and highest at 1, without clipping.
+        modes: Map from field or name prefix to mode. Other fields are not changed. A single mode
+            applies to all fields. "mean_std": mean 0 and standard deviation 1. "min_max": minimum
+            at -1 and maximum at 1. "quantiles": lowest quantile at -1 and highest at 1, without
+            clipping.
         min_range: For "quantiles": smallest distance of the lowest and the highest quantile of a
             feature, in the unit of the feature. A number for all fields, or a mapping of fields or
             name prefixes. A feature with a smaller distance counts as constant and is only shifted.

@@ -76,8 +76,9 @@ class WindowDataset(WindowBatches):
             `remote`.
         length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
         stride: Frames between the anchors of a trajectory.
-        delta: Field or name prefix -> frames relative to the anchor, in this order. Example: frame
-            stack and action chunk, `{"observation": [-1, 0], "action": range(16)}`.
+        delta: Map from field or name prefix to the list of frames relative to the anchor, in the
+            order of the output. Example for a frame stack and an action chunk:
+            `{"observation": [-1, 0], "action": range(16)}`.
         padding: "none": only windows whose frames all exist. "repeat" (or "edge") and "zero": every
             `stride`-th frame is an anchor; frames outside the trajectory are copies of the nearest
             frame, or zeros.
@@ -260,7 +261,7 @@ class WindowDataset(WindowBatches):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle; for a spawned worker with the shared memory of the index."""
+        """Return the state to pickle. A spawned worker also receives the index in shared memory."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return {
             **super().__getstate__(),

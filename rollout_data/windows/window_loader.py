@@ -148,7 +148,7 @@ class WindowMixture(WindowBatches):
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
-        # With six standard deviations more, one turn is enough for an epoch in all but 1 of 10^9.
+        # Six standard deviations more than needed: one turn is too short in 1 of 10^9 epochs only.
         num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
         #: Mean number of times that a window of each member is drawn in one turn of `arrivals`.
         self._means = [
@@ -176,7 +176,7 @@ class WindowMixture(WindowBatches):
     ) -> dict[str, FieldStatistics]:
         """Compute statistics of each recorded field over the frames of all members.
 
-        Each frame counts once, whatever the weights. The result is cached in a file of the user's
+        Each frame counts once. Weights are ignored. The result is cached in a file of the user's
         cache folder; see `WindowDataset.statistics`.
         """
         parts = [dataset.frames for dataset in self.datasets]

@@ -263,7 +263,7 @@ class _SharedPlace:
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
-        """Return the slot's memory after the header, uint8 `[n]`. Deleting it frees the slot.
+        """Return the slot's memory without the header for a new batch, uint8 `[n]`.
 
         torch treats the tensor as ordinary memory: a view that is sent without its batch is copied.
         """

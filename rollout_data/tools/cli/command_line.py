@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, (RolloutDataError, OSError)):
             raise
-        # The command stands for the call that the error would name.
+        # `str(error)` also names the Python function that the user called. `prog` replaces it.
         text = error.message if isinstance(error, RolloutDataError) else str(error)
         code = _print_error(prog, text, 2 if isinstance(error, UsageError) else 1)
     with suppress(OSError):

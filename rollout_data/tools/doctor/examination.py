@@ -153,7 +153,7 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
 
 
 def _is_refused(error: Exception, path: DataDir) -> bool:
-    """Return whether the operating system refuses to open a path, such as a too long one."""
+    """Return whether the operating system refuses to open a path, for example a too long one."""
     reason: BaseException | None = error
     if isinstance(error, DataFileError) and not os.path.isfile(str(path)):
         reason = error.__cause__

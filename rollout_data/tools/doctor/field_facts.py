@@ -319,7 +319,7 @@ def longest_runs(holds: Array, starts: Array) -> Array:
     The first row of a part never counts.
 
     Args:
-        holds: bool `[n]`.
+        holds: bool `[n]`, such as whether each row repeats the previous row.
         starts: int64 `[k]`, first row of each part.
     """
     is_end = np.append(~holds, True)

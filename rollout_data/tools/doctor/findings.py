@@ -152,13 +152,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of a rule in one field or in the whole recording.
+    """Defects that a rule has found in one field, or in the recording as a whole.
 
     Attributes:
         code: Code of the rule.
         name: Name of the rule.
         group: Group of the rule.
-        severity: Severity of the rule, or of its defects.
+        severity: Severity of the rule, unless a defect has another. May be lowered to "info" if
+            most episodes have the defect.
         title: Sentence that describes the defect.
         message: Sentence about the defect in this recording, with measured values.
         advice: Next step for the user.

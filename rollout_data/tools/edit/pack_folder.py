@@ -202,7 +202,9 @@ def pack_dataset(
     block_bytes: int = 1 << 30,
     progress: bool = False,
 ) -> PackSummary:
-    """Rewrite a folder so that each trajectory is contiguous, in the order of the ends.
+    """Rewrite the blocks of a folder so that the frames of each trajectory are contiguous.
+
+    Trajectories are written in the order in which they ended.
 
     Args:
         data_dir: A folder without a running writer. Every block must be intact.
@@ -253,7 +255,8 @@ def _pack_in_place(
             new_paths.append(path.rename(source / path.name))
         old_blocks = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
         note_replaced(source, [block.path for block in old_blocks], new_paths)
-        for block in (*old_blocks, *folder.replaced.values()):  # Blocks with edits come last.
+        # Edit blocks are last in `old_blocks`, so that dropped trajectories never reappear.
+        for block in (*old_blocks, *folder.replaced.values()):
             block.path.unlink(missing_ok=True)
         save_index_cache(source)
         return summary

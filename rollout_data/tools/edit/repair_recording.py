@@ -270,8 +270,8 @@ class _Plan:
     def _action_for_episodes(self, finding: Finding) -> Action:
         code = finding.code
         if code == "END07" and "END09" in self._codes:
-            # END09 found wrong next observations, from which the final observations were taken.
-            # So END08 removes them.
+            # The final observations were taken from next observations that END09 found to be wrong.
+            # The repair of END08 removes them.
             code = "END08"
         rule = EPISODE_REPAIRS[code]
         named: Sequence[int] = finding.places
@@ -332,7 +332,7 @@ def _free_writer(writers: Collection[str]) -> str:
 
 
 def _planning_rank(code: str) -> int:
-    """Return the planning order of a rule: blocks 0, repairs of episodes 2, other rules 1."""
+    """Return the planning order of a rule: 0 for blocks, 1 for others, 2 for episode repairs."""
     if code in _BLOCK_RULES:
         return 0
     return 2 if code in EPISODE_REPAIRS else 1

@@ -204,7 +204,7 @@ def length_against_return(survey: Survey) -> Figure:
 def _density(x: Array, y: Array) -> Figure:
     """Build a heat map of the logarithm of point counts. Empty cells are transparent."""
     counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
-    # Without the offset of 0.3, a cell with one episode would have the colour of the background.
+    # Without the offset of 0.3, a cell with one episode would be hard to see.
     logarithms = np.log10(np.maximum(counts, 1)) + 0.3
     levels = np.where(counts > 0, logarithms, np.nan).T
     return {

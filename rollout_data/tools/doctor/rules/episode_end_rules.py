@@ -84,7 +84,7 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END03", Jumps)
 def two_in_one(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that seem to contain two, because the observation jumps or restarts."""
+    """Report frames inside an episode that look like the start of another episode."""
     collected = scan.collected(Jumps)
     if collected.num_dims < MIN_JUMP_DIMS:
         raise Inapplicable("fewer than 8 continuous dimensions")
