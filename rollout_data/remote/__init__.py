@@ -1,1 +1,1 @@
-"""Files at URLs: listing, parallel requests, opening of blocks, and upload."""
+"""Access to files at URLs: listing, parallel requests, reading of blocks, and upload."""

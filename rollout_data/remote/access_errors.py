@@ -1,7 +1,7 @@
-"""Recognition of errors of file systems that mean denied access: 401, 403, no valid credentials.
+"""Recognition of file system errors that mean denied access: 401, 403, no valid credentials.
 
-File systems raise their own classes, or general errors caused by them. To avoid imports of their
-packages, errors are recognized by HTTP status, code, class name, and last by text.
+File systems raise errors of their own classes, or general errors that these cause. To avoid imports
+of their packages, errors are recognized by HTTP status, error code, class name, or else by text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from storage.errors import UnansweredError
 
 _STATUSES = (401, 403)
-#: Attributes with the HTTP status in errors of aiohttp, requests, Azure, Google and urllib.
+#: Attributes that contain the HTTP status in errors of aiohttp, requests, Azure, Google and urllib.
 _STATUS_NAMES = ("status", "status_code", "code")
-#: Error codes of S3 and compatible stores, in addition to "401" and "403".
+#: Error codes of S3 and compatible stores that mean denied access, in addition to "401" and "403".
 _CODES = {
     "accessdenied", "accessdeniedexception", "accountproblem", "allaccessdisabled", "authenticationfailed",
     "authfailure", "authorizationfailure", "authorizationpermissionmismatch", "expiredtoken", "expiredtokenexception",
@@ -29,7 +29,8 @@ _CLASSES = re.compile(
     r"Credential|Unauthorized|Unauthenticated|Forbidden|AccessDenied|PermissionDenied|AuthenticationError"
     r"|RefreshError|LoginRefreshRequired|TokenRetrievalError|TokenLoadError|NoAuthToken|GatedRepo"
 )
-#: Texts of general errors. A number alone does not match, as it may be part of a name.
+#: Texts of general errors that mean denied access. A bare number does not match, since it may be
+#: part of a file name.
 _TEXTS = re.compile(
     r"\b40[13]\b[\s,:(-]*(client error)?[\s,:]*(unauthorized|forbidden)|^\s*(unauthorized|forbidden)\b"
     r"|\b(status|code|http|error)\b[^a-z0-9]{0,4}40[13]\b|\b(access|permission) denied\b|\bexpiredtoken\b"
@@ -38,7 +39,7 @@ _TEXTS = re.compile(
     r"|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
     re.IGNORECASE,
 )
-#: Error code in an error text of boto.
+#: Pattern of the error code in an error text of boto.
 _CODE_IN_TEXT = re.compile(r"\((\w+)\) when calling\b|^(\w+): ")
 _MAX_CAUSES = 16
 
@@ -48,12 +49,12 @@ class AccessError(UnansweredError):
 
 
 def denial(error: BaseException) -> BaseException | None:
-    """Return the first error in the chain of causes that means denied access, or None."""
+    """Return the first error in a chain of causes that means denied access, or None."""
     return next((cause for cause in _causes(error) if _is_denial(cause)), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its chain of causes and contexts."""
+    """Yield an error, then the errors that caused it."""
     cause: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if cause is None:
@@ -93,7 +94,7 @@ def _has_status(holder: Any) -> bool:
 
 
 def _is_denied_response(response: Mapping[str, Any]) -> bool:
-    """Return whether the code or HTTP status of a response of boto means denied access."""
+    """Return whether a boto response has an error code or HTTP status that means denied access."""
     error: Any = response.get("Error")
     code = error.get("Code") if isinstance(error, Mapping) else None
     metadata: Any = response.get("ResponseMetadata")

@@ -1,7 +1,7 @@
-"""Requests to a store, many at once, with time-outs and retries.
+"""Parallel requests to a store, with time-outs and retries.
 
-A request that fails or exceeds its time-out is sent again a bounded number of times. The thread of
-an attempt that hangs is abandoned and does not block other requests.
+A request that fails or exceeds its time-out is repeated a limited number of times. A thread that
+hangs is abandoned and does not block other requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .access_errors import AccessError, denial
 
 #: Seconds before the first retry of a request; doubled for each further retry.
 _FIRST_PAUSE_S = 0.05
-#: Errors that a retry does not change, in addition to `AccessError`.
+#: Errors after which a request is not repeated, since the answer would be the same.
 _FINAL = (
     FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RolloutDataError,
 )  # fmt: skip
@@ -30,12 +30,12 @@ class FetchError(UnansweredError):
 
 
 def access_error(location: str, error: BaseException, cause: BaseException) -> AccessError:
-    """Return the error for a request that a store denied.
+    """Build the error for a request to which a store denied access.
 
     Args:
-        location: The requested data, for the text of the error.
-        error: Error of the file system.
-        cause: Error in its chain of causes that means denied access.
+        location: The requested data, for the message.
+        error: Error that the file system raised.
+        cause: The error in its chain of causes that means denied access.
     """
     denied = AccessError(
         f"The store denies access to {location}: {_described(cause)}. Renew the credentials or "
@@ -53,15 +53,15 @@ class Request:
     """A pending or completed request.
 
     Args:
-        send: Sends the request and returns the answer.
-        location: The requested data, for the text of errors.
+        send: Function that sends the request and returns the answer.
+        location: The requested data, for error messages.
 
     Attributes:
         is_done: Whether the request is completed or cancelled.
         value: The answer.
         error: Error of a failed request; None otherwise.
-        num_attempts: Attempts that have ended. The result of an abandoned attempt is ignored.
-        start_s: Monotonic time at which the current attempt starts.
+        num_attempts: Number of attempts that have ended or were abandoned.
+        start_s: Monotonic time in s at which the current attempt starts.
         process: Id of the process whose thread sends the request.
     """
 
@@ -81,12 +81,12 @@ class Request:
 
 
 class Fetcher:
-    """Sender of requests. Each attempt runs in its own thread.
+    """Sends requests. Each attempt runs in its own thread.
 
     Args:
-        num_requests: Attempts that run at once.
+        num_requests: Maximum number of attempts that run at once.
         timeout_s: Time-out of an attempt in seconds.
-        num_retries: Attempts after the first one.
+        num_retries: Maximum number of attempts after the first one.
     """
 
     def __init__(self, num_requests: int, timeout_s: float, num_retries: int) -> None:
@@ -96,15 +96,20 @@ class Fetcher:
         self._start()
 
     def _start(self) -> None:
-        """Initialize the queue and the lock of this process."""
+        """Initialize the queue and the lock; also after a fork, for the new process."""
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: set[Request] = set()
 
     def submit(self, send: Callable[[], Any], location: str) -> Request:
-        """Queue a request. `send` is called in a thread, once per attempt."""
-        if self._process != os.getpid():  # A fork does not inherit threads.
+        """Queue a request, whose attempts call `send` in a thread.
+
+        Args:
+            send: Function that sends the request and returns the answer.
+            location: The requested data, for error messages.
+        """
+        if self._process != os.getpid():  # A forked process has none of the threads.
             self._start()
         request = Request(send, location)
         with self._changed:
@@ -116,14 +121,14 @@ class Fetcher:
 
         Raises:
             FetchError: All attempts failed or exceeded the time-out.
-            AccessError: The store denied access. There is no retry, as file systems retry
-                themselves.
-            FileNotFoundError, RolloutDataError, ...: Errors that a retry does not change.
+            AccessError: The store denied access. The request is not repeated, since file systems
+                already do that.
+            FileNotFoundError, RolloutDataError, ...: Errors that a repetition would not change.
         """
         if self._process != os.getpid():
             self._start()
         with self._changed:
-            # The thread of the request is in another process.
+            # After a fork, the thread of the request runs only in the parent process.
             if request.process != os.getpid() and not request.is_done:
                 request.process = os.getpid()
                 self._send(request)
@@ -153,7 +158,7 @@ class Fetcher:
                 ).start()
 
     def _attempt(self, request: Request, number: int) -> None:
-        """Run attempt `number` of a request in this thread."""
+        """Run attempt `number` of a request in the current thread."""
         time.sleep(max(0.0, request.start_s - time.monotonic()))
         value: Any = None
         error: BaseException | None = None
@@ -162,11 +167,11 @@ class Fetcher:
         except BaseException as cause:  # noqa: BLE001 - `wait` raises the error
             error = cause
         with self._changed:
-            if request.num_attempts == number:  # The attempt was not abandoned.
+            if request.num_attempts == number:  # Otherwise the attempt was abandoned.
                 self._end(request, value, error)
 
     def _abandon_overdue(self) -> None:
-        """End the attempts that exceed the time-out."""
+        """Abandon the attempts that exceed the time-out."""
         now_s = time.monotonic()
         overdue = [
             request for request in self._running if now_s - request.start_s > self._timeout_s
@@ -175,7 +180,7 @@ class Fetcher:
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
 
     def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
-        """End an attempt: complete the request, or queue a retry."""
+        """Handle the result of an attempt: complete its request, or queue the next attempt."""
         self._running.discard(request)
         request.num_attempts += 1
         if isinstance(error, Exception) and not isinstance(error, RolloutDataError):

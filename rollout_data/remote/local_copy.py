@@ -1,7 +1,7 @@
-"""Copies of LeRobot sets and HDF5 files from a URL, in a cache folder of limited size.
+"""Local copies of LeRobot sets and HDF5 files from URLs, in a cache folder of limited size.
 
-Readers of these formats need whole files. The format of a URL is detected from its file names.
-Other formats raise an error that names the format.
+Readers of these formats need complete files. The format of the data at a URL is detected from the
+names of the files. Other formats raise an error that names the format.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, Usa
 
 from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
 
-#: Name of a file below the URL -> (size in bytes, stamp). The stamp is a number that changes with
-#: the content.
+#: Maps names of files below a URL to (size in bytes, stamp). The stamp is a number that changes
+#: with the content of the file.
 Listing = Mapping[str, tuple[int, int]]
-#: Formats that are copied.
+#: Names of the formats that are copied.
 COPIED = (
     "lerobot", "minari", "libero", "isaaclab", "robomimic", "aloha", "maniskill", "humenv", "d4rl", "bfm_zero",
 )  # fmt: skip
 _HDF5 = (".h5", ".hdf5")
 _INFO_NAME = "meta/info.json"
-#: Formats that are not copied, each with a predicate of file names. The first match counts.
+#: Formats that are not copied, each with a function that recognizes the format by a file name. The
+#: first match counts.
 _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     (
         "zarr",
@@ -54,15 +55,15 @@ _NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
 _DONE_NAME = ".complete"
 _LOCK_ENDING = ".lock"
 _POLL_S = 0.1
-#: Folder of a copy -> descriptor of its lock. While this process holds the lock, no process
-#: deletes the copy.
+#: Maps folders of copies to descriptors of their lock files. While this process holds the lock, no
+#: process deletes the copy.
 _in_use: dict[Path, int] = {}
-#: Folder of a copy -> URL that replaces it in the text of paths.
+#: Maps folders of copies to the URLs that `str` of a `CopiedPath` shows instead.
 _urls: dict[str, str] = {}
 
 
 class CopiedPath(PosixPath):
-    """A file or folder of a copy. `open` reads the copy; `str` returns the URL, for errors."""
+    """Path in a local copy. `open` reads the copy; `str` returns the original URL, for errors."""
 
     def __str__(self) -> str:
         file = os.fspath(self)
@@ -74,7 +75,7 @@ class CopiedPath(PosixPath):
     def __fspath__(self) -> str:
         return os.path.join("", *self.parts)
 
-    # Some versions of Python base these methods on the text of a path, which is the URL here.
+    # Some versions of Python implement these methods by `str`, which is the URL here.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PurePath) and os.fspath(self) == os.fspath(other)
 
@@ -109,13 +110,13 @@ def _unpickled(file: str, urls: Mapping[str, str]) -> CopiedPath:
 
 
 def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
-    """Copy a LeRobot set or HDF5 files from a URL and return the origin of the copy.
+    """Copy a LeRobot set or HDF5 files from a URL; return an `Origin` that locates the copy.
 
-    Origins of block folders and of this machine are returned unchanged.
+    Origins of block folders and of local data are returned unchanged.
 
     Raises:
         ForeignFileError: The format of the URL is not copied.
-        UsageError: The copy does not fit into `options.cache_bytes`.
+        UsageError: The copy would be larger than `options.cache_bytes`.
         DataFileError: The files cannot be copied.
     """
     if origin.opened is not None:
@@ -140,13 +141,13 @@ def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
 
 
 def _holds_blocks(listing: Listing) -> bool:
-    """Return whether a folder holds block files."""
+    """Return whether a listed folder contains block files."""
     names = [name for name in listing if "/" not in name]
     return any(name.startswith("rollout_") and name.endswith(_HDF5) for name in names)
 
 
 def _format_not_copied(listing: Listing) -> str | None:
-    """Return the format of a URL if it is not copied, else None."""
+    """Return the name of the format of listed files if it is not copied; otherwise None."""
     if _INFO_NAME in listing:
         return None
     names = [PurePosixPath(name) for name in listing]
@@ -169,7 +170,7 @@ def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
 
 
 def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
-    """Return all files below a URL, and whether the URL is a file.
+    """List all files below a URL; also return whether the URL itself is a file.
 
     Subfolders of a folder of blocks are not listed.
     """
@@ -187,7 +188,7 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
             ), True
     try:
         direct = files.listed()
-    except UsageError:  # The URL does not exist yet. Opening it raises the error.
+    except UsageError:  # The URL does not exist yet; opening it raises this error.
         return {}, False
     if _holds_blocks(direct):
         return direct, False
@@ -210,7 +211,7 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
 
 
 def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
-    """Return the entry of a file in the store; None if there is no such file."""
+    """Return fsspec's description of a file in the store; None if there is no such file."""
 
     def info() -> Any:
         files.system.invalidate_cache()
@@ -224,7 +225,7 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
 
 
 def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
-    """Copy the listed files into the cache unless a copy exists; return the folder of the copy."""
+    """Copy listed files into the cache, unless a copy exists; return the folder of the copy."""
     listing = {name: about for name, about in listing.items() if not _is_hidden(name)}
     total = sum(size for size, _ in listing.values())
     limit = files.options.cache_bytes
@@ -235,7 +236,7 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
         )
     identity: list[Any] = [str(files.path), sorted(listing.items())]
     if any(stamp == NO_STAMP for _, stamp in listing.values()):
-        # Without stamps a changed file would go unnoticed, so no earlier copy is used.
+        # Without stamps, a changed file cannot be detected, so an earlier copy is not used.
         identity.append(uuid.uuid4().hex)
     text = json.dumps(identity)
     cache = (
@@ -263,7 +264,7 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
 
 
 def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None:
-    """Delete the copy and raise `DataFileError` if a file was changed while it was copied."""
+    """List the files again; if one has changed, delete the copy and raise `DataFileError`."""
     now, _ = _listing(files)
     changed = [name for name, about in listing.items() if now.get(name) != about]
     if changed:
@@ -272,7 +273,7 @@ def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None
 
 
 def _changed(files: RemoteFiles, reason: str) -> DataFileError:
-    """Return the error for a file that was replaced or removed while it was copied."""
+    """Build the error for files that were replaced or removed while they were copied."""
     return DataFileError(
         f"The files of {str(files.path)!r} changed while they were copied: {reason}. Open them "
         "again."
@@ -285,10 +286,9 @@ def _is_hidden(name: str) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a copy exclusively during the block, then share the lock until this process ends.
+    """Lock a copy during the `with` block, exclusively if it is incomplete.
 
-    A complete copy is only locked for sharing. A shared lock keeps other processes from deleting
-    the copy.
+    Afterwards, this process keeps a shared lock until it ends, so that no process deletes the copy.
     """
     if folder not in _in_use:
         _in_use[folder] = os.open(
@@ -302,7 +302,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:  # Another process is copying.
             time.sleep(_POLL_S)
             continue
-        # Before the lock, another process may have completed or deleted the copy.
+        # Before this process got the lock, another may have completed or deleted the copy.
         if is_done == (folder / _DONE_NAME).exists():
             break
     try:
@@ -312,9 +312,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used copies until the rest takes at most `num_bytes`.
+    """Delete the least recently used copies until the others take at most `num_bytes`.
 
-    `folder` and copies that a living process uses are not deleted.
+    `folder`, and copies that a running process uses, are not deleted.
     """
     copies = [path for path in cache.iterdir() if path.is_dir() and path != folder]
     copies.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -334,7 +334,7 @@ def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
 
 
 def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool) -> None:
-    """Copy one file by several requests at once, unless an interrupted copy has the whole file."""
+    """Copy one file with several requests at once, unless the copy has the file already."""
     target = folder / name
     if target.exists():
         return
@@ -346,6 +346,6 @@ def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool)
         for start in range(0, size, step):
             try:
                 data = files.read(source, start, min(start + step, size)).data
-            except OSError as cause:  # An error of the store, not of the cache folder.
+            except OSError as cause:  # Raised by the store: the listed file was removed.
                 raise _changed(files, str(cause)) from cause
             file.write(data)

@@ -1,7 +1,7 @@
-"""Paths and URLs of data, and requests to the fsspec file systems of URLs.
+"""Locations of data (paths and URLs), and requests to the fsspec file systems of URLs.
 
-A URL is a `RemotePath` in the whole library. Only `remote/` opens it. `fetcher.py` sends the
-requests.
+The library represents a URL as `RemotePath`. Only modules in `remote/` access it. `fetcher.py`
+sends the requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .piece_checksums import PieceSums
 
 @dataclass(frozen=True)
 class Origin:
-    """Location of data, and the selected trajectories.
+    """Location of data, their format, and the selected trajectories.
 
     Attributes:
         path: A file, a folder or a `RemotePath`.
@@ -38,7 +38,7 @@ class Origin:
         options: Options of the format.
         ids: Names of the trajectories to read; None for all.
         remote: Options for a URL; None uses the options of the reader.
-        opened: Reader of an open recording, whose snapshot is read; None reads the current content.
+        opened: Source of an open recording, whose snapshot is read; None reads the present files.
     """
 
     path: Path
@@ -50,45 +50,46 @@ class Origin:
 
 
 class HasOrigin(Protocol):
-    """An object with an `Origin`, such as a `Recording`."""
+    """Interface of objects with an `Origin`, such as a `Recording`."""
 
     @property
     def origin(self) -> Origin:
-        """Location of the data, and the selected trajectories."""
+        """Location of the data, their format, and the selected trajectories."""
 
 
 DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
-#: Keys in entries of file systems whose values change with the content of a file: checksum, version
-#: or time. The keys are used by S3, Google, Azure and WebDAV, web servers, Hugging Face, git and
-#: GitHub, Drive and Box, HDFS, SMB, FTP and archives.
+#: Keys in fsspec's description of a file whose values change with the content: checksum, version or
+#: time. They are used by S3, Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub,
+#: Drive and Box, HDFS, SMB, FTP and archives.
 _STAMPS = (
     "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created", "generation", "modified",
     "Last-Modified", "Content-MD5", "Digest", "blob_id", "hex", "sha", "md5Checksum", "modifiedTime", "modified_at",
     "modificationTime", "last_write_time", "modify", "CRC", "chksum",
 )  # fmt: skip
 
-#: Seconds for which a listing shows that access is granted.
+#: Seconds for which a successful listing counts as proof of access.
 _RECENT_S = 1.0
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """Options for reading data at URLs. Local data ignore them.
+    """Options for reading data at URLs. They have no effect on local data.
 
-    Windows are shuffled among `num_chunks` chunks while the next `num_chunks` chunks are fetched.
-    Both take 2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback uses the
-    same amount of memory.
+    Windows are shuffled within `num_chunks` chunks while the next `num_chunks` chunks are fetched.
+    Together they take 2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback
+    uses the same amount of memory.
 
     Attributes:
-        chunk_bytes: Bytes per request, at most.
-        num_chunks: Chunks among which windows are shuffled, and chunks that are fetched ahead.
-        num_requests: Requests that run at once. `num_requests * chunk_bytes` should exceed
-            bandwidth times latency.
+        chunk_bytes: Maximum bytes per request.
+        num_chunks: Number of chunks within which windows are shuffled, and of chunks that are
+            fetched in advance.
+        num_requests: Number of requests that run at once. `num_requests * chunk_bytes` should
+            exceed bandwidth times latency.
         timeout_s: Time-out of an attempt in seconds.
-        num_retries: Retries of a request that failed or exceeded its time-out.
-        cache_bytes: Bytes of copies of LeRobot sets and HDF5 files in the user's cache folder, at
-            most. Block files are never copied.
+        num_retries: Number of retries of a request that failed or exceeded its time-out.
+        cache_bytes: Maximum bytes of copies of LeRobot sets and HDF5 files in the user's cache
+            folder. Block files are never copied.
         storage_options: Options of the fsspec file system: keys, `endpoint_url`, ...
 
     Raises:
@@ -118,12 +119,12 @@ class RemoteOptions:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory for fetched chunks and running requests."""
+        """Bytes of memory for fetched chunks and for pending requests."""
         return 2 * self.num_chunks * self.chunk_bytes
 
 
 def checked_remote(remote: Any) -> RemoteOptions:
-    """Return `remote`, or the default options for None; raise `UsageError` for other types."""
+    """Check a user's `remote` argument; None becomes the default options."""
     if remote is None:
         return RemoteOptions()
     if not isinstance(remote, RemoteOptions):
@@ -132,14 +133,14 @@ def checked_remote(remote: Any) -> RemoteOptions:
 
 
 class RemotePath(PosixPath):
-    """A URL as a path. `str` returns the URL. The path names no file of this machine."""
+    """A URL as a path. `str` returns the URL. The path cannot be opened as a local file."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
 
 def origins_of(data_dir: DataDirs, name: str = "data_dir") -> list[Origin]:
-    """Return the origins of a `data_dir` argument, with absolute paths.
+    """Convert a user's `data_dir` argument to origins with absolute paths.
 
     Args:
         data_dir: One location, or a list of locations.
@@ -159,7 +160,7 @@ def origins_of(data_dir: DataDirs, name: str = "data_dir") -> list[Origin]:
 
 
 def present_origins_of(data_dir: DataDirs) -> list[Origin]:
-    """Return the origins of a `data_dir` argument, and check the files of open recordings.
+    """Convert a `data_dir` argument to origins; check that files of open recordings still exist.
 
     Raises:
         DataFileError: A file of an episode of an open recording was removed or replaced after the
@@ -174,7 +175,7 @@ def present_origins_of(data_dir: DataDirs) -> list[Origin]:
 
 
 def is_one(data_dir: Any) -> bool:
-    """Return whether `data_dir` is one location and no list. A recording is one location."""
+    """Return whether `data_dir` is a single location: a path, a URL, an origin or a recording."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
@@ -188,7 +189,7 @@ def _origin(location: Any, name: str) -> Origin:
 
 
 def remote_path(url: str | os.PathLike[str]) -> RemotePath:
-    """Return a URL as a path.
+    """Convert a URL to a path.
 
     Raises:
         UsageError: fsspec is not installed, or does not know the protocol.
@@ -211,14 +212,14 @@ def remote_path(url: str | os.PathLike[str]) -> RemotePath:
 
 
 class RemoteFiles:
-    """The files below one URL. An unpickled copy opens its own connections."""
+    """Access to the files below one URL. An unpickled copy opens its own connections."""
 
     def __init__(self, path: Path, options: RemoteOptions) -> None:
         self.path = path
         self.options = options
         self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
         self._system: tuple[int, Any] | None = None
-        #: Monotonic time of the last listing.
+        #: Monotonic time of the last listing in s.
         self._listed_s = -math.inf
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,7 +227,7 @@ class RemoteFiles:
 
     @property
     def system(self) -> Any:
-        """File system of fsspec. One per process, as its threads do not survive a fork."""
+        """The fsspec file system; a new one after a fork, which does not copy its threads."""
         if self._system is None or self._system[0] != os.getpid():
             import fsspec
 
@@ -249,17 +250,17 @@ class RemoteFiles:
         use: Callable[[bytes], Any] = bytes,
         sums: PieceSums | None = None,
     ) -> Request:
-        """Submit a request for bytes of a file.
+        """Submit a request for bytes `start:stop` of a file.
 
         Args:
             path: The file.
             start, stop: Byte range.
-            use: Converts the bytes to the result of the request.
-            sums: Checksums to compare; None compares none.
+            use: Function that converts the bytes to the result of the request.
+            sums: Checksums to check the bytes against; None checks nothing.
 
         Returns:
-            The request. In addition to its own errors, `fetcher.wait` raises `FileNotFoundError`,
-            or `CorruptFileError` if the file is too short or a checksum differs.
+            The request. `fetcher.wait` also raises `FileNotFoundError`, and `CorruptFileError` if
+            the file is too short or a checksum is wrong.
         """
 
         def fetch() -> Any:
@@ -281,11 +282,13 @@ class RemoteFiles:
         return self.fetcher.submit(fetch, f"bytes {start}:{stop} of {str(path)!r}")
 
     def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
-        """Return the result of `send`, which reads a file with `load`. Errors are as in `ask`."""
+        """Run `send`, which calls `load`, as a request for `path`; wait and return its result."""
         return self.fetcher.wait(self.fetcher.submit(send, repr(str(path))))
 
     def load(self, path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes of a file in this thread. Call `load` only inside a request with retries.
+        """Fetch bytes `start:stop` of a file in the current thread, without retries.
+
+        Call it only in the function of a request.
 
         Raises:
             CorruptFileError: The file ends before `stop`.
@@ -295,7 +298,7 @@ class RemoteFiles:
         )
 
     def load_sums(self, path: Path, sums_path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes of the checksum file of a block, as `load`.
+        """Fetch bytes `start:stop` of a block's checksum file, like `load`.
 
         Raises:
             FileNotFoundError: The block is missing.
@@ -310,7 +313,7 @@ class RemoteFiles:
     def _load_both(
         self, path: Path, part: tuple[int, int], sums_path: Path, sums_part: tuple[int, int]
     ) -> tuple[bytes, bytes]:
-        """Fetch bytes of a block and its checksum file, concurrently if the store allows it."""
+        """Fetch bytes of a block and of its checksum file, concurrently if fsspec supports it."""
         if not getattr(self.system, "async_impl", False):
             return self.load(path, *part), self.load_sums(path, sums_path, *sums_part)
         starts, stops = zip(part, sums_part, strict=True)
@@ -324,7 +327,10 @@ class RemoteFiles:
         return _checked_length(data, path, *part), _checked_length(sums, sums_path, *sums_part)
 
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
-        """Read bytes of a file by requests of `chunk_bytes`: a new uint8 array. Errors as `ask`."""
+        """Read bytes `start:stop` of a file, with parallel requests: a uint8 array.
+
+        Raises the errors of `ask`.
+        """
         step = self.options.chunk_bytes
         parts = [
             self.ask(path, low, min(low + step, stop), bytes, sums)
@@ -333,7 +339,9 @@ class RemoteFiles:
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:
-        """List the files directly below the URL: name -> size and stamp. Not cached.
+        """List the files directly below the URL; map their names to size and stamp.
+
+        The listing is not cached.
 
         Raises:
             UsageError: The URL does not exist.
@@ -360,9 +368,9 @@ class RemoteFiles:
         return dict(zip(names, self.sizes_and_stamps(entries), strict=True))
 
     def sizes_and_stamps(self, entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-        """Return the size and the stamp of each listed file.
+        """Return the size and the stamp of each file of a listing.
 
-        The size of a file without a size in the listing, as over HTTP, is requested separately.
+        If the listing has no size of a file, as over HTTP, the size is requested separately.
 
         Raises:
             DataFileError: The store reports no size of a file, or does not answer.
@@ -387,21 +395,21 @@ class RemoteFiles:
         return sizes_and_stamps
 
     def check_access(self) -> None:
-        """List the files unless they were listed within the last second.
+        """Check that the store grants access, by a listing at most once per second.
 
-        Some stores report files as missing if they deny access.
+        This is needed because some stores report a file as missing if they deny access.
 
         Raises:
             AccessError: The store denies access.
             FetchError: The store does not answer.
         """
         if time.monotonic() - self._listed_s > _RECENT_S:
-            with suppress(UsageError):  # All files were deleted.
+            with suppress(UsageError):  # A missing folder is no denied access.
                 self.listed()
 
 
 def _missing_sums(path: Path) -> FetchError:
-    """Return the error for a missing checksum file of an existing block."""
+    """Build the error for an existing block whose checksum file was removed."""
     return FetchError(
         f"The checksum file {str(path)!r} was removed. Push the block again, or open the data "
         "again to read it without checksums."
@@ -417,9 +425,12 @@ def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:
-    """Return a number that changes with the content of a file; `NO_STAMP` if it is unknown."""
+    """Compute a number that changes with the content of a file, from fsspec's description.
+
+    The result is `NO_STAMP` if the description has no checksum, version or time.
+    """
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())
 
 
-#: Stamp of an entry without a checksum, version or time.
+#: Stamp of a file whose description has no checksum, version or time.
 NO_STAMP = stamp_of_entry({})

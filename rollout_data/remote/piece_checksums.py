@@ -1,13 +1,13 @@
-"""Checksums of the pieces of a block in a file beside it. Readers check all fetched pieces.
+"""Checksum files of remote blocks: a checksum for each small piece, to check partial reads.
 
-The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece,
-little-endian. `push` writes it. Copies of a folder by other tools may lack it. Pieces of rows begin
-and end with rows, and readers fetch only the checksums of the fetched pieces, so reading single
-rows costs little.
+The file is `<block>.sums`: a head, a table of spans (parts with pieces of equal size), then the
+checksum of each piece, little-endian. `push` writes it. A folder that another tool has uploaded may
+have no such files. A piece contains complete rows or a part of one row, and readers fetch only the
+checksums of the pieces that they fetch, so reading single rows costs little.
 
-A checksum is the CRC-32 of the piece XOR the key, which is the CRC-32 of all checksums. Readers
-keep the key of the file that they opened, so pieces of a replaced block do not match checksums of
-the new block.
+A stored checksum is the CRC-32 of the piece XOR the key. The key is the CRC-32 of all CRC-32
+values. Readers keep the key of the file that they opened, so pieces of a replaced block do not
+match checksums of the new block.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from ..blocks.block import Block
 from ..blocks.block_header import layouts_of
 
 ENDING = ".sums"
-#: Magic, bytes of the block, number of spans, key, CRC-32 of these values and of the spans.
+#: Head of the file: magic, bytes of the block, number of spans, key, CRC-32 of head and spans.
 _HEAD = struct.Struct("<8sQIII")
 _MAGIC = b"RDSUMS03"
 _SPAN = np.dtype([("start", "<u8"), ("stop", "<u8"), ("unit_bytes", "<u4"), ("piece_bytes", "<u4")])
-#: Bytes of whole rows with one checksum, at least. Checksums of 4 bytes then add at most 4 %.
+#: Minimum bytes of rows per checksum. Checksums of 4 bytes then add at most 4 %.
 _LEAST_BYTES = 96
-#: Bytes of a piece, at most. Equals the smallest `chunk_bytes` of `RemoteOptions`.
+#: Maximum bytes of a piece. Equals the minimum of `RemoteOptions.chunk_bytes`.
 _MOST_BYTES = 4096
-#: Bytes of a piece of the block that holds no rows, such as the header.
+#: Bytes of a piece outside of rows, such as in the header.
 _OTHER_BYTES = 1024
 _PART_BYTES = 1 << 20
 _MAX_SPANS = 1 << 16
-#: Bytes of the first request to the file: the table of spans, and all checksums of a small block.
+#: Bytes of the first request to a checksum file, which are kept in memory: head, spans, and all
+#: checksums of a small block.
 FIRST_BYTES = 4096
 
 
 class Span(NamedTuple):
-    """A part of a block with pieces of one size.
+    """A part of a block that is divided into pieces of one size.
 
     Attributes:
         start, stop: Byte range in the block.
-        unit_bytes: Bytes of a unit. Each unit is whole rows and is divided into pieces.
+        unit_bytes: Bytes of a unit: one or several complete rows, which are divided into pieces.
         piece_bytes: Bytes of a piece. The last piece of a unit may be shorter.
     """
 
@@ -61,28 +62,28 @@ class Span(NamedTuple):
 
     @property
     def pieces_per_unit(self) -> int:
-        """Pieces of a unit."""
+        """Number of pieces per unit."""
         return -(-self.unit_bytes // self.piece_bytes)
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of the span."""
+        """Number of pieces in the span."""
         units, rest = divmod(self.stop - self.start, self.unit_bytes)
         return units * self.pieces_per_unit + -(-rest // self.piece_bytes)
 
     def piece_at(self, place: int) -> int:
-        """Return the number of the piece that holds byte `place` of the block."""
+        """Return the number of the piece in the span that contains byte `place` of the block."""
         unit, rest = divmod(place - self.start, self.unit_bytes)
         return unit * self.pieces_per_unit + rest // self.piece_bytes
 
     def first_byte(self, piece: int) -> int:
-        """Return the offset of a piece in the block; `stop` if `piece` equals `num_pieces`."""
+        """Return the byte offset of a piece in the block; `num_pieces` returns `stop`."""
         unit, rest = divmod(piece, self.pieces_per_unit)
         return min(self.start + unit * self.unit_bytes + rest * self.piece_bytes, self.stop)
 
 
 def spans_of(block: Block, schema: Schema) -> list[Span]:
-    """Return the spans of a block with these fields."""
+    """Divide a block into spans: one per column of rows, and one per part between columns."""
     layouts = layouts_of(schema)
     tables = []
     for (table, name), (start, num_rows) in block.places.items():
@@ -101,7 +102,7 @@ def spans_of(block: Block, schema: Schema) -> list[Span]:
 
 
 def rows_of_a_unit(row_bytes: int) -> int:
-    """Return the number of rows of a unit: 1 if a row has 96 bytes or more."""
+    """Return the number of rows per unit, so that a unit has at least 96 bytes."""
     return -(-_LEAST_BYTES // row_bytes)
 
 
@@ -131,13 +132,13 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
 
 
 def _combined(sums: np.ndarray, key: int) -> np.ndarray:
-    """Return checksums XOR the key of their file. The function is its own inverse."""
+    """Return checksums XOR key, which converts stored checksums to CRC-32 values and back."""
     combined: np.ndarray = sums ^ np.array(key, "<u4")
     return combined
 
 
 def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
-    """Check a whole checksum file.
+    """Parse and check the content of a checksum file; `where` names the file for errors.
 
     Returns:
         The spans, and the CRC-32 of each piece, uint32 `[num_pieces]`.
@@ -158,13 +159,17 @@ def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
 
 
 def _key_of(content: bytes) -> int:
-    """Return the key in the head of a checksum file."""
+    """Return the key from the head of a checksum file."""
     key: int = _HEAD.unpack_from(content)[3]
     return key
 
 
 def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
-    """Check the beginning of a checksum file; return the spans and the offset of the checksums."""
+    """Parse and check head and spans of a checksum file.
+
+    Returns:
+        The spans, and the byte offset of the checksums in the file.
+    """
     stop = _stop_of_spans(content, where)
     head = content[: _HEAD.size]
     table = content[_HEAD.size : stop]
@@ -184,7 +189,7 @@ def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
 
 
 def _stop_of_spans(content: bytes, where: str) -> int:
-    """Return the offset after the table of spans from the head of a checksum file."""
+    """Return the byte offset of the end of the spans, from the head of a checksum file."""
     if len(content) < _HEAD.size:
         raise _damaged(where)
     magic, _, num_spans, _, _ = _HEAD.unpack_from(content)
@@ -200,12 +205,13 @@ def _damaged(where: str) -> CorruptFileError:
 
 
 class _Header(NamedTuple):
-    """The beginning of a checksum file.
+    """The beginning of a checksum file: its spans, and where the checksums start.
 
     Attributes:
         spans: Spans of the block.
-        first_pieces: Number of the first piece of each span, counted over all spans, and the total.
-        offset: Offset of the checksums in the file.
+        first_pieces: Number of the first piece of each span, counted over all spans, then the
+            total number of pieces.
+        offset: Byte offset of the checksums in the file.
         content: First bytes of the file.
     """
 
@@ -216,12 +222,12 @@ class _Header(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """Pieces `start:stop` of a span.
+    """A range of pieces within one span.
 
     Attributes:
         span: The span.
-        first_piece: Number of the first piece of the span, counted over all spans.
-        start, stop: Pieces, counted in the span.
+        first_piece: Number of the span's first piece, counted over all spans.
+        start, stop: Range of pieces, counted within the span.
     """
 
     span: Span
@@ -231,15 +237,15 @@ class _Pieces(NamedTuple):
 
 
 class PieceSums:
-    """The checksums of one block, fetched in parts on demand. Thread-safe.
+    """The checksum file of one block, which is fetched in parts on demand. Thread-safe.
 
-    Only the first `FIRST_BYTES` of the file are kept.
+    Only the first `FIRST_BYTES` of the file are kept in memory.
 
     Args:
         path: The block.
-        num_bytes: Listed size of the block.
-        file_bytes: Size of the checksum file.
-        load: Fetches bytes `start:stop` of the checksum file.
+        num_bytes: Listed size of the block in bytes.
+        file_bytes: Size of the checksum file in bytes.
+        load: Function that fetches bytes `start:stop` of the checksum file.
     """
 
     def __init__(
@@ -254,11 +260,11 @@ class PieceSums:
 
     @property
     def path(self) -> Path:
-        """The checksum file."""
+        """Path of the checksum file."""
         return self._path.with_name(self._path.name + ENDING)
 
     def _opened(self) -> _Header:
-        """Return the header of the checksum file; fetch it at the first call.
+        """Return head and spans of the checksum file, which the first call fetches.
 
         Raises:
             CorruptFileError: The file is damaged, or belongs to a block of another size.
@@ -283,7 +289,7 @@ class PieceSums:
             return self._header
 
     def _pieces(self, start: int, stop: int) -> Iterator[_Pieces]:
-        """Yield the pieces of each span that overlap a byte range of the block."""
+        """Yield, span by span, the pieces that overlap bytes `start:stop` of the block."""
         header = self._opened()
         for span, first_piece in zip(header.spans, header.first_pieces, strict=False):
             low = max(start, span.start)
@@ -292,7 +298,7 @@ class PieceSums:
                 yield _Pieces(span, first_piece, span.piece_at(low), span.piece_at(high - 1) + 1)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of the pieces that overlap bytes `start:stop` of the block."""
+        """Extend bytes `start:stop` of the block to complete pieces; return the byte range."""
         parts = list(self._pieces(start, stop))
         if not parts:
             return start, stop
@@ -301,7 +307,10 @@ class PieceSums:
         return first.span.first_byte(first.start), last.span.first_byte(last.stop)
 
     def inner(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of the pieces inside `start:stop`; empty if there are none."""
+        """Shrink bytes `start:stop` of the block to complete pieces; return the byte range.
+
+        The range is empty if no piece is inside.
+        """
         low = self.bounds(start, start + 1)[0]
         high = self.bounds(stop - 1, stop)[1]
         first = low if low == start else self.bounds(start, start + 1)[1]
@@ -309,7 +318,10 @@ class PieceSums:
         return first, max(first, end)
 
     def place(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range in the checksum file of the pieces in `start:stop`."""
+        """Return where the checksum file stores the checksums of bytes `start:stop` of the block.
+
+        The result is a byte range of the checksum file.
+        """
         parts = list(self._pieces(start, stop))
         first = parts[0]
         last = parts[-1]
@@ -319,19 +331,19 @@ class PieceSums:
         )
 
     def kept(self, low: int, high: int) -> bytes:
-        """Return the leading bytes of `low:high` of the checksum file that are in memory."""
+        """Return bytes `low:high` of the checksum file, as far as they are in memory."""
         return self._opened().content[low:high]
 
     def check(self, data: bytes, start: int, sums: bytes) -> None:
-        """Compare whole pieces with their checksums.
+        """Check complete pieces of the block against their checksums.
 
         Args:
             data: Bytes of the pieces.
-            start: First byte of `data` in the block.
-            sums: Checksums of these pieces, as bytes of the checksum file.
+            start: Byte offset of `data` in the block.
+            sums: Stored checksums of these pieces, from the checksum file.
 
         Raises:
-            CorruptFileError: A checksum differs, or the checksum file is damaged.
+            CorruptFileError: A checksum is wrong, or the checksum file is damaged.
         """
         view = memoryview(data)
         key = _key_of(self._opened().content)

@@ -1,8 +1,8 @@
-"""Upload of the blocks of a folder to a URL.
+"""`push`: upload of the blocks of a data folder to a URL.
 
-Blocks are never replaced, and metadata.json is uploaded last, so a killed upload leaves complete
-blocks and the next call continues it. If annotations of new blocks state how episodes ended,
-metadata.json is replaced first. The store must not show partial objects.
+Blocks are never replaced, and metadata.json is uploaded last. A killed upload therefore leaves
+complete blocks, and the next call resumes it. If annotations of new blocks state how episodes
+ended, metadata.json is replaced first. The store must never show incomplete objects.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .locations import RemoteFiles, RemoteOptions, checked_remote, remote_path
 from .piece_checksums import ENDING, Span, parse, spans_of, sums_of
 from .remote_folder import HEAD_BYTES, RemoteFolder
 
-#: Threads that upload.
+#: Number of uploads at a time.
 _NUM_THREADS = 4
-#: Bytes of a block that are uploaded within the time-out of one request.
+#: Bytes of a block that must be uploaded within `timeout_s`.
 _TIMEOUT_BYTES = 4 << 20
 
 
@@ -41,16 +41,15 @@ def push(
     remote: RemoteOptions | None = None,
     progress: bool = False,
 ) -> int:
-    """Upload the blocks of a folder that are not at the URL yet, then metadata.json.
+    """Upload the blocks of a folder that the URL does not have yet, then metadata.json.
 
-    Before each block, a file with checksums of its pieces is uploaded; readers compare the pieces
-    that they fetch. If the store supports conditional requests, an object is created only if its
-    name is free.
+    Before each block, a file with its checksums is uploaded, with which readers check the data that
+    they fetch. If the store supports conditional requests, an existing object is never overwritten.
 
     Args:
         data_dir: Data folder.
         url: Target, such as "s3://bucket/walk".
-        remote: Options of requests. The time-out of an upload is `timeout_s` for every 4 MiB of the
+        remote: Options of requests. The time-out of an upload is `timeout_s` per 4 MiB of the
             largest block. Failed uploads are retried `num_retries` times.
         progress: Show a progress bar.
 
@@ -59,8 +58,8 @@ def push(
 
     Raises:
         UsageError: The folder has no blocks, or `url` is no URL.
-        DataFileError: A block is damaged (nothing is uploaded), another block has its name at the
-            URL, the bucket does not exist, or the store denies access.
+        DataFileError: A block is damaged (then nothing is uploaded), the URL has another block of
+            the same name, the bucket does not exist, or the store denies access.
         SchemaError: The URL has data with other fields.
         FetchError: All attempts of an upload failed.
     """
@@ -124,7 +123,7 @@ def _json(metadata: Metadata) -> bytes:
 
 
 def there_now(files: RemoteFiles) -> set[str]:
-    """Return the names of the files at a URL; an empty set if the URL does not exist."""
+    """Return the names of the files at a URL; the set is empty if the URL does not exist."""
     try:
         return set(files.listed())
     except UsageError:
@@ -132,13 +131,14 @@ def there_now(files: RemoteFiles) -> set[str]:
 
 
 def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: bool) -> bool:
-    """Upload the checksums of a block, then the block.
+    """Upload the checksum file of a block, then the block.
 
     Returns:
-        False if the URL already has the block, for example after an attempt without an answer.
+        Whether the block was uploaded. False means that the URL has the block already, for example
+        after an attempt whose answer was lost.
     """
     target = files.path / path.name
-    if is_listed:  # Checked first, as checksums must not be uploaded beside another block.
+    if is_listed:  # Checksums must not be uploaded if the URL has another block of this name.
         _check_same(files, path)
     _put_sums(files, path, spans)
     try:
@@ -150,7 +150,7 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
 
 
 def _check_same(files: RemoteFiles, path: Path) -> None:
-    """Raise `DataFileError` if the block of this name at the URL differs in size or header."""
+    """Raise `DataFileError` if the URL's block of this name has another size or beginning."""
     target = files.path / path.name
     head = np.fromfile(path, np.uint8, HEAD_BYTES)
     is_same = files.system.size(str(target)) == path.stat().st_size
@@ -161,7 +161,7 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
 
 
 def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
-    """Upload the piece checksums of a block unless the URL already has valid checksums of it."""
+    """Upload the checksum file of a block, unless the URL has a valid checksum file for it."""
     target = str(files.path / (path.name + ENDING))
     content = sums_of(path, spans)
     try:
@@ -176,6 +176,6 @@ def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
         is_of_same_size = existing_spans[-1].stop == spans[-1].stop
         if is_of_same_size and sums_of(path, existing_spans) == existing:
             return
-    # The existing checksums are damaged, have an earlier layout, or belong to another block, whose
-    # upload was killed before the block itself was uploaded.
+    # The existing file is damaged, has an earlier layout, or belongs to another block, which was
+    # not uploaded because its upload was killed.
     files.system.pipe_file(target, content, mode="overwrite")

@@ -1,4 +1,4 @@
-"""A folder of block files at a URL. Headers of blocks are read by two requests each.
+"""`RemoteFolder`: a folder of block files at a URL. Most headers are read with two requests each.
 
 `blocks/block_header.py` and `blocks/block_folder.py` check remote and local files alike.
 """
@@ -31,23 +31,25 @@ from ..blocks.folder_metadata import BAD_METADATA, Metadata
 from .locations import RemoteFiles, RemotePath
 from .piece_checksums import ENDING, PieceSums
 
-#: Bytes at the beginning of a block that are fetched first. Head and tail contain the whole header
-#: of a block of up to 1,300 fragments; the rest of larger headers is fetched on demand.
+#: Bytes at the beginning of a block that are fetched first. Beginning and end of a block contain
+#: its complete header if it has up to 1,300 fragments. A larger header is fetched on demand.
 HEAD_BYTES = 128 << 10
 #: Bytes at the end of a block that are fetched first.
 TAIL_BYTES = 64 << 10
-#: Bytes per request on demand, at least.
+#: Minimum bytes per request for further bytes of a header.
 _MORE_BYTES = 64 << 10
 
 
 class RemoteFile(Guarded):
-    """A remote file for HDF5. Head and tail are fetched at the start, other bytes on demand.
+    """A remote block as a file object for HDF5.
+
+    Beginning and end of the file are fetched immediately, other bytes on demand.
 
     Args:
         files: Files of the URL.
         path: The file.
-        num_bytes: Listed size of the file.
-        sums: Checksums of the pieces of the file; None if there is no checksum file.
+        num_bytes: Listed size of the file in bytes.
+        sums: Checksum file of the block; None if there is none.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RemoteFile(Guarded):
         for start, stop in ((0, head), (tail, num_bytes)):
             if start < stop:
                 requests[start] = files.ask(path, start, stop, bytes, sums)
-        #: First byte and content of each fetched part.
+        #: Byte offset and content of each fetched part.
         self._parts: list[tuple[int, bytes]] = []
         for start, request in requests.items():
             self._parts.append((start, files.fetcher.wait(request)))
@@ -104,26 +106,30 @@ class RemoteFile(Guarded):
         return more[start - low : stop - low]
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # Objects of a store have no holes, unlike sparse local files.
+        # Unlike sparse local files, objects of a store have no holes.
         return len(self.read_at(num_bytes, start)) == num_bytes
 
 
 def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
-    """Return the end of the head and the start of the tail, both ranges shrunk to whole pieces."""
+    """Shrink the ranges `0:head` and `tail:num_bytes` of a block to complete pieces.
+
+    Returns:
+        Stop of the first range, and start of the second.
+    """
     _, stop = sums.inner(0, head)
-    if head == tail or tail >= num_bytes:  # No bytes are between head and tail.
+    if head == tail or tail >= num_bytes:  # The two ranges are adjacent.
         return stop, stop
     return stop, sums.inner(tail, num_bytes)[0]
 
 
 class RemoteFolder(BlockFolder):
-    """The blocks at a URL, see `BlockFolder`. Headers are read by many requests at once.
+    """The blocks at a URL, see `BlockFolder`. Headers are read with many requests at once.
 
     Args:
         files: Files of the URL.
         verify_on_open: Check all checksums of a block when it is first opened, which fetches the
-            whole block.
-        label: Prefix of the names of writers.
+            entire block.
+        label: Prefix of writer names.
     """
 
     def __init__(self, files: RemoteFiles, verify_on_open: bool = False, label: str = "") -> None:
@@ -132,8 +138,8 @@ class RemoteFolder(BlockFolder):
         self._num_openers = files.options.num_requests
         self._use_cache = False
         self._listed: dict[str, FileStamp] = {}
-        #: Names of blocks that are missing from a new listing, so that they cause no further
-        #: listing.
+        #: Names of blocks that were not found by a new listing, so that no further listing is
+        #: requested for them.
         self._unlisted: set[str] = set()
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
 
@@ -141,7 +147,7 @@ class RemoteFolder(BlockFolder):
         return RemotePath(data_dir)
 
     def refresh(self) -> bool:
-        """Scan the folder again, see `BlockFolder`.
+        """Open new blocks and remove deleted ones, see `BlockFolder.refresh`.
 
         Raises:
             AccessError, FetchError: A block cannot be fetched. The next call tries again.
@@ -174,7 +180,7 @@ class RemoteFolder(BlockFolder):
         return header.fragments, header.checksums
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:
-        """Read the header of a block of this folder."""
+        """Read the header of a block of this folder; `num_bytes` is the listed file size."""
         sums = self.sums_of(path, num_bytes)
         header = read_header(path, RemoteFile(self.files, path, num_bytes, sums))
         return replace(header, fetch=partial(self.files.read, path, sums=sums))
@@ -187,11 +193,11 @@ class RemoteFolder(BlockFolder):
         return self._listed
 
     def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
-        """Return the checksums of the pieces of a block; None if the block has no checksum file.
+        """Return the checksum file of a block; None if the block has none.
 
         If the checksum file was removed after the listing, the next request fails.
         """
-        # Another process listed the block.
+        # The block is known from the listing of another process, so list the folder here once.
         if path.name not in self._listed and path.name not in self._unlisted:
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
@@ -225,7 +231,7 @@ class RemoteFolder(BlockFolder):
         return document
 
     def metadata_there(self) -> Metadata | None:
-        """Return the content of metadata.json; None if the file or the folder is missing."""
+        """Read metadata.json; return None if the file or the folder is missing."""
         try:
             return Metadata.from_json(self.read_document())
         except (FileNotFoundError, UsageError):
@@ -233,7 +239,7 @@ class RemoteFolder(BlockFolder):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Content of metadata.json with totals that are counted in the blocks.
+        """Content of metadata.json, with totals that are counted in the blocks.
 
         If the file is damaged, the content is rebuilt from the blocks.
         """
