@@ -1,1 +1,1 @@
-"""Records into a data folder, and its retention."""
+"""Recording of steps and episodes into a data folder, and deletion of old blocks."""

@@ -1,6 +1,7 @@
-"""Checks of episode metadata and frame texts, and their conversion to the stored form.
+"""Checks of episode metadata and frame texts, and their conversion to annotations.
 
-Metadata of an episode become JSON. A text becomes an id (`blocks/annotation_table.py`).
+Metadata of an episode are stored as JSON. A text is stored once, and frames refer to it by an id
+(`blocks/annotation_table.py`).
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from storage.errors import FieldTypeError, SchemaError, UsageError
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
 
-#: Name of metadata of an episode -> type that readers rely on.
+#: Keys in the metadata of an episode with the types that readers expect.
 _TYPES: dict[str, type] = {"task": str, "success": bool}
 
 
 @dataclass(frozen=True, eq=False)
 class StepNotes:
-    """Metadata of episodes and texts of frames that were recorded with a rollout.
+    """Annotations of a rollout: metadata of episodes and texts of frames.
 
     Attributes:
-        episodes: (step, env, JSON object) of each metadata record, in the order of time.
-        texts: `text_id` -> UTF-8 of every text of the frames.
+        episodes: (step, env, JSON object) for each metadata record, in the order of time.
+        texts: Maps the `text_id` of each text of the frames to its UTF-8 bytes.
     """
 
     episodes: tuple[tuple[int, int, bytes], ...] = ()
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Return the metadata of the steps `start:stop`, with all texts."""
+        """Return the annotations of steps `start:stop`; texts of other steps are included."""
         episodes = tuple(
             (step - start, env, data) for step, env, data in self.episodes if start <= step < stop
         )
@@ -44,7 +45,7 @@ class StepNotes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all metadata and texts."""
+        """Total bytes of all metadata and texts."""
         return sum(len(data) for *_, data in self.episodes) + sum(map(len, self.texts.values()))
 
 
@@ -52,7 +53,7 @@ NO_NOTES = StepNotes()
 
 
 def is_texts(value: Any) -> bool:
-    """Return whether a value is a text, or a list or array of texts."""
+    """Return whether a value of a record is a str, or a list or array of str."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "UT" or (
             value.dtype == object and value.size > 0 and is_texts(value.flat[0])
@@ -63,16 +64,16 @@ def is_texts(value: Any) -> bool:
 
 
 def text_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
-    """Return the ids of texts, int64 of shape `lead`.
+    """Convert texts of a field to ids, int64 of shape `lead`.
 
     Args:
         name: Name of the field.
         value: One text for all frames, or texts of shape `lead` or `[*lead, 1]`.
         lead: Leading shape of the record, `(N,)` or `(T, N)`.
-        texts: Receives id -> UTF-8 of each text.
+        texts: Output mapping, to which the id and the UTF-8 bytes of each text are added.
 
     Raises:
-        SchemaError: The shape differs.
+        SchemaError: The texts have another shape.
         UsageError: A value is no text, or a text is too long.
     """
     listed = np.empty((), object)
@@ -105,7 +106,10 @@ def text_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, byte
 
 
 def check_text_fields(schema: Schema, texts: Container[str]) -> None:
-    """Raise `FieldTypeError` if a numeric field has texts or a text field has numbers."""
+    """Raise `FieldTypeError` if numeric fields have texts, or text fields have numbers.
+
+    `texts` contains the names of the fields that have texts in the record.
+    """
     for name, declared in schema.items():
         is_text = name in texts
         if declared.is_text != is_text:
@@ -119,12 +123,15 @@ def check_text_fields(schema: Schema, texts: Container[str]) -> None:
 def episode_notes(
     episode: Any, marks: np.ndarray, is_step: bool
 ) -> tuple[tuple[int, int, bytes], ...]:
-    """Check the metadata of episodes in a record and return (step, env, JSON object) of each.
+    """Check the metadata of episodes in a record and convert them to JSON.
 
     Args:
         episode: Argument `episode` of `RolloutWriter.add`, or of `add_rollout`.
-        marks: uint8 `[T, N]`; 0 if an env has no frame in a step.
-        is_step: Whether the record is a step.
+        marks: Marks of the frames, uint8 `[T, N]`; 0 if an env has no frame in a step.
+        is_step: Whether the record is a single step.
+
+    Returns:
+        (step, env, JSON object) for each metadata record.
 
     Raises:
         UsageError: The form is invalid, a value is not JSON, or an env has no frame.
@@ -150,7 +157,10 @@ def episode_notes(
 
 
 def _checked_list(values: Any, count: int, item: str) -> Sequence[Any]:
-    """Return `values` if they are a list, tuple or object array of `count` items."""
+    """Return `values`; raise `UsageError` if it is no list or object array of `count` items.
+
+    `item` names what each value is for, in the error.
+    """
     is_object_array = isinstance(values, np.ndarray) and values.dtype == object
     is_list = isinstance(values, (list, tuple)) or is_object_array
     if not is_list or len(values) != count:
@@ -165,7 +175,7 @@ def _checked_list(values: Any, count: int, item: str) -> Sequence[Any]:
 
 
 def episode_json(metadata: Any) -> bytes:
-    """Check the metadata of an episode and return a JSON object.
+    """Check the metadata of an episode and convert it to a JSON object.
 
     Raises:
         UsageError: `metadata` is no mapping with names of type str, or a value is not JSON.
@@ -204,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 class NoteCount:
-    """Byte counts of the metadata of episodes in progress, to enforce the limit per episode.
+    """Counts the bytes of metadata of each episode in progress, to enforce the limit per episode.
 
     Args:
         num_envs: N.
@@ -215,10 +225,14 @@ class NoteCount:
         self._is_used = False
 
     def add(self, marks: np.ndarray, notes: StepNotes) -> None:
-        """Count the bytes of the metadata of a rollout; `marks` `[T, N]` has the ends of episodes.
+        """Count the metadata of a rollout.
+
+        Args:
+            marks: Marks of the frames with the ends of episodes, uint8 `[T, N]`.
+            notes: Annotations of the rollout.
 
         Raises:
-            UsageError: An episode has too many bytes. Nothing was counted.
+            UsageError: An episode has too many bytes of metadata. The counts are unchanged.
         """
         self._is_used |= bool(notes.episodes)
         if not self._is_used:
@@ -239,5 +253,5 @@ class NoteCount:
         self._num_bytes = counts
 
     def end(self, env_ids: np.ndarray) -> None:
-        """Reset the counts of envs whose episodes have ended."""
+        """Reset the counts of the envs `env_ids`, whose episodes have ended."""
         self._num_bytes[env_ids] = 0

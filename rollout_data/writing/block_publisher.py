@@ -1,8 +1,8 @@
-"""Publishing of staged frames as blocks, one after another, in a background thread.
+"""`BlockPublisher`: writes staged frames as blocks, one after another, in a background thread.
 
-Only that thread uses the state between blocks (sequence, trajectories in progress). After a failure
-no further block is published, since the recording would have a gap. Every later call raises the
-failure.
+Only that thread uses the state between blocks (sequence number, trajectories in progress). After a
+failed block no further block is published, since the recording would have a gap. Every later call
+raises the error.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ from .retention import prune
 from .staged_frames import Carry, Staging
 from .writer_journal import Journal
 
-#: The index cache is rewritten when it lacks more than this number of blocks and a quarter of all
-#: blocks.
+#: The index cache is rewritten when more blocks than this number, and more than a quarter of all
+#: blocks, are missing from it.
 _MIN_UNCACHED_BLOCKS = 8
-#: Largest size of an HDF5 attribute or type in bytes. HDF5 stores attributes and types in entries
-#: of 64 KiB.
+#: Maximum size of an HDF5 attribute or type in bytes. HDF5 stores each in an entry of at most
+#: 64 KiB.
 _MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
-    """Writes the blocks of a writer in the background; numbers continue from its earlier blocks.
+    """Writes the blocks of one writer in a background thread.
+
+    If the folder has earlier blocks of the writer, sequence and trajectory numbers continue.
 
     Args:
         journal: Journal of the writer, in which the number of published frames is stored.
         num_envs: Number of envs, N.
-        max_pending: Largest number of blocks in memory, including the block that is being filled.
+        max_pending: Maximum number of blocks in memory, including the block that is being filled.
             With 1, `submit` waits until the block is published.
-        is_tentative: Mark fragments as valid only once their trajectory has ended.
+        is_tentative: Mark fragments so that readers ignore them until their trajectory has ended.
         durable, frames_per_chunk, retention: As in `RolloutWriter`.
 
     Attributes:
-        last_ns: Time of the last frame in earlier blocks of the writer.
-        failure: Error of the first block that could not be written; None without a failure.
+        last_ns: Time of the last frame in earlier blocks of the writer, ns since the epoch.
+        failure: Error of the first block that could not be written; None if there is none.
 
     Raises:
         UsageError: The earlier blocks of the writer cannot be read.
@@ -83,7 +85,7 @@ class BlockPublisher:
         self._is_tentative = is_tentative
         self._frames_per_chunk = frames_per_chunk
         self._retention = retention
-        #: Field -> codec that "auto" chose for the first block.
+        #: Maps fields with the codec "auto" to the codec that the first block chose.
         self._codecs: dict[str, str] = {}
         self.failure: BaseException | None = None
         self._is_awaited = False
@@ -97,11 +99,11 @@ class BlockPublisher:
         """Queue staged steps as the next block. Waits while too many blocks are pending.
 
         Args:
-            staging: Staged steps of the block. This call seals the staging. A staging that is
-                submitted twice is published once.
-            num_accepted: Number of frames that the writer accepted up to the end of this staging.
+            staging: Staged steps of the block, which are sealed against changes. Submitting the
+                same staging twice publishes it once.
+            num_accepted: Total number of frames that the writer has accepted, including these.
         """
-        with self._waiting():  # After a Ctrl-C here, the steps are still staged.
+        with self._waiting():  # A Ctrl-C here loses nothing, since the steps are still staged.
             self._worker.wait_for_room(max(0, self._max_pending - 2))
         self.check()
         staging.is_sealed = True
@@ -110,12 +112,12 @@ class BlockPublisher:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all submitted blocks are published or a block has failed."""
+        """Wait until all submitted blocks are published, or one has failed."""
         with self._waiting():
             self._worker.drain()
 
     def check(self) -> None:
-        """Raise the error of a failed block, at every call.
+        """Raise an error if a block could not be written. Every later call raises it again.
 
         Raises:
             BackgroundError: A block could not be written.
@@ -129,7 +131,10 @@ class BlockPublisher:
             ) from self.failure
 
     def close(self) -> None:
-        """Publish the submitted blocks, rewrite the index cache and stop. `check` raises errors."""
+        """Publish all submitted blocks, rewrite the index cache and stop the thread.
+
+        Errors are not raised here, but by `check`.
+        """
         with self._waiting():
             self._worker.close()
         if self._num_uncached and self.failure is None:
@@ -137,7 +142,7 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Use several threads to code a block while the caller only waits."""
+        """While in the `with` block, encode with several threads, since the caller only waits."""
         self._is_awaited = True
         try:
             yield
@@ -168,7 +173,7 @@ class BlockPublisher:
             self.failure = failure
             return
         if self._retention is not None:
-            # The next block tries again after a failure.
+            # If deleting old blocks fails, the next block tries again.
             with self._warn_on_failure("Old blocks of {} were not deleted"):
                 prune(self._folder, **self._retention)
         if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
@@ -181,7 +186,10 @@ class BlockPublisher:
 
     @contextmanager
     def _warn_on_failure(self, text: str) -> Iterator[None]:
-        """Convert errors of the `with` block, which the recording does not need, to warnings."""
+        """Convert errors of the `with` block to warnings, since the recording can continue.
+
+        `text` contains a placeholder for the folder.
+        """
         try:
             yield
         except (OSError, RolloutDataError) as error:
@@ -189,7 +197,7 @@ class BlockPublisher:
 
 
 def check_storable(schema: Schema) -> None:
-    """Raise `SchemaError` if the fields exceed the limit of HDF5, 64 KiB per header entry."""
+    """Raise `SchemaError` if a field name is invalid, or the fields are too many for HDF5."""
     for name in schema:
         parts = name.split("/")
         is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
@@ -222,9 +230,11 @@ def check_storable(schema: Schema) -> None:
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
-    """Return the next block number, the trajectories in progress, and the last frame time in ns.
+    """Read the state to continue from, from earlier blocks of the writer in the folder.
 
-    All three are read from the earlier blocks of the writer.
+    Returns:
+        Next sequence number, an empty carry with the next trajectory number, and time of the last
+        frame in ns.
     """
     sequence = 0
     trajectory = 0
@@ -232,7 +242,7 @@ def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
     for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
         try:
             header = read_header(path)
-        except (RolloutDataError, OSError) as cause:  # OSError for a link without a target.
+        except (RolloutDataError, OSError) as cause:  # A dangling link raises OSError.
             raise UsageError(
                 f"block {str(path)!r} of writer {writer!r} cannot be read: {cause}. Use another "
                 "writer_name."

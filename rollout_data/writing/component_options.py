@@ -1,4 +1,4 @@
-"""Options of a writer for the components of an observation, and the split of flat observations."""
+"""Writer options for components of an observation, and the split of a flat observation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _checked_components(name: str, components: Any) -> dict[str, Any]:
 
 
 def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
-    """Return `obs_segments` as component -> shape; empty for None.
+    """Check the argument `obs_segments`; return a mapping of components to shapes.
+
+    The mapping is empty for None.
 
     Raises:
         UsageError: `segments` is no mapping, or a name or shape is invalid.
@@ -39,7 +41,9 @@ def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
 
 
 def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
-    """Return `obs_disassemble_mapping` as component -> codec; empty for None.
+    """Check the argument `obs_disassemble_mapping`; return a mapping of components to codecs.
+
+    The mapping is empty for None.
 
     Raises:
         UsageError: `mapping` is no mapping, a codec cannot be written, or a component is not in
@@ -65,17 +69,20 @@ def split_components(
     segments: Mapping[str, tuple[int, ...]],
     *num_leads: int,
 ) -> dict[str, Any]:
-    """Replace a flat observation by one view per segment, or check the shapes of its components.
+    """Split a flat observation into a view per component, or check the shapes of components.
 
     Args:
         leaves: Values of a record by flat name.
         head: Name of the observation.
-        segments: Component -> shape, in order.
-        num_leads: Possible numbers of axes before the shape of a component. The first that fits is
-            used.
+        segments: Maps components to shapes, in the order of the flat observation.
+        num_leads: Possible numbers of axes before the shape of a component. The first number that
+            matches is used.
+
+    Returns:
+        All values of the record, with a value per component.
 
     Raises:
-        SchemaError: The width, a shape or the names of the components differ.
+        SchemaError: The width, a shape or the names of the components are wrong.
     """
     wanted = {f"{head}/{name}": shape for name, shape in segments.items()}
     parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}

@@ -1,8 +1,9 @@
-"""The note of a conversion inside its target: the source, the options, and checksums of all rows.
+"""The record of a conversion, which `convert` stores in its target to resume and check it.
 
-A note is a text file. The first line describes the whole conversion. Each written episode has a
-line, and further lines describe files. `formats/conversion_resume.py` compares a note with a
-source. `ForeignWriter.check_files` compares a note with a target.
+A record consists of JSON lines. The first line describes the source and the options. Each written
+episode has a line with checksums of its rows, and further lines describe files.
+`formats/conversion_resume.py` compares a record with a source. `ForeignWriter.check_files` compares
+a record with a target.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from storage.errors import DataFileError, RolloutDataError, UnansweredError
 from .json_values import plain
 from .target_files import FileSum, file_sum, sums_as_json, sums_from_json
 
-#: File name of the note in a folder, and dataset name of the note in an HDF5 file.
+#: Name of the record's file in a folder, and name of its dataset in an HDF5 file.
 NOTE_NAME, NOTE_DATASET = "rollout_conversion.jsonl", "rollout_conversion"
 _KEY = "rollout_conversion"
-#: Bytes of a value of metadata as JSON. Longer values are noted as their checksum.
+#: Maximum bytes of a metadata value as JSON. The record contains only the checksum of a longer one.
 _MAX_VALUE_BYTES = 200
-#: Characters of a task. Longer tasks are noted as their checksum.
+#: Maximum characters of a task. The record contains only the checksum of a longer task.
 _MAX_TASK = 1 << 16
-#: Bytes per read of a field that the writer of the target did not read.
+#: Bytes per read of rows that are read only for their checksum.
 _PART_BYTES = 8 << 20
-#: Depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper line is
-#: damaged.
+#: Maximum depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper
+#: line is damaged.
 _MAX_DEPTH = 128
-#: Text in place of the checksum of a field that cannot be read and is missing from the target.
+#: Recorded instead of a checksum if a field cannot be read and is therefore not in the target.
 UNREAD = "--------"
-#: Suffix of a field name for the checksum of its value after the last step.
+#: Suffix of a field name, for the checksum of the field in the final observation.
 AFTER_LAST = " after the last step"
 
 
 class UnreadableEpisode(DataFileError):
-    """Reading an episode of the source failed.
+    """An episode of the source of a conversion cannot be read.
 
     Attributes:
-        problem: The error of the source.
+        problem: The error that the source raised.
     """
 
     def __init__(self, problem: DataFileError) -> None:
@@ -55,9 +56,9 @@ class UnreadableEpisode(DataFileError):
 
 
 class SummedEpisode:
-    """An episode whose rows are added to checksums as a writer reads them.
+    """Wrapper of an episode that computes checksums of the rows that a writer reads.
 
-    Errors of the source become `UnreadableEpisode`. Other attributes are those of the episode.
+    Errors of the source become `UnreadableEpisode`. All other attributes are those of the episode.
     """
 
     def __init__(self, episode: Any) -> None:
@@ -71,7 +72,7 @@ class SummedEpisode:
         return self._of_source(lambda: getattr(self._episode, name))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        """Read steps of a field, as `Episode.read`."""
+        """Read steps of a field like `Episode.read`, and add the rows to its checksum."""
         rows = self._of_source(lambda: self._episode.read(name, start, stop))
         summed = self._stops.get(name, 0)
         end = self._episode.length if stop is None else stop
@@ -81,7 +82,7 @@ class SummedEpisode:
         return rows
 
     def sums(self) -> dict[str, str]:
-        """Return the checksum of each field as 8 hexadecimal digits. Reads all remaining rows."""
+        """Read all remaining rows; map fields to checksums of 8 hexadecimal digits."""
         episode = self._episode
         sums = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
         if episode.final:
@@ -96,7 +97,7 @@ class SummedEpisode:
         return sums
 
     def check_readable(self) -> None:
-        """Read the rows that were not read yet.
+        """Read all remaining rows to check that the entire episode can be read.
 
         Raises:
             UnreadableEpisode: A field cannot be read.
@@ -107,7 +108,9 @@ class SummedEpisode:
             self._of_source(lambda: self._episode.final_observation)
 
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
-        """Return the checksum of a field; `UNREAD` for an unreadable field without read rows.
+        """Read the remaining rows of a field and return its checksum.
+
+        The result is `UNREAD` if the first rows cannot be read.
 
         Raises:
             UnreadableEpisode: The field cannot be read, and the writer read some of its rows or
@@ -129,7 +132,7 @@ class SummedEpisode:
         return f"{self._sums.get(name, 0):08x}"
 
     def _of_source(self, read: Any) -> Any:
-        """Call `read`; convert errors of the source to `UnreadableEpisode`."""
+        """Return the result of `read()`; convert errors of the source to `UnreadableEpisode`."""
         try:
             return read()
         except (UnreadableEpisode, UnansweredError):
@@ -158,29 +161,29 @@ def _checksum(rows: Any, start: int = 0) -> int:
 
 @dataclass
 class ConversionNote:
-    """The description of a conversion in its target.
+    """The parsed record of a conversion.
 
     Attributes:
         format, version: Format of the target, and version of its writer.
-        options: Options of the conversion, with defaults.
+        options: Options of the conversion, defaults included.
         metadata: Metadata of the recording.
-        episodes: A description of each episode of the source, in its order.
+        episodes: Descriptions of the episodes of the source, in order; see `described`.
         source: Digest of path, size and modification time of every file of the source; "" if
             unknown.
         left_out: Ids of the episodes that could not be read.
-        rows: Id of each episode that was written -> field -> checksum.
-        files: Id of an episode -> file name in the target -> size and checksum. When an episode is
-            finished, its first file is renamed last.
-        stored: Id of an episode -> dataset in an HDF5 target -> checksum of the dataset's rows.
-        files_of_all: Other files: name in the target -> size and checksum; {} while they are
-            written.
-        unplaced: Id of the last episode if its files may not be renamed yet; "" otherwise.
-        published: Ids of the episodes in the blocks of a block folder. Dropped and pruned episodes
-            are included.
+        rows: For each written episode id, maps fields to checksums.
+        files: For each episode id, maps files of the target to size and checksum. When an episode
+            is complete, its first file is renamed last.
+        stored: For each episode id, maps datasets of an HDF5 target to checksums of their rows.
+        files_of_all: Maps files of the target that no single episode owns to size and checksum; {}
+            while they are written.
+        unplaced: Id of the last episode, if its files may still have temporary names; else "".
+        published: Ids of the episodes in the blocks of a block folder, including episodes that
+            were dropped or pruned later.
         finish: Content of the last line of a complete target; None if the target was never
             complete.
-        has_damaged_lines: Whether lines could not be read, such as a line that a killed conversion
-            cut.
+        has_damaged_lines: Whether lines could not be parsed, for example the last line of a killed
+            conversion.
     """
 
     format: str
@@ -200,7 +203,10 @@ class ConversionNote:
     has_damaged_lines: bool = field(default=False, compare=False)
 
     def resume(self, earlier: ConversionNote) -> None:
-        """Copy the episodes of an earlier note, and `files_of_all` from notes of block folders."""
+        """Copy the written episodes from the record of an interrupted conversion.
+
+        `files_of_all` is copied only for block folders, whose files are never rewritten.
+        """
         self.rows = earlier.rows
         self.files = earlier.files
         self.stored = earlier.stored
@@ -209,17 +215,17 @@ class ConversionNote:
         self.files_of_all = earlier.files_of_all if earlier.published else {}
 
     def is_whole(self) -> bool:
-        """Return whether the note has all episodes and files of a target, and no damaged lines."""
+        """Return whether the record describes a complete target and has no damaged lines."""
         is_ended = self.finish is not None or bool(self.files_of_all)
         is_of_all = {*self.rows} | self.left_out == {episode["id"] for episode in self.episodes}
         return is_ended and is_of_all and not self.has_damaged_lines
 
     def written_ids(self) -> list[str]:
-        """Return the ids of all episodes that are not left out, in order."""
+        """Return the ids of all episodes except those in `left_out`, in order."""
         return [episode["id"] for episode in self.episodes if episode["id"] not in self.left_out]
 
     def forget(self) -> None:
-        """Remove all episodes."""
+        """Remove all written episodes from the record, to start the conversion again."""
         self.rows.clear()
         self.files.clear()
         self.stored.clear()
@@ -227,7 +233,7 @@ class ConversionNote:
         self.files_of_all.clear()
 
     def first_line(self) -> str:
-        """Return the first line, which describes the whole conversion, with its line feed."""
+        """Return the first line: source, options and descriptions of all episodes."""
         fields: dict[str, int] = {}
         listed = []
         for episode in self.episodes:
@@ -247,7 +253,7 @@ class ConversionNote:
         return json.dumps(about) + "\n"
 
     def text(self) -> str:
-        """Return all lines."""
+        """Return all lines of the record as one text."""
         lines = [self.first_line(), *map(self.line_of, self.rows)]
         if self.rows and not self.unplaced:
             lines.append(placed_line())
@@ -256,16 +262,16 @@ class ConversionNote:
         return "".join(lines)
 
     def line_of(self, episode: str) -> str:
-        """Return the line of an episode that was written."""
+        """Return the line of a written episode by its id."""
         return line_of(
             episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {})
         )
 
     def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """Return a placeholder line for each episode, with the length of its later line.
+        """Map episode ids to placeholder lines, which are as long as the later lines.
 
         Args:
-            stored: Id of an episode -> its datasets.
+            stored: Maps episode ids to names of datasets in the target.
         """
         lines = {}
         for episode in self.episodes:
@@ -284,10 +290,10 @@ class ConversionNote:
 
     @classmethod
     def parse(cls, text: str) -> ConversionNote | None:
-        """Parse a note. Damaged lines of episodes are skipped.
+        """Parse the text of a record. Damaged lines, except the first, are skipped.
 
         Returns:
-            None if the text is no note or its first line is damaged.
+            The record; None if the text is no record or its first line is damaged.
         """
         first, *lines = text.split("\n")
         about = _object(first)
@@ -318,10 +324,10 @@ class ConversionNote:
         return note
 
     def _read_line(self, line: Mapping[str, Any], ids: Collection[str]) -> bool:
-        """Add the content of a line to this note; return whether the line is valid.
+        """Add the content of a line to this record; return whether the line is valid.
 
         Args:
-            line: The line as an object; {} if it is no JSON object.
+            line: The parsed line; {} if it is no JSON object.
             ids: Ids of the episodes of the source.
         """
         files = line.get("files")
@@ -338,7 +344,16 @@ class ConversionNote:
     def _read_files_line(
         self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
     ) -> bool:
-        """Add a line about files, whose sums are parsed."""
+        """Add the content of a line about files that no single episode owns.
+
+        Args:
+            line: The parsed line.
+            ids: Ids of the episodes of the source.
+            sums: Sizes and checksums of the files in the line.
+
+        Returns:
+            Whether the line is valid.
+        """
         if line.get("open") is True:
             self.files_of_all.clear()
         published: Any = [] if line.get("published") is None else line["published"]
@@ -356,7 +371,16 @@ class ConversionNote:
     def _read_episode_line(
         self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]
     ) -> bool:
-        """Add a line about an episode; `sums` has the size and checksum of each of its files."""
+        """Add the content of a line about an episode.
+
+        Args:
+            line: The parsed line.
+            ids: Ids of the episodes of the source.
+            sums: Sizes and checksums of the episode's files.
+
+        Returns:
+            Whether the line is valid.
+        """
         name = line.get("episode", line.get("left_out"))
         if not isinstance(name, str) or name not in ids:
             return False
@@ -367,7 +391,7 @@ class ConversionNote:
         stored: Any = line.get("stored", {})
         if not _are_sums(rows) or not _are_sums(stored):
             return False
-        self.rows.pop(name, None)  # Keeps `rows` in the order of the last line of each episode.
+        self.rows.pop(name, None)  # An episode that was written again moves to the end of `rows`.
         self.rows[name] = rows
         self.unplaced = name
         self.files[name] = sums
@@ -375,7 +399,7 @@ class ConversionNote:
         return True
 
     def _has_valid_types(self) -> bool:
-        """Return whether all values have valid types, since a note may be damaged or foreign."""
+        """Return whether all parsed values have valid types. A damaged record may have others."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
         if not isinstance(self.source, str) or not all(
@@ -390,7 +414,14 @@ class ConversionNote:
 def line_of(
     episode: str, sums: Mapping[str, str], files: Mapping[str, FileSum], stored: Mapping[str, str]
 ) -> str:
-    """Return the line of an episode that was written."""
+    """Return the line of a written episode.
+
+    Args:
+        episode: Id of the episode.
+        sums: Maps fields to checksums.
+        files: Maps files of the episode to sizes and checksums.
+        stored: Maps datasets of the target to checksums.
+    """
     about: dict[str, Any] = {"episode": episode, "rows": sums}
     if files:
         about["files"] = sums_as_json(files)
@@ -405,7 +436,14 @@ def files_line(
     removed: Iterable[str] = (),
     finish: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a line about files of all episodes."""
+    """Return a line about files that no single episode owns.
+
+    Args:
+        files: Maps new files to sizes and checksums.
+        published: Ids of the episodes in these files.
+        removed: Names of files that were removed on purpose.
+        finish: Content for the last line of a complete target.
+    """
     about: dict[str, Any] = {"files": sums_as_json(files)}
     for name, names in (("published", published), ("removed", removed)):
         sorted_names = sorted(names)
@@ -417,24 +455,24 @@ def files_line(
 
 
 def placed_line() -> str:
-    """Return the line after an episode whose files are renamed."""
+    """Return the line which states that the files of the last episode have their final names."""
     return json.dumps({"placed": True}) + "\n"
 
 
 def open_line() -> str:
-    """Return the line before the files of all episodes are rewritten."""
+    """Return the line which states that files that no single episode owns are being rewritten."""
     return json.dumps({"open": True}) + "\n"
 
 
 def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] = ()) -> None:
-    """Note, before blocks of a folder are removed, that they are removed on purpose.
+    """Write a line to a folder's conversion record: these blocks are removed on purpose.
 
-    Does nothing if the folder is no target of a conversion.
+    Call this before removing the blocks. Does nothing if the folder is no target of a conversion.
 
     Args:
-        folder: The folder.
+        folder: The block folder.
         removed: Blocks that will be removed.
-        added: New blocks with their episodes.
+        added: New blocks that contain their episodes.
     """
     place = folder / NOTE_NAME
     if place.is_file():
@@ -445,7 +483,7 @@ def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] =
 
 
 def append_line(place: Path, line: str, is_durable: bool = False) -> None:
-    """Append a line to a note. With `is_durable`, flush the note to the disk."""
+    """Append a line to the file of a record; with `is_durable`, flush it to the disk."""
     descriptor = os.open(place, os.O_WRONLY | os.O_APPEND)
     data = line.encode()
     try:
@@ -463,7 +501,7 @@ def left_out_line(episode: str) -> str:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """Parse a JSON object; None if the line is no valid object."""
+    """Parse a line as a JSON object; None if it is no valid object."""
     try:
         value = json.loads(line, object_pairs_hook=_unique_names, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
@@ -472,7 +510,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether lists and objects have less than `depth` levels, for the JSON comparison."""
+    """Return whether a value has less than `depth` levels, to stay below the recursion limit."""
     parts: Iterable[Any] = ()
     if isinstance(value, dict):
         parts = value.values()
@@ -482,7 +520,7 @@ def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise `ValueError` if a name is repeated."""
+    """Build a dict from the pairs of a JSON object; raise `ValueError` if a name is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("duplicate name")
@@ -490,7 +528,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(constant)  # In a note, NaN and infinities are texts.
+    raise ValueError(constant)  # A record contains NaN and infinities only as texts.
 
 
 def _are_texts(values: Any) -> bool:
@@ -502,7 +540,7 @@ def _are_sums(values: Any) -> bool:
 
 
 def _is_description(episode: Mapping[str, Any]) -> bool:
-    """Return whether a description has the parts that `described` returns, with valid types."""
+    """Return whether a parsed description has the keys and types that `described` returns."""
     fields = episode["fields"]
     if not isinstance(fields, dict) or not isinstance(episode.get("id"), str):
         return False
@@ -516,7 +554,7 @@ def _is_description(episode: Mapping[str, Any]) -> bool:
 
 
 def described(episode: Any) -> dict[str, Any]:
-    """Return the description of an episode for a note. Reads no rows."""
+    """Build the description of an episode for the record, without reading rows."""
     return {
         "id": episode.id,
         "length": episode.length,
@@ -535,12 +573,12 @@ def described(episode: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _forms(schema: Schema) -> Mapping[str, str]:
-    """Return field -> dtype and shape as text."""
+    """Map fields to texts with dtype and shape, such as "float32[3]"."""
     return {name: f"{declared.dtype}{list(declared.shape)}" for name, declared in schema.items()}
 
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return metadata as JSON values, without some names. Long values become their checksum."""
+    """Convert metadata to JSON values without the names `without`; long values to checksums."""
     return {
         str(name): _shortened(plain(value))
         for name, value in metadata.items()
@@ -554,8 +592,8 @@ def _shortened(value: Any) -> Any:
         return value if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
     num_bytes = 0
     checksum = 0
-    # The JSON text is built in parts: a value may repeat one text so often that the whole JSON text
-    # would not fit into memory.
+    # The JSON text is encoded in parts, since a value may repeat one text so often that its JSON
+    # does not fit into memory.
     for part in json.JSONEncoder().iterencode(value):
         num_bytes += len(part)
         checksum = crc32(part.encode(), checksum)

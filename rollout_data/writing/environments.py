@@ -1,8 +1,8 @@
-"""Reading of results of environments: gymnasium, stable-baselines3 and GPU simulators.
+"""Parsing of the results of environments: gymnasium, stable-baselines3 and GPU simulators.
 
-The convention of an env is detected from the results of `reset` and `step`. An observation is a
-final observation only if the env marks it or its autoreset mode implies it. If neither is known,
-recording raises and asks for `autoreset`.
+The convention of an env is detected from the results of `reset` and `step`. An observation counts
+as final observation only if the env marks it, or the autoreset mode of the env implies it. If
+neither is known, recording raises an error that asks for `autoreset`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from storage.core.memory import as_given, on_host
 from storage.errors import FieldTypeError, SchemaError, UsageError
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
-#: Names of final observations in infos. The next two tuples are names of the privileged part of
-#: final observations, and of time-outs.
+#: Keys of final observations in infos. The next two tuples are keys of the privileged part of final
+#: observations, and of time-outs.
 FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
 FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
 TIME_OUTS = ("time_outs", "TimeLimit.truncated")
 _PRIVILEGED_GROUPS = ("critic", "privileged")
-#: Attributes of envs of rsl_rl, legged_gym and Isaac Lab, which reset in the step in which an
-#: episode ends. `time_outs` is not enough: other tasks of Isaac Gym have it and reset one step
-#: later.
+#: Attributes by which envs of rsl_rl, legged_gym and Isaac Lab are recognized. They reset in the
+#: step in which an episode ends. `time_outs` is no such sign, since other tasks of Isaac Gym have
+#: it and reset one step later.
 _SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
 _SAME_STEP_INFOS = {*FINAL, "final_info"}
 
 
 class Simulator:
-    """A batch of environments with a detected convention.
+    """A batch of N environments, whose results are converted to one form.
 
-    Arguments are as in `RecordingWrapper`. A single `gymnasium.Env` is a batch of one: recorded
-    values get an axis for envs, other values do not.
+    Arguments are as in `RecordingWrapper`. A single `gymnasium.Env` is a batch of one env: only
+    recorded values get an axis for envs.
 
     Attributes:
         seen: Copies of the last `observation` and, if there is one, `privileged_observation`.
-        is_over: bool `[N]`, envs whose episode has ended and that were not reset since.
-        infos: Infos of the last reset, as `joined` returns them.
+        is_over: Whether each env needs a reset, since its episode has ended, bool `[N]`.
+        infos: Infos of the last reset, as one mapping.
     """
 
     def __init__(self, env: Any, autoreset: str | None = None) -> None:
@@ -59,7 +59,7 @@ class Simulator:
         self.env = env
         self.num_envs = 1 if self._is_single else int(num_envs)
         self.seen = dict[str, Any]()
-        #: Device of the env's tensors; None if the env returns arrays.
+        #: Device of the tensors that the env returns; None if it returns arrays.
         self._device: torch.device | None = None
         self.name = str(
             getattr(_attribute(env, "spec"), "id", None)
@@ -82,7 +82,7 @@ class Simulator:
         )
 
     def start(self, seed: int | None) -> Any:
-        """Reset all envs and return the observation as the env returns it."""
+        """Reset all envs; return the observation unchanged."""
         options = {}
         observation = None
         if seed is not None and self._is_space_of_all:
@@ -100,11 +100,11 @@ class Simulator:
         return observation
 
     def see(self, result: Any, is_reset: np.ndarray | None = None) -> Any:
-        """Read the result of a reset or of `get_observations()` and return its observation.
+        """Parse the result of `reset()` or `get_observations()`; return the observation unchanged.
 
         Args:
             result: The observation, or a pair with the privileged observation, infos or extras.
-            is_reset: bool `[N]`, envs that were reset; None if no env was reset.
+            is_reset: Whether each env was reset, bool `[N]`; None if no env was reset.
         """
         is_pair = isinstance(result, tuple) and len(result) == 2
         observation, second = result if is_pair else (result, None)
@@ -123,22 +123,22 @@ class Simulator:
 
     @property
     def reset_arguments(self) -> dict[str, Any] | None:
-        """Keyword arguments of the reset that the loop must call; None if no env needs a reset."""
+        """Keyword arguments of the next call of `reset()`; None if no env needs a reset."""
         if self._mode != "disabled" or not self.is_over.any():
             return None
         if self._is_single:
             return {}
-        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill has another argument.
+        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill, unlike gymnasium.
             return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
         return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
 
     def read(self, result: Any) -> tuple[dict[str, Any], np.ndarray, Mapping[str, Any]]:
-        """Read the result of `step()`.
+        """Parse the result of `step()`.
 
         Returns:
-            Values for `RolloutWriter.add`, the ends (`[N]` bool) and the `joined` infos. If only
-            some of the ends have a final observation, `lacks_final` in the values marks the other
-            ends.
+            Values for `RolloutWriter.add`; which episodes end, bool `[N]`; and the infos as one
+            mapping. If some of the ending episodes have no final observation, the values contain
+            `lacks_final`, bool `[N]`.
 
         Raises:
             UsageError: The result has another form, the env needs a reset, or the autoreset mode is
@@ -190,13 +190,13 @@ class Simulator:
         return record, done, infos
 
     def executed(self, actions: Any) -> Any:
-        """Return actions for the env: tensors on its device, or arrays of its action space."""
+        """Convert actions for the env: to tensors on its device, or arrays of its action space."""
         if self._device is not None:
             return mapped(self._as_env, actions)
         return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
 
     def copied(self, tree: Any) -> Any:
-        """Copy nested mappings and tuples to dicts. Items of tuples get the keys "0", "1", ..."""
+        """Copy nested values; tuples become dicts with the keys "0", "1", ..."""
 
         def copy(leaf: Any) -> Any:
             values = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
@@ -205,16 +205,17 @@ class Simulator:
         return map_leaves(copy, _named(tree))
 
     def _is_gymnasium(self, first: Any, second: Any, third: Any) -> bool:
-        """Return whether the values are rewards, terminated, truncated.
+        """Return whether the values between observation and infos are in gymnasium's order.
 
-        Otherwise they are privileged observations, rewards, dones.
+        This order is rewards, terminated, truncated. The other order is privileged observations,
+        rewards, dones.
         """
         if first is None or hasattr(self.env, "get_privileged_observations"):
             return False
         return not _is_floating(second) or _is_floating(third)
 
     def _detected_mode(self, observation: Any, infos: Any) -> str:
-        """Return the autoreset mode from a step in which an episode ended.
+        """Detect the autoreset mode from a step in which an episode ended.
 
         Raises:
             UsageError: The mode cannot be detected.
@@ -237,11 +238,11 @@ class Simulator:
 
 
 def joined(infos: Any) -> Mapping[str, Any]:
-    """Return infos as one mapping.
+    """Convert infos to one mapping.
 
-    A list of mappings, one per env, becomes a mapping of lists, with None for an env without the
-    name. If envs have different names for final observations, the list of the first name has all of
-    them.
+    A list of mappings, one per env, becomes a mapping of lists. A list contains None for an env
+    without this key. If envs use different keys for final observations, the list of the first key
+    contains the final observations of all envs.
     """
     if infos is None or isinstance(infos, Mapping):
         return infos or {}
@@ -259,10 +260,10 @@ def joined(infos: Any) -> Mapping[str, Any]:
 def info_flags(
     infos: Mapping[str, Any], names: Sequence[str], num_envs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read a flag from the first of `names` that any env has in `infos`.
+    """Read a flag of each env from the first of the keys `names` that `infos` contain.
 
     Returns:
-        `[N]` bool: envs whose flag is true, and envs that have the flag.
+        Whether the flag of each env is true, and whether each env has the flag; bool `[N]` each.
     """
     for name in names:
         values = infos.get(name)
@@ -277,13 +278,14 @@ def info_flags(
 
 
 def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read time-outs from infos.
+    """Read the time-out flag of each env from infos.
 
     Returns:
-        `[N]` bool: envs with a time-out, and envs whose flag is known. A flag of None is unknown.
+        Whether each env has a time-out, and whether its flag is known (not None); bool `[N]` each.
 
     Raises:
-        SchemaError: The number of flags is not N, a flag is text or NaN, or two names contradict.
+        SchemaError: The number of flags is not N, a flag is text or NaN, or the flags of two keys
+            contradict each other.
     """
     for name in TIME_OUTS:
         if infos.get(name) is not None:
@@ -301,7 +303,10 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
 
 
 def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
-    """Return which envs have a value by gymnasium's mask, bool `[N]`; all without a mask."""
+    """Return which envs have a value for a key, bool `[N]`, from gymnasium's mask "_<key>".
+
+    Without a mask, all envs have a value.
+    """
     mask = infos.get("_" + name)
     if mask is None:
         return np.ones(num_envs, bool)
@@ -315,9 +320,9 @@ def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
 
 
 def _check_time_outs(name: str, values: Any, mask: np.ndarray, num_envs: int) -> None:
-    """Raise `SchemaError` unless each env has a flag or None. `mask` marks the envs with a flag."""
+    """Raise `SchemaError` unless `values` contain a flag or None for each env in `mask`."""
     is_list = isinstance(values, (list, tuple))
-    # An object array, as numpy converts flags to texts if the list has a text.
+    # Build an object array, since numpy would convert all flags to str if the list has one str.
     flags = np.array([*values, None], object)[:-1] if is_list else on_host(values).reshape(-1)
     if len(flags) != num_envs:
         raise SchemaError(
@@ -338,7 +343,7 @@ def _check_time_outs(name: str, values: Any, mask: np.ndarray, num_envs: int) ->
 
 
 def _are_flags(values: np.ndarray) -> np.ndarray:
-    """Return which values are valid flags: numbers that are not NaN."""
+    """Return which values are valid flags (numbers that are not NaN), bool."""
     return ~np.isnan(values) if values.dtype.kind in "biuf" else np.zeros(values.shape, bool)
 
 
@@ -348,7 +353,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the leaves of nested mappings and tuples."""
+    """Apply a function to all leaves of nested mappings and tuples; return the same structure."""
     if isinstance(tree, tuple):
         return tuple(mapped(function, item) for item in tree)
     if hasattr(tree, "items"):
@@ -357,7 +362,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _named(tree: Any) -> Any:
-    """Return nested dicts; tuples become dicts with the keys "0", "1", ..."""
+    """Convert nested mappings and tuples to dicts; tuples get the keys "0", "1", ..."""
     if isinstance(tree, tuple):
         tree = {str(number): item for number, item in enumerate(tree)}
     return {key: _named(item) for key, item in tree.items()} if hasattr(tree, "items") else tree
@@ -379,7 +384,7 @@ def _leaf(tree: Any) -> Any:
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Return an attribute of an env or, if a wrapper hides it, of the unwrapped env; or None."""
+    """Return an attribute of an env or, if it has none, of the unwrapped env; None if missing."""
     value = getattr(env, name, None)
     if value is None:
         value = getattr(getattr(env, "unwrapped", None), name, None)
@@ -393,9 +398,9 @@ def _critic(infos: Any) -> Any:
 
 
 def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
-    """Return `observation` and, if there is one, `privileged_observation`.
+    """Return a dict with `observation` and, if there is one, `privileged_observation`.
 
-    The groups `critic` and `privileged` of an observation are the privileged observation.
+    The groups "critic" and "privileged" of an observation become the privileged observation.
     """
     observation = _named(observation)
     if hasattr(observation, "items"):
@@ -413,22 +418,22 @@ def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
 def final_rows(
     infos: Mapping[str, Any], observation: Any, done: np.ndarray
 ) -> tuple[Any, Any, np.ndarray]:
-    """Return the final observations in `joined` infos.
+    """Extract final observations from infos.
 
     Args:
-        infos: Infos of one step.
-        observation: Observation of the same step. Final observations get its structure and dtypes.
-        done: `[N]` bool, environments whose episode ended.
+        infos: Infos of one step, as `joined` returns them.
+        observation: Observation of the same step. Final observations are converted to its
+            structure and dtypes.
+        done: Whether the episode of each env ended, bool `[N]`.
 
     Returns:
-        Final observations (of all environments, or only of environments with a final observation),
-        their privileged part, and bool `[N]`: environments that ended without a final observation.
-        None for absent values.
+        Final observations (of all envs, or only of envs with a final observation), their
+        privileged part, and which envs ended without a final observation, bool `[N]`. Missing
+        values are None.
 
     Raises:
-        SchemaError: Final observations or their mask are not of N environments, or have another
-            structure.
-        FieldTypeError: Values are no numbers, or the dtype of the observations cannot hold them.
+        SchemaError: Final observations or their mask are not of N envs, or have another structure.
+        FieldTypeError: Values are no numbers, or do not fit the dtype of the observations.
     """
     name = next((name for name in FINAL if infos.get(name) is not None), "")
     finals: Any = infos.get(name)
@@ -437,7 +442,7 @@ def final_rows(
     if isinstance(finals, tuple) and not (
         isinstance(like, dict) and like.keys() == _named(finals).keys()
     ):
-        finals = list(finals)  # A tuple of environments, not of the parts of an observation.
+        finals = list(finals)  # A tuple with one observation per env, not one of parts.
     if _is_listed(finals):
         if len(finals) != len(done):
             raise SchemaError(
@@ -461,17 +466,20 @@ def _is_listed(value: Any) -> bool:
 
 
 def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
-    """Stack lists of one item per env, for the envs `env_ids`. Batched values stay unchanged."""
+    """Stack the items of `env_ids` in lists with one item per env; return batched values unchanged.
+
+    The result has the structure of `like`.
+    """
     if _is_listed(finals):
         return _stacked([_named(finals[env]) for env in env_ids], like)
-    # Without groups there are only observations of the policy.
+    # One of them has no groups, so it contains only observations of the policy.
     if not isinstance(like, dict) or not isinstance(finals, dict):
         return finals
     return {key: _rows(finals[key], item, env_ids) for key, item in like.items() if key in finals}
 
 
 def _stacked(rows: list[Any], like: Any) -> Any:
-    """Stack final observations in the structure and with the dtypes of `like`."""
+    """Stack final observations of several envs, with the structure and dtypes of `like`."""
     if isinstance(like, dict):
         for row in rows:
             if not isinstance(row, dict) or not like.keys() <= row.keys():
@@ -492,7 +500,7 @@ def _stacked(rows: list[Any], like: Any) -> Any:
 
 
 def _numbers(values: Any) -> torch.Tensor:
-    """Return numbers of any type as a tensor, a view if possible."""
+    """Convert numbers of any type to a tensor, which is a view if possible."""
     try:
         is_object = isinstance(values, np.ndarray) and values.dtype == object
         return as_given(np.array(values.tolist()) if is_object else values)
@@ -506,7 +514,7 @@ def _numbers(values: Any) -> torch.Tensor:
 
 
 def _checked_rows(leaf: Any) -> Any:
-    """Return a leaf of final observations; raise `SchemaError` without an axis of envs."""
+    """Return a leaf of final observations; raise `SchemaError` if it has no axis of envs."""
     if leaf is not None and not _numbers(leaf).ndim:
         raise SchemaError(
             "final observations of infos must have one row per environment, got a single "
@@ -519,7 +527,7 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a final observation to the dtype of the observations.
 
     Raises:
-        FieldTypeError: The values are complex, or an integer dtype cannot hold them.
+        FieldTypeError: The values are complex, or do not fit an integer dtype.
     """
     if row.is_complex() and not dtype.is_complex:
         raise FieldTypeError(f"final observations of infos must be real, got {row.dtype}.")
@@ -534,7 +542,10 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
-    """Return actions as arrays of a space's dtype and, if it is of all envs, of its shape."""
+    """Convert actions to arrays with the dtype of a space.
+
+    If the space is of all envs (`is_of_all`), the arrays also get its shape.
+    """
     if space is None:
         return mapped(lambda item: np.array(on_host(item)), value)
     if isinstance(value, Mapping):

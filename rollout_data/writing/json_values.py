@@ -11,7 +11,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to a JSON value: arrays to lists; bytes, NaN and infinities to texts."""
+    """Convert a value to a JSON value: arrays to lists; bytes, NaN and infinities to str."""
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -28,7 +28,7 @@ def plain(value: Any) -> Any:
 
 
 def json_bytes(value: Any, most: int, indent: int | None = None) -> int:
-    """Return the number of bytes of a value as JSON. The count stops when it exceeds `most`."""
+    """Count the bytes of a value as JSON. Counting stops as soon as the number exceeds `most`."""
     if isinstance(value, (str, int, float)):
         return len(json.dumps(value))
     num_bytes = 0

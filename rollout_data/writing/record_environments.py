@@ -1,6 +1,6 @@
 """Recording of environments: `RecordingWrapper`, and the loop `record_demonstrations`.
 
-`environments.py` reads the results of an env. This module decides which episodes are kept, and
+`environments.py` parses the results of an env. This module decides which episodes to keep, and
 `RolloutWriter` records them.
 """
 
@@ -33,7 +33,7 @@ from .environments import Simulator, info_flags, joined, mapped
 from .rollout_writer import RolloutWriter
 from .step_infos import needed_infos
 
-#: Methods of an env that are recorded.
+#: Methods of an env whose results are recorded.
 _RECORDED = (
     "reset",
     "reset_async",
@@ -47,15 +47,15 @@ _RECORDED = (
 
 @dataclass(frozen=True)
 class EpisodeSummary:
-    """An episode that has ended, the argument of `keep`.
+    """Summary of an episode that has ended, which is passed to `keep`.
 
     Attributes:
         env_id: Index of the env.
-        length: Steps of the episode.
-        total_reward: Sum of its rewards (of the first reward if there are several).
-        terminated, truncated: How it ended.
-        success: Success in the infos of its last step; None if they have none.
-        success_once: Whether the infos of any step had a success.
+        length: Number of steps of the episode.
+        total_reward: Sum of the rewards; if there are several rewards, of the first.
+        terminated, truncated: Whether the episode was terminated or truncated.
+        success: Success flag in the infos of the last step; None if they have no such flag.
+        success_once: Whether the success flag was true in the infos of any step.
     """
 
     env_id: int
@@ -74,11 +74,12 @@ class RecordingSummary:
     Attributes:
         data_dir: Data folder.
         num_frames, num_trajectories: Size of the dataset, including earlier recordings.
-        num_new_frames, num_new_trajectories: Recorded and kept by this call.
-        num_steps: Steps of all envs in this call.
-        num_nonfinite_rewards: NaN or infinite rewards in this call.
-        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended,
-            kept or dropped; NaN without any.
+        num_new_frames, num_new_trajectories: Frames and trajectories that this call has recorded
+            and kept.
+        num_steps: Number of calls of `step()`, each for all envs.
+        num_nonfinite_rewards: Number of NaN or infinite rewards in this call.
+        mean_return: Mean sum of the (first) reward over all trajectories that ended, kept or
+            dropped; NaN if none ended.
         duration_s: Wall-clock time in seconds.
     """
 
@@ -93,7 +94,7 @@ class RecordingSummary:
     duration_s: float
 
 
-#: Arguments of the writer and the recorder that are not options.
+#: Arguments of the writer and the recorder that users cannot pass as options.
 _NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
 
 
@@ -112,17 +113,18 @@ class RecordingWrapper(Owned):
     Args:
         env: As in `record_demonstrations`.
         data_dir: Data folder.
-        autoreset: When an env is reset after the end of an episode. "next_step": its next step only
-            resets it. "same_step": in the last step, whose infos may have the final observation.
-            "disabled": the loop resets it. None detects the mode from `metadata["autoreset_mode"]`
-            or from the results when an episode ends; for a single env it is then "disabled".
-        options: Options of `RolloutWriter`, and these:
-            `success_only`: keep only episodes whose last infos have a success.
+        autoreset: When the env resets itself after the end of an episode. "next_step": the next
+            step only resets. "same_step": the last step resets, and its infos may contain the final
+            observation. "disabled": the caller resets. None detects the mode from
+            `metadata["autoreset_mode"]`, or from the results when an episode ends; the default for
+            a single env is "disabled".
+        options: Options of `RolloutWriter`, and the following.
+            `success_only`: keep only episodes whose last infos have a true success flag.
             `keep`: keep only episodes for which `keep(EpisodeSummary)` is true.
-            `success_key="success"`: name of the success in infos or `final_info`; `is_<key>` is
-            read too. `max_dropped`: raise after this number of dropped episodes in a row. The
-            default is 1000, or 10 per env if that is more; a `RecordingWrapper` then only warns
-            once, unless infos never had a success.
+            `success_key="success"`: key of the success flag in infos or `final_info`; `is_<key>` is
+            also accepted. `max_dropped`: raise an error after this number of dropped episodes in a
+            row. The default is 1000, or 10 per env if that is more. With the default, a
+            `RecordingWrapper` only warns once, unless infos never had a success flag.
 
     Raises:
         UsageError: An argument is invalid, a step cannot be recorded, or `max_dropped` episodes
@@ -157,7 +159,7 @@ class RecordingWrapper(Owned):
         return partial(self._recorded_call, name) if name in _RECORDED else value
 
     def _recorded_call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the env and record its result. Errors name this method."""
+        """Call a method of the env and record its result. Usage errors name the method."""
         try:
             return self._recorder.call(name, *args, **kwargs)
         except UsageError as error:
@@ -197,8 +199,8 @@ def record_demonstrations(
 ) -> RecordingSummary:
     """Record a policy until a dataset has enough frames and trajectories.
 
-    If the folder has data, the recording continues it: its frames and complete trajectories count.
-    Parts of a `spaces.Tuple` are recorded under the names "0", "1", ...
+    If the folder has data already, their frames and complete trajectories count. Parts of a
+    `spaces.Tuple` are recorded with the names "0", "1", ...
 
     Args:
         env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac
@@ -208,22 +210,23 @@ def record_demonstrations(
             and `privileged` of a dict observation are the privileged observation. If only a group
             `policy` remains, it is the observation. The policy of a single env gets an observation
             and returns an action without an axis for envs.
-        policy: Observation -> actions, or an object with `act_inference` or `act`. A torch module
-            gets tensors; another policy gets the observation as the env returns it.
+        policy: Function that maps an observation to actions, or an object with `act_inference` or
+            `act`. A torch module gets tensors; another policy gets the observation as the env
+            returns it.
         data_dir: Data folder.
-        min_timesteps: Frames of the dataset at the end, at least.
-        min_trajectories: Complete trajectories of the dataset at the end, at least.
-        keep_unfinished: Keep the trajectories in progress at the end as open trajectories.
-        metadata: Additional context for metadata.json.
+        min_timesteps: Minimum number of frames of the dataset at the end.
+        min_trajectories: Minimum number of complete trajectories of the dataset at the end.
+        keep_unfinished: Keep the trajectories that are in progress at the end as open trajectories.
+        metadata: Additional values for metadata.json.
         seed: Seed of the first reset. If the folder has trajectories, the seed is combined with
-            their number, so that the same call records other episodes.
+            their number, so that the same call records different episodes.
         show_progress: Show a progress bar.
         autoreset, options: As in `RecordingWrapper`. If `autoreset` is "disabled", this function
             resets the envs.
 
     Returns:
-        A summary. After an error or a Ctrl-C, the recorded steps are published before the exception
-        is raised.
+        A summary of the recording. After an error or a Ctrl-C, the recorded steps are published
+        before the exception is raised.
     """
     takers = (record_demonstrations, _Recorder, RolloutWriter)
     arguments.options_of("record_demonstrations", options, *takers, but=_NO_OPTIONS)
@@ -278,7 +281,7 @@ def record_demonstrations(
             if num_frames >= frames_goal and num_trajectories >= trajectories_goal:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
-            writer.settle()  # The loop needs the ends and counts of this step.
+            writer.settle()  # Waits for the GPU, since the loop needs the ends of this step.
             reset_arguments = simulator.reset_arguments
             if reset_arguments is not None:
                 observation, *_ = recorder.call("reset", **reset_arguments)
@@ -299,7 +302,7 @@ def record_demonstrations(
 
 
 class _Recorder:
-    """Recorder of the resets and steps of an env. Arguments are as in `RecordingWrapper`."""
+    """Calls the methods of an env and records resets and steps. See `RecordingWrapper`."""
 
     def __init__(
         self,
@@ -341,30 +344,30 @@ class _Recorder:
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
-        #: Number of steps with tensors on a GPU, and the number of the last recorded GPU step.
+        #: Number of steps with tensors on a GPU so far, and number of the last one recorded.
         self._num_late = 0
         self._last_recorded_late = 0
-        #: Observations before the next step that will be recorded.
+        #: Observations on which the next recorded step acts; empty if they are unknown.
         self._before = simulator.seen
-        #: Observations of the last reset if no step followed; otherwise empty.
+        #: Observations of the last reset, if no step has followed; otherwise empty.
         self._fresh = simulator.seen
         self._action: Any = None
         self._reset: Any = slice(None)
         self._seed: Any = None
         self._lacks_task = np.ones(num_envs, bool)
-        #: Env -> metadata to record with its next frame.
+        #: Maps envs to episode metadata to record with the next frame of the env.
         self._metadata: dict[int, dict[str, Any]] = {}
 
     @property
     def mean_return(self) -> float:
-        """Mean sum of rewards of all episodes that ended; NaN without any."""
+        """Mean sum of rewards over all episodes that ended; NaN if none ended."""
         return self._sum_of_rewards / self._num_ended if self._num_ended else math.nan
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the env in `_RECORDED` and record its result."""
+        """Call a method of the env, record its result and return it."""
         if name in ("step", "step_async"):
             actions = (*args, *kwargs.values())[0]
-            # A copy before the call, as a simulator may clip actions in place.
+            # Copy the actions before the call, since a simulator may clip them in place.
             self._action = self.simulator.copied(self.simulator.executed(actions))
         elif name != "reset_wait":
             options = kwargs.get("options") or {}
@@ -379,12 +382,12 @@ class _Recorder:
         elif not name.endswith("_async"):
             try:
                 self.writer.settle()
-            finally:  # After an error of an earlier step, the reset is recorded.
+            finally:  # Also after an error of an earlier step, since the env was reset.
                 self._record_reset(name, result)
         return result
 
     def _record_reset(self, name: str, result: Any) -> None:
-        """Handle the result of a reset or of `get_observations`."""
+        """Start episodes after a reset; trajectories that it interrupts become open."""
         is_reset = np.zeros(len(self._lengths), bool)
         is_reset[self._reset] = name != "get_observations"
         is_interrupted = is_reset & (self._lengths > 0)
@@ -396,7 +399,7 @@ class _Recorder:
         self._fresh = self.simulator.seen
 
     def _record_step(self, result: Any) -> None:
-        """Record a step. A step on a GPU is recorded when it has arrived on the host."""
+        """Record the result of a step; if it has tensors on a GPU, after they are on the host."""
         fresh = self._fresh
         self._fresh = {}
         *values, infos = result
@@ -411,12 +414,15 @@ class _Recorder:
             return
         try:
             self.writer.settle()
-        finally:  # After an error of an earlier step, this step is recorded.
+        finally:  # Also after an error of an earlier step, so that no frame is missing.
             self._add(step)
 
     def _add_late(self, number: int, step: tuple[dict[str, Any], Any, Any]) -> None:
-        """Record a step from a GPU. A second call after a Ctrl-C counts nothing twice."""
-        if number == self._last_recorded_late:  # The step was recorded before the Ctrl-C.
+        """Record a step from a GPU, restoring the state if a Ctrl-C interrupts the call.
+
+        After a Ctrl-C, the writer calls this function again with the same `number`.
+        """
+        if number == self._last_recorded_late:  # Recorded before the Ctrl-C.
             return
         parts = (self, self.simulator)
         states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
@@ -431,11 +437,11 @@ class _Recorder:
             raise
 
     def start_episodes(self, seed: Any, is_reset: np.ndarray) -> None:
-        """Start episodes and keep their metadata.
+        """Start episodes and store their metadata until their first frame is recorded.
 
         Args:
             seed: Seed of the reset: one for all envs, one per env, or None.
-            is_reset: `[N]` bool, envs that were reset.
+            is_reset: Whether each env was reset, bool `[N]`.
         """
         for env in np.flatnonzero(is_reset).tolist():
             env_seed = seed[env] if isinstance(seed, (list, tuple, np.ndarray)) else seed
@@ -444,7 +450,7 @@ class _Recorder:
         self._keep_tasks(self.simulator.infos)
 
     def _keep_tasks(self, infos: Mapping[str, Any]) -> None:
-        """Keep the tasks in infos of episodes that have no task yet."""
+        """Store the tasks in infos as metadata of episodes that have no task yet."""
         tasks: Any = infos.get(TASK)
         is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(
             self._lacks_task
@@ -458,7 +464,14 @@ class _Recorder:
                 self._lacks_task[env] = False
 
     def _pop_metadata(self, present: Any) -> list[dict[str, Any] | None] | None:
-        """Remove and return the metadata of the envs with a frame, `[N]` bool, or None."""
+        """Remove and return the stored metadata of envs that have a frame in this step.
+
+        Args:
+            present: Whether each env has a frame, bool `[N]`, or True for all.
+
+        Returns:
+            A list with metadata or None for each env; None if no env has metadata.
+        """
         is_present = np.broadcast_to(present, self._lengths.shape)
         envs = [env for env in self._metadata if is_present[env]]
         metadata = {env: self._metadata.pop(env) for env in envs}
@@ -471,7 +484,8 @@ class _Recorder:
         if fresh:
             self._before = fresh
         before = self._before
-        # After an error, the next step must follow a reset, so that no frame is missing.
+        # After an error below, the next step raises an error until a reset, so that trajectories
+        # have no gaps.
         self._before = {}
         if not before:
             raise UsageError("call reset() or get_observations() before step().")
@@ -491,7 +505,8 @@ class _Recorder:
             record["success"] = self._kept_episodes(record, done, success, has_flag)
         self._clear(done)
         lacks_final = record.pop("lacks_final", None)
-        if lacks_final is not None:  # A record has final observations of all its ends or of none.
+        # A record has final observations of all its ends or of none, so record two parts.
+        if lacks_final is not None:
             without_finals = {
                 name: value for name, value in record.items() if not name.startswith("final_")
             }
@@ -513,11 +528,11 @@ class _Recorder:
     def _success_flags(
         self, done: np.ndarray, infos: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return `[N]` bool: envs with a success in infos, and envs that have the flag."""
+        """Return whether each env has a true success flag, and whether it has one; bool `[N]`."""
         success, has_flag = info_flags(infos, self._names, len(done))
         final_infos = infos.get("final_info")
         if final_infos is not None:
-            # Other infos of the envs that ended belong to the next episode.
+            # If an episode ended, only `final_info` belongs to it; other infos belong to the next.
             final_success, has_final_flag = info_flags(joined(final_infos), self._names, len(done))
             success = np.where(done, final_success, success)
             has_flag = np.where(done, has_final_flag, has_flag)
@@ -526,7 +541,7 @@ class _Recorder:
     def _kept_episodes(
         self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, has_flag: np.ndarray
     ) -> np.ndarray:
-        """Return which of the episodes that end in a step are kept: `[N]` bool."""
+        """Return which of the episodes that end in a step are to be kept, bool `[N]`."""
         self._has_succeeded |= success & record.get("env_mask", True)
         self._knows_success |= bool(has_flag.any())
         is_kept = np.zeros(len(done), bool)
@@ -545,7 +560,10 @@ class _Recorder:
         return is_kept
 
     def _clear(self, is_over: np.ndarray) -> None:
-        """Reset the sums of envs whose episode is over, `[N]` bool."""
+        """Reset the lengths and sums of the envs whose episode is over.
+
+        `is_over` is bool `[N]`.
+        """
         self._lengths[is_over] = 0
         self._rewards[is_over] = 0
         self._has_succeeded[is_over] = False
@@ -556,7 +574,7 @@ class _Recorder:
 
         Args:
             infos: Infos of the step.
-            num_dropped: Episodes that ended in the step, or 0 if one of them is kept.
+            num_dropped: Number of episodes that ended in the step; 0 if one of them is kept.
         """
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
         can_succeed = self._knows_success or not self._success_only
@@ -582,12 +600,12 @@ class _Recorder:
 
 
 def _copied(state: Any) -> Any:
-    """Copy an array or dict, which a step changes in place. Return other values unchanged."""
+    """Copy an array or dict, since steps change them in place; return other values unchanged."""
     return state.copy() if isinstance(state, (np.ndarray, dict)) else state
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:
-    """Return counts of frames, trajectories and complete trajectories; 0 without a folder."""
+    """Count frames, trajectories and complete trajectories in a folder; 0 if it is missing."""
     if not data_dir.is_dir():
         return 0, 0, 0
     index = BlockFolder.at(data_dir).index
@@ -595,10 +613,10 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
 
 
 def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
-    """Return a policy as a function of the observation, and its name.
+    """Convert a policy to a function of the observation; also return the policy's name.
 
     A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the
-    observation of the env. An object is called by `act_inference` or, without it, by `act`.
+    observation of the env. If the policy has a method `act_inference` or `act`, it is called.
     """
     methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
     act = next((method for method in methods if callable(method)), policy)

@@ -1,8 +1,8 @@
 """Conversion of records of many types to values by name.
 
-Records are dicts, named tuples, dataclasses, objects, batches or storages.
-Names of other libraries are translated to the names of this library. Fields that only a reader adds
-to a batch are removed. `rollout_records.py` checks the values.
+Records are dicts, named tuples, dataclasses, objects, batches or storages. Names of other libraries
+are translated to the names of this library. Fields that batches add to the recorded fields are
+removed. `rollout_records.py` checks the values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from storage.onpolicy.transition_columns import rollout_columns
 from ..playback.transition import Transition
 from .step_infos import are_infos
 
-#: Name in this library -> names in Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib,
-#: tianshou and rsl_rl.
+#: Maps names in this library to the names in Minari, gymnasium, stable-baselines3, torchrl, D4RL,
+#: RLlib, tianshou and rsl_rl.
 _OTHER_NAMES = {
     "observation": "observations obs",
     "privileged_observation": "privileged_observations privileged_obs critic_observations critic_obs",
@@ -44,14 +44,14 @@ _OTHER_NAMES = {
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}
-#: Values of other records that are not recorded -> the reason.
+#: Reason why the values in `_DERIVED` are not recorded.
 _FOLLOWS = "it is derived from the frames and final_observation"
 _DERIVED = dict.fromkeys(
     ("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS
 )
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-#: Names of values that are ignored in other storages, because their shapes differ. A keyword of
-#: this name is a usual field.
+#: Names of values in storages of other libraries that are not recorded, since their shapes differ
+#: from fields. A keyword of this name is recorded as a field.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
@@ -62,7 +62,7 @@ def is_taken(name: str) -> bool:
 
 
 def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword values of `RolloutWriter.add` that are not None, from its `locals()`."""
+    """Extract the keyword arguments that are not None from `locals()` of `RolloutWriter.add`."""
     extras = arguments_by_name.pop("extras")
     del arguments_by_name["self"], arguments_by_name["transition"]
     arguments_by_name.pop("include", None)
@@ -74,12 +74,13 @@ def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
 def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
-    Names of other libraries are translated ("actions" -> "action"). None values are left out.
-    Values that follow from other values are left out, with a warning if they are keywords. Infos
-    are not changed.
+    Names of other libraries are translated, such as "actions" to "action". None values are left
+    out. Next observations and other values that follow from the frames are left out, with a
+    warning if they are keywords. Infos are returned unchanged.
 
     Raises:
-        UsageError: A value has two names or occurs twice, or marks of a batch could also be ends.
+        UsageError: A value is passed twice, or it is unclear whether `done` of a batch marks first
+            frames or ends.
     """
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case.
         return dict(keywords)
@@ -107,10 +108,10 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
 
 
 def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return values with torchrl's nested "next" as flat names "next/...".
+    """Flatten torchrl's nested mapping "next" to names "next/...".
 
-    Ends inside "next" belong to this step. Ends outside "next" belong to the previous step and are
-    left out.
+    Flags of ends inside "next" belong to this step. Flags outside belong to the previous step and
+    are then left out.
     """
     if not isinstance(values.get("next"), Mapping):
         return values
@@ -129,7 +130,7 @@ def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def warn_of_misspellings(values: Mapping[str, Any]) -> None:
-    """Warn if the name of an extra field resembles the name of a missing value."""
+    """Warn if the name of an extra field is similar to the name of a value that is missing."""
     names = _ALIASES | {name: name for name in _OTHER_NAMES}
     missing = {known: name for known, name in names.items() if name not in values}
     for name in sorted(values.keys() - _OTHER_NAMES.keys()):
@@ -146,7 +147,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
 
 
 def _items_of(transition: Any) -> dict[str, Any]:
-    """Return the values of a record by the names in the record, before translation."""
+    """Return the values of a record by their original names, before translation."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
@@ -168,13 +169,14 @@ def _items_of(transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(batch: Transition) -> Any:
-    """Return `done` of a batch as it was recorded, without the marks of first frames.
+    """Return the recorded `done` of a batch: True only at ends of trajectories.
 
-    A reader marks first frames in `done`. A first frame that is also a last frame keeps its mark.
+    In batches of a `RolloutDataset`, `done` is also True at first frames. A first frame that is
+    also a last frame stays True.
 
     Raises:
         SchemaError: A flag has another shape than `done`.
-        UsageError: Without `is_last`, a mark may be a first frame or an end.
+        UsageError: The batch has no `is_last`, so a True may mean a first frame or an end.
     """
     if batch.done is None or batch.is_first is None:
         return batch.done
@@ -206,9 +208,9 @@ def _recorded_done(batch: Transition) -> Any:
 
 
 def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
-    """Return the filled steps of a `RolloutStorage` as a mapping, in the order of time.
+    """Convert the filled steps of a `RolloutStorage` to a mapping, in the order of time.
 
-    Other transitions are returned unchanged.
+    `include` contains names of additional fields. Other transitions are returned unchanged.
     """
     include = arguments.names("include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(
@@ -233,7 +235,7 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     is_full_queue = getattr(transition, "buffer_full", False)
 
     def filled(column: torch.Tensor) -> torch.Tensor:
-        # The oldest step of a full queue is at its cursor.
+        # In a full queue, the oldest step is at the write position.
         return torch.cat([column[step:], column[:step]]) if is_full_queue else column[:step]
 
     return {name: map_leaves(filled, value) for name, value in columns.items() if value is not None}

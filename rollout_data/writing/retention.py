@@ -1,8 +1,8 @@
-"""Retention: delete blocks that only hold old trajectories.
+"""`prune`: deletion of blocks that contain only old trajectories.
 
-Blocks are deleted whole, oldest first within each writer, so a trajectory loses its beginning
-first. Readers skip trajectories without a beginning. Marks of dropped trajectories are in later
-blocks.
+Of each writer, the oldest blocks are deleted first. A trajectory therefore loses its first frames
+first, and readers skip trajectories without their first frames. A fragment which states that a
+trajectory was dropped is in a later block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..sources.recordings.recordings_in_folder import check_single
 from .conversion_record import note_replaced
 from .writer_journal import journal_path
 
-#: Names of the limits of `prune`.
+#: Names of the arguments of `prune` that are limits.
 LIMITS = ("trajectories", "frames", "bytes")
 
 
@@ -39,15 +39,15 @@ def prune(
 ) -> list[Path]:
     """Delete the oldest blocks of a data folder; keep the newest trajectories within all limits.
 
-    Blocks are deleted whole. A block is kept if a kept or unfinished trajectory has frames in it,
-    so more than the limits may remain. The newest complete trajectory is always kept. Dropped
-    trajectories do not count. Safe to call while writers and readers are running.
+    A block is kept if a kept or unfinished trajectory has frames in it, so more data than the
+    limits may remain. The newest complete trajectory is always kept. Dropped trajectories do not
+    count. Safe to call while writers and readers are running.
 
     Args:
         data_dir: Data folder.
-        trajectories: Complete trajectories to keep, newest first.
-        frames: Frames to keep, counted in whole trajectories.
-        bytes: Bytes of block files to keep, counted in whole trajectories.
+        trajectories: Maximum number of complete trajectories to keep.
+        frames: Maximum number of frames to keep, in complete trajectories.
+        bytes: Maximum bytes of block files to keep, in complete trajectories.
         dry_run: Return the files without deleting them.
         progress: Show a progress bar.
 
@@ -55,7 +55,7 @@ def prune(
         The deleted files, oldest first within each writer.
 
     Raises:
-        UsageError: No limit is given, a limit is not an integer >= 1, or the folder only contains
+        UsageError: No limit is passed, a limit is not an integer >= 1, or the folder only contains
             folders with recordings.
     """
     limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
@@ -73,10 +73,10 @@ def prune(
 
 
 def checked_limits(limits: Any) -> dict[str, int]:
-    """Return the limits of `prune` that are not None, by name.
+    """Check limits of `prune` by name; return those that are not None.
 
     Raises:
-        UsageError: No limit is given, a name is unknown, or a limit is not an integer >= 1.
+        UsageError: No limit is passed, a name is unknown, or a limit is not an integer >= 1.
     """
     expected = f"at least one of {', '.join(LIMITS)}"
     if not isinstance(limits, Mapping) or limits.keys() - {*LIMITS}:
@@ -91,7 +91,7 @@ def checked_limits(limits: Any) -> dict[str, int]:
 
 
 def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.ndarray:
-    """Return which trajectories must stay readable: bool `[num_trajectories]`."""
+    """Return which trajectories are within the limits or in progress, bool `[num_trajectories]`."""
     index = folder.index
     is_writer_running = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
     is_needed: np.ndarray = ~index.is_complete() & np.array(is_writer_running, bool)[index.writer]
@@ -100,7 +100,7 @@ def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.n
 
 
 def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) -> list[Path]:
-    """Return the leading blocks of writer `number` that no needed trajectory uses, oldest first."""
+    """Return the oldest blocks of writer `number`, up to the first that contains needed frames."""
     writer = index.writers[number]
     is_of_writer = index.writer == number
     listed = index.number[is_of_writer]
@@ -115,7 +115,7 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
     for block in blocks:
         trajectories = block.fragments["trajectory"]
         if (trajectories > newest_listed).any():
-            # The block has tentative fragments of a trajectory that the index does not list yet.
+            # The block has frames of an unfinished trajectory, which the index does not list yet.
             break
         if not needed.isdisjoint(trajectories.tolist()):
             break
@@ -124,19 +124,19 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
 
 
 def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
-    """Delete blocks, add the deletion to the note of a conversion, and rewrite the index cache."""
+    """Delete blocks and rewrite the index cache; a conversion record gets a line about it."""
     if paths:
         note_replaced(data_dir, paths)
     for path in tqdm(paths, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
-        # A folder that was copied from a bucket has the checksum files that `push` wrote.
+        # A folder that was downloaded from a bucket also contains the checksum files of `push`.
         path.with_name(path.name + ".sums").unlink(missing_ok=True)
     if paths:
         save_index_cache(data_dir)
 
 
 def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
-    """Return the index of the oldest trajectory within all limits, counted from the newest."""
+    """Return the position of the oldest trajectory to keep: the newest ones fit all limits."""
     frames = np.diff(index.fragment_frame)
     block = index.fragment_block
     num_used = np.bincount(block, frames, len(index.blocks))

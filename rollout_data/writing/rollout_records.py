@@ -1,8 +1,8 @@
-"""Checks of records, and their conversion to the stored form.
+"""Checks of records, and their conversion to the stored form (`Rollout`).
 
-A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All checks are done
-before any value is staged. A record of the same form (names, dtypes, shapes) as the previous record
-is not checked again.
+A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All values are
+checked before any value is staged. If a record has the same names, dtypes and shapes as the
+previous record, these are not checked again.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ REWARD = "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
-#: Bit of the marks of a frame (uint8): the frame exists. The other bits are the flags of fragments.
+#: A frame has a uint8 of marks. This bit means that the frame exists. The other bits are the flags
+#: of fragments in `block_header.py`.
 PRESENT = 128
-#: Bit of the marks of a frame: an end with a final observation. In fragments this bit has another
-#: meaning.
+#: Bit of the marks of a frame: the trajectory ends here and has a final observation. In flags of
+#: fragments, this bit means `FIRST`.
 HAS_FINAL = 1
-#: A value of a record: an array, or a tensor whose memory or dtype numpy does not support.
+#: A value of a record: an array, or a tensor if numpy does not support its memory or dtype.
 Leaf = np.ndarray | torch.Tensor
 
 
 @dataclass(eq=False)
 class Rollout:
-    """A checked record, time first.
+    """A checked record of T steps of N envs.
 
     Attributes:
-        schema: Decoded fields.
-        fields: Field -> stored values `[T, N, *shape]`. May share memory with the record.
-        marks: uint8 `[T, N]`: `PRESENT` if the frame exists, and the flags of the end of its
-            trajectory.
+        schema: Fields as users see them.
+        fields: Maps fields to stored values `[T, N, *shape]`, which may share memory with the
+            record.
+        marks: uint8 `[T, N]`: `PRESENT` if the frame exists, and flags if its trajectory ends.
         policy_version: int64 `[T, N]`, or one number for all frames.
-        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the
-            order of time, then env. None without final observations.
-        max_errors: Field -> largest error of its codec. Only fields with a lossy codec.
+        finals: Maps fields of final observations to stored values `[k, *shape]`: a row for each
+            frame with `HAS_FINAL`, in the order of time, then env. None without final observations.
+        max_errors: Maps fields with a lossy codec to the largest absolute error.
         notes: Metadata of episodes, and texts of frames.
     """
 
@@ -72,7 +73,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Return the steps `start:stop` as views. `max_errors` still covers all steps."""
+        """Return steps `start:stop` as views; `max_errors` still includes all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version = self.policy_version
         finals = self.finals
@@ -88,13 +89,13 @@ class Rollout:
 
 
 def ends_of(marks: np.ndarray) -> np.ndarray:
-    """Return which frames terminate or truncate their trajectory, kept or dropped, bool."""
+    """Return at which frames a trajectory ends (terminated or truncated), bool."""
     is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
     return is_end
 
 
 def numbers(field: Field, values: np.ndarray) -> np.ndarray:
-    """Return stored values as numbers. bfloat16 is stored as uint16 and returned as float32."""
+    """Convert stored values to numbers: bfloat16, which is stored as uint16, becomes float32."""
     if field.dtype != "bfloat16":
         return values
     return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
@@ -107,11 +108,11 @@ def nonfinite_rewards(
 
     Args:
         schema: The fields.
-        values: Reward field -> stored values `[T, N, ...]`.
-        marks: `[T, N]` uint8, 0 without a frame.
+        values: Maps reward fields to stored values `[T, N, ...]`.
+        marks: Marks of the frames, uint8 `[T, N]`; 0 if an env has no frame in a step.
 
     Returns:
-        Reward field -> count, for the fields with such values.
+        Maps the reward fields that have such values to their number.
     """
     counts = {}
     for name, field in schema.below(REWARD).items():
@@ -128,16 +129,16 @@ def nonfinite_rewards(
 
 
 class RolloutReader:
-    """Converter of records to checked rollouts.
+    """Checks records and converts them to rollouts.
 
     Args:
-        num_envs: N.
+        num_envs: Number of envs, N.
         obs_segments, obs_disassemble_mapping: As in `RolloutWriter`.
-        success_only: Whether `success` decides which trajectories are kept when they end.
-        needed: Names that every record must have: names of fields, or parts before the first "/".
+        success_only: Whether `success` in a record decides which ending trajectories to keep.
+        needed: Names that every record must have: fields, or parts of names before the first "/".
 
     Attributes:
-        schema: Fields of all records. The writer sets it after the first record; None before.
+        schema: Fields of all records; None until the writer sets it after the first record.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class RolloutReader:
         self._needed = needed
         self._segments = checked_segments(obs_segments)
         self._codecs = checked_codecs(obs_disassemble_mapping, self._segments)
-        #: Form of the previous record, and the names of its flags and final values.
+        #: Names, dtypes and shapes of the previous record, then the names of its flags and final
+        #: values.
         self._form: object = None
         self._flags = list[str]()
         self._finals = list[str]()
@@ -166,14 +168,14 @@ class RolloutReader:
         is_step: bool,
         has_final: np.ndarray | None = None,
     ) -> Rollout:
-        """Check a record and return it as a rollout.
+        """Check a record and convert it to a rollout.
 
         Args:
-            record: Values by name, as `merged_values` returns them: `[N, ...]` for a step, else
-                `[T, N, ...]`.
-            is_step: Whether the record is a step.
-            has_final: `[T, N]` bool, ends with a row in the final observations. None means all
-                ends.
+            record: Values by name, as `merged_values` returns them: `[N, ...]` for a single step,
+                otherwise `[T, N, ...]`.
+            is_step: Whether the record is a single step.
+            has_final: Whether the final observations contain a row for each ending trajectory,
+                bool `[T, N]`; None means all.
 
         Raises:
             SchemaError: The fields, a shape, a dtype or the leading size differ from the schema.
@@ -219,7 +221,7 @@ class RolloutReader:
             check_text_fields(schema, texts)
         flags = {name: _flag(name, leaf, lead) for name, leaf in flag_leaves}
         marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
-        # In most steps no trajectory ends. With 64 envs this check takes 1 us, `_marks` 7 us.
+        # In most steps no trajectory ends. With 64 envs, this check takes 1 us and `_marks` 7 us.
         is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
         if not is_plain:
             marks = _marks(flags, marks.shape)
@@ -247,7 +249,15 @@ class RolloutReader:
         return rollout
 
     def _declared(self, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
-        """Return the schema of a first record: observations, action, reward, then other fields."""
+        """Build the schema from the first record.
+
+        The order is observations, action, reward, then other fields.
+
+        Args:
+            fields: Values of the record.
+            num_lead: Number of axes before the shape of a field.
+            texts: Names of the text fields.
+        """
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
 
         def rank(name: str) -> int:
@@ -285,18 +295,21 @@ class RolloutReader:
         lead: tuple[int, ...],
         is_end: np.ndarray,
     ) -> dict[str, Leaf]:
-        """Return the final rows of the ends: field of the frames -> `[k, *shape]`.
+        """Select the final observations of the k trajectories that end in a record.
 
         Args:
-            leaves: Fields of `final_observation` and `final_privileged_observation`.
+            leaves: Values of `final_observation` and `final_privileged_observation`.
             schema: Fields of the frames.
             lead: Leading shape of the record.
-            is_end: `[T, N]` bool, ends with a final observation.
+            is_end: Whether a trajectory ends with a final observation, bool `[T, N]`.
+
+        Returns:
+            Maps fields of the frames to their final values `[k, *shape]`.
 
         Raises:
-            MissingFieldError: A final field is no field of the frames, or an observation field is
-                missing.
-            SchemaError: A shape differs.
+            MissingFieldError: A final value belongs to no field of the frames, or the final value
+                of an observation is missing.
+            SchemaError: A shape is wrong.
         """
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
@@ -322,7 +335,7 @@ class RolloutReader:
 
 
 def _pop_texts(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the text fields from a record and return them."""
+    """Remove the text fields from the values of a record; return them by name."""
     names = [name for name, value in values.items() if name not in _NUMERIC and is_texts(value)]
     return {name: values.pop(name) for name in names}
 
@@ -332,13 +345,16 @@ def _is_text_leaf(value: Any) -> bool:
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the leading shape of final texts: `lead` for all frames, or `[k]` for k ends."""
+    """Return the shape of texts of final observations: `lead` for all frames, `[k]` for k ends."""
     shape = np.shape(np.array(texts, object))
     return shape if shape and shape != (*lead, 1) else lead
 
 
 def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
-    """Return the leaves of a record by flat name, without None. Adds text leaves to `texts`."""
+    """Flatten the values of a record; return numeric values by name, add text values to `texts`.
+
+    None values are left out.
+    """
     result: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in result:
@@ -348,7 +364,7 @@ def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]
         elif (
             not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS
         ):
-            # `rollout_data.open` returns flat names.
+            # Also accept flat names such as "a/b", since `rollout_data.open` returns such mappings.
             flat = flatten(value, f"{name}/", takes_flat=True)
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
             text_leaves = {leaf: item for leaf, item in leaves.items() if _is_text_leaf(item)}
@@ -368,7 +384,7 @@ def _duplicate_field(name: str) -> SchemaError:
 
 
 def _leaf(name: str, value: Any) -> Leaf:
-    """Return a value as an array, or as a detached tensor if numpy cannot hold it.
+    """Convert a value to an array, or to a detached tensor if numpy does not support it.
 
     The result is a view if possible.
     """
@@ -376,7 +392,7 @@ def _leaf(name: str, value: Any) -> Leaf:
         try:
             array: np.ndarray = value.numpy()
             return array
-        # The tensor has a gradient, is bfloat16, sparse or on a device.
+        # numpy does not support tensors with a gradient, bfloat16, sparse tensors, or a GPU.
         except (TypeError, RuntimeError):
             return dense(value, f"field {name!r}")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
@@ -391,7 +407,7 @@ def _leaf(name: str, value: Any) -> Leaf:
 
 
 def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
-    """Raise `MissingFieldError` unless the record has all needed fields."""
+    """Raise `MissingFieldError` unless the record has all fields in `needed`."""
     heads = {name.partition("/")[0] for name in fields}
     for name in needed:
         if name not in heads:
@@ -428,7 +444,7 @@ def _check_row(name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
 
 
 def _flag(name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
-    """Return a flag as a `[T, N]` bool array."""
+    """Check the shape of a flag; convert it to bool `[T, N]`."""
     if leaf.shape not in (lead, (*lead, 1)):
         raise SchemaError(
             f"flag {name!r} has shape {tuple(leaf.shape)}, expected {lead} or {(*lead, 1)}."
@@ -448,7 +464,7 @@ def _truth(name: str, leaf: Leaf) -> np.ndarray:
 
 
 def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the marks of frames, uint8 `[T, N]`, from flags of a record, bool `[T, N]` each."""
+    """Convert the flags of a record, bool `[T, N]` each, to marks of the frames, uint8 `[T, N]`."""
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
     has_frame = True if mask is None else mask
     if truncated is None:
@@ -456,7 +472,7 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
     elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
         raise UsageError("timeout and truncated have different values. Pass one of them.")
     if done is not None and terminated is None:
-        # A timeout without done is no end, as simulators do not reset old flags.
+        # A timeout without done is no end, since simulators keep the flag of an earlier end.
         truncated = None if truncated is None else truncated & done
         terminated = done if truncated is None else done & ~truncated
     elif done is not None and terminated is not None:
@@ -473,7 +489,7 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
 
 
 def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
-    """Return `success` of a record as bool `[T, N]`; it may be None if no trajectory ends."""
+    """Convert `success` of a record to bool `[T, N]`. It may be None if no trajectory ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
     flags = np.zeros(0) if success is None else _truth("success", _leaf("success", success))
@@ -487,7 +503,7 @@ def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Return encoded values as an array on the host. Adds the codec's error to `errors`."""
+    """Encode the values of a field to an array on the host; add the largest error to `errors`."""
     if type(leaf) is np.ndarray and field.codec == "raw":
         return leaf
     codec = codec_of(field)
@@ -496,14 +512,14 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
         errors[field.name] = max(errors.get(field.name, 0.0), image_error(leaf))
         leaf = codec.encode(leaf)
     if isinstance(leaf, torch.Tensor):
-        if leaf.dtype == torch.bfloat16:  # Stored as uint16, as numpy has no bfloat16.
+        if leaf.dtype == torch.bfloat16:  # numpy has no bfloat16, so it is stored as uint16.
             leaf = leaf.view(torch.uint16)
         leaf = leaf.cpu().numpy()
     return leaf
 
 
 def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
-    """Return policy versions as int64 `[T, N]`, or as one number; -1 for None."""
+    """Convert policy versions to int64 `[T, N]`, or to one number; None becomes -1."""
     if version is None:
         return -1
     leaf = _leaf("policy_version", version)
@@ -528,7 +544,18 @@ def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
 def _ended_rows(
     name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray
 ) -> Leaf:
-    """Return final rows `[k, *shape]` of the k ends, from `[*lead, *shape]` or `[k, *shape]`."""
+    """Return the final values of the k ending trajectories, `[k, *shape]`.
+
+    Args:
+        name: Name of the final value, for errors.
+        leaf: Final values of all frames, `[*lead, *shape]`, or of the ends, `[k, *shape]`.
+        field: Field of the frames.
+        lead: Leading shape of the record.
+        is_end: Whether a trajectory ends with a final observation, bool `[T, N]`.
+
+    Raises:
+        SchemaError: The shape or dtype is wrong.
+    """
     num_ends = int(is_end.sum())
     num_lead = leaf.ndim - len(field.shape)
     if num_lead == len(lead) and leaf.shape[:num_lead] == lead:

@@ -1,8 +1,8 @@
-"""RolloutWriter: record the experience of parallel environments into block files.
+"""`RolloutWriter`: records the steps of parallel environments into block files.
 
-A record is checked as a whole and then copied into staging memory. A background thread writes full
-staging memory as a block. `rollout_records.py` checks records, `staged_frames.py` cuts fragments,
-and `blocks/write_block.py` writes blocks.
+A record is checked and then copied into staging memory. When the memory is full, a background
+thread writes it as a block. `rollout_records.py` checks records, `staged_frames.py` divides frames
+into fragments, and `blocks/write_block.py` writes blocks.
 """
 
 from __future__ import annotations
@@ -45,52 +45,55 @@ from .staged_frames import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
 from .step_infos import InfoReader, needed_infos
 from .writer_journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 
-#: Limit of `num_envs`. Env ids are stored as int32.
+#: Maximum of `num_envs`. Env ids are stored as int32.
 MAX_NUM_ENVS = 1 << 24
-#: Steps without an end after which the writer warns. Most environments end an episode within 1,000
-#: steps.
+#: Number of steps without the end of any trajectory after which the writer warns. Most
+#: environments end an episode within 1,000 steps.
 MAX_STEPS_WITHOUT_END = 2000
 
 
 class RolloutWriter(Shown, Owned):
-    """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
+    """Records steps `[num_envs, ...]` or rollouts `[T, num_envs, ...]` into a data folder.
 
     Args:
         data_dir: Data folder, which is created if it is missing. Any number of writers may share
             it.
-        num_envs: Environments that step together.
-        obs_segments: Component -> shape, in order. Splits a flat observation into components, which
-            become fields. A dict observation already has components.
-        obs_disassemble_mapping: Component -> codec name. Other components are stored raw.
-        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...). The first
-            writer of a folder determines it.
-        block_bytes: Bytes that are not yet on disk at any time, at most. A crash loses no more.
-            A file holds at most `block_bytes / max_pending_blocks` bytes and at most 4 GiB.
-        block_age_s: Seconds after the first step of a block. The first later `add` closes the
+        num_envs: Number of environments that step together, N.
+        obs_segments: Maps components to shapes, in order, to split a flat observation into
+            components. Each component becomes a field. A dict observation already has components.
+        obs_disassemble_mapping: Maps components to names of codecs. Other components are stored
+            raw.
+        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...). Only the
+            first writer of a folder stores it.
+        block_bytes: Maximum bytes that are not yet on disk, and that a crash can lose. A block has
+            at most `block_bytes / max_pending_blocks` bytes and at most 4 GiB.
+        block_age_s: Maximum age of a block in seconds. The first `add` after this time closes the
             block.
-        max_pending_blocks: Blocks in memory, including the block that is being filled. `add` waits
-            for the disk if there are more. 1 writes synchronously.
+        max_pending_blocks: Maximum number of blocks in memory, including the block that is being
+            filled. `add` waits for the disk if there are more. 1 writes synchronously.
         durable: Flush blocks to the disk. Otherwise a power failure may lose published blocks.
-        writer_name: Letters, digits and "-". None chooses a free name. A writer with a name that
-            was used before continues its numbering.
-        nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
-        success_only: Keep only trajectories that end with a true `success`, an argument of `add`
-            for each env. Trajectories without an end are dropped. `success` is a flag and no field.
-        frames_per_chunk: Frames of a coded component that are decoded together, at most. Fewer
-            frames make short windows faster and files larger. None depends on the codec: at most
-            8 frames and 64 MiB.
+        writer_name: Letters, digits and "-". None chooses a free name. If the folder has blocks of
+            this writer, their numbering continues.
+        nonfinite_rewards: "accept" counts NaN and Inf rewards; "refuse" raises an error before the
+            record is written.
+        success_only: Keep only trajectories that end with a true `success`, a flag for each env
+            that `add` then expects. Trajectories without an end are dropped. `success` is not
+            stored as a field.
+        frames_per_chunk: Maximum number of frames of an encoded component that are decoded
+            together. Fewer frames make short windows faster and files larger. None depends on the
+            codec: at most 8 frames and 64 MiB.
         retention: Limits of `prune`, such as `{"bytes": 10**9}`. The folder is pruned after each
             block.
         without_action: Accept records without an action, as in recordings of motions.
-        without_observation: Accept records without an observation, as in demonstrations that hold
-            simulator states and actions.
+        without_observation: Accept records without an observation, as in demonstrations that
+            contain simulator states and actions.
 
     Attributes:
         name: Name of the writer, part of its file names.
-        recovered: Writers that died in this folder and their unpublished frames (`DeadWriter`).
+        recovered: Writers in this folder that died before, with their lost frames (`DeadWriter`).
 
     Raises:
-        UsageError: An argument is invalid, or a living writer has this name.
+        UsageError: An argument is invalid, or a running writer has this name.
         DataFileError: The folder cannot be written.
 
     Not thread-safe. A writer that was not closed is closed when the interpreter exits.
@@ -155,7 +158,7 @@ class RolloutWriter(Shown, Owned):
         )
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: Time in ns of the next record while a step from a GPU is recorded; None otherwise.
+        #: While a step from a GPU is recorded, the time of its next record in ns; otherwise None.
         self._late_ns: int | None = None
         #: Time in ns of the last step that was copied from a GPU.
         self._last_late_ns = 0
@@ -165,7 +168,7 @@ class RolloutWriter(Shown, Owned):
         self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
-        #: Monotonic time of the first staged step.
+        #: Monotonic time in s of the first staged step.
         self._started_s = 0.0
         self._pool = BufferPool()
         self._journal = Journal(self.data_dir, self.name)
@@ -180,7 +183,7 @@ class RolloutWriter(Shown, Owned):
                 frames_per_chunk=chunk,
                 retention=limits,
             )
-        except BaseException:  # Also after a Ctrl-C: an open journal reserves the name.
+        except BaseException:  # Also after a Ctrl-C, since an open journal reserves the name.
             self._journal.close()
             raise
         self._owner = self._publisher.owner
@@ -211,9 +214,9 @@ class RolloutWriter(Shown, Owned):
         """Record one step of all envs. All values are copied.
 
         A step with tensors on a GPU is copied asynchronously. A later `add`, or the next call of
-        another method, checks and records it. Errors are therefore raised up to three steps late.
-        The step of the call that raises is recorded. `num_waits` counts the steps for which the
-        host waited.
+        another method, checks and records it. Errors are therefore raised up to three steps late;
+        the step that was passed to the raising call is still recorded. `num_waits` counts the steps
+        for which the host waited.
 
         Args:
             transition: A mapping, named tuple or object with these names, instead of keywords.
@@ -221,34 +224,35 @@ class RolloutWriter(Shown, Owned):
             observation: `[N, ...]`, or a (nested) mapping of components.
             action: `[N, ...]`.
             reward: `[N]`, `[N, 1]` or `[N, R]`.
-            done: `[N]` or `[N, 1]`: this frame is the last of its trajectory.
-            timeout: `[N]` or `[N, 1]`. With `done`, an end that is a truncation. Without `done`, an
-                end.
-            terminated, truncated: The two kinds of end, instead of done and timeout.
+            done: Whether this frame is the last of its trajectory, `[N]` or `[N, 1]`.
+            timeout: Whether the end of the trajectory is a truncation, `[N]` or `[N, 1]`. Without
+                `done`, whether the trajectory is truncated here.
+            terminated, truncated: The two kinds of end, instead of `done` and `timeout`.
             privileged_observation: As `observation`.
-            final_observation: Observation after the last frame of the envs that end in this step:
-                `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs that end, in env
-                order.
-            final_privileged_observation: Its privileged part. None repeats that of the last frame.
+            final_observation: Observation after the last frame, for the envs whose trajectory ends
+                in this step: `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs
+                whose trajectory ends, in env order.
+            final_privileged_observation: Privileged part of the final observation. None repeats
+                the privileged observation of the last frame.
             policy_version: An integer, or `[N]`. Stored per fragment.
-            env_mask: `[N]` bool. False: this env has no frame in this step.
+            env_mask: Whether each env has a frame in this step, bool `[N]`.
             episode: Metadata of episodes, such as `{"task": "open the door", "seed": 3, "success":
                 True}`: a list with a mapping or None for each env; for a single env the mapping
-                itself. Any step of an episode may have metadata. Later values replace earlier ones
-                of the same name. Values are JSON; `task` is a str, `success` a bool. At most 1 MiB
+                itself. Any step of an episode may have metadata. A later value of a key replaces
+                the earlier value. Values are JSON; `task` is a str, `success` a bool. At most 1 MiB
                 per episode.
             infos: Infos of the environment: a list with a mapping for each env, or one mapping for
-                all. `time_outs` and `TimeLimit.truncated` are time-outs, `final_obs` and
-                `terminal_observation` are final observations; keywords take precedence. Other keys
-                are not recorded, and a warning names each once. `extras` with one of these names
-                are infos.
+                all. `time_outs` and `TimeLimit.truncated` are read as time-outs, `final_obs` and
+                `terminal_observation` as final observations; keyword arguments take precedence.
+                Other keys are not recorded, and each is named once in a warning. `extras` with one
+                of these keys are treated as infos.
             **extras: Any other field, `[N, ...]` or a mapping. Next observations and `is_first` are
-                not recorded, as they follow from the frames. A str, or a list or array of N texts,
-                is a text field: each text is stored once, and frames refer to it.
+                not recorded, since they follow from the frames. A str, or a list or array of N
+                texts, is a text field: each text is stored once, and frames refer to it.
 
         Raises:
             SchemaError: A field, shape, dtype or leading size differs from the first record.
-                Nothing was written, and the writer stays usable.
+                Nothing is written, and the writer stays usable.
             BackgroundError: A block could not be written. The cause is the error of the disk.
         """
         self._add(transition, keywords_of(locals()), is_step=True)
@@ -277,9 +281,9 @@ class RolloutWriter(Shown, Owned):
         """Record T steps of all envs. Arguments are as in `add`, with shape `[T, N, ...]`.
 
         Args:
-            transition: Also a `storage.RolloutStorage` or a batch of a `RolloutDataset` (see
-                `Transition` for limits). All filled steps of the storage are recorded, with
-                declared `policy_outputs`. Repeated calls record the steps of a queue again.
+            transition: In addition, a `storage.RolloutStorage` or a batch of a `RolloutDataset`
+                (see `Transition` for limits). All filled steps of a storage are recorded, with
+                declared `policy_outputs`. A second call records the same steps again.
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time,
                 then env.
             policy_version: An integer, `[T]` or `[T, N]`.
@@ -292,12 +296,12 @@ class RolloutWriter(Shown, Owned):
     def discard(
         self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False
     ) -> None:
-        """Drop the trajectories in progress of some envs, including published frames.
+        """Drop the unfinished trajectories of some envs, including their published frames.
 
         Args:
             env_ids: Indices of the envs.
-            leave_open: End the trajectories as open trajectories, and keep their frames. Ignored
-                with `success_only`.
+            leave_open: Keep the frames, and end the trajectories as open. Ignored with
+                `success_only`.
         """
         self._check_usable()
         self.settle()
@@ -306,7 +310,7 @@ class RolloutWriter(Shown, Owned):
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
-        """Publish all added steps and wait until they are on the disk."""
+        """Publish all added steps; wait until the blocks are written."""
         self._check_usable()
         late_error = self._record_late_steps()
         self._hand_over()
@@ -316,9 +320,9 @@ class RolloutWriter(Shown, Owned):
             raise late_error
 
     def close(self) -> None:
-        """Publish all steps, mark trajectories in progress as open, and stop.
+        """Publish all steps, mark unfinished trajectories as open, and stop.
 
-        Idempotent. After a Ctrl-C in `close()`, the next call does the rest.
+        Idempotent. After a Ctrl-C in `close()`, the next call completes it.
 
         Raises:
             BackgroundError: A block could not be written. Blocks that were published before are
@@ -335,7 +339,7 @@ class RolloutWriter(Shown, Owned):
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
-        except Exception:  # After a Ctrl-C, the next call does all of this.
+        except Exception:  # Not after a Ctrl-C, so that the next call can publish the steps.
             self._leave_folder()
             raise
         self._leave_folder()
@@ -345,38 +349,41 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def num_frames(self) -> int:
-        """Frames of trajectories that were not dropped; with `success_only` only of ended ones."""
+        """Number of frames of trajectories that were not dropped.
+
+        With `success_only`, only trajectories that have ended count.
+        """
         tally = self._settled()
         return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 
     @property
     def num_finished_frames(self) -> int:
-        """Frames of the kept trajectories that have ended."""
+        """Number of frames of trajectories that have ended and were kept."""
         return self._settled().num_finished_frames
 
     @property
     def num_trajectories(self) -> int:
-        """Kept trajectories that have ended."""
+        """Number of trajectories that have ended and were kept."""
         return self._settled().num_trajectories
 
     @property
     def num_nonfinite_rewards(self) -> int:
-        """Accepted rewards that are NaN or infinite, in `reward` and all fields below it."""
+        """Number of NaN or infinite rewards that were recorded, over all reward fields."""
         return self._settled().num_nonfinite
 
     @property
     def num_waits(self) -> int:
-        """Steps with tensors on a GPU for which the host waited."""
+        """Number of steps for which the host waited until their tensors arrived from a GPU."""
         return self._late_steps.num_waits
 
     @property
     def schema(self) -> Schema | None:
-        """The fields that the first record declared; None before the first record."""
+        """Fields of the first record, which all records must have; None before the first record."""
         self.settle()
         return self._reader.schema
 
     def _enter_folder(self) -> list[DeadWriter]:
-        """Create the folder, clean up after dead writers and reserve the writer's name."""
+        """Create the folder, clean up after dead writers and reserve this writer's name."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             recovered = recover_dead_writers(self.data_dir)
@@ -395,7 +402,7 @@ class RolloutWriter(Shown, Owned):
         return recovered
 
     def _leave_folder(self) -> None:
-        """Publish the submitted steps and release the name. Idempotent."""
+        """Publish the submitted steps and release this writer's name. Idempotent."""
         self._publisher.close()
         self._journal.close()
         self._staging = None
@@ -412,28 +419,29 @@ class RolloutWriter(Shown, Owned):
             return
         try:
             self.settle()
-        finally:  # After an error of an earlier step, this step is recorded.
+        finally:  # Also after an error of an earlier step, so that no frame is missing.
             self._record(values, is_step)
 
     def _record_arrived(self, values: Mapping[str, Any]) -> None:
-        # A copy, as the step is recorded again after a Ctrl-C.
+        # `_record` changes its argument, and after a Ctrl-C the values are needed again.
         self._record(dict(values), is_step=True)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
-        """Copy values from a GPU without waiting; record the complete copy before later steps.
+        """Copy the values of a step from a GPU without waiting; a later call records them.
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
-            record: Called with these values and the tensors on the host. Later calls overwrite
-                these tensors. `record` may call `add` at most twice. After a Ctrl-C it is called
-                again; steps that it already added are not added twice.
+            record: Function that is called with the values on the host, before later steps are
+                recorded. The tensors are reused after the call. `record` may call `add` at most
+                twice. After a Ctrl-C it is called again; steps that it has added are not added
+                twice.
         """
         self._check_usable()
         try:
             while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
                 self._record_late_step(*late)
-        finally:  # After an error of an earlier step, this step is copied.
-            # Each step reserves two times, one per record.
+        finally:  # Also after an error of an earlier step, so that no frame is missing.
+            # Each step reserves two times, since it may consist of two records.
             self._last_late_ns = max(self._last_late_ns + 2, self._newest_ns() + 1, time.time_ns())
             self._late_steps.send(values, (record, self._last_late_ns))
 
@@ -453,16 +461,16 @@ class RolloutWriter(Shown, Owned):
             self._late_ns = None
 
     def settle(self) -> None:
-        """Record all pending steps from a GPU; raise the first of their errors."""
+        """Wait for all pending copies from a GPU and record these steps; raise the first error."""
         self._owner.check()
-        if self._late_ns is not None:  # The recording of a step from a GPU called `settle`.
+        if self._late_ns is not None:  # This is a nested call, while such a step is recorded.
             return
         error = self._record_late_steps()
         if error is not None:
             raise error
 
     def _record_late_steps(self) -> Exception | None:
-        """Record all pending steps from a GPU; return the first of their errors."""
+        """Wait for all pending copies from a GPU and record these steps; return the first error."""
         errors = []
         while (late := self._late_steps.receive(wait=True)) is not None:
             try:
@@ -472,7 +480,7 @@ class RolloutWriter(Shown, Owned):
         return errors[0] if errors else None
 
     def _record(self, values: dict[str, Any], is_step: bool) -> None:
-        """Check a record and stage it."""
+        """Check a record and copy it into the staging memory."""
         infos = values.pop("infos", None)
         has_final = None
         if infos is not None:
@@ -482,7 +490,7 @@ class RolloutWriter(Shown, Owned):
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
-            if self._newest_ns() >= late_ns:  # The step was staged before a Ctrl-C.
+            if self._newest_ns() >= late_ns:  # Already staged before a Ctrl-C.
                 return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(
@@ -523,7 +531,7 @@ class RolloutWriter(Shown, Owned):
                 )
 
     def _newest_ns(self) -> int:
-        """Return the time of the newest step in ns."""
+        """Return the time of the last step, staged or submitted, in ns since the epoch."""
         staged_ns = None if self._staging is None else self._staging.newest_ns
         return self._handed_over_ns if staged_ns is None else staged_ns
 
@@ -538,7 +546,7 @@ class RolloutWriter(Shown, Owned):
         return self._tally
 
     def _declare(self, schema: Schema) -> None:
-        """Publish the schema or compare it with the schema of the folder, then size the staging."""
+        """Write metadata.json or compare the schema with it; compute the size of staging memory."""
         check_storable(schema)
         try:
             publish_metadata(
@@ -556,10 +564,10 @@ class RolloutWriter(Shown, Owned):
         self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        # A Ctrl-C interrupted `_hand_over`.
+        # A Ctrl-C has interrupted `_hand_over`, so complete it.
         if self._staging is not None and self._staging.is_sealed:
             self._hand_over()
-        # Created late, so that it reuses the memory that `flush` released.
+        # Created only when needed, so that it reuses memory that `flush` has released.
         if self._staging is None:
             assert self._reader.schema is not None
             self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
@@ -567,7 +575,7 @@ class RolloutWriter(Shown, Owned):
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the trajectories in progress of some envs: set the flag and update the counts."""
+        """End the unfinished trajectories of some envs with a flag, and update the counts."""
         if self._reader.schema is not None:
             staging = self._staging_with_room()
             self._counted().end(env_ids, flag != DROPPED)
@@ -575,7 +583,7 @@ class RolloutWriter(Shown, Owned):
             staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:
-        """Submit the staged steps as a block. Waits while too many blocks are pending."""
+        """Submit the staged steps as a block; wait while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
             self._staging.count(self._tally)
             self._handed_over_ns = self._newest_ns()

@@ -1,8 +1,9 @@
-"""Staging memory for the frames of the next block, and their fragments, rows and counts.
+"""Staging memory for the frames of the next block, and the fragments, rows and counts in it.
 
-`Staging.put` copies a step in the order of arrival, which is the shortest wait for the caller. The
-background thread gathers the rows of each trajectory when it writes the block. Fragments are
-computed from one byte per frame by array operations, without a Python loop over envs or frames.
+`Staging.put` copies steps in the order in which they arrive, so the caller waits as little as
+possible. The background thread gathers the rows of each trajectory when it writes the block.
+Fragments are computed from one byte per frame by array operations, without a Python loop over envs
+or frames.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from .rollout_records import (
     numbers,
 )
 
-#: Fraction of unused rows above which a block is written without them.
+#: Maximum fraction of rows in a block that belong to no fragment. If there are more, all such rows
+#: are left out.
 MAX_UNUSED_PART = 0.25
-#: Bytes of address space for one block: enough for any file and available on any system.
+#: Maximum bytes of staging memory for one block.
 MAX_STAGED_BYTES = 4 << 30
-#: Number of steps that are counted together. Counting single steps costs more; more steps would
-#: delay the caller.
+#: Number of steps after which they are counted together. Counting each step costs more; counting
+#: more steps at once would delay the caller.
 MAX_UNCOUNTED_STEPS = 32
 #: Approximate number of frames that are counted at a time.
 _COUNTED_FRAMES = 1 << 16
@@ -54,13 +56,13 @@ _COUNTED_FRAMES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """The trajectories in progress at the end of a block, by env.
+    """The unfinished trajectory of each of N envs at the end of a block, to continue in the next.
 
     Attributes:
-        trajectory: Number of the trajectory in progress, int64 `[N]`; -1 without a trajectory.
-        length: Published frames of the trajectory in progress, int64 `[N]`.
-        time_ns: Time of the last frame of the trajectory in ns, int64 `[N]`.
-        next_trajectory: Number of the next trajectory that starts.
+        trajectory: Number of the unfinished trajectory, int64 `[N]`; -1 if there is none.
+        length: Number of its frames so far, int64 `[N]`.
+        time_ns: Time of its last frame in ns since the epoch, int64 `[N]`.
+        next_trajectory: Number for the next new trajectory.
     """
 
     trajectory: np.ndarray
@@ -75,22 +77,22 @@ class Carry:
 
 
 class Staging:
-    """The steps of the next block.
+    """Memory for the steps of the next block.
 
     Args:
-        schema: All decoded fields.
+        schema: All fields as users see them.
         num_envs: Number of envs, N.
-        max_steps: Largest number of steps. Memory for all steps is reserved at once: untouched
-            memory costs nothing, and growing would delay the caller.
-        pool: Pool that provides the memory and later receives it back.
+        max_steps: Maximum number of steps. Memory for all steps is reserved at once: unused memory
+            costs nothing, and growing would delay the caller.
+        pool: Memory pool.
 
     Attributes:
         num_steps: Number of steps. `put` sets this number last, so that the next `put` overwrites
             the steps of an interrupted `put`.
-        num_counted: Steps that a `Tally` has counted.
+        num_counted: Number of steps that were added to a `Tally`.
         num_note_bytes: Bytes of metadata and texts. A text counts each time that it occurs.
-        is_sealed: Whether the block is being published. Then no step may be added.
-        is_published: Whether publishing has begun. Then a second attempt does nothing.
+        is_sealed: Whether the block was submitted, so that no step may be added.
+        is_published: Whether publishing has begun, so that it is not repeated.
     """
 
     def __init__(self, schema: Schema, num_envs: int, max_steps: int, pool: BufferPool) -> None:
@@ -107,11 +109,12 @@ class Staging:
             )
         self._marks = np.zeros(lead, np.uint8)
         self._times_ns = np.zeros(max_steps, np.int64)
-        #: First step of a rollout -> number of steps, policy version(s), final rows, and metadata.
+        #: Maps the first step of each rollout to (number of steps, policy version(s), final
+        #: observations, annotations).
         self._rollouts: dict[
             int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]
         ] = {}
-        #: Flags that end a trajectory of the previous block before the first frame, uint8 `[N]`.
+        #: Flags of trajectories of the previous block that end without a new frame, uint8 `[N]`.
         self._early_flags = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
         self.num_steps = 0
@@ -122,25 +125,25 @@ class Staging:
 
     @property
     def room(self) -> int:
-        """Number of steps that can be added."""
+        """Number of steps that can still be added."""
         return self.max_steps - self.num_steps
 
     @property
     def newest_ns(self) -> int | None:
-        """Time of the newest step in ns; None before the first."""
+        """Time of the last step in ns since the epoch; None before the first step."""
         return int(self._times_ns[self.num_steps - 1]) if self.num_steps else None
 
     @property
     def is_empty(self) -> bool:
-        """Whether the staging has neither steps nor ends to publish."""
+        """Whether there are neither steps nor ends of earlier trajectories to publish."""
         return self.num_steps == 0 and not self._early_flags.any()
 
     def put(self, rollout: Rollout, time_ns: int) -> None:
-        """Copy a rollout of at most `room` steps.
+        """Copy a rollout of at most `room` steps into the memory.
 
         Args:
             rollout: The rollout.
-            time_ns: Time of its first step. Each further step is 1 ns later.
+            time_ns: Time of its first step in ns. Each further step counts as 1 ns later.
         """
         start = self.num_steps
         count = len(rollout.marks)
@@ -157,7 +160,7 @@ class Staging:
         self.num_steps = stop
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the trajectories in progress of some envs after their last frame."""
+        """End the unfinished trajectories of some envs at their last frame, with a flag."""
         is_frame = (self._marks[: self.num_steps, env_ids] & PRESENT) > 0
         has_frame = is_frame.any(axis=0)
         if has_frame.any():
@@ -170,16 +173,18 @@ class Staging:
     def content(
         self, writer: str, sequence: int, carry: Carry, is_tentative: bool
     ) -> tuple[BlockContent, Carry]:
-        """Cut the staged frames into fragments.
+        """Divide the staged frames into fragments, and build the content of the block.
 
         Args:
             writer: Name of the writer.
-            sequence: Number of the block.
-            carry: Trajectories in progress before this block.
-            is_tentative: Mark fragments as valid only once their trajectory has ended.
+            sequence: Sequence number of the block.
+            carry: Unfinished trajectories at the end of the previous block.
+            is_tentative: Mark fragments so that readers ignore them until their trajectory has
+                ended.
 
         Returns:
-            The content of the block, whose rows are read from this staging, and the next carry.
+            The content, whose rows are read from this memory, and the unfinished trajectories at
+            the end of this block.
         """
         used = self.num_steps
         rollouts = [(start, *parts) for start, parts in self._rollouts.items() if start < used]
@@ -197,7 +202,7 @@ class Staging:
             fragments["flags"] |= TENTATIVE
         sums = self._reward_sums(fragments)
         notes = self._notes_of_block([(start, notes) for start, *_, notes in rollouts], fragments)
-        # The additional last element is for frames without a final row, whose index is -1.
+        # Fragments without a last frame have index -1, which is the additional last element.
         place_of = np.full(used * self.num_envs + 1, -1)
         place_of[final_keys] = np.arange(len(final_keys))
         fragments["final_row"] = place_of[fragments["final_row"]]
@@ -222,9 +227,13 @@ class Staging:
     def _notes_of_block(
         self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray
     ) -> dict[str, list[tuple[int, bytes]]]:
-        """Return the annotations of the block: metadata by trajectory, and texts.
+        """Return the annotations of the block: metadata by trajectory number, and texts by id.
 
-        Metadata of a step in no fragment belong to a dropped trajectory and are left out.
+        Metadata of a step that is in no fragment belong to a dropped trajectory. They are left out.
+
+        Args:
+            parts: First step and annotations of each rollout.
+            fragments: Fragments of the block, before their rows are renumbered.
         """
         texts = dict[int, bytes]()
         keys = list[int]()
@@ -247,7 +256,11 @@ class Staging:
     def _joined_finals(
         self, parts: list[tuple[int, Mapping[str, np.ndarray]]]
     ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return the final rows, `[k, *shape]` per field, and `env * num_steps + step` of each."""
+        """Concatenate the final observations of all rollouts.
+
+        Returns:
+            Maps fields to values `[k, *shape]`, and the frame of each, as `env * num_steps + step`.
+        """
         keys = [np.zeros(0, np.int64)]
         for start, _ in parts:
             count = self._rollouts[start][0]
@@ -263,7 +276,7 @@ class Staging:
         return joined, np.concatenate(keys)
 
     def _joined_versions(self, parts: list[tuple[int, np.ndarray | int]]) -> np.ndarray | int:
-        """Return one policy version if it is the same in all rollouts, else versions `[N, T]`."""
+        """Return the policy version if all rollouts have the same; otherwise versions `[N, T]`."""
         if (
             all(isinstance(version, int) for _, version in parts)
             and len({version for _, version in parts}) <= 1
@@ -273,13 +286,14 @@ class Staging:
         return np.ascontiguousarray(np.concatenate(steps).T)
 
     def _reward_sums(self, fragments: np.ndarray) -> np.ndarray:
-        """Sum the rewards of each fragment: `[F, R]` float64."""
+        """Compute the sum of each of R rewards over each fragment, float64 `[F, R]`."""
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
         width = self.schema[REWARD].num_elements
         num_rows = self.num_envs * self.num_steps
         rewards = numbers(self.schema[REWARD], self._values[REWARD][: self.num_steps])
-        values = np.zeros((num_rows + 1, width))  # `reduceat` needs a row after the last fragment.
+        # `reduceat` needs a row after the last fragment.
+        values = np.zeros((num_rows + 1, width))
         sums = np.zeros((len(fragments), width))
         with_frames = np.flatnonzero(fragments["length"] > 0)
         starts = fragments["row"][with_frames]
@@ -292,7 +306,11 @@ class Staging:
         return sums
 
     def _used_places(self, fragments: np.ndarray) -> np.ndarray:
-        """Return the staged positions of all rows in fragments, `[k]`; renumber the fragments."""
+        """Renumber the rows of fragments without unused rows.
+
+        Returns:
+            Position in the staging memory of each remaining row, int64 `[k]`.
+        """
         length = fragments["length"]
         new_row = np.cumsum(length) - length
         old_rows = np.repeat(fragments["row"] - new_row, length) + np.arange(int(length.sum()))
@@ -301,7 +319,7 @@ class Staging:
         return step * self.num_envs + env
 
     def count(self, tally: Tally) -> None:
-        """Add all steps that were not counted before to a tally."""
+        """Add the steps that were not counted yet to a tally."""
         while self.num_counted < self.num_steps:
             start = self.num_counted
             stop = min(start + max(1, _COUNTED_FRAMES // self.num_envs), self.num_steps)
@@ -312,13 +330,14 @@ class Staging:
 
 
 class _Rows:
-    """Rows of one column of staged values (a `RowSource`).
+    """A `RowSource` that packs staged values of fields into rows of one column.
 
     Args:
         layout: Layout of the table.
         column: The column.
-        values: Field -> `[T, N, *shape]`, read env by env; with `places` `[R, *shape]`.
-        places: `[k]` int64, rows of `values` to read; None reads all.
+        values: Maps fields to values. Without `places`, `[T, N, *shape]`, read env by env;
+            otherwise `[R, *shape]`.
+        places: Positions in `values` of the k rows, int64 `[k]`; None reads all values.
     """
 
     def __init__(
@@ -333,8 +352,8 @@ class _Rows:
         self._places = places
         self.num_rows = prod(lead) if places is None else len(places)
         self.row_bytes = column.row_bytes
-        #: For each field its first byte in a row and its values as bytes, which numpy copies faster
-        #: than numbers.
+        #: For each field, its first byte in a row, and its values as raw bytes, which numpy copies
+        #: faster than numbers.
         self._fields = [
             (offset, np.ndarray(lead, f"V{layout.stored[name].row_bytes}", values[name]))
             for name, offset in column.offsets.items()
@@ -342,8 +361,8 @@ class _Rows:
         self._has_gaps = column.row_bytes > sum(values.itemsize for _, values in self._fields)
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Copy the rows `start:stop` into `out` and return it."""
-        if self._has_gaps:  # Padding must not copy stray memory into files.
+        """Copy rows `start:stop` to `out`, uint8 `[stop - start, row_bytes]`, and return it."""
+        if self._has_gaps:  # Otherwise padding would write old memory content to the file.
             out[:] = 0
         for offset, values in self._fields:
             rows = np.ndarray(stop - start, values.dtype, out, offset, (self.row_bytes,))
@@ -351,7 +370,7 @@ class _Rows:
                 rows[:] = values[self._places[start:stop]]
                 continue
             row = start
-            # The rows may start and stop in the middle of an env, with whole envs between.
+            # A part is the rest of an env's steps, or several envs with all their steps.
             while row < stop:
                 env, step = divmod(row, self._num_steps)
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
@@ -370,7 +389,7 @@ class _Rows:
 def _row_sources(
     layout: RowLayout, values: Mapping[str, np.ndarray], places: np.ndarray | None
 ) -> dict[str, RowSource]:
-    """Return a row source for each column of a table. `values` and `places` as in `_Rows`."""
+    """Map the columns of a table to row sources. `values` and `places` are as in `_Rows`."""
     return {name: _Rows(layout, column, values, places) for name, column in layout.columns.items()}
 
 
@@ -381,19 +400,20 @@ def cut(
     times_ns: np.ndarray,
     carry: Carry,
 ) -> tuple[np.ndarray, Carry]:
-    """Cut staged frames into fragments.
+    """Divide staged frames into F fragments, one per trajectory and policy version.
 
     Args:
-        bits: `[N, T]` uint8: `PRESENT` and the flags with which the frame ends its trajectory.
-        early_flags: `[N]` uint8: flags that end the carried trajectory before the first frame.
-        versions: Policy versions, `[N, T]` int64, or one number for all.
-        times_ns: `[T]` int64.
-        carry: Trajectories in progress at the end of the previous block.
+        bits: Marks of the frames, uint8 `[N, T]`: `PRESENT`, and flags if the trajectory ends.
+        early_flags: Flags of unfinished trajectories that end before the first frame, uint8 `[N]`.
+        versions: Policy versions, int64 `[N, T]`, or one number for all.
+        times_ns: Time of each step in ns since the epoch, int64 `[T]`.
+        carry: Unfinished trajectories at the end of the previous block.
 
     Returns:
-        `[F]` of `FRAGMENT_DTYPE` and the next carry. `row` is `env * T + t` of the first frame,
-        `final_row` that of the last frame, or -1. Fragments of dropped trajectories are left out.
-        If a dropped trajectory has published fragments, it gets a `DROPPED` fragment of length 0.
+        The fragments, `[F]` of `FRAGMENT_DTYPE`, and the unfinished trajectories at the end. `row`
+        is `env * T + t` of the first frame. `final_row` is `env * T + t` of the last frame, or -1
+        without frames. Fragments of dropped trajectories are left out. If a dropped trajectory has
+        published fragments, it gets a `DROPPED` fragment of length 0.
     """
     num_steps = bits.shape[1]
     early, carry = _end_carried(early_flags, carry)
@@ -402,7 +422,7 @@ def cut(
         return early, carry
     env, step = np.divmod(first, num_steps)
     flags = bits.reshape(-1)[last]
-    is_head = np.append(True, env[1:] != env[:-1])  # The first fragment of its env in this block.
+    is_head = np.append(True, env[1:] != env[:-1])  # Whether it is the first fragment of its env.
     is_new = np.append(True, (flags[:-1] & ENDS) > 0)
     is_new[is_head] = carry.trajectory[env[is_head]] < 0
     # A group consists of all fragments of one trajectory in this block.
@@ -450,13 +470,13 @@ def cut(
 
 
 def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last frame of each fragment, as `env * T + t`, in that order."""
+    """Return the first and the last frame of each fragment, each as `env * T + t`, ascending."""
     flat = bits.reshape(-1)
     num_steps = bits.shape[1]
     present = flat >= PRESENT  # `PRESENT` is the highest bit.
-    # Frame k + 1 continues frame k.
+    # `joined[k]`: frame k + 1 belongs to the same fragment as frame k.
     joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]
-    joined[num_steps - 1 :: num_steps or 1] = False  # The next frame belongs to another env.
+    joined[num_steps - 1 :: num_steps or 1] = False  # After the last step comes another env.
     if isinstance(versions, np.ndarray):
         joined &= versions.reshape(-1)[1:] == versions.reshape(-1)[:-1]
     is_first = present.copy()
@@ -467,7 +487,11 @@ def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.n
 
 
 def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Carry]:
-    """Return fragments of length 0 for trajectories that end without a frame, and the carry."""
+    """Build fragments of length 0 for unfinished trajectories that end without a further frame.
+
+    Returns:
+        The fragments, and the carry without these trajectories.
+    """
     env = np.flatnonzero(((early_flags & ENDS) > 0) & (carry.trajectory >= 0))
     table = np.zeros(len(env), FRAGMENT_DTYPE)
     table["trajectory"] = carry.trajectory[env]
@@ -483,7 +507,7 @@ def _end_carried(early_flags: np.ndarray, carry: Carry) -> tuple[np.ndarray, Car
 
 
 def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
-    """Return the carry after the last fragment of each env."""
+    """Return the unfinished trajectories after the fragments in `table`, sorted by env."""
     tail = table[np.append(table["env"][1:] != table["env"][:-1], True)]
     env = tail["env"]
     trajectory = carry.trajectory.copy()
@@ -499,9 +523,10 @@ class Tally:
     """Counts of kept frames and trajectories, and of rewards that are NaN or infinite.
 
     Attributes:
-        num_trajectories, num_finished_frames: Kept trajectories that have ended, and their frames.
-        num_nonfinite: Rewards that are NaN or infinite.
-        num_open_frames: Frames of the trajectories in progress.
+        num_trajectories, num_finished_frames: Number of kept trajectories that have ended, and of
+            their frames.
+        num_nonfinite: Number of rewards that are NaN or infinite.
+        num_open_frames: Number of frames of unfinished trajectories.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -515,10 +540,10 @@ class Tally:
         return int(self._lengths.sum())
 
     def add(self, marks: np.ndarray, num_nonfinite: int) -> None:
-        """Count steps.
+        """Count the frames and ends in steps.
 
         Args:
-            marks: `[T, N]` uint8.
+            marks: Marks of the frames, uint8 `[T, N]`.
             num_nonfinite: Number of rewards of these steps that are NaN or infinite.
         """
         self.num_nonfinite += num_nonfinite
@@ -527,7 +552,7 @@ class Tally:
             return
         is_present = marks > 0
         is_end = ends_of(marks)
-        env, step = is_end.T.nonzero()  # The transpose sorts ends by env, then step.
+        env, step = is_end.T.nonzero()  # Transposed, so that ends are sorted by env, then step.
         has_end = is_end.any(axis=0)
         num_frames = is_present[:, has_end].cumsum(axis=0)
         column = has_end.cumsum() - 1
@@ -541,7 +566,7 @@ class Tally:
         self._lengths[env[is_last]] -= until[is_last]
 
     def end(self, env_ids: np.ndarray, is_kept: bool) -> None:
-        """Count the trajectories in progress of some envs as ended."""
+        """Count the unfinished trajectories of some envs as ended; if not kept, as dropped."""
         self._keep(self._lengths[env_ids] * is_kept)
         self._lengths[env_ids] = 0
 

@@ -1,4 +1,4 @@
-"""Time-outs and final observations from infos of stable-baselines3, gymnasium and rsl_rl."""
+"""`InfoReader`: time-outs and final observations in infos of gymnasium and other libraries."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ _ENDS = ("done", "terminated", "truncated", "timeout")
 
 
 def are_infos(extras: Any) -> bool:
-    """Return whether `extras` of a record has a key of infos, as in legged_gym and rsl_rl."""
-    if isinstance(extras, list):  # One item for each step of a rollout.
+    """Return whether `extras` of a record are infos, as in legged_gym and rsl_rl.
+
+    They are infos if they contain a key for time-outs or final observations.
+    """
+    if isinstance(extras, list):  # A rollout has a list with extras for each step.
         return any(map(are_infos, extras))
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
 def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
-    """Return infos with None in place of values that are neither recorded nor in `names`.
+    """Replace values in infos by None if they are neither recorded nor in `names`.
 
-    Nested infos in `final_info` are handled alike. The keys stay.
+    This also applies to infos in `final_info`. All keys are kept.
     """
     if isinstance(infos, Mapping):
         needed = {}
@@ -49,10 +52,10 @@ def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
 
 
 class InfoReader:
-    """Reader of infos in the records of one writer. Warns once per key that is not recorded.
+    """Reads the infos in the records of one writer. Warns once per key that is not recorded.
 
     Args:
-        num_envs: N.
+        num_envs: Number of environments, N.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -62,17 +65,17 @@ class InfoReader:
     def read(
         self, infos: Any, values: Mapping[str, Any], is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Return `timeout` and final observations from infos, unless they are in `values`.
+        """Extract time-outs and final observations from infos, unless `values` contain them.
 
         Args:
             infos: For a step, a list with a mapping for each environment, or one mapping for all.
                 For a rollout, a list of T such infos.
             values: Other values of the record, by their names in this library.
-            is_step: Whether the record is a step.
+            is_step: Whether the record is a single step.
 
         Returns:
-            The values, and bool `[T, N]`: ends with a final observation in the values; None without
-            such ends.
+            The extracted values, and which ends of trajectories have a final observation in them,
+            bool `[T, N]`; None if no end has one.
 
         Raises:
             SchemaError: Infos are not of N environments or T steps.
@@ -107,9 +110,9 @@ class InfoReader:
         return infos
 
     def _warn_of(self, steps: Sequence[Mapping[str, Any]]) -> None:
-        """Warn once per key that is not recorded."""
+        """Warn of keys in infos that are not recorded, once per key."""
         keys = dict.fromkeys(key for step in steps for key in step)
-        # Gymnasium adds a mask of the environments with a value: "_distance" for "distance".
+        # Gymnasium adds a mask for each key, such as "_distance" for "distance". Ignore the masks.
         masks = {f"_{key}" for key in keys}
         ignored = [key for key in keys if key not in _RECORDED | self._warned_keys | masks]
         if ignored:
@@ -121,9 +124,9 @@ class InfoReader:
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
-        """Return the ends of trajectories, bool `[T, N]`; None for flags of a wrong size.
+        """Return at which frames a trajectory ends, bool `[T, N]`; None if a flag has a wrong size.
 
-        A later check raises the error of the wrong size.
+        A later check raises the error for the wrong size.
         """
         ended = np.zeros((num_steps, self._num_envs), bool)
         names = ("done",) if values.get("done") is not None else _ENDS
@@ -147,10 +150,17 @@ class InfoReader:
         ended: np.ndarray,
         is_step: bool,
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Return the final observations of ends, `[k, ...]` in the order of time, then environment.
+        """Extract the final observations of all steps from infos.
 
-        Also returns the ends with a final observation, bool `[T, N]`; None without final
-        observations.
+        Args:
+            steps: Infos of each step, each as one mapping.
+            observation: Observations of the record.
+            ended: Whether a trajectory ends, bool `[T, N]`.
+            is_step: Whether the record is a single step.
+
+        Returns:
+            The final observations, `[k, ...]` in the order of time, then environment; and which
+            ends have one, bool `[T, N]`, or None if there are no final observations.
         """
         rows = []
         privileged_rows = []
@@ -180,7 +190,7 @@ class InfoReader:
         return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add a missing axis of environments to final observations of a single environment."""
+        """Add an axis of environments to final observations in infos, if a single env has none."""
         if self._num_envs != 1:
             return infos
         batched = dict(infos)
@@ -195,7 +205,10 @@ class InfoReader:
 
 
 def _listed(infos: Any, observation: Any) -> list[Any]:
-    """Return the infos of each step of a rollout, whose observation has leaves `[T, N, ...]`."""
+    """Return the infos of a rollout as a list with one item per step; check the length.
+
+    Leaves of the observation have shape `[T, N, ...]`.
+    """
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
         raise SchemaError(
             f"infos of a rollout must be a list with one item per step, got {type(infos).__name__}."
@@ -231,7 +244,7 @@ def _item(number: int, leaf: Any) -> Any:
 
 
 def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
-    """Return the rows of environments that end, from rows of all or only of these environments."""
+    """Select the rows of environments in `is_end`, unless `leaf` only has these rows."""
     rows = as_given(leaf).detach().cpu()
     return rows[torch.from_numpy(is_end)] if len(rows) == len(is_end) else rows
 
@@ -239,7 +252,7 @@ def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    if len({part.dtype for part in parts}) == 1:  # Joined by torch, since numpy has no bfloat16.
+    if len({part.dtype for part in parts}) == 1:  # Only torch supports bfloat16.
         return torch.cat(list(parts))
-    # Joined by numpy, since torch rounds int64 to float32 if another part is float32.
+    # torch would round int64 to float32 if another part is float32; numpy uses float64.
     return np.concatenate(list(map(on_host, parts)))

@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files of a target, to detect changes after the conversion."""
+"""Sizes and checksums of the files that a conversion wrote, to detect later changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from storage.core.durable_files import crc32, open_regular
 from storage.errors import UsageError
 
-#: Files of at most this number of bytes are always read. Larger files are read only if their
-#: modification time has changed.
+#: Maximum bytes of a file whose checksum is always compared. The checksum of a larger file is
+#: compared only if the modification time has changed.
 ALWAYS_READ_BYTES = 1 << 20
 #: Bytes read at a time.
 _PART_BYTES = 1 << 23
@@ -22,8 +22,8 @@ class FileSum(NamedTuple):
     """Size, checksum and modification time of a file of a target.
 
     Attributes:
-        size: Bytes.
-        checksum: CRC-32 as 8 hexadecimal digits.
+        size: Size in bytes.
+        checksum: CRC-32 of the content as 8 hexadecimal digits.
         mtime_ns: Modification time in nanoseconds.
     """
 
@@ -57,7 +57,7 @@ def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def gaps(covered: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges (start, size) of a file of `size` bytes that no covered range holds."""
+    """Yield the byte ranges (start, size) of a file of `size` bytes that are not in `covered`."""
     end = 0
     for start, num_bytes in sorted(covered):
         if start > end:
@@ -68,7 +68,7 @@ def gaps(covered: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, i
 
 
 def check_file(target: Path, file: Path, noted: FileSum) -> None:
-    """Compare a file of a target with its noted size and checksum.
+    """Check that a file of a target still has its recorded size and checksum.
 
     Raises:
         UsageError: The file was removed or changed.
@@ -87,7 +87,7 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
 
 
 def changed_file(target: Path, file: Path, change: str) -> UsageError:
-    """Return the error for a file of a target that was changed after it was written."""
+    """Build the error for a file of a target that was changed after it was written."""
     return UsageError(
         f"file {str(file)!r} of the target {str(target)!r} was changed after the conversion wrote "
         f"it: {change}. Choose another target."
@@ -95,10 +95,10 @@ def changed_file(target: Path, file: Path, change: str) -> UsageError:
 
 
 def sums_from_json(value: Any) -> dict[str, FileSum] | None:
-    """Parse names with sizes, checksums and times.
+    """Parse the result of `sums_as_json`.
 
     Returns:
-        None if the value is damaged or a name leads out of the target.
+        The files; None if the value is invalid, or a file name is outside of the target.
     """
     if not isinstance(value, dict):
         return None
@@ -114,5 +114,5 @@ def sums_from_json(value: Any) -> dict[str, FileSum] | None:
 
 
 def sums_as_json(sums: Mapping[str, FileSum]) -> dict[str, list[Any]]:
-    """Return names with sizes, checksums and times as JSON values."""
+    """Convert a mapping of file names to sizes, checksums and times to JSON values."""
     return {name: list(file_sum) for name, file_sum in sums.items()}

@@ -1,8 +1,8 @@
-"""Journals, which show whether a writer died and how many frames were lost.
+"""Journals of writers, which show whether a writer died and how many frames were lost.
 
-A journal is a small file beside the blocks that exists while its writer lives. The writer holds a
-lock on it, which the system releases when the process dies. Each `add` writes the journal through a
-memory map, which survives the death of the process but not of the machine.
+A journal is a small file in the data folder that exists while its writer is open. The writer locks
+the file; the system releases the lock when the process dies. Each `add` updates the journal through
+a memory map, whose content survives a crash of the process, but not of the machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..blocks.write_block import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _NUMBER = struct.Struct("<q")
-#: Offsets of five numbers after the magic: accepted frames, settled frames, time of the last `add`
-#: in ns, sequence + 1 of the block that is being published, and settled frames after that block. A
-#: settled frame is published or dropped.
+#: Byte offsets of five numbers after the magic: accepted frames, settled frames, time of the last
+#: `add` in ns, sequence number + 1 of the block that is being published, and settled frames after
+#: that block. A settled frame is published or dropped.
 _ACCEPTED, _PUBLISHED, _TIME, _SEQUENCE, _SETTLED = (_NUMBER.size * place for place in range(1, 6))
 _NUM_BYTES = _SETTLED + _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -38,8 +38,8 @@ class DeadWriter:
 
     Attributes:
         writer: Name of the writer.
-        num_lost_frames: Frames that it accepted and did not publish.
-        last_sign_ns: Wall-clock time of its last `add`, nanoseconds since the epoch.
+        num_lost_frames: Number of frames that the writer accepted and did not publish.
+        last_sign_ns: Wall-clock time of the writer's last `add`, ns since the epoch.
     """
 
     writer: str
@@ -48,12 +48,12 @@ class DeadWriter:
 
 
 def journal_path(folder: Path, writer: str) -> Path:
-    """Return the path of the journal of a writer."""
+    """Return the path of a writer's journal."""
     return folder / f".rollout_{writer}.journal"
 
 
 class Journal:
-    """The journal of one living writer. The file exists from `open()` to `close()`."""
+    """The journal of one open writer. The file exists from `open()` to `close()`."""
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.writer = writer
@@ -62,10 +62,12 @@ class Journal:
         self._memory: mmap.mmap | None = None
 
     def open(self) -> None:
-        """Reserve the writer's name. After an error or a Ctrl-C, the caller must call `close()`.
+        """Create and lock the journal, which reserves the writer's name.
+
+        After an error or a Ctrl-C, the caller must call `close()`.
 
         Raises:
-            UsageError: A living writer has the name.
+            UsageError: An open writer has this name.
         """
         while True:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -76,32 +78,32 @@ class Journal:
                 )
             if _is_linked(self._descriptor, self.path):
                 break
-            # Before the lock, another writer removed the file, since a journal without a lock
-            # counts as dead.
+            # Before this process got the lock, another writer removed the file as a dead journal,
+            # since it was not locked.
             self._release()
         os.pwrite(self._descriptor, _MAGIC.ljust(_NUM_BYTES, b"\0"), 0)
-        # A system call would wait while the disk is flushed: 30 ms in an `add`. Some file systems
-        # have no maps.
+        # Without a memory map, an `add` would wait 30 ms while the disk is flushed. Some file
+        # systems do not support maps.
         with suppress(OSError, ValueError):
             self._memory = mmap.mmap(self._descriptor, _NUM_BYTES)
         self._write(_TIME, time.time_ns())
 
     def accept(self, num_frames: int, time_ns: int) -> None:
-        """Note the number of accepted frames and the time of the last `add`."""
+        """Write the total number of accepted frames and the time of the last `add`."""
         self._write(_ACCEPTED, num_frames)
         self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
-        """Note, before block `sequence` is published, the number of settled frames after it."""
+        """Write the number of settled frames after block `sequence`, before it is published."""
         self._write(_SEQUENCE, sequence + 1)
         self._write(_SETTLED, num_frames)
 
     def publish(self, num_frames: int) -> None:
-        """Note the number of settled frames."""
+        """Write the number of settled frames, after a block was published."""
         self._write(_PUBLISHED, num_frames)
 
     def _write(self, offset: int, number: int) -> None:
-        """Overwrite a number. A failure is ignored: a loss report may then be less exact."""
+        """Overwrite a number. Errors are ignored; a count of lost frames is then less exact."""
         if self._memory is not None:
             _NUMBER.pack_into(self._memory, offset, number)
             return
@@ -109,14 +111,14 @@ class Journal:
             os.pwrite(self._descriptor, _NUMBER.pack(number), offset)
 
     def close(self) -> None:
-        """Remove the journal if it still belongs to this writer. Idempotent."""
+        """Remove the journal file, if it still belongs to this writer. Idempotent."""
         if self._descriptor < 0:
             return
         if self._memory is not None:
             self._memory.close()
             self._memory = None
         if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
-            with suppress(OSError):  # A read-only folder: the next writer cleans up.
+            with suppress(OSError):  # If the folder is read-only, a later writer cleans up.
                 self.path.unlink(missing_ok=True)
         self._release()
 
@@ -127,13 +129,13 @@ class Journal:
 
 
 def recover_dead_writers(folder: Path) -> list[DeadWriter]:
-    """Remove journals and temporary files of dead writers in `folder`; return the writers.
+    """Remove journals and temporary files of dead writers in a folder; return these writers.
 
-    Published blocks are complete and not changed.
+    Published blocks are complete and are not changed.
     """
     dead_writers = []
     for path in sorted(folder.glob(".rollout_*.journal")):
-        if not path.is_file():  # A folder or a pipe is no journal.
+        if not path.is_file():  # Opening a pipe would block.
             continue
         with suppress(OSError):  # Another process removed the file, or another user owns it.
             descriptor = os.open(path, os.O_RDONLY)
@@ -150,14 +152,14 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return whether the writer of a journal lives. Changes no file."""
+    """Return whether the writer of a journal is still running. Changes no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # Without locks a writer counts as living.
+    except OSError as error:  # If the file system has no locks, the writer counts as running.
         return isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS
     finally:
         os.close(descriptor)
@@ -165,15 +167,15 @@ def is_alive(path: Path) -> bool:
 
 
 def remove_temporary_files(folder: Path, writer: str) -> None:
-    """Remove unfinished files of a dead writer."""
+    """Remove temporary files that a dead writer has left."""
     for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{glob.escape(writer)}_*"):
         if not temporary.is_dir():
             temporary.unlink(missing_ok=True)
 
 
 def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
-    """Parse the journal of a dead writer."""
-    # The writer died before it accepted a frame.
+    """Parse the journal of a dead writer; compute the number of lost frames."""
+    # An incomplete journal means that the writer died before it accepted a frame.
     if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):
         return DeadWriter(writer, 0, 0)
     accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
@@ -184,7 +186,7 @@ def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file without waiting; return whether it is locked. True without file locks."""
+    """Try to lock a file without waiting; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -196,7 +198,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is_linked(descriptor: int, path: Path) -> bool:
-    """Return whether `path` still names the open file."""
+    """Return whether the open file still exists at `path`."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False
