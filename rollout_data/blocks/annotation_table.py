@@ -32,7 +32,7 @@ NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")
 MAX_NOTE_BYTES = 1 << 20
 #: Bytes per read of consecutive annotations. A larger annotation is read at once.
 _PORTION_BYTES = 1 << 20
-#: Kind -> (key, UTF-8 text) of each annotation to write.
+#: Annotations to write: maps each kind to (key, UTF-8 text) pairs.
 Notes = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
@@ -112,7 +112,7 @@ class NoteTable:
 
         Args:
             read_bytes: Returns the bytes `start:stop` of the file.
-            places: Positions of the annotations in the table; None reads all.
+                places: Range of annotations in the table, by position; None reads all.
         """
         if places is None:
             places = range(len(self.keys))

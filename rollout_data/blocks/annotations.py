@@ -44,14 +44,14 @@ class Notes:
     """Reader of the annotations of blocks. Caches are not pickled."""
 
     def __init__(self) -> None:
-        #: Identity of a block -> header; None for a block without annotations.
+        #: Cached headers by identity of the block; None for a block without annotations.
         self._headers: dict[Identity, BlockHeader | None] = {}
         #: Cached result of `tasks`: the index, and the `text_id` of each trajectory's task.
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = (None, np.zeros(0, np.int64))
-        #: Cached result of `TrajectoryIndex.edits`: the index, and writer -> number of its edit.
+        #: Cached result of `TrajectoryIndex.edits`: the index, and the position of each edit.
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = (None, {})
-        #: Identity of an edit -> its annotations. They are kept in memory, since the next edit
-        #: removes the file.
+        #: Annotations of edits, by identity of the edit. They are kept in memory, since the next
+        #: edit removes the file.
         self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
     def keep_edits(self, noted: Noted) -> None:

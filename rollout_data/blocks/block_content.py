@@ -102,7 +102,7 @@ def _decoded(source: RowSource) -> RowSource:
 
 @dataclass
 class BlockContent:
-    """Content of a block to write.
+    """Everything that `write_block` writes to a block file.
 
     Attributes:
         schema, writer, sequence, fragments, reward_sums: As in `BlockHeader`.
@@ -244,7 +244,7 @@ class _Frames:
         self._field = layout.stored[name]
         self._row_bytes = layout.columns[name].row_bytes
         self._per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
-        #: First row of each chunk, then the number of rows.
+        #: First row of each chunk, then the total number of rows.
         self._bounds = [0]
         #: Numbers of the chunks that contain rows of a fragment. Other chunks are stored empty.
         self._used = list[int]()
@@ -299,7 +299,7 @@ class _Frames:
 def gathered(
     parts: Sequence[tuple[BlockHeader, np.void]],
 ) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
-    """Concatenate the rows of fragments from blocks with the same schema.
+    """Concatenate the rows of several fragments from blocks with the same schema.
 
     Returns:
         For each table a mapping of columns to rows, and the fragments with the positions of their

@@ -80,7 +80,7 @@ _Opened = tuple[Schema, Block]
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """Return the stamp of a regular file; None for folders, pipes and devices."""
+    """Return size and modification time of a regular file; None for folders, pipes and devices."""
     status = os.stat(path)
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
@@ -177,14 +177,14 @@ class BlockFolder:
 
     @classmethod
     def at(cls, data_dir: str | os.PathLike[str], verify_on_open: bool = False) -> BlockFolder:
-        """Open a folder and its blocks."""
+        """Create a `BlockFolder` and open all its blocks."""
         folder = cls(data_dir, verify_on_open)
         folder.refresh()
         return folder
 
     @property
     def index(self) -> TrajectoryIndex:
-        """The trajectories in the blocks of the last `refresh`; computed at each access."""
+        """Index of the trajectories in `blocks`, computed at each access."""
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
@@ -247,7 +247,7 @@ class BlockFolder:
                 self._forget(name)
             opened |= self._open_all(listing, [name for name in cached if name in listing])
         self._add(opened)
-        # Set last, so that after an interrupt the next scan opens the missing blocks.
+        # Set last: if this scan is interrupted, the next scan opens the remaining blocks.
         self._stamps = dict(listing)
         self._set_edits_aside()
 
@@ -381,7 +381,7 @@ class BlockFolder:
         return stamps
 
     def _stamp_of(self, name: str) -> FileStamp | None:
-        """Return the stamp of a file that may be a block.
+        """Return size and modification time of a file that may be a block.
 
         None if the file was removed or is no regular file. The latter adds an error to `problems`.
         """

@@ -69,14 +69,15 @@ TRUNCATED = 4
 OPEN = 8
 TENTATIVE = 16
 DROPPED = 32
-#: The final observation of the fragment has no privileged part. Its row repeats the privileged
-#: observation of the last frame.
+#: This bit means that only the final observation was recorded, without its privileged part. The row
+#: in the table "final" then repeats the privileged observation of the last frame.
 FINAL_OBSERVATION_ONLY = 64
-#: Set in memory only, together with `OPEN`: the file does not state how the trajectory ended.
+#: This bit, together with `OPEN`, means that the original data do not state how the trajectory
+#: ended. It is set only in memory.
 END_UNKNOWN = 128
-#: Flags of the last fragment of a trajectory.
+#: Bits of which at least one is set in the last fragment of a trajectory.
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
-#: Flags of the last fragment of a complete trajectory.
+#: Bits of which at least one is set in the last fragment of a trajectory that was not dropped.
 COMPLETE = TERMINATED | TRUNCATED | OPEN
 #: Maximum size of a metadata.json in bytes. A larger file is damaged or malicious.
 MAX_METADATA_BYTES = 1 << 24
@@ -87,11 +88,11 @@ MAX_TEXT_BYTES = 1 << 17
 MAX_HOLLOW_BYTES = 1 << 20
 #: Bytes per fragment of a table that may be a hole in a sparse file: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
-#: Upper limit for `MAX_HOLLOW_ROW_BYTES` times the number of fragments.
+#: Maximum of `MAX_HOLLOW_ROW_BYTES` times the number of fragments, whatever their number.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
 
-#: Bytes of rows that are written and checked at a time. 1 MiB fits into the second-level cache;
-#: 4 MiB took a third longer.
+#: Bytes of rows that are written or checked at a time. 1 MiB stays in the second-level cache; 4 MiB
+#: took a third longer.
 PART_BYTES = 1 << 20
 
 FRAGMENT_DTYPE = np.dtype(
@@ -138,7 +139,7 @@ def _schema_of(text: str) -> Schema:
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The header of a block, without its rows.
+    """The content of a block file except its rows, which it can read.
 
     Attributes:
         path: The file.
@@ -179,11 +180,11 @@ class BlockHeader:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames of all fragments."""
+        """Total number of frames of all fragments."""
         return int(self.fragments["length"].sum())
 
     def read_rows(self, table: str, column: str, start: int, stop: int) -> np.ndarray:
-        """Read and decode rows `start:stop` of a column: new uint8 `[stop - start, row_bytes]`."""
+        """Read and decode rows `start:stop` of a column: a new array, uint8 `[n, row_bytes]`."""
         offset, num_rows = self.locations[table][column]
         row_bytes = self.layouts[table].columns[column].row_bytes
         if not 0 <= start <= stop <= num_rows:
@@ -297,7 +298,7 @@ def read_header(path: Path, opened: Guarded | None = None) -> BlockHeader:
             raise ForeignFileError(f"{str(path)!r} is no HDF5 file.") from cause
         problem = cause.message.replace(repr(str(path)), "it", 1)
         raise corrupt(path, problem, kind=cause.kind, episode=cause.episode) from cause
-    except DataFileError:  # The file could not be fetched.
+    except DataFileError:  # A remote file could not be fetched, which is no damage.
         raise
     except RolloutDataError as cause:
         # Other errors are raised for an invalid schema, which here means that the file is damaged.
@@ -621,7 +622,7 @@ def _damage(
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row and the stop row of each fragment in a table, `[F]` each.
+    """Return each fragment's first row and stop row in the table `table`, `[F]` each.
 
     The two are equal for a fragment without rows in the table.
     """

@@ -18,7 +18,7 @@ _MAX_SEARCHED = 1 << 22
 
 
 class DamagedRowsError(CorruptFileError):
-    """Rows of a block with a wrong checksum.
+    """The rows of a fragment in a block have a wrong checksum.
 
     Attributes:
         trajectory: Number of the trajectory within its writer.

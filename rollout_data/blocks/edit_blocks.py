@@ -34,7 +34,7 @@ def generation_of(sequence: int) -> int:
 
 
 def named_edit(name: str) -> tuple[str, int] | None:
-    """Return the writer and sequence number in the file name of an edit; None for other files."""
+    """Parse the file name of an edit; return (writer, sequence number), or None for other files."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) < FIRST_EDIT:
         return None

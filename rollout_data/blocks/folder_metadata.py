@@ -144,7 +144,7 @@ def publish_metadata(
     )
     if path.is_symlink() and not path.exists():
         path.unlink(missing_ok=True)  # A dangling link would prevent the new file.
-    if path.exists() and _schema_of(path) is None:  # A damaged file is replaced.
+    if path.exists() and _schema_of(path) is None:  # Only a damaged file may be replaced.
         with replace_file(path, temporary=temporary, durable=durable) as new:
             _write(new, metadata, durable=False)
         return metadata
@@ -192,7 +192,7 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Create the hard link `target` to `source` atomically; return False if `target` exists.
+    """Publish the file `source` as `target` by a hard link; return False if `target` exists.
 
     On a file system without hard links, `source` is renamed to `target`.
     """
@@ -228,7 +228,7 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a metadata.json as a dict, without checks of its keys.
+    """Read a metadata.json as a dict without checking its keys.
 
     Raises:
         FileNotFoundError: The file does not exist.

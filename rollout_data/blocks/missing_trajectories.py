@@ -21,7 +21,7 @@ from .trajectory_index import TrajectoryIndex
 #: Maps (writer, number) of a trajectory to its number of frames.
 Lengths = Mapping[tuple[str, int], int]
 NONE_GONE: Lengths = MappingProxyType({})
-#: File size that marks a placeholder. No file has a negative size.
+#: `file_bytes` of a placeholder, since no file has a negative size.
 _NUM_BYTES = -1
 
 
@@ -45,7 +45,7 @@ def with_stand_ins(
     Args:
         pinned: Blocks that a saved state needs; earlier placeholders among them are removed.
         folders: Maps the prefix of a folder's writer names to the folder.
-        gone: Deleted trajectories.
+        gone: Deleted trajectories, each of which gets a placeholder.
     """
     made = [block for block in pinned if not is_stand_in(block)]
     for (writer, number), length in gone.items():

@@ -23,7 +23,7 @@ from storage.errors import SchemaError
 
 #: A field with at least this number of bytes per stored row has a column of its own.
 LARGE_FIELD_BYTES = 4096
-#: Name of the column that holds the packed row.
+#: Name of the column in which all small fields of a frame are stored side by side.
 PACKED = "frames"
 #: The size of a row in bytes is a multiple of this number, so that rows can be viewed as any dtype.
 ROW_ALIGNMENT = 8
@@ -161,7 +161,7 @@ def joined(
     leading: int,
     allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Concatenate components along the last axis: `[..., D]`.
+    """Flatten the shapes of components and concatenate them along the last axis: `[..., D]`.
 
     Components of different dtypes are promoted as by torch.
 

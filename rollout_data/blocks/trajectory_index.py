@@ -261,7 +261,7 @@ class TrajectoryIndex:
         return first
 
     def is_complete(self) -> np.ndarray:
-        """Return which trajectories have ended, bool `[M]`. The others may get further frames."""
+        """Return which trajectories have ended, so that no frames will be added, bool `[M]`."""
         return (self.flags & COMPLETE) > 0
 
     def is_present(self) -> np.ndarray:

@@ -56,7 +56,7 @@ def block_name(writer: str, sequence: int) -> str:
 def write_block(
     folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None
 ) -> Path:
-    """Write a block into `folder` and publish it in one step.
+    """Write a block file into `folder`, which appears there only when it is complete.
 
     Args:
         folder: An existing folder.

@@ -45,7 +45,7 @@ _MAX_CAUSES = 16
 
 
 class AccessError(UnansweredError):
-    """A store refused access: 401, 403, or missing or expired credentials."""
+    """A store denied access: 401, 403, or missing or expired credentials."""
 
 
 def denial(error: BaseException) -> BaseException | None:

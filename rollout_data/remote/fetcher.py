@@ -17,7 +17,7 @@ from storage.errors import RolloutDataError, UnansweredError
 
 from .access_errors import AccessError, denial
 
-#: Seconds before the first retry of a request; doubled for each further retry.
+#: Seconds to wait before the first retry of a request; doubled for each further retry.
 _FIRST_PAUSE_S = 0.05
 #: Errors after which a request is not repeated, since the answer would be the same.
 _FINAL = (
@@ -26,7 +26,7 @@ _FINAL = (
 
 
 class FetchError(UnansweredError):
-    """A store did not answer any attempt of a request."""
+    """All attempts of a request to a store failed or exceeded the time-out."""
 
 
 def access_error(location: str, error: BaseException, cause: BaseException) -> AccessError:
@@ -76,7 +76,7 @@ class Request:
         self.process = os.getpid()
 
     def forget(self) -> None:
-        """Cancel the request. A running attempt ends, but no further attempt starts."""
+        """Cancel the request. A running attempt continues, but no further attempt starts."""
         self.is_done = True
 
 
@@ -117,7 +117,7 @@ class Fetcher:
         return request
 
     def wait(self, request: Request) -> Any:
-        """Wait for a request and return its answer.
+        """Wait until a request is completed and return the answer.
 
         Raises:
             FetchError: All attempts failed or exceeded the time-out.

@@ -299,7 +299,7 @@ def _locked(folder: Path) -> Iterator[None]:
         is_done = (folder / _DONE_NAME).exists()
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if is_done else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:  # Another process is copying.
+        except BlockingIOError:  # Another process is copying the files; wait for it.
             time.sleep(_POLL_S)
             continue
         # Before this process got the lock, another may have completed or deleted the copy.

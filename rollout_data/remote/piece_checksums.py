@@ -111,7 +111,7 @@ def _plain(start: int, stop: int) -> list[Span]:
 
 
 def sums_of(path: Path, spans: list[Span]) -> bytes:
-    """Compute the content of the checksum file of a local block."""
+    """Compute the content of the checksum file for a local block at `path`."""
     sums: list[int] = []
     with open(path, "rb") as file:
         for span in spans:

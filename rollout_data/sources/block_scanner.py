@@ -48,7 +48,7 @@ from .scanner import BlocksInUse, Choice, Scanner
 
 
 class BlockScanner(Scanner):
-    """Scanner of folders of block files."""
+    """Lists the blocks of local or remote folders and creates snapshots of their episodes."""
 
     format = "rollout-data"
     description = "block files"
@@ -68,7 +68,7 @@ class BlockScanner(Scanner):
             None if origin.opened is None else _Opened(origin.opened, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
         ]
-        #: Deleted blocks with trajectories that are still in use.
+        #: Deleted blocks whose trajectories are still being read, and placeholders.
         self._pinned: list[Block] = []
         #: Blocks that another process has listed; None if this process lists the blocks.
         self._adopted: list[Block] | None = None
@@ -295,7 +295,7 @@ class BlockScanner(Scanner):
         mapped = []
         for block in blocks:
             try:
-                if not block.is_edit:  # Edits have no rows, and their files may be deleted.
+                if not block.is_edit:  # Edits have no rows to map, and the next edit deletes them.
                     files.add(block)
                 mapped.append(block)
             except FileNotFoundError:

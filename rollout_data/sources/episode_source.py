@@ -61,7 +61,7 @@ class EpisodeSource(ABC):
     @property
     @abstractmethod
     def episodes(self) -> Sequence[EpisodeInfo]:
-        """Descriptions of the episodes."""
+        """Descriptions of all episodes, in the order of their numbers."""
 
     @abstractmethod
     def read(self, number: int, name: str, start: int, stop: int) -> Any:

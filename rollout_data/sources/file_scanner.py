@@ -71,7 +71,7 @@ class FileScanner(Scanner):
         return conventions([*of_files, *of_episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
-        """Do nothing: files of other systems are listed once."""
+        """Do nothing, since files of other systems are listed only when they are opened."""
 
     def snapshot(
         self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE

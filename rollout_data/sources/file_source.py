@@ -43,9 +43,9 @@ class FileSource(EpisodeSource):
 
     @abstractmethod
     def scan(self) -> Sequence[EpisodeInfo]:
-        """Read and return the descriptions of the episodes.
+        """Read the descriptions of all episodes from the file.
 
-        Fills `metadata`, `problems`, `advice` and `splits`.
+        Also sets `metadata`, `problems`, `advice` and `splits`.
 
         Raises:
             DataFileError: The file or folder cannot be read.

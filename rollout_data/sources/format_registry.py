@@ -29,7 +29,7 @@ def holds_files_of_others(folder: Path) -> bool:
 
 
 def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileSource:
-    """Open a file or folder of another system.
+    """Open a file or folder of another system as a source of episodes.
 
     Raises:
         ForeignFileError: The file has no known format, or matches several formats.

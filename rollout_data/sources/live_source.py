@@ -32,7 +32,7 @@ from .rows.row_source import RowSource
 from .rows.unmapped_rows import BlockFiles
 from .scanner import BlocksInUse, Scanner
 
-#: Groups of trajectories that cannot be read, each group with its error.
+#: Pairs of unreadable trajectories (int64 numbers) and the error that they have in common.
 Losses = list[tuple[Int64s, DataFileError]]
 
 

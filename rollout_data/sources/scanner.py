@@ -1,4 +1,4 @@
-"""`Scanner`: base class that lists files of one format and creates snapshots of their episodes."""
+"""`Scanner`, the interface to data folders of one format, and `Choice`, a filter of blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BlocksInUse = Callable[[], Collection[Block]]
 
 
 class Scanner(ABC):
-    """Scanner of the files of one format, which creates snapshots of their episodes.
+    """Base class that lists files of one format and creates snapshots of their episodes.
 
     A snapshot never changes. If files changed, `snapshot` returns a new snapshot after `refresh`.
     `LiveSource` owns the scanner and collects its problems.
@@ -54,7 +54,7 @@ class Scanner(ABC):
     @property
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the first folder."""
+        """Metadata of the first file or folder."""
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ _DETAILS = ("video_info", "info")
 
 @dataclass(frozen=True)
 class VideoRange:
-    """The frames of an episode in a video file.
+    """The frames of a video file that belong to one episode, and properties of the file.
 
     Attributes:
         path: The video file.

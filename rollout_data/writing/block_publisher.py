@@ -96,7 +96,7 @@ class BlockPublisher:
         self.owner = self._worker.owner
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
-        """Queue staged steps as the next block. Waits while too many blocks are pending.
+        """Queue staged steps to be written as the next block; wait if too many are pending.
 
         Args:
             staging: Staged steps of the block, which are sealed against changes. Submitting the

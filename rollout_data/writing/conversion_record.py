@@ -399,7 +399,7 @@ class ConversionNote:
         return True
 
     def _has_valid_types(self) -> bool:
-        """Return whether all parsed values have valid types. A damaged record may have others."""
+        """Return whether all parsed values have the expected types, which damage may change."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
         if not isinstance(self.source, str) or not all(
@@ -496,7 +496,7 @@ def append_line(place: Path, line: str, is_durable: bool = False) -> None:
 
 
 def left_out_line(episode: str) -> str:
-    """Return the line of an episode that could not be read."""
+    """Return the line for an episode that could not be read."""
     return json.dumps({"left_out": episode}) + "\n"
 
 

@@ -76,7 +76,8 @@ class Simulator:
         )
         self._is_mode_known = mode is not None
         self._mode = mode or ("disabled" if self._is_single else None)
-        #: Whether `action_space` covers all envs. In stable-baselines3 it covers a single env.
+        #: Whether `action_space` is the space of all envs together. In stable-baselines3 it is the
+        #: space of a single env.
         self._is_space_of_all = (
             self._is_single or _attribute(env, "single_action_space") is not None
         )
@@ -377,7 +378,7 @@ def _is_floating(values: Any) -> bool:
 
 
 def _leaf(tree: Any) -> Any:
-    """Return the first leaf of nested mappings."""
+    """Return the first array or tensor in nested mappings."""
     while hasattr(tree, "items"):
         tree = next(iter(tree.values()))
     return tree
@@ -392,7 +393,7 @@ def _attribute(env: Any, name: str) -> Any:
 
 
 def _critic(infos: Any) -> Any:
-    """Return the observation group `critic` in the extras of rsl_rl, or None."""
+    """Return the observation group "critic" in the extras of rsl_rl; None if there is none."""
     groups = infos.get("observations") if isinstance(infos, Mapping) else None
     return groups.get("critic") if isinstance(groups, Mapping) else None
 

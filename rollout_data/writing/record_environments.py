@@ -69,7 +69,7 @@ class EpisodeSummary:
 
 @dataclass(frozen=True)
 class RecordingSummary:
-    """Result of `record_demonstrations`.
+    """Result of `record_demonstrations`: counts, mean return and duration.
 
     Attributes:
         data_dir: Data folder.
@@ -339,7 +339,7 @@ class _Recorder:
         self._lengths = np.zeros(num_envs, np.int64)
         self._rewards = np.zeros(num_envs)
         self._has_succeeded = np.zeros(num_envs, bool)
-        #: Whether the infos of any step had a success flag.
+        #: Whether the infos of at least one step had a success flag.
         self._knows_success = False
         self._sum_of_rewards = 0.0
         self._num_ended = 0

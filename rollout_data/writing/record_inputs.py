@@ -57,7 +57,7 @@ _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Return whether a name is reserved in records, so that no extra field may have it."""
+    """Return whether a name has a meaning in records, so that no extra field may have it."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
@@ -82,7 +82,7 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
         UsageError: A value is passed twice, or it is unclear whether `done` of a batch marks first
             frames or ends.
     """
-    if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case.
+    if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case needs no merge.
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
     for source, ignored in (
@@ -195,9 +195,9 @@ def _recorded_done(batch: Transition) -> Any:
     if "is_last" in flags:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
     is_unclear = done.bool() & flags["is_first"]
-    if "timeout" in flags:  # A time-out is always an end.
+    if "timeout" in flags:  # A frame with a time-out is an end, not only a first frame.
         is_unclear &= ~flags["timeout"]
-    if "valid" in flags:  # Invalid entries are no frames.
+    if "valid" in flags:  # An invalid entry is no frame, so its mark does not matter.
         is_unclear &= flags["valid"]
     if is_unclear.any():
         raise UsageError(

@@ -136,7 +136,7 @@ def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
 
 
 def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
-    """Return the position of the oldest trajectory to keep: the newest ones fit all limits."""
+    """Return the position of the oldest trajectory to keep, so that no limit is exceeded."""
     frames = np.diff(index.fragment_frame)
     block = index.fragment_block
     num_used = np.bincount(block, frames, len(index.blocks))

@@ -104,7 +104,7 @@ def numbers(field: Field, values: np.ndarray) -> np.ndarray:
 def nonfinite_rewards(
     schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray
 ) -> dict[str, int]:
-    """Count NaN and infinite rewards of frames.
+    """Count the rewards of frames that are NaN or infinite.
 
     Args:
         schema: The fields.

@@ -160,7 +160,7 @@ class RolloutWriter(Shown, Owned):
         self._late_steps = LateCopies()
         #: While a step from a GPU is recorded, the time of its next record in ns; otherwise None.
         self._late_ns: int | None = None
-        #: Time in ns of the last step that was copied from a GPU.
+        #: Time in ns that was assigned to the last step from a GPU.
         self._last_late_ns = 0
         self._tally = Tally(self.num_envs)
         self._note_count = NoteCount(self.num_envs)

@@ -299,7 +299,7 @@ class Staging:
         starts = fragments["row"][with_frames]
         stops = starts + fragments["length"][with_frames]
         bounds = np.stack([starts, stops], axis=1)
-        with np.errstate(all="ignore"):  # NaN and Inf rewards are valid data.
+        with np.errstate(all="ignore"):  # NaN and Inf rewards are valid data and need no warning.
             values[:num_rows] = rewards.swapaxes(0, 1).reshape(num_rows, width)
             if len(with_frames):
                 sums[with_frames] = np.add.reduceat(values, bounds.reshape(-1), axis=0)[::2]
@@ -425,7 +425,7 @@ def cut(
     is_head = np.append(True, env[1:] != env[:-1])  # Whether it is the first fragment of its env.
     is_new = np.append(True, (flags[:-1] & ENDS) > 0)
     is_new[is_head] = carry.trajectory[env[is_head]] < 0
-    # A group consists of all fragments of one trajectory in this block.
+    # Group the fragments of this block by trajectory. `heads` is the first fragment of each group.
     heads = np.flatnonzero(is_head | is_new)
     group = np.cumsum(is_head | is_new) - 1
     group_env = env[heads]
@@ -457,7 +457,8 @@ def cut(
     next_carry = _next_carry(carry, table, carry.next_trajectory + len(started))
 
     is_dropped = np.bitwise_or.reduceat(table["flags"], heads) & DROPPED > 0
-    # A fragment of length 0 marks a dropped trajectory whose earlier fragments are published.
+    # If earlier fragments of a dropped trajectory are published, readers need a fragment of length
+    # 0 with the flag `DROPPED`.
     tombs = heads[is_dropped & ~group_is_new]
     table["length"][tombs] = 0
     table["row"][tombs] = 0

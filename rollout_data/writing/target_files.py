@@ -45,7 +45,7 @@ def file_sum(path: Path) -> FileSum:
 
 
 def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
-    """Compute the checksum of byte ranges (start, size) of a file, up to the end of the file."""
+    """Compute one CRC-32 of several byte ranges (start, size) of a file, as hexadecimal digits."""
     checksum = 0
     for start, size in ranges:
         for first in range(start, start + size, _PART_BYTES):

@@ -34,7 +34,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class DeadWriter:
-    """A writer that ended without `close()`.
+    """A writer whose process ended without `close()`.
 
     Attributes:
         writer: Name of the writer.
@@ -137,7 +137,8 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     for path in sorted(folder.glob(".rollout_*.journal")):
         if not path.is_file():  # Opening a pipe would block.
             continue
-        with suppress(OSError):  # Another process removed the file, or another user owns it.
+        # OSError is raised if another process removed the file, or another user owns it.
+        with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _lock(descriptor) and _is_linked(descriptor, path):
@@ -179,7 +180,7 @@ def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
     if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):
         return DeadWriter(writer, 0, 0)
     accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
-    # The writer may have died between publishing a block and updating the journal.
+    # If this block exists, the writer died after publishing it and before updating the journal.
     if sequence > 0 and (folder / block_name(writer, sequence - 1)).exists():
         published = max(published, settled)
     return DeadWriter(writer, max(0, accepted - published), time_ns)

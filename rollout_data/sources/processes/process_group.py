@@ -92,7 +92,7 @@ def current_worker() -> Shard:
 
 
 def is_in_worker() -> bool:
-    """Return whether this is a DataLoader worker process, which must not use CUDA."""
+    """Return whether the current process is a DataLoader worker, which must not use CUDA."""
     return get_worker_info() is not None
 
 

@@ -163,7 +163,7 @@ class Episode:
 
     @cached_property
     def final_observation(self) -> Any:
-        """The observation after the last step, without a time axis; None if it was not recorded."""
+        """Observation after the last step, without a time axis; None if it was not recorded."""
         found = {name: self._source.read_final(self._number, name) for name in self.final}
         return joined(OBSERVATION, found)
 

@@ -313,7 +313,7 @@ def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatist
 def _load(
     path: Path, about: Mapping[str, Any], names: Sequence[str], levels: tuple[float, ...]
 ) -> dict[str, FieldStatistics] | None:
-    """Return the cached statistics; None if the cache is missing, damaged or stale."""
+    """Load statistics from the cache file; None if it is missing, damaged or stale."""
     try:
         if stamp_of(path) is None:
             return None

@@ -70,7 +70,7 @@ class Recording(Sequence[Episode]):
 
     @property
     def origin(self) -> Origin:
-        """Location, selected episodes and snapshot of the recording."""
+        """Location and selected episodes, with this snapshot, to create datasets from."""
         return replace(self._origin, opened=self._source)
 
     @cached_property
@@ -108,7 +108,7 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def schema(self) -> Schema:
-        """All numeric fields of the episodes, each as in the first episode that contains it."""
+        """Numeric fields of all episodes, with dtype and shape in the first episode that has them."""
         which, known = self.schemas()
         schemas = [known[place] for place in dict.fromkeys(which.tolist())]
         return Schema(
@@ -253,7 +253,7 @@ class Recording(Sequence[Episode]):
         return {error.episode: error for error in errors.values()}
 
     def check_present(self) -> None:
-        """Check that the files of all episodes exist and were not replaced after opening.
+        """Check that the files of all episodes still exist and were not replaced.
 
         Raises:
             DataFileError: A file was deleted or replaced; the message names the episode.
@@ -271,7 +271,7 @@ class Recording(Sequence[Episode]):
         return Recording(replace(self._origin, ids=ids), self._source, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
-        """Return the episodes with these names, in the order of the file.
+        """Return a recording of the episodes with these names, in the order of the file.
 
         Raises:
             UsageError: A name does not exist.
@@ -287,7 +287,7 @@ class Recording(Sequence[Episode]):
         return self._of(np.array([name in wanted for name in names], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
-        """Return the episodes that match all conditions.
+        """Return a recording of the episodes that match all conditions.
 
         Args:
             keeps: Function that returns whether to keep an `Episode`; None keeps all.

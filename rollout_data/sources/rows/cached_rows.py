@@ -51,7 +51,7 @@ class CachedRows(RowSource):
 
     Args:
         source: Source of the rows.
-        trajectories: Numbers of the trajectories to copy, int64 `[K]`; others cannot be read.
+        trajectories: Numbers of the trajectories to copy, int64 `[K]`. Only these can be read.
         device: Device of the copies.
         is_shared: Whether other processes will map the copies; see `shared` and `mapped`.
         memory: Shared memory in which another process has cached the same trajectories; None

@@ -42,7 +42,7 @@ class RowCache:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Pickle an empty cache, since rows can be read again."""
+        """Pickle the cache without its content, since rows can be read again."""
         return RowCache, (self.max_bytes, self.keeps_last)
 
     def get(self, key: Any) -> Any:

@@ -17,7 +17,7 @@ _PATCH_COST = 2.2
 _NO_PIECES = np.zeros(0, np.int64)
 #: Buffers in which single rows are gathered before they are written to the output.
 _scratch = BufferPool(2)
-#: Number of rows up to which a batch is copied row by row.
+#: Maximum number of rows of a batch that is always copied row by row.
 _FEW_ROWS = 256
 
 

@@ -37,7 +37,7 @@ from .unmapped_rows import UnmappedRows
 _PIECE_BYTES = 4 << 20
 #: Size in bytes of the cache of small fields.
 _CACHE_BYTES = 512 << 20
-#: Number of the file, and number of the episode in it.
+#: Position of a file in a list of files, and number of an episode in the file.
 EpisodeKey = tuple[int, int]
 
 

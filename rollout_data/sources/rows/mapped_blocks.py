@@ -30,9 +30,9 @@ _MAX_READ_ONCE_BYTES = 64 << 20
 _MAPPED_AROUND_BYTES = 64 << 10
 #: Number of threads that request pages from the kernel if data must be read from disk.
 _NUM_ADVISERS = 4
-#: Number of runs above which several threads request pages.
+#: Maximum number of runs for which a single thread requests pages.
 _FEW_RUNS = 8
-#: Number of evenly spaced runs that are checked first. If all are in memory, so are the others.
+#: Number of evenly spaced runs that are checked first. If all are in memory, nothing is requested.
 _NUM_PROBES = 16
 
 

@@ -73,7 +73,7 @@ def map_trajectory(path: Path) -> dict[Any, Any]:
 
 
 def _check_members(path: Path) -> None:
-    """Raise `ValueError` if a member of a torch file is compressed, or has an invalid size."""
+    """Raise `ValueError` if a member of a `pt` archive is compressed, or its size is invalid."""
     with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             is_pickle = member.filename.endswith(".pkl")

@@ -14,7 +14,7 @@ from typing import Any
 from ..recordings.natural_order import natural
 
 INDEX_NAME = "trajectory_index.json"
-#: Name of the index in older checkpoints of RLinf.
+#: Name of the index in checkpoints of earlier releases of RLinf.
 LEGACY_INDEX_NAME = "trajector_index.json"
 METADATA_NAME = "metadata.json"
 #: Suffixes of trajectory files. RLinf writes "pt" and "pkl".
@@ -48,7 +48,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
 
 def id_of_file(name: str) -> int | None:
-    """Return the trajectory id in a file name; None for names of other files."""
+    """Parse the trajectory id in the name of a trajectory file; None for other files."""
     match = _FILE.fullmatch(name)
     return int(match[1]) if match else None
 
