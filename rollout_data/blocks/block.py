@@ -30,7 +30,7 @@ class Block:
         writer: Name of the writer, unique among all data folders. Each writer numbers its own
             trajectories.
         sequence: Number of the block among the blocks of its writer.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         places: Maps (table, column) to (byte offset, number of rows); empty for other formats.
         file_bytes: Size of the file in bytes.
         mtime_ns: Modification time in ns. Size and time show whether a file was replaced.

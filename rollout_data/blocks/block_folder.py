@@ -142,7 +142,7 @@ class BlockFolder:
         problems: Maps the names of unreadable files to errors, metadata.json included.
         built: Index arrays from the cache, which are valid only for the present blocks, or None.
         has_unknown_ends: Whether annotations may state how trajectories ended. True if
-            metadata.json says so or cannot be read.
+            metadata.json states `"ends": "unknown"` or cannot be read.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ def _check_cached(
     Args:
         schema: Fields of the blocks.
         places: The (table, column) pairs, `[C]`.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         bounds: First fragment of each block, int64 `[B + 1]`.
         located: Byte offset and number of rows of each column of each block, int64 `[B, C, 2]`.
         stamps: A `FileStamp` for each block, int64 `[B, 2]`.
@@ -634,8 +634,8 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
 
     Args:
         data_dir: The folder.
-        writer: Part of the name of the temporary file, by which the cleanup after a killed writer
-            finds the file.
+        writer: Name of the calling writer. It becomes part of the name of the temporary file, so
+            that the cleanup after a killed writer finds the file.
     """
     folder = BlockFolder.at(data_dir)
     names = sorted(folder.blocks)

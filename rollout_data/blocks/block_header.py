@@ -75,9 +75,9 @@ FINAL_OBSERVATION_ONLY = 64
 #: This bit, together with `OPEN`, means that the original data do not state how the trajectory
 #: ended. It is set only in memory.
 END_UNKNOWN = 128
-#: Bits of which at least one is set in the last fragment of a trajectory.
+#: Bits for the end of a trajectory. Its last fragment has at least one of them.
 ENDS = TERMINATED | TRUNCATED | OPEN | DROPPED
-#: Bits of which at least one is set in the last fragment of a trajectory that was not dropped.
+#: Bits for the end of a trajectory that was not dropped.
 COMPLETE = TERMINATED | TRUNCATED | OPEN
 #: Maximum size of a metadata.json in bytes. A larger file is damaged or malicious.
 MAX_METADATA_BYTES = 1 << 24
@@ -139,14 +139,14 @@ def _schema_of(text: str) -> Schema:
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The content of a block file except its rows, which it can read.
+    """Header of a block file: everything except the rows, with methods to read rows.
 
     Attributes:
         path: The file.
         schema: All fields.
         writer: Name of the writer. With `sequence`, it identifies the block.
         sequence: Number of the block among the blocks of its writer.
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`; R = 0 without rewards.
         locations: For each table, maps columns to (byte offset in the file, number of rows). The
             offset of an encoded column is the offset of its first chunk.
@@ -260,7 +260,7 @@ def header_crc(
     """Compute the CRC-32 of a block header.
 
     Args:
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         reward_sums: Sum of the rewards of each fragment, float64 `[F, R]`.
         about: Values of the attributes in `ABOUT`, and of `CODECS` if there are encoded fields.
         offsets: Datasets `offsets` of the encoded columns, see `ChunkTable.offsets`.
@@ -663,7 +663,7 @@ def check_fragments(
     """Check that the rows of every fragment are inside the tables of its block.
 
     Args:
-        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        fragments: Table of fragments, `[F]` of `FRAGMENT_DTYPE`.
         num_rows, num_finals: Numbers of rows in the tables `data` and `final` of each fragment's
             block: int64 `[F]`, or one number for all fragments.
 

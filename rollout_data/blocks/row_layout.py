@@ -229,7 +229,7 @@ class FrameCut:
 
     Attributes:
         names: Name of the field, or names of the components.
-        column: Column of the first name.
+        column: Name of the column that stores the field or the first component.
         parts: Components to concatenate, if they are not adjacent or have a codec; otherwise
             empty, since one view is enough.
     """

@@ -103,7 +103,7 @@ class TrajectoryIndex:
         flags: Bitwise OR of the flags (`block_header.py`) of each trajectory's fragments, int64
             `[M]`.
         end: The `End` of each trajectory, uint8 `[M]`.
-        env: Environment of each trajectory, int64 `[M]`.
+        env: Id of the environment of each trajectory, int64 `[M]`.
         number: Number of each trajectory within its writer, int64 `[M]`.
         end_time_ns: Time of the last frame in ns since the epoch, int64 `[M]`.
         writer: Position of each trajectory's writer in `writers`, int64 `[M]`.

@@ -56,7 +56,7 @@ def block_name(writer: str, sequence: int) -> str:
 def write_block(
     folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None
 ) -> Path:
-    """Write a block file into `folder`, which appears there only when it is complete.
+    """Write a block file, which appears in `folder` only when it is complete.
 
     Args:
         folder: An existing folder.
@@ -69,7 +69,8 @@ def write_block(
         The path of the published block.
 
     Raises:
-        OSError: The disk is full, or the folder was deleted or is read-only. No file is left.
+        OSError: The disk is full, or the folder was deleted or is read-only. No partial file
+            remains.
     """
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():

@@ -172,7 +172,7 @@ def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
 def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
     """List all files below a URL; also return whether the URL itself is a file.
 
-    Subfolders of a folder of blocks are not listed.
+    If the folder contains blocks, its subfolders are not listed.
     """
     url = str(files.path)
     if files.path.suffix in _HDF5:

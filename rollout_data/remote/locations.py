@@ -163,8 +163,7 @@ def present_origins_of(data_dir: DataDirs) -> list[Origin]:
     """Convert a `data_dir` argument to origins; check that files of open recordings still exist.
 
     Raises:
-        DataFileError: A file of an episode of an open recording was removed or replaced after the
-            recording was opened.
+        DataFileError: An open recording has an episode whose file was removed or replaced.
     """
     origins = origins_of(data_dir)
     locations: Any = [data_dir] if is_one(data_dir) else data_dir

@@ -28,7 +28,8 @@ class EpisodeInfo:
         texts: Names of the text fields, one text per step.
         final: Fields of the observation after the last step, with the names in `schema` and
             `texts`; empty if the file has no final observation. `is_text` marks a text.
-        terminated, truncated: How the episode ended; None if the file does not state it.
+        terminated, truncated: Whether the episode was terminated or truncated; None if the file
+            does not state it.
         success: Whether the episode succeeded; None if the file does not state it.
         task: Description of the task; "" if unknown.
         metadata: Further metadata: plain values, texts and small arrays.

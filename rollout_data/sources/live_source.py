@@ -37,7 +37,7 @@ Losses = list[tuple[Int64s, DataFileError]]
 
 
 class LiveSource(Origins):
-    """The folders or files of a dataset. Scans them and creates snapshots of their episodes.
+    """Scans the folders or files of a dataset and creates snapshots of their episodes.
 
     The format of an empty folder is detected when a later scan finds data in it.
 

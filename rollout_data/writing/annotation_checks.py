@@ -217,7 +217,7 @@ class NoteCount:
     """Counts the bytes of metadata of each episode in progress, to enforce the limit per episode.
 
     Args:
-        num_envs: N.
+        num_envs: Number of envs, N.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -225,7 +225,7 @@ class NoteCount:
         self._is_used = False
 
     def add(self, marks: np.ndarray, notes: StepNotes) -> None:
-        """Count the metadata of a rollout.
+        """Add the bytes of a rollout's metadata to the counts of its episodes.
 
         Args:
             marks: Marks of the frames with the ends of episodes, uint8 `[T, N]`.

@@ -110,7 +110,7 @@ class SummedEpisode:
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
         """Read the remaining rows of a field and return its checksum.
 
-        The result is `UNREAD` if the first rows cannot be read.
+        The result is `UNREAD` if the field cannot be read and the writer has read none of its rows.
 
         Raises:
             UnreadableEpisode: The field cannot be read, and the writer read some of its rows or
@@ -205,7 +205,7 @@ class ConversionNote:
     def resume(self, earlier: ConversionNote) -> None:
         """Copy the written episodes from the record of an interrupted conversion.
 
-        `files_of_all` is copied only for block folders, whose files are never rewritten.
+        `files_of_all` is copied only from the record of a block folder.
         """
         self.rows = earlier.rows
         self.files = earlier.files
@@ -225,7 +225,7 @@ class ConversionNote:
         return [episode["id"] for episode in self.episodes if episode["id"] not in self.left_out]
 
     def forget(self) -> None:
-        """Remove all written episodes from the record, to start the conversion again."""
+        """Remove all written episodes and files from the record."""
         self.rows.clear()
         self.files.clear()
         self.stored.clear()

@@ -83,7 +83,7 @@ class Simulator:
         )
 
     def start(self, seed: int | None) -> Any:
-        """Reset all envs; return the observation unchanged."""
+        """Reset all envs; return the observation as the env returns it."""
         options = {}
         observation = None
         if seed is not None and self._is_space_of_all:
@@ -129,7 +129,7 @@ class Simulator:
             return None
         if self._is_single:
             return {}
-        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill, unlike gymnasium.
+        if isinstance(_attribute(self.env, "auto_reset"), bool):  # ManiSkill expects indices.
             return {"options": {"env_idx": self._as_env(np.flatnonzero(self.is_over))}}
         return {"options": {"reset_mask": self._as_env(self.is_over.copy())}}
 
@@ -443,7 +443,7 @@ def final_rows(
     if isinstance(finals, tuple) and not (
         isinstance(like, dict) and like.keys() == _named(finals).keys()
     ):
-        finals = list(finals)  # A tuple with one observation per env, not one of parts.
+        finals = list(finals)  # The tuple has an item per env, not per part of a `spaces.Tuple`.
     if _is_listed(finals):
         if len(finals) != len(done):
             raise SchemaError(
@@ -473,7 +473,7 @@ def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
     """
     if _is_listed(finals):
         return _stacked([_named(finals[env]) for env in env_ids], like)
-    # One of them has no groups, so it contains only observations of the policy.
+    # Without groups, the values are observations of the policy, of which there is no other part.
     if not isinstance(like, dict) or not isinstance(finals, dict):
         return finals
     return {key: _rows(finals[key], item, env_ids) for key, item in like.items() if key in finals}

@@ -101,14 +101,14 @@ _NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
 class RecordingWrapper(Owned):
     """An env whose resets and steps are recorded. The results of the env are returned unchanged.
 
-    All other attributes and methods are those of the env, and `isinstance` treats it as the env. A
-    reset in the middle of an episode leaves an open trajectory. Actions are recorded in the dtype
-    of the env's space. Metadata of an episode are the `seed` of its reset, the first text `task` in
-    its infos, and the `success` in the infos of its last step. `close()` closes the writer
-    `rollout_writer`, then the env.
+    The wrapper has all other attributes and methods of the env, and `isinstance` treats the wrapper
+    as the env. A reset in the middle of an episode leaves an open trajectory. Actions are recorded
+    in the dtype of the env's action space. Recorded metadata of an episode are the `seed` of its
+    reset, the first text `task` in its infos, and the `success` flag in the infos of its last step.
+    `close()` closes the writer `rollout_writer`, then the env.
 
-    Steps of a simulator on a GPU are copied asynchronously. A later call raises their errors, see
-    `RolloutWriter.add`.
+    Steps of a simulator on a GPU are copied asynchronously, so a later call raises errors of a
+    step. See `RolloutWriter.add`.
 
     Args:
         env: As in `record_demonstrations`.

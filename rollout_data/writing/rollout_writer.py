@@ -221,20 +221,21 @@ class RolloutWriter(Shown, Owned):
         Args:
             transition: A mapping, named tuple or object with these names, instead of keywords.
                 Names of other libraries are accepted ("observations", "dones", "time_outs", ...).
-            observation: `[N, ...]`, or a (nested) mapping of components.
-            action: `[N, ...]`.
-            reward: `[N]`, `[N, 1]` or `[N, R]`.
+            observation: Observations on which the policy acts, `[N, ...]`, or a (nested) mapping
+                of components.
+            action: Actions, `[N, ...]`.
+            reward: Rewards, `[N]`, `[N, 1]` or `[N, R]`.
             done: Whether this frame is the last of its trajectory, `[N]` or `[N, 1]`.
             timeout: Whether the end of the trajectory is a truncation, `[N]` or `[N, 1]`. Without
                 `done`, whether the trajectory is truncated here.
             terminated, truncated: The two kinds of end, instead of `done` and `timeout`.
-            privileged_observation: As `observation`.
+            privileged_observation: Observations for the critic, in the forms of `observation`.
             final_observation: Observation after the last frame, for the envs whose trajectory ends
                 in this step: `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs
                 whose trajectory ends, in env order.
             final_privileged_observation: Privileged part of the final observation. None repeats
                 the privileged observation of the last frame.
-            policy_version: An integer, or `[N]`. Stored per fragment.
+            policy_version: Version of the policy, an integer or `[N]`. Stored per fragment.
             env_mask: Whether each env has a frame in this step, bool `[N]`.
             episode: Metadata of episodes, such as `{"task": "open the door", "seed": 3, "success":
                 True}`: a list with a mapping or None for each env; for a single env the mapping
@@ -284,8 +285,8 @@ class RolloutWriter(Shown, Owned):
             transition: In addition, a `storage.RolloutStorage` or a batch of a `RolloutDataset`
                 (see `Transition` for limits). All filled steps of a storage are recorded, with
                 declared `policy_outputs`. A second call records the same steps again.
-            final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time,
-                then env.
+            final_observation: `[T, N, ...]`, or `[k, ...]` for the k trajectories that end, in the
+                order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
             episode, infos: A list of T values, each as in `add`.
             include: Additional fields of a `RolloutStorage` to record: "values", "mu", "sigma", ...

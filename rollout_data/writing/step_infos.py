@@ -70,7 +70,7 @@ class InfoReader:
         Args:
             infos: For a step, a list with a mapping for each environment, or one mapping for all.
                 For a rollout, a list of T such infos.
-            values: Other values of the record, by their names in this library.
+            values: All other values of the record, with names of this library.
             is_step: Whether the record is a single step.
 
         Returns:

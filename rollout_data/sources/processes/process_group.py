@@ -216,7 +216,7 @@ class Board:
         return True
 
     def end(self) -> None:
-        """Stop waiting workers, since this process reads no more batches."""
+        """Make workers that wait in `agree` raise `EOFError`, since no more batches are read."""
         self.write(_ENDED, True)
 
     def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:

@@ -108,7 +108,7 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def schema(self) -> Schema:
-        """Numeric fields of all episodes, with dtype and shape in the first episode that has them."""
+        """Numeric fields of all episodes; the first with a field decides its dtype and shape."""
         which, known = self.schemas()
         schemas = [known[place] for place in dict.fromkeys(which.tolist())]
         return Schema(

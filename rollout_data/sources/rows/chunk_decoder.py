@@ -114,7 +114,8 @@ class ChunkFiles:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
         is_kept = np.isin(self._spots[0], list(self._files))
-        is_kept[1:] |= is_kept[:-1]  # The end of a kept chunk is the first row of the next chunk.
+        # Also keep the chunk after each kept chunk, since its first row is the end of the latter.
+        is_kept[1:] |= is_kept[:-1]
         self._rows, self._spots = self._rows[np.append(is_kept, True)], self._spots[:, is_kept]
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from .row_source import Place, Rows, RowSource
 _WHOLE = ("", "")
 #: Maximum number of mappings; the kernel allows 65,530 per process by default.
 _MAX_MAPPINGS = 50_000
-#: Bytes of rows that may be read before their pages are unmapped, if no row is read twice.
+#: Bytes of rows that are read only once, after which their mapped pages are released.
 _MAX_READ_ONCE_BYTES = 64 << 20
 #: Bytes that the kernel maps around a row at a page fault.
 _MAPPED_AROUND_BYTES = 64 << 10

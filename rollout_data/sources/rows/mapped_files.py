@@ -29,10 +29,10 @@ _MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # 0x4000 is MAP_N
 _MADV_RANDOM = 1
 _MADV_WILLNEED = 3
 _MADV_DONTNEED = 4
-#: Bytes of address space to reserve at least, for later files. A process has 128 TiB.
+#: Minimum bytes of address space to reserve, with room for later files. A process has 128 TiB.
 _MIN_RESERVED_BYTES = 1 << 36
 _GROWTH = 4
-#: Bytes of address space to reserve at least if the process has a limit (ulimit -v).
+#: Minimum bytes of address space to reserve if the process has a limit (ulimit -v).
 _LEAST_RESERVED_BYTES = 1 << 30
 
 

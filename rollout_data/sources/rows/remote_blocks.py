@@ -109,7 +109,7 @@ class Stock:
         if not len(here):
             return runs
         self.wait()
-        if self.is_lost:  # A request of another thread's read failed, so the rows are incomplete.
+        if self.is_lost:  # Another thread waited for the same rows, and a request failed.
             return runs
         first = self._base[piece] + key - self._first[piece]
         if len(here) == len(count) and (count == runs.num_rows).all():

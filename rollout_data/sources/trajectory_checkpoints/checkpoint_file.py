@@ -85,8 +85,8 @@ def _check_members(path: Path) -> None:
 def split_epochs(rows: torch.Tensor, num_steps: int) -> torch.Tensor | None:
     """View rows as `[epochs, rows per epoch, ...]` if each epoch has one row more than steps.
 
-    The number of epochs follows from the number of additional rows. The result is None if it does
-    not divide `num_steps`.
+    The number of additional rows is the number of epochs. The result is None if it is 0 or does not
+    divide `num_steps`.
     """
     num_epochs = len(rows) - num_steps
     if num_epochs <= 0 or num_steps % num_epochs:
