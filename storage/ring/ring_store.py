@@ -81,6 +81,7 @@ class RingStore:
         #: Fields as `[lanes, stride, *event]`. `_slots` and `_arrays` are time-first views of them,
         #: as tensors and, if numpy supports the dtype, as arrays.
         self._columns = {name: found[name] for name in schema}
+        self._flat_columns = {name: found[name].flatten(0, 1) for name in schema}
         self._slots = [column.transpose(0, 1) for column in self._columns.values()]
         self._arrays: list[Any] = [_array(slots) for slots in self._slots]
         #: Whether `write` accepts arrays: the memory is on the CPU, and numpy has every dtype.
@@ -163,9 +164,7 @@ class RingStore:
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
-    def gather(
-        self, places: torch.Tensor, contiguous: bool = False, nested: bool = False
-    ) -> dict[str, Any]:
+    def gather(self, places: Any, contiguous: bool = False, nested: bool = False) -> dict[str, Any]:
         """Copy the rows at positions `places`: `[len(places), *event]` by field name.
 
         Args:
@@ -259,7 +258,7 @@ class RingStore:
 
     def column(self, name: str) -> torch.Tensor:
         """Return a view of a field, `[lanes * stride, *event]`, indexed by position in memory."""
-        return self._columns[name].flatten(0, 1)
+        return self._flat_columns[name]
 
     def slots_view(self, name: str) -> torch.Tensor:
         """Return a view of the slots of a field, `[num_slots, lanes, *event]`."""

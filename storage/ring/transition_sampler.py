@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import signed, unflatten
-from ..core.memory import LateNumber, lasting, sent
+from ..core.memory import LateNumber, lasting, library, own, sent, tensor_of
 from ..core.records import Key, names_below
 from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 from .trajectory_ends import EndKinds
@@ -135,6 +135,7 @@ class TransitionSampler:
         )
         self._unnamed_ends = self._end_kinds.unnamed(end_names)
         self._num_wrong_ends = LateNumber(self._ring.device)
+        self._library: Any = library(self._ring.device)
         is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
         #: Whether every transition consists of two consecutive rows of one trajectory.
         self._is_plain = is_short and self._extent.ends == "never"
@@ -191,8 +192,10 @@ class TransitionSampler:
             following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
             # Steps beyond the end of a trajectory repeat its last row; their weight is 0.
-            steps = self._steps if drawn.ended is None else self._steps.minimum(drawn.num_ahead)
-            places = ring.place(drawn.lane, drawn.row + steps)
+            steps = self._own_steps
+            if drawn.ended is not None:
+                steps = self._library.minimum(steps, own(drawn.num_ahead))
+            places = ring.place(own(drawn.lane), own(drawn.row) + steps)
             found = ring.gather(places[0], contiguous)
             cut = ring.cut_of(self._next_names, (), contiguous, nested=False)
             following = ring.rows(places[-1], cut)
@@ -222,24 +225,30 @@ class TransitionSampler:
         self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
         #: Offsets from the first row, `[num_steps + 1, 1]`: 0, 1, ..., num_steps.
         self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
+        # As an array on the CPU, where numpy has less overhead per call.
+        self._own_steps = own(self._steps)
+        #: Frames from each frame of a stack to its newest frame: `num_frames - 1`, ..., 1, 0.
+        self._frames_back = own(
+            torch.arange(self._request.num_frames - 1, -1, -1, device=self._ring.device)
+        )
 
     def _sum_rewards(
-        self, found: dict[str, torch.Tensor], places: torch.Tensor, factors: torch.Tensor
+        self, found: dict[str, torch.Tensor], places: Any, factors: torch.Tensor
     ) -> None:
         """Replace rewards by their discounted sums, and end flags by the flags of the last step.
 
         Args:
             found: Fields of the first rows, changed in place.
-            places: Positions in memory of the rows of each step, `[num_steps, n]`.
+            places: Positions in memory of the rows of each step, `[num_steps, n]`: array or tensor.
             factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
         """
         name = self._reward_name
-        rewards = self._ring.column(name).index_select(0, places.t().flatten())
+        rewards = self._ring.column(name).index_select(0, tensor_of(places.T.reshape(-1)))
         rewards = rewards.view(-1, self._request.num_steps, *rewards.shape[1:])
         weights = factors[:, :-1].to(rewards.dtype)
         found[name] = (rewards * weights.view(*weights.shape, *[1] * (rewards.dim() - 2))).sum(1)
         for flag_name in self._flag_names:
-            found[flag_name] = self._ring.column(flag_name).index_select(0, places[-1])
+            found[flag_name] = self._ring.column(flag_name).index_select(0, tensor_of(places[-1]))
 
     def _discount(self, rows: Callable[[str], torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
         """Return the discounts `[n, 1]` float32: 0 for transitions that terminated.
@@ -284,15 +293,15 @@ class TransitionSampler:
         self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn
     ) -> None:
         """Replace observations and next observations by stacks of `num_frames` frames."""
-        first = drawn.row.unsqueeze(1)
+        first = own(drawn.row)[:, None]
         num_taken: Any = self._request.num_steps
         if drawn.ended is not None:
-            num_taken = (drawn.num_ahead + drawn.ended).unsqueeze(1)
-        start = first - self._boundaries.age(drawn.lane, drawn.row).unsqueeze(1)
-        back = torch.arange(self._request.num_frames - 1, -1, -1, device=first.device)
-        lane = drawn.lane.unsqueeze(1)
-        places = self._ring.place(lane, (first - back).maximum(start))
-        next_places = self._ring.place(lane, (first + num_taken - back).maximum(start))
+            num_taken = own(drawn.num_ahead + drawn.ended)[:, None]
+        start = first - own(self._boundaries.age(drawn.lane, drawn.row))[:, None]
+        lane = own(drawn.lane)[:, None]
+        frames = first - self._frames_back
+        places = self._ring.place(lane, self._library.maximum(frames, start))
+        next_places = self._ring.place(lane, self._library.maximum(frames + num_taken, start))
         for name in self._next_names:
             found[name] = self._frames(name, places)
             stack = self._frames(name, next_places)
@@ -300,9 +309,9 @@ class TransitionSampler:
             stack[:, -1] = following[name]
             following[name] = stack
 
-    def _frames(self, name: str, places: torch.Tensor) -> torch.Tensor:
-        """Copy a field of the rows at memory positions `[n, frames]`: `[n, frames, *event]`."""
-        rows = self._ring.column(name).index_select(0, places.flatten())
+    def _frames(self, name: str, places: Any) -> torch.Tensor:
+        """Copy a field of the rows at positions `[n, frames]`: `[n, frames, *event]`."""
+        rows = self._ring.column(name).index_select(0, tensor_of(places.reshape(-1)))
         return rows.view(*places.shape, *rows.shape[1:])
 
 
