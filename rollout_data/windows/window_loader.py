@@ -186,9 +186,10 @@ class WindowMixture(WindowBatches):
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         member, numbers = self._located(windows)
         used = np.unique(member).tolist()
-        if len(used) <= 1:
-            only = used[0] if used else 0
-            return self.datasets[only].read(numbers, allocate)
+        # A batch of a single member is copied too: all batches of a mixture have one layout, so that
+        # a compiled learner is compiled once.
+        if len(self.datasets) == 1 or not used:
+            return self.datasets[0].read(numbers, allocate)
         out: dict[str, torch.Tensor] = {}
         for one in used:
             places = np.flatnonzero(member == one)

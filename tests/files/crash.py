@@ -92,9 +92,9 @@ def check_what_is_left(folder: Path, added: int) -> dict[str, int]:
         warnings.simplefilter("always")
         writer = RolloutWriter(folder, 1)
     lost = sum(dead.num_lost_frames for dead in writer.recovered)
-    assert [f"{lost} frames that it had not published" in str(one.message) for one in caught] == [
-        True
-    ] * len(writer.recovered)
+    assert [f"{lost} frames are lost" in str(one.message) for one in caught] == [True] * len(
+        writer.recovered
+    )
     writer.close()
     left = [
         path.name

@@ -95,7 +95,7 @@ def test_the_overview_has_every_command_with_its_summary(run_command: RunCommand
         ("info", "the following arguments are required: data_dir"),
         ("info nowhere", "nowhere' does not exist"),
         ("pack x", "Pass either OUT_DIR or --in-place"),
-        ("convert WALK y --to lerbot", "one of 'lerobot', "),
+        ("convert WALK y --to lerbot", "Known formats are 'lerobot', "),
         (
             "convert WALK y --option nonsense=1",
             "option 'nonsense' is unknown. The format 'rollout-data' has the options 'obs_disassem",

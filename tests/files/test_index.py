@@ -177,7 +177,7 @@ def test_blocks_of_one_file_are_told_apart_by_their_names():
     zero = np.zeros(1, np.int64)
     source.read_rows(Rows(zero, zero + 1, zero + 2, zero), 0, {"frames": out})
     assert out.view(torch.float32).tolist() == [[1, 1], [2, 2]]
-    with pytest.raises(LostBlockError, match="play trajectory 1 of writer 'w'") as lost:
+    with pytest.raises(LostBlockError, match="Trajectory 1 of writer 'w' cannot be read") as lost:
         source.read_rows(Rows(zero + 1, zero, zero + 1, zero), 0, {"frames": out})
     assert lost.value.key == (Path("many.h5"), "demo_1") and lost.value.block == 1
 
