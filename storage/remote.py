@@ -246,7 +246,7 @@ class RemoteBuffer:
             return self._links[0].lasting(lambda: self._next(asked))
 
     def _next(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Return the next batch of a kind of draw, and request further batches ahead.
+        """Return the next batch of the call `asked`, and request later batches of the same call.
 
         If an error is raised, all received batches and requests of this kind are dropped.
         """

@@ -156,7 +156,7 @@ class RolloutLoader(Shown):
     workers cannot read. Do not read from the dataset during an iteration. The position of the
     dataset is after the last delivered batch. With workers, an iteration raises `UsageError` after
     a newer iteration has begun. If a worker is killed, the iteration raises `BackgroundError` or
-    torch's `RuntimeError`. A state from that moment resumes with the next batch.
+    torch's `RuntimeError`. `state_dict()` is then still the state after the last delivered batch.
 
     Args:
         dataset: A `RolloutDataset`.

@@ -202,7 +202,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         """
         epoch = whole("epoch", epoch, 0)
         if self._saved is not None and self._saved["epoch"] == epoch:
-            return  # The loaded state belongs to this epoch. It is resumed.
+            # The next iteration resumes the loaded state, which belongs to this epoch.
+            return
         if self._saved is not None:
             self._reset_state()
         self._epoch = epoch
@@ -282,7 +283,10 @@ class RolloutStream(RolloutFileBase[Transition]):
         )
 
     def _check_alone(self) -> None:
-        """Raise `UsageError` if other processes plan the same stream: they cannot be notified."""
+        """Raise `UsageError` if other processes plan the same stream.
+
+        They would not know that some envs have advanced.
+        """
         if self._shard.total * current_worker().total > 1:
             raise UsageError(
                 f"several processes share the order of {str(self.data_dir)!r} (ranks: "

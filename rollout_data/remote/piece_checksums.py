@@ -72,7 +72,7 @@ class Span(NamedTuple):
         return units * self.pieces_per_unit + -(-rest // self.piece_bytes)
 
     def piece_at(self, place: int) -> int:
-        """Return the number of the piece in the span that contains byte `place` of the block."""
+        """Return which piece of the span contains byte `place` of the block, counted from 0."""
         unit, rest = divmod(place - self.start, self.unit_bytes)
         return unit * self.pieces_per_unit + rest // self.piece_bytes
 

@@ -98,7 +98,7 @@ class FileSource(EpisodeSource):
         return error
 
     def advise(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add an exception to `advice` and return it; data look wrong, but are read as stored."""
+        """Add a remark to `advice` and return it. The data look wrong and are read as they are stored."""
         remark = DataFileError(message, kind=kind, episode=episode)
         self.advice.append(remark)
         return remark

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import DataFileError, MissingFolderError, UnansweredError, UsageError
 
-from ..blocks.block_folder import block_entries, read_metadata
+from ..blocks.block_folder import block_entries, entries_of, read_metadata
 from ..blocks.block_header import layouts_of
+from ..blocks.folder_metadata import METADATA_NAME
 from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..blocks.trajectory_index import Int64s, LostBlockError, TrajectoryIndex
 from ..remote.locations import DataDirs, Origin, RemoteOptions
@@ -309,15 +311,24 @@ def scanner_of(origin: Origin) -> type[Scanner] | None:
         return origin.opened.scanner or FileScanner
     if arguments.is_url(origin.path):
         return BlockScanner
+    if origin.format == BlockScanner.format:
+        return BlockScanner
     if origin.format is not None:
-        scanner_of_format = {
-            scanner.format: scanner for scanner in (trajectory_folders(), BlockScanner)
-        }
-        return scanner_of_format.get(origin.format, FileScanner)
+        folders = trajectory_folders()
+        return folders if origin.format == folders.format else FileScanner
     if origin.path.is_file():
         return FileScanner
+    if _has_only_blocks(origin.path):
+        return BlockScanner
     has_blocks = any(entry.name.startswith("rollout_") for entry in block_entries(origin.path))
     if not has_blocks and FileScanner.is_there(origin.path):
         return FileScanner
     scanners = (trajectory_folders(), BlockScanner)
     return next((scanner for scanner in scanners if scanner.is_there(origin.path)), None)
+
+
+def _has_only_blocks(folder: Path) -> bool:
+    """Return whether a folder contains only block files and metadata, so that no format is imported."""
+    names = {entry.name for entry in entries_of(folder) if not entry.name.startswith(".")}
+    blocks = {name for name in names if name.startswith("rollout_") and name.endswith(".h5")}
+    return bool(blocks) and names <= {*blocks, METADATA_NAME}

@@ -69,7 +69,7 @@ class Origins:
         self.num_problems = 0
         self.num_vanished_blocks = 0
         self.num_lost_trajectories = 0
-        #: (writer name, number) of the trajectories of deleted blocks that were counted.
+        #: Trajectories of deleted blocks that are already counted as lost: (writer name, number).
         self._lost_with_blocks = set[tuple[str, int]]()
         self._reported: dict[int, None] = {}
         #: Deleted blocks that were counted, so that each is counted once.

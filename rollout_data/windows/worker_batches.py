@@ -224,7 +224,7 @@ class WorkerMemory:
             return tensor
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
-            """Copy a tensor from other memory into the slot if it fits."""
+            """Copy a tensor that is not in the slot into the slot, if it fits."""
             if tensor.untyped_storage().data_ptr() in given:
                 return tensor
             inside = empty(tensor.shape, tensor.dtype)

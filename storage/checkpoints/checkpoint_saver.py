@@ -295,7 +295,7 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Return the dense tensors within an object, by `id`. `deepcopy` copies all other tensors."""
+    """Return the dense tensors in an object by `id`. `deepcopy` copies the other tensors."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
@@ -392,7 +392,9 @@ def _span(group: dict[int, torch.Tensor]) -> _Span:
         starts.append(int(tensor.storage_offset()) * tensor.itemsize)
         stops.append(starts[-1] + (reach + 1) * tensor.itemsize)
     start = min(starts)
-    if len(group) > 1:  # Round down, so that offsets are whole numbers of elements for every dtype.
+    if (
+        len(group) > 1
+    ):  # Alignment for every dtype: round down to a multiple of the largest element size.
         start = start // _ALIGNMENT * _ALIGNMENT
     return _Span(group, start, max(stops) - start, tensor.device)
 

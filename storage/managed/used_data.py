@@ -89,7 +89,7 @@ class UsedData:
             self.queue.put(data_id)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the queue and the counts as lists. Ids are not encoded as JSON."""
+        """Return the queue and the counts as lists. The caller encodes the ids in them."""
         stored = [list(pair) for pair in self._stored.items()]
         held = [list(pair) for pair in self._held.items()]
         return {"queue": list(self.queue.queue), "stored": stored, "held": held}

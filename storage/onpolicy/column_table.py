@@ -357,7 +357,7 @@ class ColumnTable:
         return in_batch
 
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Nest the flat names of `batch_columns`. Absent columns get their fallback, or None."""
+        """Return a batch as nested dicts. A column that is missing gets its default value, or None."""
         fields = unflatten(batch)
         for column in self.columns.values():
             if column.batch and column.batch not in fields:

@@ -36,7 +36,7 @@ _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Delivery:
-    """Allocator of results on one device, and copies of the results to another device.
+    """Allocates results on the device of the storage and copies them to the device of the learner.
 
     Args:
         device: Device of the results before the copy. Memory on the CPU is pinned if the copies go

@@ -241,7 +241,7 @@ class WideTree:
                 above[index] = self._reduced_rows(memory)
 
     def _reduced_rows(self, memory: _Memory) -> Any:
-        """Return the reduction of the blocks in a scratch memory."""
+        """Return the sum or minimum of each block of weights in `memory`."""
         return self._reduced(memory.own_rows)
 
     def _memory_for(self, num: int) -> _Memory:

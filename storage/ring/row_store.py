@@ -388,7 +388,7 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
 
 
 def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
-    """Return the saved age of each lane's oldest row, `[num_lanes]` int64; by default 0."""
+    """Read the age of each lane's oldest row from a saved state: `[num_lanes]` int64, 0 if missing."""
     listed: Sequence[int] = numbers.get("oldest_ages", [0] * num_lanes)
     ages = torch.tensor(listed, device="cpu")
     if (

@@ -131,7 +131,7 @@ class EndKinds:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
-            assert cut is not None  # One of the kinds has a field.
+            assert cut is not None  # At least one kind of end has a field, so `cut` was set.
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut

@@ -265,7 +265,7 @@ class TransitionSampler:
         On a device this call only counts such rows. A later call raises the error.
         """
         steps = self._steps[:-1]
-        # Only rows before step `num_ahead` are checked, because that row may end the trajectory.
+        # The row at step `num_ahead` may end the trajectory, so only earlier rows are checked.
         is_within = steps < drawn.num_ahead
         steps = steps if drawn.ended is None else steps.minimum(drawn.num_ahead)
         places = self._ring.place(drawn.lane, drawn.row + steps).flatten()

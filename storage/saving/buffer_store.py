@@ -116,7 +116,7 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `State.arguments` from a config. Configs of earlier systems have fewer keys."""
+        """Return the constructor arguments in a `config.json`. Earlier systems stored fewer of them."""
 
     @abstractmethod
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:

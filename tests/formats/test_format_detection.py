@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rollout_data import RolloutWriter
 from rollout_data.formats.registry import FORMATS
 from tests.formats.cases import CASES, ROOT, load, open_case
 
@@ -58,6 +60,21 @@ def test_opening_a_path_imports_only_the_reader_of_its_format(
     readers = {READERS[module] for module in modules if module in READERS}
     assert name in readers
     assert readers <= {name, FORMATS[name].refines}
+
+
+def test_playing_a_recording_of_ours_imports_no_format(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path / "walk", 2, durable=False) as writer:
+        for _ in range(4):
+            writer.add(observation=torch.zeros(2, 3), action=torch.zeros(2, 1), done=[False] * 2)
+    program = """
+import sys
+from rollout_data import RolloutDataset, WindowDataset
+RolloutDataset(sys.argv[1], 2, device="cpu").get_batch(2)
+WindowDataset(sys.argv[1], 2).batch([0])
+print([name for name in sys.modules if name.startswith("rollout_data.formats")])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "walk")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_a_format_refines_a_known_format_or_none() -> None:

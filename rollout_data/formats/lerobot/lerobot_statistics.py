@@ -80,7 +80,7 @@ class SetStatistics:
             self._pictures[name].add_counts(counts, num_frames)
 
     def total(self, num_frames: int) -> Statistics:
-        """Return the statistics of the first `num_frames` frames, which contain all added rows."""
+        """Return the statistics of `num_frames` frames. All rows added so far belong to these frames."""
         numbers = [table.rows(0, num_frames) for table in self._tables]
         return Statistics(numbers, self._pictures)
 

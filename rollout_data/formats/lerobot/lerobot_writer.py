@@ -324,7 +324,7 @@ class Writer(ForeignWriter):
         return False
 
     def _chosen_subtasks(self) -> dict[int, str]:
-        """Return the table of subtasks of the recording, completed with texts in the episodes."""
+        """Return the subtasks of the recording: its table, and the texts that only episodes have."""
         table = stated_subtasks(self.metadata)
         if not self._has_subtask_texts:
             return table

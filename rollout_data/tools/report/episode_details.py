@@ -157,7 +157,7 @@ class Closeups:
         return drawing
 
     def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
-        """Return the columns in the evidence of a finding, at most as many as dash patterns."""
+        """Return the columns that a finding names. There are at most as many as line styles."""
         dimensions = dimensions_of(finding)
         columns = []
         for name, dimension in self.survey.course.columns:
