@@ -23,7 +23,7 @@ from storage.errors import UsageError
 from ..remote.locations import DataDirs
 from ..sources.processes.process_group import is_in_worker
 
-#: More streams than this are a mistake; each costs some memory before a frame is read.
+#: Maximum number of streams. A larger number is a mistake, and each stream needs some memory.
 _MAX_ENVS = 1 << 24
 
 EnvIds = Sequence[int] | torch.Tensor | None
@@ -34,22 +34,22 @@ Batch = TypeVar("Batch")
 class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     """An endless or finite stream of `[T, num_envs, ...]` batches from files.
 
-    A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a
-    frame at a time is enough, as `get_batch(T)` then calls `fill_transition` for each step. A
-    subclass that can fill many steps at once overrides `fill_rollout`.
+    A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`.
+    `get_batch(T)` calls `fill_transition` for each step. A subclass that can fill many steps at
+    once overrides `fill_rollout`.
 
     Args:
         data_dir: A folder, a file or a `Recording`, or several.
-        num_envs: How many parallel streams a batch holds.
-        device: Where batches are delivered; None is CUDA if there is one, otherwise the CPU.
-            Inside a DataLoader worker batches are always on the CPU.
+        num_envs: Number of parallel streams in a batch.
+        device: Device of the batches. None: CUDA if it is available, else the CPU. Batches of a
+            DataLoader worker are always on the CPU.
 
     Attributes:
-        data_dir: As given.
-        num_envs: As given.
-        all_env_ids: int64 `[num_envs]` on the CPU, 0, 1, ...
-        num_transitions_per_env: Steps of the batches of iteration; None is one step without a
-            time axis.
+        data_dir: The argument `data_dir`.
+        num_envs: The argument `num_envs`.
+        all_env_ids: The ids 0, 1, ..., int64 `[num_envs]` on the CPU.
+        num_transitions_per_env: Number of steps of the batches of an iteration. None: one step
+            without a time axis.
     """
 
     num_transitions_per_env: int | None = None
@@ -71,7 +71,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     @property
     def device(self) -> torch.device:
-        """Where batches are delivered."""
+        """Device of the batches."""
         if is_in_worker():
             return torch.device("cpu")
         if self._wanted_device is None:
@@ -84,15 +84,21 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     @abstractmethod
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        """Move each of `env_ids` (int64, unique, in range) to the next trajectory; the others do not change."""
+        """Move each of `env_ids` (int64, unique, in range) to its next trajectory."""
 
     @abstractmethod
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Batch:
-        """Allocate a batch, a named tuple or a mapping of tensors: `[T, num_envs, ...]`; `[num_envs, ...]` for None."""
+        """Allocate a batch: a named tuple or a mapping of tensors.
+
+        The tensors are `[T, num_envs, ...]`, or `[num_envs, ...]` for None.
+        """
 
     @abstractmethod
     def fill_transition(self, buffer: Batch, env_ids: torch.Tensor | None = None) -> Batch:
-        """Write the next step of `env_ids` (None: all) into rows of a `[num_envs, ...]` buffer and move on."""
+        """Write the next step of `env_ids` (None: all) into their rows of a buffer `[num_envs, ...]`.
+
+        The cursors of these envs advance by one frame.
+        """
 
     def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
         """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; return the buffer."""
@@ -101,10 +107,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         return buffer
 
     def reset(self, env_ids: EnvIds = None) -> None:
-        """Start again: all envs (None or all ids), or only `env_ids`, which take the next trajectories.
+        """Reset the stream (None or all ids), or move `env_ids` to their next trajectories.
 
         Raises:
-            UsageError: An id is out of range or given twice.
+            UsageError: An id is out of range, or occurs twice.
         """
         ids = self._checked_ids(env_ids)
         if len(ids) == self.num_envs or not self._is_started:
@@ -114,10 +120,12 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             self.refresh_handlers(ids)
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Batch:
-        """Return the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
+        """Return the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
+
+        The first call resets the stream.
 
         Raises:
-            DatasetExhausted: Every pass was delivered; also a `StopIteration`.
+            DatasetExhausted: All passes were delivered. It is a `StopIteration` too.
         """
         steps = self._checked_steps(num_transitions_per_env)
         self._ensure_started()
@@ -128,11 +136,11 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         return self.fill_rollout(buffer, steps)
 
     def get_transition_batch(self) -> tuple[Any, Any, Any, torch.Tensor, dict[str, Any]]:
-        """Return the next step as `(observation, action, reward, done, info)`; `get_batch()` returns it as one object.
+        """Return the next step as `(observation, action, reward, done, info)`.
 
-        Fields that were not recorded are None. `info` holds `transition`, the whole batch of that
-        step; `time_outs`, where timeouts are known; and `end_unknown`, which is False everywhere if
-        all ends are known.
+        Fields that were not recorded are None. `info` contains `transition`, the batch that
+        `get_batch()` would return; `time_outs`, if they are known; and `end_unknown`, which is False
+        everywhere if all ends are known.
         """
         transition = self.get_batch()
         field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
@@ -146,10 +154,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         return field("observation", None), field("action", None), field("reward", None), done, info
 
     def __iter__(self) -> Iterator[Batch]:
-        """Reset all envs to the first pass and return this object, whose cursors all iterators share.
+        """Reset all envs to the first pass and return this object. All iterators share its cursors.
 
-        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a
-        reset.
+        `get_batch` continues without a reset. To read data without moving the cursors, use another
+        dataset.
         """
         refuse_collation()
         self.reset()
@@ -161,15 +169,15 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def get_batch_by_time(
         self, time_s: float | Sequence[float] | torch.Tensor, env_ids: EnvIds = None
     ) -> tuple[Any, torch.Tensor]:
-        """Look the trajectories of `env_ids` up at given times, without moving any cursor.
+        """Return the frames of the played trajectories at certain times. No cursor moves.
 
         Args:
             time_s: Seconds since the start of each env's trajectory: a number, or `[len(env_ids)]`.
-            env_ids: Which envs; None is all.
+            env_ids: Ids of envs; None: all.
 
         Returns:
-            A batch `[len(env_ids), ...]`, and bool `[len(env_ids)]`, False where the time lies
-            outside the trajectory; such rows hold its nearest frame.
+            A batch `[len(env_ids), ...]`, and whether each time is inside the trajectory, bool
+            `[len(env_ids)]`. For a time outside, the row is the nearest frame.
 
         Raises:
             UsageError: The frame rate of the data is unknown.
@@ -188,7 +196,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             ) from cause
         last = self.reference_num_frames(ids) - 1
         position = times * self.frame_rate_hz
-        # Times are often made by dividing frame numbers by the rate: allow for its rounding.
+        # Times are often frame numbers divided by the rate: allow for the rounding error.
         valid = (position >= -1e-6) & (position <= last + 1e-6)
         inside = torch.minimum(torch.nan_to_num(position).clamp(min=0.0), last.to(torch.float64))
         return self.read_frames_at(ids, inside), valid.to(self.device)
@@ -217,7 +225,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         )
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
-        """Return a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
+        """Return the frames at `position` (float64, in frames) as a batch `[len(env_ids), ...]`."""
         return self.reference_num_frames(env_ids)  # raises
 
     def _ensure_started(self) -> None:
@@ -237,10 +245,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
 
 def refuse_collation() -> None:
-    """Raise `UsageError` if a `DataLoader` iterates that collates what it gets; a stream yields whole batches.
+    """Raise `UsageError` if the iterating `DataLoader` would collate the batches of the stream.
 
-    torch tells a dataset nothing about its loader. The arguments are read from the function that
-    called `__iter__`.
+    A dataset does not know its loader, so this function reads the local variables of the caller of
+    `__iter__`.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name in ("refuse_collation", "__iter__"):
@@ -254,7 +262,7 @@ def refuse_collation() -> None:
 
 
 def _at_step(buffer: Any, step: int) -> Any:
-    """View one step of a buffer: tensors lose their first axis, everything else stays."""
+    """Return a view of one step of a buffer: tensors without their first axis, and other values."""
     if isinstance(buffer, torch.Tensor):
         return buffer[step]
     if isinstance(buffer, Mapping):

@@ -15,37 +15,37 @@ Observation = torch.Tensor | dict[str, Any]
 class Transition(NamedTuple):
     """A batch of transitions, `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
-    All tensors are on the dataset's device and belong to the caller: they are never overwritten.
-    Fields that were not recorded are None. `observation` and `next_observation` may share memory
-    with each other (the following frame is the next one's own observation), and so may fields of
-    one frame: clone before writing into one of them.
+    All tensors are on the dataset's device and belong to the caller: later batches do not overwrite
+    them. Fields that were not recorded are None. `observation` and `next_observation` may share
+    memory, and so may the fields of one frame. Clone a tensor before writing into it.
 
-    `RolloutWriter.add` and `add_rollout` record a batch again. What it does not hold is lost:
-    policy versions, and whether an end was a limit or a cut (both come back as truncated). True
-    final observations stand among the next ones, where nothing tells them from a following frame:
-    where all ends have one, give `final_observation=batch.next_observation` besides. After a reset
-    of some envs discard what the writer has of them.
+    `RolloutWriter.add` and `add_rollout` can record a batch again. A batch lacks two facts of the
+    recording: policy versions, and whether a trajectory was truncated or its recording was cut.
+    Both ends are recorded as truncated. A recorded final observation looks like a following frame.
+    If all ends have one, pass `final_observation=batch.next_observation` too. After a reset of some
+    envs, discard their unfinished trajectories in the writer.
 
     Attributes:
         observation: Components joined along the last axis in `obs_segments` order, or a dict.
-        privileged_observation: What only critics and teachers see, in the same form.
-        action: As recorded: a tensor, or a dict of those that were recorded under names.
-        reward: As recorded: `[..., R]`, or without the last axis if it was recorded so; or a dict.
-        done: bool. The last frame of a trajectory; also the first frame delivered of one, by
-            which recurrent learners reset (unless `mark_first_frame=False`).
-        timeout: bool. The trajectory ended here by a limit, or its recording was cut here.
-        next_observation: The frame after this one; at the end of a trajectory its true final
-            observation if one was recorded, otherwise the next frame of the stream.
-        next_privileged_observation: Likewise.
-        is_first: bool. The first frame delivered of a trajectory.
-        valid: bool. False where an env had nothing left and repeats its last transition.
-        stream_id: The rank whose envs these are.
-        extras: Further recorded fields by name, or None if there are none.
-        is_last: bool. The last frame of a trajectory, whatever `mark_first_frame` says; None if the
-            reader does not tell, as readers of your own need not.
-        end_unknown: bool. The last frame of a trajectory whose file does not tell how it ended, as
-            files of other systems may: `done` is true there and `timeout` false. None where all
-            ends are known.
+        privileged_observation: Observation for critics and teachers, in the same form.
+        action: A tensor, or a dict if actions were recorded by name.
+        reward: `[..., R]`, or without the last axis if it was recorded so; or a dict.
+        done: Whether the frame is the last of its trajectory, bool. It is also True on the first
+            delivered frame of a trajectory, where recurrent learners reset, unless
+            `mark_first_frame=False`.
+        timeout: Whether the trajectory was truncated after this frame, or its recording was cut,
+            bool.
+        next_observation: Observation of the following frame. At the end of a trajectory: its final
+            observation if one was recorded, else the next frame of the stream.
+        next_privileged_observation: The same for `privileged_observation`.
+        is_first: Whether the frame is the first delivered frame of its trajectory, bool.
+        valid: Whether the env still has frames, bool. An exhausted env repeats its last transition.
+        stream_id: Rank of the envs.
+        extras: Further recorded fields by name; None without such fields.
+        is_last: Whether the frame is the last of its trajectory, bool, independent of
+            `mark_first_frame`. None if a custom reader does not set it.
+        end_unknown: Whether the frame is the last of a trajectory whose file does not state how it
+            ended, bool. `done` is True and `timeout` False there. None if all ends are known.
     """
 
     observation: Observation
@@ -68,7 +68,7 @@ class Transition(NamedTuple):
     end_unknown: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Return a plain dict of what was recorded and of the flags: no None, extras beside the other fields."""
+        """Return the recorded fields, the extras and the flags as a plain dict without None."""
         named = {name: value for name, value in self._asdict().items() if value is not None}
         del named["stream_id"]
         return {**named.pop("extras", {}), **named}
