@@ -21,7 +21,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
-from ..core.memory import BufferPool, add_multiple, filled, lasting, tensor_of
+from ..core.memory import BufferPool, add_multiple, filled, lasting, sent_together, tensor_of
 from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
 from ..errors import UsageError
@@ -128,7 +128,9 @@ class RingStore:
             parts = leaves if num_written == num_rows else [leaf[rows] for leaf in leaves]
             if not self.is_on_cpu:
                 columns = [column[slots] for column in self._slots]
-                torch._foreach_copy_(columns, list(parts), non_blocking=True)
+                # The caller may change tensors on the host at once, so they are copied first.
+                there = sent_together(parts, self.device)
+                torch._foreach_copy_(columns, there, non_blocking=True)
             elif isinstance(parts[0], torch.Tensor):
                 for column, array, part in zip(self._slots, self._arrays, parts, strict=True):
                     _write(column, array, slots, part)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from storage import DictBuffer, TrajectoryDictBufferMultiDim
+from storage import DictBuffer, ReplayBuffer, TrajectoryDictBufferMultiDim, ZBuffer
 from tests.pretend_cuda import PretendCuda
 
 
@@ -99,6 +99,29 @@ def test_rows_on_the_host_travel_in_one_pinned_copy(cuda_device: PretendCuda | N
     buffer.extend(rows(5))
     assert cuda_device.num_copies == num_before + 1
     assert cuda_device.reset().pageable_copies.total() == 0
+
+
+@pytest.mark.gpu
+def test_pairs_and_vectors_on_the_host_travel_in_one_pinned_copy(
+    cuda_device: PretendCuda | None,
+) -> None:
+    if cuda_device is None:
+        pytest.skip("copies are counted on the pretended device")
+    pairs = ReplayBuffer(3, 8, "cuda", generator=0)
+    vectors = ZBuffer(8, 3, "cuda", generator=0)
+    for add in (lambda x: pairs.insert(x, x + 1), vectors.add):
+        add(torch.zeros(2, 3))
+        cuda_device.reset()
+        cuda_device.lateness = 1  # copies are counted while they may be late
+        num_before = cuda_device.num_copies
+        x = torch.ones(4, 3)
+        add(x)
+        x.fill_(7)
+        assert cuda_device.num_copies == num_before + 1
+        assert cuda_device.reset().pageable_copies.total() == 0
+    torch.cuda.synchronize()
+    assert set(pairs.sample(200)[0].flatten().tolist()) == {0.0, 1.0}
+    assert set(vectors.sample(200).flatten().tolist()) == {0.0, 1.0}
 
 
 @pytest.mark.gpu
