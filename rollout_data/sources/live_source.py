@@ -18,8 +18,7 @@ from storage.core.fields import Schema
 from storage.errors import DataFileError, MissingFolderError, UnansweredError, UsageError
 
 from ..blocks.block_folder import block_entries, entries_of, read_metadata
-from ..blocks.block_header import layouts_of
-from ..blocks.folder_metadata import METADATA_NAME
+from ..blocks.block_header import METADATA_NAME, layouts_of
 from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..blocks.trajectory_index import Int64s, LostBlockError, TrajectoryIndex
 from ..remote.locations import DataDirs, Origin, RemoteOptions
