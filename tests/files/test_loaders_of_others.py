@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def test_a_loader_that_collates_whole_batches_is_refused(
     walk: Path, options: Any, num_workers: int
 ) -> None:
     def stream() -> RolloutDataset:
+        # Iterators of refused loaders must not be collected in the next forked worker: torch raises
+        # there, and Python 3.11 can fail when that error is formatted within a parse.
+        gc.collect()
         return RolloutDataset(walk, 2, device="cpu", num_transitions_per_env=3, **options)
 
     for batching in ({}, {"batch_size": 4}):
