@@ -9,8 +9,16 @@ deviation of 0.3 % of the depth.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 from tqdm import trange
+
+import rollout_data
+from rollout_data import RolloutWriter
+
+from . import peers
 
 FRAME_RATE_HZ, SPEED, FAR = 25.0, 0.5, 10.0
 CAMERA_HEIGHT, FIELD_OF_VIEW = 1.2, 1.0
@@ -39,6 +47,32 @@ def image_set(num_trajectories: int, num_frames: int, seed: int = 0) -> dict[str
     noise = generator.standard_normal(depth.shape, np.float32)
     np.multiply(depth, 1 + NOISE * noise, out=found["depth_noisy"])
     return found
+
+
+def record_rgb(folder: Path, frames: np.ndarray, codec: str) -> None:
+    """Record RGB images `[num_episodes, num_steps, *shape]`, one environment per episode."""
+    num_episodes, num_steps = frames.shape[:2]
+    with RolloutWriter(
+        folder,
+        num_episodes,
+        durable=False,
+        metadata={"frame_rate_hz": int(FRAME_RATE_HZ)},
+        obs_disassemble_mapping={"rgb": codec},
+    ) as writer:
+        for step in range(num_steps):
+            writer.add(
+                observation={"rgb": frames[:, step]},
+                action=np.full((num_episodes, 1), step, np.float32),
+                done=np.full(num_episodes, step == num_steps - 1),
+            )
+
+
+def convert_to_lerobot(recording: Path, target: Path) -> None:
+    """Convert a recording to a LeRobot set of PNG images, which replaces `target`."""
+    peers.load("pyarrow")
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    rollout_data.convert(recording, target, "lerobot", progress=False)
 
 
 class _Scene:

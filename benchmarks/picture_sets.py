@@ -12,12 +12,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,12 +27,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import rollout_data
-from rollout_data import RolloutWriter, WindowDataset, WindowLoader
+from rollout_data import WindowDataset, WindowLoader
 
 from . import data, harness, peers
 from .formats import lerobot_set, load_lerobot
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
-from .images import FRAME_RATE_HZ, image_set
+from .images import convert_to_lerobot, image_set, record_rgb
 
 NUM_EPISODES, NUM_STEPS = 10, 120
 LENGTH, BATCH, NUM_BATCHES = 2, 64, 8
@@ -45,17 +45,11 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield the first batch of a process, and its next batches."""
     num_episodes, num_steps = (2, 24) if quick else (NUM_EPISODES, NUM_STEPS)
     tag = "quick" if quick else "long"
-    frames: list[np.ndarray] = []
-
-    def rendered() -> np.ndarray:
-        if not frames:
-            frames.append(image_set(num_episodes, num_steps)["rgb"])
-        return frames[0]
-
-    own = data.made_once(f"pictures-{tag}-own", lambda path: record(path, rendered()))
+    rendered = cache(lambda: image_set(num_episodes, num_steps)["rgb"])
+    own = data.made_once(f"pictures-{tag}-own", lambda path: record_rgb(path, rendered(), "lz4"))
     lerobot = data.made_once(
         f"pictures-{tag}-lerobot",
-        lambda path: _convert(own, path / "set"),
+        lambda path: convert_to_lerobot(own, path / "set"),
     )
     batch = 8 if quick else BATCH
     sets = {
@@ -78,30 +72,6 @@ def cases(quick: bool) -> Iterator[Case]:
             num_bytes=batch * LENGTH * picture_bytes,
             num_repeats=5,
         )
-
-
-def record(folder: Path, frames: np.ndarray) -> None:
-    num_episodes, num_steps = frames.shape[:2]
-    metadata = {"frame_rate_hz": int(FRAME_RATE_HZ)}
-    with RolloutWriter(
-        folder,
-        num_episodes,
-        durable=False,
-        metadata=metadata,
-        obs_disassemble_mapping={"rgb": "lz4"},
-    ) as writer:
-        for step in range(num_steps):
-            writer.add(
-                observation={"rgb": frames[:, step]},
-                action=np.full((num_episodes, 1), step, np.float32),
-                done=np.full(num_episodes, step == num_steps - 1),
-            )
-
-
-def _convert(own: Path, path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rollout_data.convert(own, path, "lerobot", progress=False)
 
 
 def _decoding(own: Path, batch: int) -> Call:

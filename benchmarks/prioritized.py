@@ -22,24 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage import (
-    AdvancedReplayBuffer,
-    NaiveReplayBuffer,
-    PrioritizedWindows,
-    TrajectoryDictBufferMultiDim,
-)
+from storage import AdvancedReplayBuffer, NaiveReplayBuffer, PrioritizedWindows
 from storage.prioritized.sum_tree import SumTree
 
 from . import peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
+from .windows import LENGTH, empty_ring
 
 OBS, ACTIONS = 17, 6
 FLOATS = 2 * OBS + ACTIONS + 2
 ALPHA, BETA = 0.6, 0.4
 #: Batch size -> seconds that we promise; no peer may be faster in the same run.
 REACH_S = {256: 125e-6, 4096: 900e-6}
-#: Steps and environments of a ring of windows, and steps and number of the windows of a batch.
-SLOTS, LANES, LENGTH, NUM_WINDOWS = 10_000, 16, 8, 32
+#: Steps and environments of a ring of windows, and number of the windows of a batch.
+SLOTS, LANES, NUM_WINDOWS = 10_000, 16, 32
 #: Seconds that we promise for adding one item, and one step of `LANES` environments.
 REACH_PUSH_S = {"NaiveReplayBuffer": 150e-6, "AdvancedReplayBuffer": 200e-6}
 REACH_WINDOWS_S = 400e-6
@@ -192,14 +188,7 @@ def adding_windows(slots: int) -> Case:
         return lambda: packed[next(places)].copy_(row)
 
     def uniform() -> Call:
-        buffer = TrajectoryDictBufferMultiDim(
-            capacity=slots,
-            n_dim=2,
-            seq_length=LENGTH,
-            output_key_t=["observation", "action"],
-            end_key="done",
-            generator=0,
-        )
+        buffer = empty_ring(slots)
         for _ in range(10):
             buffer.extend(steps(slots // 10))
         return lambda: buffer.extend(step)

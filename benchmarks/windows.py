@@ -40,8 +40,18 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def ours(slots: int, lanes: int, num_observations: int, num_windows: int) -> tuple[Call, Call]:
-    """Fill a ring of ours; give what adds a row and what draws."""
-    buffer = TrajectoryDictBufferMultiDim(
+    """Fill a ring of ours; return a call that adds a row and a call that draws."""
+    buffer = empty_ring(slots)
+    step = min(slots, 50)
+    for _ in range(slots // step):
+        buffer.extend(rows(step, lanes, num_observations))
+    row = rows(1, lanes, num_observations)
+    return lambda: buffer.extend(row), lambda: buffer.sample(num_windows * LENGTH)
+
+
+def empty_ring(slots: int) -> TrajectoryDictBufferMultiDim:
+    """Create a ring of ours for windows of `LENGTH` rows."""
+    return TrajectoryDictBufferMultiDim(
         capacity=slots,
         n_dim=2,
         seq_length=LENGTH,
@@ -49,11 +59,6 @@ def ours(slots: int, lanes: int, num_observations: int, num_windows: int) -> tup
         end_key="done",
         generator=0,
     )
-    step = min(slots, 50)
-    for _ in range(slots // step):
-        buffer.extend(rows(step, lanes, num_observations))
-    row = rows(1, lanes, num_observations)
-    return lambda: buffer.extend(row), lambda: buffer.sample(num_windows * LENGTH)
 
 
 def rows(num_rows: int, lanes: int, num_observations: int) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-import rollout_data
-from rollout_data import RolloutDataset, RolloutWriter, loader
+from rollout_data import RolloutDataset, loader
 
-from . import data, peers
+from . import data
 from .harness import LIMIT, OURS, Call, Case, Contender
-from .images import FRAME_RATE_HZ, image_set
+from .images import convert_to_lerobot, image_set, record_rgb
 
 NUM_ENVS, NUM_FRAMES = 64, 8
 NUM_EPISODES, NUM_STEPS = 16, 40
@@ -42,48 +42,24 @@ def cases(quick: bool) -> Iterator[Case]:
     """Yield each way of storing, without a learner and beside one."""
     num_episodes, num_steps = (2, 24) if quick else (NUM_EPISODES, NUM_STEPS)
     tag = "quick" if quick else "long"
-    frames: list[np.ndarray] = []
-
-    def rendered() -> np.ndarray:
-        if not frames:
-            frames.append(image_set(num_episodes, num_steps)["rgb"])
-        return frames[0]
-
+    rendered = cache(lambda: image_set(num_episodes, num_steps)["rgb"])
     folders = {}
     for name, codec in CODINGS.items():
         if codec is not None:
             folders[name] = data.made_once(
-                f"workers-{tag}-{name}", lambda path, codec=codec: _record(path, rendered(), codec)
+                f"workers-{tag}-{name}",
+                lambda path, codec=codec: record_rgb(path, rendered(), codec),
             )
     folders["PNG"] = (
-        data.made_once(f"workers-{tag}-PNG", lambda path: _convert(folders["raw"], path / "set"))
+        data.made_once(
+            f"workers-{tag}-PNG", lambda path: convert_to_lerobot(folders["raw"], path / "set")
+        )
         / "set"
     )
     num_envs = 4 if quick else NUM_ENVS
     for name, folder in folders.items():
         for learner_s in (0.0, LEARNER_S):
             yield _case(name, folder, num_envs, learner_s, quick)
-
-
-def _record(folder: Path, frames: np.ndarray, codec: str) -> None:
-    num_episodes, num_steps = frames.shape[:2]
-    mapping = {} if codec == "raw" else {"rgb": codec}
-    metadata = {"frame_rate_hz": int(FRAME_RATE_HZ)}
-    with RolloutWriter(
-        folder, num_episodes, durable=False, metadata=metadata, obs_disassemble_mapping=mapping
-    ) as writer:
-        for step in range(num_steps):
-            writer.add(
-                observation={"rgb": frames[:, step]},
-                action=np.full((num_episodes, 1), step, np.float32),
-                done=np.full(num_episodes, step == num_steps - 1),
-            )
-
-
-def _convert(own: Path, path: Path) -> None:
-    peers.load("pyarrow")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rollout_data.convert(own, path, "lerobot", progress=False)
 
 
 def _case(name: str, folder: Path, num_envs: int, learner_s: float, quick: bool) -> Case:

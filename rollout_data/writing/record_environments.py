@@ -429,7 +429,7 @@ class _Recorder:
         try:
             self._add(step)
             self._last_recorded_late = number
-        except Exception:
+        except Exception:  # The step is refused, and is not recorded again.
             raise
         except BaseException:
             for part, state in zip(parts, states, strict=True):

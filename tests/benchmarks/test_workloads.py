@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import baselines, data, harness, picture_sets, prioritized, record, replay
 from benchmarks.harness import LIMIT, OURS, PEER, Case, Contender
+from benchmarks.images import record_rgb
 
 
 def check_measured(case: Case) -> None:
@@ -51,7 +52,7 @@ def test_a_picture_set_of_four_times_the_cache_decodes_only_the_needed_pictures(
     rollout_data = pytest.importorskip("rollout_data")
     pytest.importorskip("pyarrow")
     frames = np.random.default_rng(0).integers(0, 255, (2, 20, 128, 128, 3), np.uint8)
-    picture_sets.record(tmp_path / "own", frames)
+    record_rgb(tmp_path / "own", frames, "lz4")
     rollout_data.convert(tmp_path / "own", tmp_path / "set", "lerobot", progress=False)
     cache_bytes = frames.nbytes // picture_sets.TIMES_CACHE
     measured = picture_sets.read_set("ours", tmp_path / "set", cache_bytes, 4, time.perf_counter)
