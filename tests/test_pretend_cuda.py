@@ -48,7 +48,7 @@ ASYNCHRONOUS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_operations_that_need_a_value_wait(name: str) -> None:
+def test_operations_that_need_a_host_value_wait(name: str) -> None:
     with PretendCuda() as device:
         x = torch.arange(4.0, device="cuda")
         device.reset()
@@ -59,7 +59,7 @@ def test_operations_that_need_a_value_wait(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
-def test_operations_that_need_no_value_do_not_wait(name: str) -> None:
+def test_operations_that_need_no_host_value_do_not_wait(name: str) -> None:
     with PretendCuda() as device:
         x = torch.arange(4.0, device="cuda")
         with device.strict():
@@ -67,7 +67,7 @@ def test_operations_that_need_no_value_do_not_wait(name: str) -> None:
         assert not device.counts.pageable_copies
 
 
-def test_values_are_those_of_the_cpu() -> None:
+def test_values_equal_those_of_the_cpu() -> None:
     here = torch.arange(24.0).view(2, 3, 4)
     with PretendCuda():
         there = here.to("cuda")
@@ -103,7 +103,7 @@ def test_tensors_on_the_device_do_not_become_arrays() -> None:
             np.asarray(x)
 
 
-def test_operands_on_two_devices_are_refused() -> None:
+def test_operands_on_two_devices_raise() -> None:
     with PretendCuda():
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match="same device"):
@@ -112,7 +112,7 @@ def test_operands_on_two_devices_are_refused() -> None:
             torch.rand(3, device="cuda", generator=torch.Generator())
 
 
-def test_a_late_copy_holds_garbage_until_its_event_completes() -> None:
+def test_an_asynchronous_copy_has_garbage_until_its_event_completes() -> None:
     with PretendCuda(lateness=4):
         x = torch.arange(3.0, device="cuda")
         target = torch.empty(3, pin_memory=True)
@@ -128,7 +128,7 @@ def test_a_late_copy_holds_garbage_until_its_event_completes() -> None:
         assert torch.equal(target, torch.arange(3.0))
 
 
-def test_a_pinned_source_that_changes_too_early_is_found() -> None:
+def test_a_pinned_source_that_changes_too_early_raises() -> None:
     with PretendCuda(lateness=4):
         source = torch.ones(3).pin_memory()
         source.to("cuda", non_blocking=True)
@@ -137,7 +137,7 @@ def test_a_pinned_source_that_changes_too_early_is_found() -> None:
             torch.cuda.synchronize()
 
 
-def test_threads_use_the_device_as_well() -> None:
+def test_threads_use_the_pretended_device() -> None:
     results = []
     with PretendCuda() as device:
         thread = threading.Thread(
@@ -149,7 +149,7 @@ def test_threads_use_the_device_as_well() -> None:
         assert device.counts.num_waits == 1
 
 
-def test_nothing_is_left_behind() -> None:
+def test_leaving_the_pretended_device_restores_torch_and_threading() -> None:
     generator, thread_run = torch.Generator, threading.Thread.run
     with PretendCuda():
         assert torch.cuda.is_available()

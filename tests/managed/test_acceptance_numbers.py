@@ -25,7 +25,7 @@ def _item(number: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("make", [NaiveReplayBuffer, AdvancedReplayBuffer])
-def test_sizes_and_iterations_of_numpy_are_taken(make: Callable[..., NaiveReplayBuffer]) -> None:
+def test_sizes_and_iterations_may_be_numpy_integers(make: Callable[..., NaiveReplayBuffer]) -> None:
     buffer = make(np.int64(5))
     buffer.extend(_item(number) for number in range(8))
     assert buffer.replay_buffer_size == 5 and type(buffer.replay_buffer_size) is int
@@ -44,20 +44,20 @@ def test_sizes_and_iterations_of_numpy_are_taken(make: Callable[..., NaiveReplay
 @pytest.mark.parametrize(
     "size", [True, 1.0, np.float64(1), np.bool_(True), "1", None, -1, np.int64(-1)]
 )
-def test_what_is_no_count_is_refused(size: object) -> None:
+def test_a_count_that_is_not_an_integer_raises(size: object) -> None:
     buffer = NaiveReplayBuffer(5)
     buffer.push(_item(0))
     with pytest.raises(ValueError, match=r"size must be .*>= 0"):
         buffer.sample(size)  # type: ignore[arg-type]
 
 
-def test_episodes_take_counts_of_numpy() -> None:
+def test_counts_of_episodes_may_be_numpy_integers() -> None:
     buffer = EpisodeReplayBuffer(np.int64(2))
     buffer.push([_item(number) for number in range(6)])
     assert buffer.sample_windows(np.int64(4), np.int64(3))["obs"].shape == (4, 3, 3)
 
 
-def test_a_manager_takes_sizes_iterations_and_ratios_of_numpy() -> None:
+def test_sizes_iterations_and_ratios_of_a_manager_may_be_numpy_numbers() -> None:
     options = {
         "replay_buffer_size": np.int64(10),
         "rate_limiter": {"samples_per_insert": 100, "tolerance": 10_000},
@@ -79,7 +79,7 @@ def test_a_manager_takes_sizes_iterations_and_ratios_of_numpy() -> None:
     assert all(type(count) is int for count in state.values())
 
 
-def test_a_limiter_counts_numbers_of_numpy_as_python_s() -> None:
+def test_a_rate_limiter_counts_numpy_integers_like_python_integers() -> None:
     limiter = RateLimiter(2.0, 100.0)
     assert limiter.insert(np.int64(3)) and limiter.sample(np.int64(2))
     other = RateLimiter(2.0, 100.0)
@@ -87,7 +87,7 @@ def test_a_limiter_counts_numbers_of_numpy_as_python_s() -> None:
     assert other.num_inserted == 3 and type(limiter.num_inserted) is int
 
 
-def test_a_tree_reduces_ranges_of_numpy() -> None:
+def test_bounds_of_reduce_may_be_numpy_integers() -> None:
     tree = SumSegmentTree(4)
     tree[[0, 1, 2, 3]] = [1.0, 2.0, 3.0, 4.0]
     assert tree.reduce(np.int64(1), np.int64(3)) == 5
@@ -95,7 +95,7 @@ def test_a_tree_reduces_ranges_of_numpy() -> None:
         tree.reduce(0, 1.5)  # type: ignore[arg-type]
 
 
-def test_a_push_through_a_manager_tells_the_monitor_its_time() -> None:
+def test_a_push_through_a_manager_records_its_time_in_the_monitor() -> None:
     manager = BufferManager(
         {"buffer_name": ["a"], "a": {"replay_buffer_size": 4, "monitor": BufferMonitor()}}
     )
@@ -104,7 +104,7 @@ def test_a_push_through_a_manager_tells_the_monitor_its_time() -> None:
     assert found["in/time_mean"] > 0 and found["in/ticks"] == found["in/size_max"] == 1
 
 
-def test_the_trees_under_the_front_are_exported() -> None:
+def test_segment_trees_are_exported() -> None:
     tree = storage.SumTree(3)
     tree.write(torch.tensor([0, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert tree.reduce() == 3.0
@@ -114,7 +114,7 @@ def test_the_trees_under_the_front_are_exported() -> None:
 
 
 @pytest.mark.parametrize(("make", "applied"), [(NaiveReplayBuffer, 0), (AdvancedReplayBuffer, 2)])
-def test_an_update_takes_ids_as_an_array(
+def test_ids_of_an_update_may_be_an_array(
     make: Callable[..., NaiveReplayBuffer], applied: int
 ) -> None:
     buffer = make(4)
@@ -129,7 +129,7 @@ def test_an_update_takes_ids_as_an_array(
         )
 
 
-def test_when_an_item_was_collected_may_be_any_kind_of_number() -> None:
+def test_collect_iter_may_be_an_int_a_numpy_integer_or_a_tensor() -> None:
     buffer = AdvancedReplayBuffer(10, max_staleness=5, min_sample_ratio=0.01, generator=0)
     for collected in (torch.tensor(3), np.int64(4), 5, None):
         item = {"obs": torch.zeros(2)}

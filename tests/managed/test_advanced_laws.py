@@ -117,7 +117,7 @@ def test_any_sequence_of_calls_equals_the_model(
 
 @settings(max_examples=40)
 @given(data=st.data(), size=st.integers(1, 100), alpha=st.sampled_from([0.3, 1.0]), max_use=LIMIT)
-def test_the_tensor_front_equals_the_model(
+def test_tensor_methods_equal_the_model(
     data: st.DataObject, size: int, alpha: float, max_use: float
 ) -> None:
     buffer = AdvancedReplayBuffer(
@@ -167,7 +167,7 @@ def test_counts_of_draws_follow_the_priorities() -> None:
     assert all(use - counts[slot] >= 1 for slot, use in uses.items())
 
 
-def test_beta_grows_to_one_over_the_draws_and_stays() -> None:
+def test_beta_grows_to_one_over_anneal_step_draws_and_stays_there() -> None:
     buffer = AdvancedReplayBuffer(4, beta=0.4, anneal_step=4, generator=0)
     buffer.extend_tensors({"x": torch.zeros(4, 1)}, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     betas = []
@@ -182,7 +182,7 @@ def test_beta_grows_to_one_over_the_draws_and_stays() -> None:
     assert fixed.beta == 0.4
 
 
-def test_stale_items_go_in_whatever_order_they_were_collected() -> None:
+def test_stale_items_are_dropped_in_any_order_of_collection() -> None:
     buffer = AdvancedReplayBuffer(5000, max_staleness=10, generator=0)
     order = torch.randperm(4000, generator=torch.Generator().manual_seed(0))
     buffer.extend_tensors({"x": torch.zeros(4000, 1)}, collect_iter=order // 40)

@@ -34,7 +34,7 @@ def fill(manager: BufferManager, num_items: int = 20) -> None:
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 5, 7])
-def test_d1_any_number_of_buffers_shares_out_a_sample(num_buffers: int) -> None:
+def test_d1_a_sample_is_divided_among_any_number_of_buffers(num_buffers: int) -> None:
     names = [f"b_{place}" for place in range(num_buffers)]
     ratio = dict.fromkeys(names, 1 / num_buffers)
     manager = make(names, ratio, size=200, min_sample_ratio=0)
@@ -74,7 +74,7 @@ def test_d1_ratios_are_compared_with_a_tolerance() -> None:
     }
 
 
-def test_d2_ids_are_routed_by_their_last_underscore() -> None:
+def test_d2_ids_are_routed_by_the_name_before_the_last_underscore() -> None:
     manager = make(["a", "a_b", "a_b_1"], {"a": 0.25, "a_b": 0.25, "a_b_1": 0.5})
     fill(manager)
     found = manager.sample({"a": 3, "a_b": 2, "a_b_1": 4})
@@ -92,7 +92,7 @@ def test_d2_ids_are_routed_by_their_last_underscore() -> None:
         assert float(kept[int(row)]) == pytest.approx(priority + 1e-5)
 
 
-def test_unknown_buffers_are_key_errors_and_nothing_changes() -> None:
+def test_an_unknown_buffer_name_raises_key_error_and_changes_nothing() -> None:
     manager = make(ratio={"agent": 0.5, "x_7": 0.5})
     fill(manager)
     before = manager.state_dict()
@@ -124,7 +124,7 @@ def test_unknown_buffers_are_key_errors_and_nothing_changes() -> None:
     assert_equal_states(manager.state_dict(), before)
 
 
-def test_d3_a_ratio_counts_for_one_call_and_no_name_is_a_default() -> None:
+def test_d3_sample_ratio_of_a_call_applies_to_that_call_only() -> None:
     manager = make(ratio={"agent": 0.5, "x_7": 0.5}, min_sample_ratio=0)
     fill(manager)
     first = manager.sample(10, sample_ratio={"demo_of_a_human": 1.0})
@@ -147,7 +147,7 @@ def test_d3_a_ratio_counts_for_one_call_and_no_name_is_a_default() -> None:
     assert single.count() == 4 and len(single.sample(4)) == 4
 
 
-def test_d4_all_buffers_give_or_none_does_and_nothing_else_changes() -> None:
+def test_d4_sample_draws_from_all_buffers_or_from_none() -> None:
     manager = make(
         ratio={"agent": 0.5, "demo_of_a_human": 0.25, "x_7": 0.25}, max_use=3, max_staleness=10
     )
@@ -171,7 +171,7 @@ def test_d4_all_buffers_give_or_none_does_and_nothing_else_changes() -> None:
     assert manager.sample(8, 12) is None and torch.equal(manager.rng.get_state(), generator)
 
 
-def test_d5_items_for_several_buffers_are_copies() -> None:
+def test_d5_an_item_pushed_to_several_buffers_is_copied() -> None:
     manager = make()
     one = item(3)
     manager.push_data([one, item(4)], ["agent", "x_7"])
@@ -187,7 +187,7 @@ def test_d5_items_for_several_buffers_are_copies() -> None:
     assert sorted(number_of(x) for x in manager.sample({"agent": 2})["agent"]) == [3, 4]
 
 
-def test_items_may_say_themselves_where_they_go() -> None:
+def test_buffer_name_of_an_item_selects_its_buffer() -> None:
     manager = make()
     manager.push_data([item(1, buffer_name="x_7"), item(2, buffer_name=["agent", "x_7"])])
     manager.push_data(item(3, buffer_name="x_7"), "agent")  # who is told wins
@@ -197,7 +197,7 @@ def test_items_may_say_themselves_where_they_go() -> None:
     assert [manager.count(name) for name in NAMES] == [2, 0, 2]
 
 
-def test_a_push_that_one_buffer_refuses_reaches_none() -> None:
+def test_a_push_that_fails_in_one_buffer_changes_no_buffer() -> None:
     manager = make()
     fill(manager, 3)
     manager["x_7"].clear()
@@ -233,7 +233,7 @@ def test_a_push_that_one_buffer_refuses_reaches_none() -> None:
     assert limited["b"].rate_limiter.num_sampled == 0
 
 
-def test_a_request_larger_than_a_buffer_is_refused_and_zero_gives_nothing() -> None:
+def test_a_request_larger_than_a_buffer_returns_none_and_zero_returns_no_items() -> None:
     manager = make(ratio={"agent": 0.75, "demo_of_a_human": 0.25})
     fill(manager)
     assert manager.sample(40) is None and manager.sample({"agent": 21}) is None
@@ -244,7 +244,7 @@ def test_a_request_larger_than_a_buffer_is_refused_and_zero_gives_nothing() -> N
             manager.sample(wrong)
 
 
-def test_batches_of_tensors_come_by_name_and_are_updated_by_name() -> None:
+def test_sample_tensors_returns_batches_by_name_and_update_accepts_them() -> None:
     manager = make(ratio={"agent": 0.75, "demo_of_a_human": 0.25}, size=100)
     for place, name in enumerate(NAMES[:2]):
         manager[name].extend_tensors({"x": 1000.0 * place + torch.arange(100.0)})
@@ -260,7 +260,7 @@ def test_batches_of_tensors_come_by_name_and_are_updated_by_name() -> None:
         manager.update_priorities({"agent": [1]}, {})
 
 
-def test_kinds_of_buffers_live_side_by_side() -> None:
+def test_buffers_of_a_manager_may_have_different_types() -> None:
     cfg = {
         "buffer_name": ["p", "n", "e"],
         "p": {"replay_buffer_size": 5, "enable_track_used_data": True},
@@ -322,12 +322,12 @@ def test_kinds_of_buffers_live_side_by_side() -> None:
         (None, "a mapping"),
     ],
 )
-def test_a_configuration_that_cannot_be_says_why(cfg: Any, text: str) -> None:
+def test_an_invalid_configuration_raises_with_the_reason(cfg: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BufferManager(cfg)
 
 
-def test_d12_a_state_fits_strictly_or_by_name() -> None:
+def test_d12_load_state_dict_is_strict_or_by_name() -> None:
     manager = make(ratio={"agent": 1.0})
     fill(manager)
     state = manager.state_dict()

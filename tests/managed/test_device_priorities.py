@@ -79,7 +79,7 @@ def test_a_tree_of_any_depth_draws_no_place_without_weight_on_a_device(
 
 
 @pytest.mark.usefixtures("any_device")
-def test_priorities_that_are_wrong_are_left_out_and_a_later_call_raises() -> None:
+def test_invalid_priorities_are_left_out_and_a_later_call_raises() -> None:
     buffer = filled(8, 8)
     ids = torch.arange(8).cuda()
     buffer.update_priorities(ids, torch.full((8,), 2.0).cuda())
@@ -101,7 +101,7 @@ def test_priorities_that_are_wrong_are_left_out_and_a_later_call_raises() -> Non
             torch.cuda.synchronize()
 
 
-def test_priorities_on_the_host_are_refused_at_once() -> None:
+def test_invalid_priorities_on_the_host_raise_at_once() -> None:
     buffer = filled(8, 8)
     with pytest.raises(UsageError, match="finite and >= 0"):
         buffer.update_priorities(torch.arange(8).cuda(), [0.5] * 7 + [-1.0])
@@ -111,7 +111,7 @@ def test_priorities_on_the_host_are_refused_at_once() -> None:
 
 
 @pytest.mark.usefixtures("any_device")
-def test_updates_of_rows_that_are_gone_or_named_twice_on_a_device() -> None:
+def test_updates_of_overwritten_or_repeated_rows_on_a_device_are_counted() -> None:
     buffer = filled(8, 12)
     ids = torch.tensor([3, 4, 4, 11, 12, -1, 5]).cuda()
     num_applied = buffer.update_priorities(ids, torch.arange(1.0, 8.0).cuda())
@@ -138,7 +138,7 @@ def test_a_draw_without_any_weight_raises_at_a_later_call() -> None:
 
 
 @pytest.mark.usefixtures("any_device")
-def test_windows_by_priority_are_those_of_the_cpu() -> None:
+def test_windows_by_priority_equal_those_of_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         windows = PrioritizedWindows(17, 4, stride=2, device=device, generator=0, alpha=1.0)

@@ -63,7 +63,7 @@ def test_d13_lengths_are_known_before_the_buffer_is_full() -> None:
     assert buffer.episode_len == [7, 900, 1]
 
 
-def test_a_stack_comes_back_as_a_stack() -> None:
+def test_a_stacked_episode_is_sampled_as_a_stack() -> None:
     buffer = EpisodeReplayBuffer(3, generator=0)
     for episode in range(5):
         buffer.append(stack(episode, 4 + episode))
@@ -84,7 +84,7 @@ def test_a_stack_comes_back_as_a_stack() -> None:
     } == {3, 4}
 
 
-def test_d13_d18_windows_are_uniform_over_all_the_last_one_too() -> None:
+def test_d13_d18_windows_are_uniform_and_include_the_last_window() -> None:
     buffer = EpisodeReplayBuffer(4, generator=0)
     lengths = [3, 9, 2, 6, 4, 12]
     for episode, length in enumerate(lengths):
@@ -107,7 +107,7 @@ def test_d13_d18_windows_are_uniform_over_all_the_last_one_too() -> None:
         EpisodeReplayBuffer(2).sample_windows(1, 1)
 
 
-def test_what_is_no_episode_adds_nothing() -> None:
+def test_an_invalid_episode_raises_and_adds_nothing() -> None:
     buffer = EpisodeReplayBuffer(4)
     buffer.push(steps(0, 3))
     wrong: list[Any] = [

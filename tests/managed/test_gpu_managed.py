@@ -50,7 +50,7 @@ def test_priorities_and_limits_on_the_gpu_equal_the_model(tmp_path: Path) -> Non
     assert here.check_valid() == (True, "") and here.sample_tensors(8)[2].device.type == "cpu"
 
 
-def test_items_episodes_and_windows_live_on_the_gpu() -> None:
+def test_items_episodes_and_windows_are_stored_on_the_gpu() -> None:
     for kind in (NaiveReplayBuffer, AdvancedReplayBuffer):
         buffer = kind(8, device="cuda", output_device="cpu", generator=0)
         buffer.push([item(number) for number in range(13)])
@@ -73,7 +73,7 @@ def test_items_episodes_and_windows_live_on_the_gpu() -> None:
     )
 
 
-def test_a_manager_mixes_devices() -> None:
+def test_buffers_of_a_manager_may_have_different_devices() -> None:
     cfg = {
         name: {"replay_buffer_size": 20, "device": name, "generator": 0} for name in ("cuda", "cpu")
     }

@@ -36,7 +36,7 @@ def item(number: int, **leaves: Any) -> dict[str, Any]:
 # Which data is used.
 
 
-def test_data_that_a_live_item_holds_is_not_named_as_used() -> None:
+def test_data_ids_of_stored_items_are_not_in_used_data() -> None:
     buffer = AdvancedReplayBuffer(2, enable_track_used_data=True, generator=0)
     queue = buffer.used_data()
     buffer.push([item(0, data_id="a"), item(1, data_id="a")])
@@ -54,7 +54,7 @@ def test_data_that_a_live_item_holds_is_not_named_as_used() -> None:
     assert sorted(queue) == ["x", "z"]
 
 
-def test_data_that_is_pushed_again_waits_for_its_item_and_for_its_samples() -> None:
+def test_a_data_id_that_is_pushed_again_leaves_used_data() -> None:
     buffer = AdvancedReplayBuffer(
         4, max_use=1, min_sample_ratio=0, enable_track_used_data=True, generator=0
     )
@@ -72,7 +72,7 @@ def test_data_that_is_pushed_again_waits_for_its_item_and_for_its_samples() -> N
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_at_no_time_is_data_named_that_an_item_or_a_sample_holds(data: st.DataObject) -> None:
+def test_used_data_never_has_an_id_of_a_stored_item_or_an_open_sample(data: st.DataObject) -> None:
     buffer = AdvancedReplayBuffer(
         5, max_use=2, min_sample_ratio=0, enable_track_used_data=True, generator=0
     )
@@ -115,7 +115,7 @@ def test_at_no_time_is_data_named_that_an_item_or_a_sample_holds(data: st.DataOb
 
 
 @pytest.mark.parametrize("wrong", [("y", [1]), torch.arange(3), np.arange(3), [4]], ids=repr)
-def test_data_that_cannot_be_counted_is_refused_and_changes_nothing(wrong: Any) -> None:
+def test_an_unhashable_data_id_raises_and_changes_nothing(wrong: Any) -> None:
     buffer = AdvancedReplayBuffer(2, min_sample_ratio=0, enable_track_used_data=True, generator=0)
     buffer.push(item(0, data_id=1))
     buffer.sample(1)
@@ -133,7 +133,7 @@ def test_data_that_cannot_be_counted_is_refused_and_changes_nothing(wrong: Any) 
     [list, tuple, set, frozenset, iter, np.array, torch.tensor, lambda ids: map(torch.tensor, ids)],
 )
 @pytest.mark.parametrize("is_managed", [False, True])
-def test_samples_are_released_by_any_list_of_their_data(
+def test_used_id_accepts_any_iterable_of_data_ids(
     form: Callable[[Any], Any], is_managed: bool
 ) -> None:
     options = {
@@ -184,7 +184,7 @@ class Thread(threading.Thread):
 
 
 @pytest.mark.parametrize("asks", ["names", "number", "tensors"])
-def test_a_thread_that_samples_elsewhere_and_then_pushes_releases_one_that_waits(asks: str) -> None:
+def test_a_waiting_sample_lets_other_threads_sample_and_push(asks: str) -> None:
     kind = {"type": "advanced"} if asks == "tensors" else {}
     manager = BufferManager(
         {
@@ -212,7 +212,7 @@ def test_a_thread_that_samples_elsewhere_and_then_pushes_releases_one_that_waits
     assert len(found) == (4 if asks == "number" else 2)
 
 
-def test_a_draw_that_waits_for_one_limiter_takes_nothing_from_another() -> None:
+def test_a_draw_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
     manager = BufferManager(
         {
             "buffer_name": ["a", "b"],
@@ -257,7 +257,7 @@ def test_a_push_that_waits_for_one_limiter_is_not_counted_by_another() -> None:
     assert len(waits.result()["a"]) == 2
 
 
-def test_a_draw_that_the_buffer_refuses_lets_nobody_pass_its_limiter() -> None:
+def test_a_failed_draw_does_not_open_its_limiter() -> None:
     limits = {"samples_per_insert": 1.0, "tolerance": 4.0, "min_inserts": 0, "blocking": False}
     buffer = EpisodeReplayBuffer(2, rate_limiter=limits, generator=0)
     buffer.extend([[item(number)] for number in range(3)])
@@ -282,7 +282,7 @@ def test_a_draw_that_the_buffer_refuses_lets_nobody_pass_its_limiter() -> None:
     assert buffer.rate_limiter.balance == 4
 
 
-def test_a_state_that_is_taken_beside_samples_is_of_one_moment() -> None:
+def test_a_state_dict_during_samples_is_consistent() -> None:
     names = ["a", "b"]
     options: dict[str, Any] = {"replay_buffer_size": 50, "type": "naive"}
     cfg = {
@@ -310,7 +310,7 @@ def test_a_state_that_is_taken_beside_samples_is_of_one_moment() -> None:
         assert drawn() in seen
 
 
-def test_a_wait_ends_with_its_time_and_with_the_manager() -> None:
+def test_a_wait_ends_at_its_time_limit_and_at_close_of_the_manager() -> None:
     manager = BufferManager(
         {"buffer_name": ["a"], "a": limited(min_inserts=9, timeout_s=0.1)}, generator=0
     )
@@ -336,7 +336,7 @@ def test_a_wait_ends_with_its_time_and_with_the_manager() -> None:
     tolerance=st.floats(6, 12),
     min_inserts=st.integers(0, 6),
 )
-def test_sample_check_of_a_limited_buffer_is_what_sample_does(
+def test_sample_check_predicts_sample_of_a_limited_buffer(
     kind: Any, calls: list[tuple[bool, int]], tolerance: float, min_inserts: int
 ) -> None:
     limits = {
@@ -358,7 +358,7 @@ def test_sample_check_of_a_limited_buffer_is_what_sample_does(
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_sample_check_of_a_limited_manager_is_what_sample_does(blocking: bool) -> None:
+def test_sample_check_predicts_sample_of_a_limited_manager(blocking: bool) -> None:
     limits = {
         "samples_per_insert": 1.0,
         "tolerance": 12.0,
@@ -382,7 +382,7 @@ def test_sample_check_of_a_limited_manager_is_what_sample_does(blocking: bool) -
     assert min(answers.values()) > 20
 
 
-def test_a_draw_that_can_never_pass_is_refused_by_the_question_too() -> None:
+def test_sample_and_sample_check_raise_if_the_tolerance_is_too_small() -> None:
     buffer = NaiveReplayBuffer(50, rate_limiter=RateLimiter(1.0, 4.0))
     buffer.push([item(number) for number in range(3)])
     for ask in (buffer.sample, buffer.sample_check):
@@ -393,7 +393,7 @@ def test_a_draw_that_can_never_pass_is_refused_by_the_question_too() -> None:
 # The order of a manager's list.
 
 
-def test_each_position_of_a_managers_list_is_of_each_buffer_by_its_share() -> None:
+def test_each_position_of_a_managers_sample_has_items_of_each_buffer_by_ratio() -> None:
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     one = {"replay_buffer_size": 40, "type": "naive"}
     manager = BufferManager(
@@ -422,7 +422,7 @@ def test_each_position_of_a_managers_list_is_of_each_buffer_by_its_share() -> No
         assert abs(seen - chance) < 4.5 * np.sqrt(chance * (1 - chance) / num_samples)
 
 
-def test_items_of_one_buffer_do_not_come_by_age_in_a_managers_list() -> None:
+def test_items_of_a_managers_sample_are_not_ordered_by_age() -> None:
     manager = BufferManager({"buffer_name": ["a"], "a": {"replay_buffer_size": 100}}, generator=0)
     manager.push_data([item(number) for number in range(100)])
     places = np.zeros(20)
@@ -457,7 +457,7 @@ def test_importance_weights_are_never_0(size: int) -> None:
     assert bool((weights > 0).all()) and bool((weights <= 1).all())
 
 
-def test_importance_weights_that_can_be_told_are_what_they_were() -> None:
+def test_importance_weights_equal_the_formula_where_they_do_not_underflow() -> None:
     buffer = AdvancedReplayBuffer(3, alpha=1.0, beta=1.0, eps=0.0, generator=0)
     buffer.push(
         [item(number, priority=priority) for number, priority in enumerate([1.0, 2.0, 8.0])]
@@ -486,7 +486,7 @@ def test_every_priority_above_0_can_be_drawn(way: str) -> None:
     assert buffer.check_valid() == (True, "")
 
 
-def test_one_tiny_priority_for_all_is_drawn_evenly() -> None:
+def test_equal_tiny_priorities_are_drawn_uniformly() -> None:
     buffer = AdvancedReplayBuffer(4, alpha=2.0, eps=0.0, generator=0)
     buffer.extend_tensors({"x": torch.arange(4.0)[:, None]}, 1e-170)
     batch, weights, _ = buffer.sample_tensors(4)

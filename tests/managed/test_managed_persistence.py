@@ -73,7 +73,7 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
     return seen
 
 
-def test_d12_a_state_is_a_copy_and_holds_everything() -> None:
+def test_d12_a_state_dict_is_a_complete_copy() -> None:
     buffer = make(AdvancedReplayBuffer, 0)
     fill(buffer)
     state = buffer.state_dict()
@@ -116,7 +116,7 @@ class Thing:
     """Something that JSON cannot hold."""
 
 
-def test_objects_are_saved_as_json_and_others_refused_by_name(tmp_path: Path) -> None:
+def test_json_values_are_saved_and_other_objects_raise_with_their_name(tmp_path: Path) -> None:
     buffer = NaiveReplayBuffer(4, name="kept", generator=0)
     values: dict[str, Any] = {
         "none": None,

@@ -28,7 +28,7 @@ def filled(kind: Any, size: int, num_items: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_item_comes_back_as_it_went_in_with_its_id(kind: Any) -> None:
+def test_a_sampled_item_equals_the_pushed_item_and_has_an_id(kind: Any) -> None:
     buffer = filled(kind, 4, 6, name="my_buffer")
     found = buffer.sample(4)
     for x in found:
@@ -45,7 +45,7 @@ def test_an_item_comes_back_as_it_went_in_with_its_id(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_d5_nothing_is_shared_with_the_caller_or_between_samples(kind: Any) -> None:
+def test_d5_samples_share_no_memory_with_the_caller_or_with_each_other(kind: Any) -> None:
     buffer, given = kind(3, generator=0), item(1)
     keys = set(given)
     buffer.append(given)
@@ -66,7 +66,7 @@ def test_d5_nothing_is_shared_with_the_caller_or_between_samples(kind: Any) -> N
     assert sorted(x["replay_unique_id"] for x in buffer.sample(2)) != ["buffer_0", "buffer_0"]
 
 
-def test_d6_copies_of_an_item_count_their_own_uses() -> None:
+def test_d6_each_copy_of_an_item_in_a_sample_has_its_own_use_count() -> None:
     buffer = AdvancedReplayBuffer(1, min_sample_ratio=0, generator=0)
     buffer.append({"x": torch.zeros(1)})
     assert [x["use"] for x in buffer.sample(3)] == [1, 2, 3]
@@ -78,7 +78,7 @@ def test_d6_copies_of_an_item_count_their_own_uses() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_items", [5, 8, 13])
-def test_d7_d17_ranges_count_by_age(kind: Any, num_items: int) -> None:
+def test_d7_d17_sample_ranges_index_items_by_age(kind: Any, num_items: int) -> None:
     buffer = filled(kind, 8, num_items)
     alive = list(range(max(0, num_items - 8), num_items))
     for wanted in (
@@ -100,7 +100,7 @@ def test_d7_d17_ranges_count_by_age(kind: Any, num_items: int) -> None:
         buffer.sample(1, sample_range=3)
 
 
-def test_a_range_of_a_prioritized_buffer_draws_by_priority_within_it() -> None:
+def test_a_sample_range_draws_by_priority_within_the_range() -> None:
     buffer = AdvancedReplayBuffer(6, alpha=1.0, generator=0, min_sample_ratio=0, beta=1.0)
     buffer.extend_tensors({"x": torch.arange(8.0)}, torch.tensor([9.0, 9, 9, 9, 9, 9, 1, 3]))
     found = buffer.sample(400, sample_range=slice(-2, None))
@@ -109,7 +109,7 @@ def test_a_range_of_a_prioritized_buffer_draws_by_priority_within_it() -> None:
     assert {round(x["IS"], 9) for x in found} == {1.0, round(1 / 3, 9)}
 
 
-def test_d10_a_buffer_of_used_up_items_refuses_instead_of_crashing() -> None:
+def test_d10_sample_of_a_buffer_without_weights_returns_none() -> None:
     buffer = filled(AdvancedReplayBuffer, 4, 4, max_use=1, enable_track_used_data=True)
     assert len(buffer.sample(4)) == 4
     assert buffer.count() == 0 and not buffer.sample_check(1) and buffer.sample(1) is None
@@ -121,7 +121,7 @@ def test_d10_a_buffer_of_used_up_items_refuses_instead_of_crashing() -> None:
     assert zeros.count() == 2 and not zeros.sample_check(1) and zeros.sample(1) is None
 
 
-def test_d9_staleness_reaches_the_limit_at_equality_and_needs_no_order() -> None:
+def test_d9_items_are_stale_at_the_limit_in_any_order_of_collection() -> None:
     buffer = AdvancedReplayBuffer(10, max_staleness=3, generator=0)
     for collected in (5, 2, [9, 4], None):
         buffer.append(
@@ -134,7 +134,7 @@ def test_d9_staleness_reaches_the_limit_at_equality_and_needs_no_order() -> None
     assert buffer.sample(2, 8) is None and buffer.count() == 1
 
 
-def test_a_start_size_counts_what_was_pushed_and_the_ratio_what_is_there() -> None:
+def test_replay_start_size_counts_pushed_items_and_min_sample_ratio_counts_stored_items() -> None:
     buffer = AdvancedReplayBuffer(4, replay_start_size=6, min_sample_ratio=2.0, generator=0)
     buffer.push([{"x": torch.zeros(1)}] * 5)
     assert buffer.sample(1) is None and not buffer.sample_check(1)
@@ -145,7 +145,7 @@ def test_a_start_size_counts_what_was_pushed_and_the_ratio_what_is_there() -> No
     assert len(few.sample(4)) == 4 and few.sample(5) is None
 
 
-def test_requests_larger_than_the_buffer_are_refused_unless_replaced() -> None:
+def test_samples_larger_than_the_buffer_need_replace() -> None:
     buffer = filled(NaiveReplayBuffer, 4, 3)
     assert buffer.sample(4) is None and buffer.sample(0) == [] and not buffer.sample_check(4)
     assert len(buffer.sample(20, replace=True)) == 20
@@ -175,7 +175,7 @@ def test_uniform_draws_are_uniform(replace: bool) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -0.1, -math.inf, "high", 1j, 1e308])
-def test_a_priority_that_is_no_finite_number_changes_nothing(wrong: Any) -> None:
+def test_a_priority_that_is_not_finite_changes_nothing(wrong: Any) -> None:
     buffer = AdvancedReplayBuffer(4, alpha=1.0, generator=0)
     buffer.push([{"x": torch.zeros(1)}] * 3)
     before = buffer.state_dict()
@@ -205,7 +205,7 @@ def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(tensor, other["tensors"][name]), name
 
 
-def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
+def test_updates_of_negative_ids_are_counted_as_dead() -> None:
     buffer = AdvancedReplayBuffer(5, generator=0)  # so that the mark falls into an empty one
     buffer.push([{"x": torch.zeros(1)}])
     before = buffer.state_dict()
@@ -215,7 +215,7 @@ def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -
         assert torch.equal(tensor, buffer.state_dict()["tensors"][name]), name
 
 
-def test_ids_are_read_from_the_right_and_must_be_this_buffers() -> None:
+def test_ids_are_split_at_the_last_underscore_and_name_this_buffer() -> None:
     buffer = AdvancedReplayBuffer(4, generator=0, name="a_b_c")
     buffer.push([{"x": torch.zeros(1)}] * 2)
     assert buffer.update({"replay_unique_id": "a_b_c_1", "priority": 2.0}) == 1
@@ -266,7 +266,7 @@ def test_a_push_that_does_not_fit_adds_nothing(kind: Any) -> None:
     assert buffer.count() == 2
 
 
-def test_items_without_tensors_and_mixed_leaves_are_kept() -> None:
+def test_items_without_tensors_and_with_mixed_leaves_are_stored() -> None:
     buffer = NaiveReplayBuffer(3, generator=0)
     buffer.extend([{"a": 1}, {"b": {"c": "x", "d": {}}}, {}, {"a": None}])
     found = sorted((x for x in buffer.sample(3)), key=lambda x: x["replay_buffer_idx"])
@@ -289,7 +289,7 @@ def test_numbers_among_objects_become_tensors_in_batches() -> None:
     ]
 
 
-def test_monitors_are_told_what_comes_and_goes() -> None:
+def test_a_monitor_counts_pushed_and_sampled_items() -> None:
     monitor = BufferMonitor()
     buffer = AdvancedReplayBuffer(8, generator=0, monitor=monitor)
     buffer.push([{"x": torch.zeros(1), "priority": 2.0, "collect_iter": 1}, {"x": torch.zeros(1)}])
@@ -322,7 +322,7 @@ def test_clear_and_close(kind: Any) -> None:
             call()
 
 
-def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
+def test_d10_used_data_lists_an_id_once_after_its_last_sample_is_released() -> None:
     buffer = AdvancedReplayBuffer(
         3, max_use=2, min_sample_ratio=0, generator=0, enable_track_used_data=True
     )
@@ -371,7 +371,7 @@ def test_d10_used_data_comes_once_and_not_while_a_sample_holds_it() -> None:
         {"name": 3},
     ],
 )
-def test_a_buffer_that_cannot_be_is_not_made(options: dict[str, Any]) -> None:
+def test_invalid_options_of_a_buffer_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^AdvancedReplayBuffer: "):
         AdvancedReplayBuffer(**{"replay_buffer_size": 4, **options})
 

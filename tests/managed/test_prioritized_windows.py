@@ -54,7 +54,7 @@ def steps(first: int, ends: list[list[bool]]) -> dict[str, torch.Tensor]:
 
 @settings(max_examples=40)
 @given(data=st.data(), lanes=st.integers(1, 3), length=st.integers(1, 5), stride=st.integers(1, 4))
-def test_any_sequence_equals_the_model(
+def test_any_sequence_of_calls_equals_the_model(
     data: st.DataObject, lanes: int, length: int, stride: int
 ) -> None:
     capacity = data.draw(st.integers(length, 20))
@@ -122,7 +122,7 @@ def test_windows_are_drawn_by_their_priorities() -> None:
     )
 
 
-def test_what_cannot_be_raises_and_changes_nothing() -> None:
+def test_invalid_arguments_raise_and_change_nothing() -> None:
     for arguments in ((3, 4), (0, 1), (4, 0)):
         with pytest.raises(ValueError, match=r"^PrioritizedWindows: "):
             PrioritizedWindows(*arguments)
@@ -139,7 +139,7 @@ def test_what_cannot_be_raises_and_changes_nothing() -> None:
     assert len(buffer) == 4 and buffer.max_priority == 1.0
 
 
-def test_an_id_below_zero_is_dead_even_where_it_is_the_mark_of_an_empty_slot() -> None:
+def test_updates_of_negative_ids_are_counted_as_dead() -> None:
     # So that the mark falls into the slot of step 0, no window
     buffer = PrioritizedWindows(4, 2, generator=0)
     buffer.extend(steps(0, [[False]] * 3))

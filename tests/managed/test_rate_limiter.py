@@ -19,7 +19,7 @@ from storage import AdvancedReplayBuffer, NaiveReplayBuffer, RateLimitedError, R
     min_inserts=st.integers(0, 20),
     calls=st.lists(st.tuples(st.booleans(), st.integers(1, 6)), max_size=80),
 )
-def test_the_balance_stays_in_its_bounds_and_one_side_can_always_go_on(
+def test_the_balance_stays_in_its_bounds_and_one_side_can_always_continue(
     ratio: float, extra: float, min_inserts: int, calls: list[tuple[bool, int]]
 ) -> None:
     limiter = RateLimiter(ratio, (ratio * 6 + 6) / 2 + extra, min_inserts, blocking=False)
@@ -42,7 +42,7 @@ def test_the_balance_stays_in_its_bounds_and_one_side_can_always_go_on(
         assert limiter.balance == pytest.approx(ratio * (inserted - min_inserts) - sampled)
 
 
-def test_a_blocked_side_goes_on_when_the_other_does() -> None:
+def test_a_blocked_side_continues_after_the_other_side_acts() -> None:
     limiter = RateLimiter(2.0, 8.0, min_inserts=1)
     order: list[str] = []
 
@@ -83,7 +83,7 @@ def test_waiting_ends_at_the_time_limit_and_at_close() -> None:
     assert answers == [False]
 
 
-def test_sizes_that_could_lock_both_sides_are_refused_with_the_tolerance_they_need() -> None:
+def test_a_batch_too_large_for_the_tolerance_raises_with_the_needed_tolerance() -> None:
     limiter = RateLimiter(2.0, 4.0)
     with pytest.raises(ValueError, match="tolerance must be at least 17"):
         limiter.sample(32)
@@ -94,7 +94,7 @@ def test_sizes_that_could_lock_both_sides_are_refused_with_the_tolerance_they_ne
 
 
 @pytest.mark.parametrize("kind", [NaiveReplayBuffer, AdvancedReplayBuffer])
-def test_a_buffer_refuses_what_its_limiter_does(kind: type) -> None:
+def test_push_raises_and_sample_returns_none_if_the_limiter_rejects(kind: type) -> None:
     options = {"samples_per_insert": 2, "tolerance": 6, "min_inserts": 2, "blocking": False}
     buffer = kind(10, generator=0, rate_limiter=options)
     one = {"x": torch.zeros(1)}

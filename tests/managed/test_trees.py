@@ -57,7 +57,7 @@ def test_a_tree_equals_a_list(data: st.DataObject, kind: str) -> None:
 
 @settings(max_examples=80)
 @given(data=st.data())
-def test_no_mass_leads_to_a_zero_and_each_leads_to_its_own(data: st.DataObject) -> None:
+def test_a_prefix_sum_selects_its_own_place_and_never_a_zero_weight(data: st.DataObject) -> None:
     capacity = sized(data)
     tree = SumSegmentTree(capacity)
     weights = np.zeros(capacity)
@@ -92,7 +92,7 @@ def test_a_single_weight_anywhere_is_always_found() -> None:
             assert tree.find_prefixsum_idx(torch.tensor([[0.0, 0.3]])).tolist() == [[place, place]]
 
 
-def test_nothing_drifts_when_large_numbers_come_and_go() -> None:
+def test_sums_have_no_rounding_drift_after_large_values_are_replaced() -> None:
     tree = SumSegmentTree(5000)
     everywhere = torch.arange(5000)
     for _ in range(3):
@@ -153,7 +153,7 @@ def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> No
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(
+def test_rounding_moves_no_draw_out_of_its_stratum_or_to_a_zero_weight(
     data: st.DataObject,
 ) -> None:
     tree = SumTree(sized(data))
@@ -168,7 +168,7 @@ def test_every_draw_has_a_weight_and_lies_in_its_stratum_whatever_rounding_does(
         check_drawn(tree, num_draws, generator)
 
 
-def test_least_numbers_are_listed_up_to_a_bound() -> None:
+def test_at_most_lists_the_values_up_to_a_bound() -> None:
     tree, numbers = MinTree(9000), torch.randint(0, 50, (9000,)).double()
     tree.rebuild(numbers)
     for bound in (-1.0, 0.0, 7.0, 100.0):
@@ -201,7 +201,7 @@ def test_d11_every_operation_is_computed_and_named() -> None:
         SegmentTree(3, "mean")
 
 
-def test_what_cannot_be_raises_and_changes_nothing() -> None:
+def test_invalid_indices_and_values_raise_and_change_nothing() -> None:
     tree = SumSegmentTree(4)
     tree[[0, 1, 2]] = [1.0, 0.0, 2.0]
     before = tree[torch.arange(4)]

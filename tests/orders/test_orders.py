@@ -120,7 +120,7 @@ def test_weights_that_are_small_integers_are_kept_exactly():
     assert others == [2 * first, 5 * first, 0]
 
 
-def test_weighted_draws_never_give_an_index_without_weight():
+def test_weighted_draws_never_return_an_index_without_weight():
     weights = torch.tensor([0.0, 1e-30, 0.0, 3.0, 0.0])
     drawn = Weighted(weights).draw(20_000, torch.Generator().manual_seed(0))
     assert set(drawn.tolist()) <= {1, 3}
@@ -137,7 +137,7 @@ def test_a_rounded_power_is_the_true_power_rounded(base, exponent):
     assert got[0] == pytest.approx(base**exponent, rel=2e-10)
 
 
-def test_a_power_in_doubt_does_not_depend_on_its_last_bits():
+def test_a_power_near_a_rounding_boundary_does_not_depend_on_its_last_bits():
     # Halfway between two rounded numbers, where the last bit of `pow` would decide.
     exact, exponent = Context(prec=60), 0.6
     halfway = (np.arange(1, 200, dtype=np.int64) << 40) + (1023 << 52) + (1 << 19)
@@ -152,7 +152,7 @@ def test_a_power_in_doubt_does_not_depend_on_its_last_bits():
     assert rounded_power(bases, exponent).view(np.int64).tolist() == expected.tolist()
 
 
-def test_equal_priorities_have_equal_weights_wherever_they_stand():
+def test_equal_priorities_have_equal_weights_at_any_index():
     # numpy's own power differs between the places of an array.
     buffer = AdvancedReplayBuffer(1003, generator=0)
     buffer.extend_tensors({"x": torch.zeros(1003, 1)}, torch.full((1003,), 0.7123456789))
@@ -225,7 +225,7 @@ def names_of(loader):
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("weights", [None, [1, 5]])
-def test_a_window_that_is_gone_leaves_the_order_of_the_rest(tmp_path, num_ranks, weights):
+def test_a_removed_window_does_not_change_the_order_of_the_others(tmp_path, num_ranks, weights):
     for number, folder in enumerate(("a", "b")):
         for block in range(5):
             record(

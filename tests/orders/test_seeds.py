@@ -190,7 +190,7 @@ def test_a_program_that_seeds_torch_repeats_from_run_to_run():
     assert runs[0].stdout == runs[1].stdout and len(runs[0].stdout) > 50
 
 
-def test_seeds_of_a_block_leave_those_of_the_program():
+def test_seeds_inside_a_block_do_not_change_seeds_of_the_program():
     begin(107)
     first = [generator_on(None).initial_seed() for _ in range(2)]
     begin(107)

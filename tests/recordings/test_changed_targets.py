@@ -68,9 +68,7 @@ def files_of(target: Path) -> Iterator[Path]:
 @pytest.mark.each_value
 @states
 @every_target
-def test_a_file_that_was_cut_changed_or_removed_is_named_and_nothing_is_written(
-    tmp_path, name, make
-):
+def test_a_truncated_changed_or_removed_target_file_raises_with_its_name(tmp_path, name, make):
     source = demos(tmp_path / "source.hdf5")
     make(source, tmp_path / "made", name)
     files = [path.relative_to(tmp_path / "made") for path in files_of(tmp_path / "made")]
@@ -92,7 +90,7 @@ def test_a_file_that_was_cut_changed_or_removed_is_named_and_nothing_is_written(
 
 
 @every_target
-def test_a_copied_target_is_present_and_goes_on(tmp_path, name):
+def test_a_conversion_into_a_copied_target_is_resumed(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     for number, (make, num_present) in enumerate(((convert, 6), (stop_after_three, 3))):
         make(source, tmp_path / "made" / str(number), name)
@@ -109,9 +107,7 @@ def test_a_copied_target_is_present_and_goes_on(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", IN_HDF5)
-def test_what_others_add_to_a_complete_hdf5_file_is_accepted_and_a_cut_is_still_found(
-    tmp_path, name
-):
+def test_additions_to_a_complete_hdf5_target_are_accepted_and_truncation_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     file = (
@@ -130,7 +126,7 @@ def test_what_others_add_to_a_complete_hdf5_file_is_accepted_and_a_cut_is_still_
 
 
 @every_target
-def test_large_files_are_read_again_only_if_their_time_is_another(tmp_path, name):
+def test_large_files_are_read_again_only_if_their_modification_time_changed(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     files = list(files_of(tmp_path / place(tmp_path, name).relative_to(tmp_path).parts[0]))
@@ -175,7 +171,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], int]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_episodes_that_were_removed_from_a_target_of_ours_stay_removed(tmp_path, edit):
+def test_episodes_dropped_from_a_target_of_block_files_stay_dropped(tmp_path, edit):
     act, num_left = EDITS[edit]
     source = demos(tmp_path / "source.hdf5")
     with mock.patch.object(own_writer, "_PUBLISHED_BYTES", 1):
@@ -191,7 +187,7 @@ def test_episodes_that_were_removed_from_a_target_of_ours_stay_removed(tmp_path,
 @pytest.mark.each_value
 @pytest.mark.parametrize("edit", ["drop", "keep", "tag", "prune", "pack"])
 @pytest.mark.parametrize("make", ["complete", "stopped"])
-def test_episodes_that_were_removed_stay_removed_when_others_are_added(tmp_path, edit, make):
+def test_dropped_episodes_stay_dropped_when_others_are_added(tmp_path, edit, make):
     source = demos(tmp_path / "source.hdf5", 6 if make == "stopped" else 4)
     num_first = 3 if make == "stopped" else 4
     with mock.patch.object(own_writer, "_PUBLISHED_BYTES", 1):
@@ -206,7 +202,7 @@ def test_episodes_that_were_removed_stay_removed_when_others_are_added(tmp_path,
             assert len(rollout_data.open(target)) == len(left) + 6 - num_first
 
 
-def test_a_block_that_was_deleted_by_hand_is_missed_also_after_prune(tmp_path):
+def test_a_block_deleted_by_hand_is_reported_also_after_prune(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     with mock.patch.object(own_writer, "_PUBLISHED_BYTES", 1):
         convert(source, tmp_path, "rollout-data")
@@ -222,7 +218,7 @@ def test_a_block_that_was_deleted_by_hand_is_missed_also_after_prune(tmp_path):
 @pytest.mark.parametrize(
     "name", ["rlinf", "trajectory folders", "lerobot 3.0", "lerobot 2.1", "minari"]
 )
-def test_a_complete_target_that_lost_a_line_of_its_note_or_its_last_file_is_refused(tmp_path, name):
+def test_a_complete_target_without_its_last_note_line_or_file_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     note = place(tmp_path / "made", name) / NOTE
@@ -246,7 +242,7 @@ def test_a_complete_target_that_lost_a_line_of_its_note_or_its_last_file_is_refu
     assert str(lost) in str(error.value) and not lost.exists()
 
 
-def test_a_file_in_place_of_a_pipe_or_folder_is_refused_without_waiting(tmp_path):
+def test_a_pipe_or_folder_in_place_of_a_target_file_raises_without_waiting(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     for number, make in enumerate((os.mkfifo, os.mkdir)):
         target = tmp_path / str(number)

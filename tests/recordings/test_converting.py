@@ -72,7 +72,7 @@ def test_every_case_survives_a_conversion_to_our_own_format(path, tmp_path):
         assert (mine.reward is None or "reward" in left_out) == (theirs.reward is None)
 
 
-def test_our_own_converted_is_our_own_bit_by_bit_and_streams_alike(tmp_path):
+def test_block_files_converted_to_block_files_are_equal_in_every_bit(tmp_path):
     ours = recorded(tmp_path / "a")
     convert(ours, tmp_path / "b")
     again = rollout_data.open(tmp_path / "b")
@@ -93,7 +93,7 @@ def test_unknown_ends_stay_unknown_in_streams_of_the_result(tmp_path):
     assert rollout_data.open(tmp_path / "own").table["ends"].tolist() == ["unknown"] * 3
 
 
-def test_a_conversion_goes_on_where_it_was_stopped(tmp_path):
+def test_an_interrupted_conversion_is_resumed(tmp_path):
     source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
     convert(rollout_data.open(source)[:2], tmp_path / "own")
     before = sorted((tmp_path / "own").glob("rollout_*.h5"))
@@ -105,7 +105,7 @@ def test_a_conversion_goes_on_where_it_was_stopped(tmp_path):
     assert set(before) < set((tmp_path / "own").glob("rollout_*.h5"))
 
 
-def test_an_episode_that_cannot_be_read_costs_only_itself(tmp_path):
+def test_an_unreadable_episode_is_left_out_alone(tmp_path):
     source = tmp_path / "chunks"
     shutil.copytree(
         Path(__file__).parents[1] / "data" / "trajectory_folders" / "components", source
@@ -120,7 +120,7 @@ def test_an_episode_that_cannot_be_read_costs_only_itself(tmp_path):
     assert kept.metadata["id"] == recording[1].id
 
 
-def test_damaged_rows_are_told_and_never_written_anew_with_a_right_checksum(tmp_path):
+def test_damaged_rows_are_reported_and_not_copied(tmp_path):
     record(tmp_path / "walk", [3, 4, 5])
     (path,) = (tmp_path / "walk").glob("*.h5")
     raw, header = bytearray(path.read_bytes()), read_header(path)
@@ -134,7 +134,7 @@ def test_damaged_rows_are_told_and_never_written_anew_with_a_right_checksum(tmp_
     assert [one.length for one in rollout_data.open(tmp_path / "own")] == [3, 5]
 
 
-def test_what_is_changed_is_in_the_report(tmp_path):
+def test_changes_are_in_the_report(tmp_path):
     picture = np.zeros((4, 2, 2, 3), np.uint8)
     more = {
         1: {"obs/low": np.zeros((1, 7)), "next_obs/low": np.zeros((1, 7))},
@@ -191,7 +191,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_nothing_is_left_out_without_a_word(tmp_path, name):
+def test_every_omitted_field_is_in_the_report(tmp_path, name):
     recording = odd(tmp_path / "odd")
     options = {"minari": {"missing_reward": 0.0}, "lerobot": {"fps": 10}}.get(name, {})
     done = convert(recording, tmp_path / "x.hdf5", to=name, **options)
@@ -206,7 +206,7 @@ def test_nothing_is_left_out_without_a_word(tmp_path, name):
         assert told.get(key) == value or key in said
 
 
-def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
+def test_rewards_with_several_terms_need_missing_reward_for_minari(tmp_path):
     with pytest.raises(
         UsageError,
         match=r"does not have one reward per step, which Minari needs\. Pass missing_reward=",
@@ -214,7 +214,7 @@ def test_rewards_of_several_terms_need_a_word_for_minari(tmp_path):
         convert(odd(tmp_path / "odd"), tmp_path / "x", to="minari")
 
 
-def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
+def test_a_conversion_raises_for_occupied_targets_and_unknown_options(tmp_path):
     recorded(tmp_path / "own")
     source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
     with pytest.raises(UsageError, match="Choose an empty target, or remove the existing files"):

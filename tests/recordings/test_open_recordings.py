@@ -114,7 +114,7 @@ def test_a_removed_episode_is_named_and_the_rest_is_read_and_converted(
     assert recording.refresh().ids == left and recording.removed() == {}
 
 
-def test_an_episode_that_was_opened_before_it_was_removed_raises_when_it_is_read(
+def test_reading_an_open_episode_raises_after_its_removal(
     walk: Path,
 ) -> None:
     episode = rollout_data.open(walk)[0]
@@ -128,7 +128,7 @@ def test_an_episode_that_was_opened_before_it_was_removed_raises_when_it_is_read
             read()
 
 
-def test_prune_and_tag_beside_readers_raise_errors_of_ours_only(tmp_path: Path) -> None:
+def test_prune_and_tag_beside_readers_raise_library_errors_only(tmp_path: Path) -> None:
     path, unexpected, stop = tmp_path / "walk", list[BaseException](), threading.Event()
     record(path, [4] * 10, writer_name="w0", num_envs=1)
 
@@ -197,7 +197,7 @@ def test_merge_split_and_repair_leave_out_removed_and_replaced_episodes_by_name(
 
 
 @pytest.mark.parametrize("is_selection", [False, True])
-def test_consumers_refuse_a_recording_of_which_a_file_was_removed(
+def test_consumers_raise_if_a_file_of_the_recording_was_removed(
     walk: Path, tmp_path: Path, is_selection: bool
 ) -> None:
     recording = rollout_data.open(walk)
@@ -219,7 +219,9 @@ def test_consumers_refuse_a_recording_of_which_a_file_was_removed(
     assert merge([recording], tmp_path / "merged").num_trajectories == left
 
 
-def test_a_replaced_file_is_refused_by_the_name_of_its_episode(walk: Path, tmp_path: Path) -> None:
+def test_reading_a_replaced_file_raises_with_the_name_of_its_episode(
+    walk: Path, tmp_path: Path
+) -> None:
     recording = rollout_data.open(walk)
     block = recording.blocks[0].path
     other = folder_of(tmp_path / "other", writers=("a",), num_envs=1, num=4)
@@ -320,7 +322,7 @@ def test_consumers_read_the_episodes_and_tags_of_the_snapshot(
 @pytest.mark.parametrize(
     ("to", "options"), [("trajectory-folders", {}), ("lerobot", {"fps": 10}), ("rlinf", {})]
 )
-def test_consumers_read_no_episode_that_another_format_has_gained(
+def test_consumers_ignore_episodes_added_to_other_formats_after_opening(
     walk: Path, tmp_path: Path, to: str, options: dict[str, int]
 ) -> None:
     _, recording, before = grown(walk, tmp_path, to, **options)
@@ -339,7 +341,7 @@ def constant_folder(path: Path, action: float) -> Path:
     return path
 
 
-def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) -> None:
+def test_repair_ignores_blocks_that_were_written_after_opening(tmp_path: Path) -> None:
     path = constant_folder(tmp_path / "walk", 1.0)
     recording = rollout_data.open(path)
     with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="later") as writer:
@@ -369,7 +371,7 @@ def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) 
         ("trajectory-folders", {}),
     ],
 )
-def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that_were_opened(
+def test_replaced_or_removed_files_of_other_formats_raise(
     tmp_path: Path, to: str, options: dict[str, int], is_replaced: bool
 ) -> None:
     path, other = tmp_path / "data", tmp_path / "other"
@@ -408,7 +410,7 @@ def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that
         assert (recording.refresh()[0].action == 2).all()
 
 
-def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(
+def test_a_stream_of_an_open_recording_reads_no_replaced_chunk(
     tmp_path: Path,
 ) -> None:
     path, other = tmp_path / "data", tmp_path / "other"
@@ -426,7 +428,7 @@ def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(
     assert actions.unique().tolist() == [1.0] and len(actions) == 6
 
 
-def test_editing_refuses_an_open_recording_whose_places_are_others(walk: Path) -> None:
+def test_editing_an_open_recording_raises_and_asks_for_the_path(walk: Path) -> None:
     selection = rollout_data.open(walk).select(["a:1"])
     for call in (drop, keep, undrop, untag):
         with pytest.raises(
@@ -438,7 +440,7 @@ def test_editing_refuses_an_open_recording_whose_places_are_others(walk: Path) -
     assert len(rollout_data.open(walk)) == 10
 
 
-def test_a_trajectory_that_grew_is_read_as_long_as_it_was(tmp_path: Path) -> None:
+def test_a_trajectory_that_grew_after_opening_keeps_its_length(tmp_path: Path) -> None:
     path, rows = tmp_path / "walk", np.arange(24, dtype=np.float32).reshape(12, 1, 2)
     with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="a") as writer:
         for step, row in enumerate(rows):
@@ -455,7 +457,7 @@ def test_a_trajectory_that_grew_is_read_as_long_as_it_was(tmp_path: Path) -> Non
     check_consumers(recording, before, tmp_path)
 
 
-def test_a_playing_dataset_of_a_recording_finds_nothing_new_and_one_of_the_path_does(
+def test_a_dataset_of_an_open_recording_ignores_changes_and_a_dataset_of_its_path_reads_them(
     walk: Path,
 ) -> None:
     options = {"device": "cpu", "num_transitions_per_env": 4}
@@ -485,9 +487,7 @@ def test_workers_read_the_windows_of_the_snapshot(walk: Path) -> None:
         assert torch.equal(found["action"], wanted)
 
 
-def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(
-    walk: Path, tmp_path: Path
-) -> None:
+def test_two_snapshots_of_one_folder_are_read_side_by_side(walk: Path, tmp_path: Path) -> None:
     earlier = rollout_data.open(walk)
     record(walk, [3, 4], writer_name="later")
     later = rollout_data.open(walk)
@@ -497,7 +497,7 @@ def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(
     assert merge([earlier, later], tmp_path / "merged").num_trajectories == 12
 
 
-def test_readers_that_iterate_while_prune_removes_files_read_the_rest(walk: Path) -> None:
+def test_readers_skip_files_that_prune_removes_during_iteration(walk: Path) -> None:
     recording = rollout_data.open(walk)
     episodes = iter(recording)
     dataset = rollout_data.RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=2)

@@ -46,7 +46,7 @@ def recorded(folder: Path) -> rollout_data.Recording:
     return rollout_data.open(folder)
 
 
-def test_episodes_stand_in_the_order_of_their_numbers_and_give_every_field(demos):
+def test_episodes_are_in_numeric_order_and_have_every_field(demos):
     assert [episode.id for episode in demos] == [f"demo_{number}" for number in LENGTHS]
     for episode, (number, length) in zip(demos, LENGTHS.items(), strict=True):
         np.testing.assert_array_equal(episode.observation["low"], state(number, length))
@@ -62,7 +62,7 @@ def test_episodes_stand_in_the_order_of_their_numbers_and_give_every_field(demos
     assert demos.schema["observation/low"].dtype == "float64"
 
 
-def test_indices_slices_and_lengths_are_those_of_a_list(demos):
+def test_a_recording_is_indexed_and_sliced_like_a_list(demos):
     ids = [episode.id for episode in demos]
     assert len(demos) == 5 and demos[-2].id == ids[-2] and len(demos[0]) == 3
     for part in (slice(1, 3), slice(None, None, 2), slice(-2, None), slice(4, 1, -1), slice(9, 9)):
@@ -83,7 +83,7 @@ def test_the_table_has_a_row_for_each_episode(demos):
     assert set(demos.table["success"]) == {-1} and set(demos.table["env"]) == {-1}
 
 
-def test_filters_are_those_of_a_naive_model(demos):
+def test_filters_equal_a_naive_model(demos):
     long = [f"demo_{number}" for number, length in LENGTHS.items() if length > 2]
     assert demos.filter(length=lambda length: length > 2).ids == long
     assert demos.filter(lambda episode: episode.length > 2).ids == long
@@ -106,7 +106,7 @@ def test_returns_are_a_column_to_filter_by(demos):
     assert demos.filter(length=4, task="", ends="unknown").ids == ["demo_10"]
 
 
-def test_a_recording_may_lie_behind_a_url(tmp_path):
+def test_a_recording_may_be_at_a_url(tmp_path):
     local = recorded(tmp_path)
     pytest.importorskip("fsspec")
     rollout_data.push(tmp_path, f"memory://{tmp_path.name}/own")
@@ -117,7 +117,7 @@ def test_a_recording_may_lie_behind_a_url(tmp_path):
         assert mine.metadata == theirs.metadata and mine["words"] == theirs["words"]
 
 
-def test_selected_names_come_in_the_order_of_the_file(demos):
+def test_selected_episodes_are_in_the_order_of_the_file(demos):
     assert demos.select(["demo_11", "demo_0"]).ids == ["demo_0", "demo_11"]
     assert demos.select("demo_10").ids == ["demo_10"]
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_splits_are_disjoint_complete_and_repeatable(demos, seed, shares):
         assert abs(len(part) - parts[name] * len(demos)) < 1
 
 
-def test_shares_of_a_split_may_be_numbers_of_numpy(demos):
+def test_shares_of_a_split_may_be_numpy_numbers(demos):
     expected = {name: part.ids for name, part in demos.split({"a": 0.5, "b": 0.5}).items()}
     for kind in (np.float32, np.float64, np.float16):
         split = demos.split({"a": kind(0.5), "b": kind(0.5)})
@@ -155,7 +155,7 @@ def test_shares_of_a_split_may_be_numbers_of_numpy(demos):
         demos.split({"a": True, "b": False})
 
 
-def test_parts_that_the_file_names_can_be_had(tmp_path):
+def test_split_without_shares_returns_the_parts_stored_in_the_file(tmp_path):
     path = write_demos(tmp_path / "a.hdf5", LENGTHS, masks={"train": [0, 30, 10], "valid": [2]})
     recording = rollout_data.open(path)
     assert {name: part.ids for name, part in recording.split().items()} == {
@@ -169,7 +169,7 @@ def test_parts_that_the_file_names_can_be_had(tmp_path):
         rollout_data.open(write_demos(tmp_path / "b.hdf5", [2])).split()
 
 
-def test_a_recording_arrives_in_another_process_as_it_was(demos):
+def test_a_pickled_recording_is_equal_in_another_process(demos):
     part = pickle.loads(pickle.dumps(demos[1:3]))
     assert part.ids == demos[1:3].ids
     np.testing.assert_array_equal(part[1].action, demos[2].action)
@@ -186,7 +186,7 @@ def test_statistics_are_kept_in_the_users_cache_folder_only(demos, tmp_path, mon
     assert list((tmp_path / "cache").rglob("*.npz"))
 
 
-def test_own_blocks_give_episodes_with_their_notes_texts_and_ends(tmp_path):
+def test_episodes_of_block_files_have_notes_texts_and_ends(tmp_path):
     recording = recorded(tmp_path)
     assert recording.format == "rollout-data" and recording.ids == ["w:0", "w:1", "w:2", "w:3"]
     ends = [(one.terminated, one.truncated) for one in recording]
@@ -203,7 +203,7 @@ def test_own_blocks_give_episodes_with_their_notes_texts_and_ends(tmp_path):
     assert recording[2].final_observation is None
 
 
-def test_schemas_of_own_episodes_are_listed_once_whatever_names_are_noted_as_absent(tmp_path):
+def test_schemas_of_episodes_with_absent_fields_are_listed_once(tmp_path):
     """A conversion notes flags of the end and parts of a joined observation as absent: they are no fields here."""
     absent = [["next.done"], ["count"], [], ["observation/left", "count"], ["observation/left"]]
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
@@ -220,7 +220,7 @@ def test_schemas_of_own_episodes_are_listed_once_whatever_names_are_noted_as_abs
     assert [schemas[place] for place in which] == [episode.schema for episode in recording]
 
 
-def test_names_of_own_episodes_stay_when_others_are_recorded(tmp_path):
+def test_episode_names_do_not_change_when_more_episodes_are_recorded(tmp_path):
     before = recorded(tmp_path)[1:3]
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="a") as writer:
         row = np.zeros((2, 2))
@@ -236,7 +236,7 @@ def test_names_of_own_episodes_stay_when_others_are_recorded(tmp_path):
     np.testing.assert_array_equal(after.select(before.ids)[0].action, before[0].action)
 
 
-def test_trajectory_folders_give_episodes(tmp_path):
+def test_trajectory_folders_have_episodes(tmp_path):
     folder = Path(shutil.copytree(CHUNKS, tmp_path / "chunks"))
     recording = rollout_data.open(folder)
     assert recording.format == "trajectory-folders" and sorted(recording.ids) == [
@@ -247,7 +247,7 @@ def test_trajectory_folders_give_episodes(tmp_path):
     assert episode.truncated is True and episode.observation["depth"].shape == (5, 2, 3)
 
 
-def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
+def test_a_path_that_cannot_be_opened_raises_a_clear_error(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.hdf5").write_text("hello")
     for name in ("empty", "text.hdf5"):
@@ -265,7 +265,7 @@ def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
         rollout_data.open(tmp_path / "own", shift_obs=True)
 
 
-def test_a_field_that_is_not_there_is_an_error_that_names_those_that_are(demos):
+def test_an_unknown_field_raises_with_the_names_of_the_fields(demos):
     with pytest.raises(
         UsageError, match=r"has no field 'observation/lo', expected one of 'observation/low', "
     ):

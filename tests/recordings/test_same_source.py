@@ -54,7 +54,7 @@ def other_rows(path: Path, episode: int = 1, num_episodes: int = 6) -> Path:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_stopped_conversion_is_resumed_as_if_it_had_never_stopped(tmp_path, name):
+def test_a_resumed_conversion_equals_an_uninterrupted_conversion(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "whole", name)
     stop_after_three(source, tmp_path / "stopped", name)
@@ -64,7 +64,7 @@ def test_a_stopped_conversion_is_resumed_as_if_it_had_never_stopped(tmp_path, na
 
 
 @every_target
-def test_other_rows_are_refused_and_the_first_episode_and_field_are_named(tmp_path, name):
+def test_changed_rows_raise_with_the_first_episode_and_field(tmp_path, name):
     source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
     stop_after_three(source, tmp_path / "stopped", name)
     convert(source, tmp_path / "whole", name)
@@ -80,7 +80,7 @@ def test_other_rows_are_refused_and_the_first_episode_and_field_are_named(tmp_pa
 
 
 @every_target
-def test_a_source_that_was_rewritten_in_its_place_is_refused(tmp_path, name):
+def test_resuming_from_a_source_rewritten_in_place_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     other_rows(source)
@@ -91,7 +91,7 @@ def test_a_source_that_was_rewritten_in_its_place_is_refused(tmp_path, name):
 
 
 @every_target
-def test_a_complete_conversion_is_repeated_without_writing_or_reading(tmp_path, name):
+def test_repeating_a_complete_conversion_reads_and_writes_no_data(tmp_path, name):
     source = demos(tmp_path / "source" / "demos.hdf5")
     convert(source, tmp_path / "made", name)
     before = content(place(tmp_path / "made", name))
@@ -102,7 +102,7 @@ def test_a_complete_conversion_is_repeated_without_writing_or_reading(tmp_path, 
 
 
 @every_target
-def test_rows_are_read_again_once_the_source_was_touched_or_moved(tmp_path, name):
+def test_rows_are_compared_again_after_the_source_was_touched_or_moved(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     os.utime(source, ns=(0, os.stat(source).st_mtime_ns + 1))
@@ -115,7 +115,7 @@ def test_rows_are_read_again_once_the_source_was_touched_or_moved(tmp_path, name
 
 
 @every_target
-def test_a_target_that_was_moved_keeps_its_note(tmp_path, name):
+def test_a_moved_target_keeps_its_conversion_note(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     place(tmp_path / "moved", name).parent.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_a_target_that_was_moved_keeps_its_note(tmp_path, name):
 
 
 @every_target
-def test_a_target_without_a_note_is_refused_by_name(tmp_path, name):
+def test_resuming_into_a_target_without_a_note_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     remove_note(place(tmp_path, name), name)
@@ -137,7 +137,7 @@ def test_a_target_without_a_note_is_refused_by_name(tmp_path, name):
 
 
 @every_target
-def test_another_selection_is_refused(tmp_path, name):
+def test_resuming_with_another_selection_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     stop_after_three(source, tmp_path / "stopped", name)
     convert(source, tmp_path / "whole", name)
@@ -165,7 +165,7 @@ OTHER_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
-def test_other_options_are_refused_and_named(tmp_path, name):
+def test_resuming_with_other_options_raises_with_their_names(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     stop_after_three(source, tmp_path / "stopped", name)
     convert(source, tmp_path / "whole", name)
@@ -175,7 +175,7 @@ def test_other_options_are_refused_and_named(tmp_path, name):
             convert(source, target, name, **OTHER_OPTIONS[name])
 
 
-def test_another_version_of_lerobot_is_another_option(tmp_path):
+def test_resuming_with_another_lerobot_version_raises(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, "lerobot 3.0")
     with pytest.raises(
@@ -219,7 +219,7 @@ SAME_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", SAME_OPTIONS)
-def test_options_of_the_same_effect_are_the_same_options(tmp_path, name):
+def test_resuming_accepts_options_with_the_same_effect(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     first, *others = SAME_OPTIONS[name]
     convert(source, tmp_path / "whole", name, **first)
@@ -232,14 +232,14 @@ def test_options_of_the_same_effect_are_the_same_options(tmp_path, name):
         )
 
 
-def test_nested_options_in_tuples_and_lists_are_the_same(tmp_path):
+def test_resuming_treats_tuples_and_lists_of_options_alike(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, "robomimic", env_kwargs={"size": (1, 2)})
     assert convert(source, tmp_path, "robomimic", env_kwargs={"size": [1, 2]}).num_present == 6
 
 
 @pytest.mark.parametrize("stated", [{"frame_rate_hz": 20}, {"fps": 20.0}])
-def test_a_stated_frame_rate_and_an_equal_argument_are_the_same(tmp_path, stated):
+def test_resuming_treats_a_stored_frame_rate_and_an_equal_argument_alike(tmp_path, stated):
     with rollout_data.RolloutWriter(
         tmp_path / "source", 1, metadata={**stated, "env": "lab"}
     ) as writer:
@@ -271,7 +271,7 @@ def test_a_stated_frame_rate_and_an_equal_argument_are_the_same(tmp_path, stated
 
 
 @every_target
-def test_another_format_of_the_same_source_is_refused(tmp_path, name):
+def test_resuming_with_another_source_format_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     other = "rlinf" if name != "rlinf" else "trajectory folders"
@@ -281,7 +281,7 @@ def test_another_format_of_the_same_source_is_refused(tmp_path, name):
 
 
 @every_target
-def test_a_source_that_gained_episodes_goes_on_into_an_unfinished_target(tmp_path, name):
+def test_new_episodes_of_the_source_are_added_to_an_unfinished_target(tmp_path, name):
     source = demos(tmp_path / "source.hdf5", 5)
     stop_after_three(source, tmp_path / "stopped", name)
     demos(source, 6)
@@ -292,7 +292,7 @@ def test_a_source_that_gained_episodes_goes_on_into_an_unfinished_target(tmp_pat
 
 
 @every_target
-def test_a_gained_episode_with_another_field_gives_that_field_to_every_episode(tmp_path, name):
+def test_a_new_episode_with_another_field_adds_the_field_to_every_episode(tmp_path, name):
     if name == "rollout-data":
         pytest.skip("a folder of block files has the fields of its first block")
     source = demos(tmp_path / "source.hdf5", 5)
@@ -310,7 +310,7 @@ def test_a_gained_episode_with_another_field_gives_that_field_to_every_episode(t
 
 
 @every_target
-def test_a_source_that_gained_episodes_is_refused_by_a_complete_target_but_ours(tmp_path, name):
+def test_new_episodes_are_added_to_a_complete_target_of_block_files_only(tmp_path, name):
     source = demos(tmp_path / "source.hdf5", 4)
     convert(source, tmp_path, name)
     demos(source, 6)
@@ -330,7 +330,7 @@ def test_a_source_that_gained_episodes_is_refused_by_a_complete_target_but_ours(
 
 
 @every_target
-def test_rows_after_the_last_step_rewards_and_lengths_count_too(tmp_path, name):
+def test_changed_final_rows_rewards_and_lengths_raise(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     following = state(2, LENGTHS[2] + 1)[1:]
@@ -351,7 +351,7 @@ def test_rows_after_the_last_step_rewards_and_lengths_count_too(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["lerobot 3.0", "rlinf", "rollout-data"])
-def test_texts_of_steps_count_too(tmp_path, name):
+def test_changed_texts_of_steps_raise(tmp_path, name):
     import pyarrow
 
     def source(path: Path, word: str) -> Path:
@@ -366,7 +366,7 @@ def test_texts_of_steps_count_too(tmp_path, name):
 
 
 @every_target
-def test_a_second_conversion_into_a_target_is_refused_at_once(tmp_path, name):
+def test_a_concurrent_conversion_into_the_same_target_raises_at_once(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     read, refused = Episode.read, []
 
@@ -408,7 +408,7 @@ def message_of(act) -> str:
 
 
 @every_target
-def test_a_killed_conversion_leaves_no_lock_and_does_not_make_its_target_occupied(tmp_path, name):
+def test_a_killed_conversion_leaves_no_lock_on_its_target(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
 
     def killed():
@@ -443,7 +443,7 @@ def test_two_targets_in_one_folder_do_not_wait_for_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in IN_HDF5])
-def test_a_refused_conversion_leaves_nothing(tmp_path, name):
+def test_a_conversion_with_invalid_arguments_creates_no_file(tmp_path, name):
     source = demos(tmp_path / "source.hdf5", without_reward=range(6))
     if name in ("trajectory folders",):
         with pytest.raises(UsageError, match="missing_reward"):
@@ -456,7 +456,7 @@ def test_a_refused_conversion_leaves_nothing(tmp_path, name):
 
 
 @every_target
-def test_the_note_is_no_stranger_to_the_doctor_and_no_part_of_the_recording(tmp_path, name):
+def test_the_doctor_and_open_ignore_the_conversion_note(tmp_path, name):
     convert(demos(tmp_path / "source.hdf5"), tmp_path / "made", name)
     report = rollout_data.doctor(place(tmp_path / "made", name))
     assert not [
@@ -468,7 +468,7 @@ def test_the_note_is_no_stranger_to_the_doctor_and_no_part_of_the_recording(tmp_
     ]
 
 
-def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
+def test_a_conversion_without_episodes_leaves_no_file(tmp_path):
     source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
     for name in TARGETS:
         with stopped_at(0), pytest.raises(Stop):
@@ -482,9 +482,7 @@ def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
 
 
 @every_target
-def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_episodes(
-    tmp_path, name
-):
+def test_a_damaged_note_of_a_complete_target_raises(tmp_path, name):
     if name == "rollout-data":
         pytest.skip("an episode without its line is written again, or refused")
     source = demos(tmp_path / "source.hdf5")
@@ -511,7 +509,7 @@ def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_e
 
 
 @every_target
-def test_a_target_that_is_a_link_to_nothing_is_refused_and_nothing_is_made(tmp_path, name):
+def test_a_dangling_link_as_target_raises_and_creates_no_file(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     target = place(tmp_path / "made", name)
     target.parent.mkdir(parents=True)
@@ -525,7 +523,7 @@ def test_a_target_that_is_a_link_to_nothing_is_refused_and_nothing_is_made(tmp_p
 
 
 @every_target
-def test_a_link_to_a_target_is_that_target(tmp_path, name):
+def test_a_link_to_a_target_is_followed(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     link = place(tmp_path / "link", name)
@@ -535,7 +533,7 @@ def test_a_link_to_a_target_is_that_target(tmp_path, name):
 
 
 @every_target
-def test_a_stopped_conversion_is_resumed_when_its_source_was_moved(tmp_path, name):
+def test_a_conversion_resumes_after_its_source_was_moved(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "whole", name)
     stop_after_three(source, tmp_path / "stopped", name)
@@ -548,7 +546,7 @@ def test_a_stopped_conversion_is_resumed_when_its_source_was_moved(tmp_path, nam
 
 
 @every_target
-def test_a_note_of_another_version_of_the_writer_is_refused(tmp_path, name):
+def test_a_note_of_another_writer_version_raises(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     kind = OwnWriter if name == "rollout-data" else writer_class(TARGETS[name][0])
     for number, make in enumerate((convert, stop_after_three)):
@@ -617,7 +615,7 @@ def hostile_notes(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in IN_HDF5])
-def test_a_hostile_note_is_one_short_error_and_nothing_is_written(tmp_path, name):
+def test_a_hostile_note_raises_a_short_error_and_writes_no_file(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     note = place(tmp_path / "made", name) / NOTE
@@ -639,7 +637,7 @@ def test_a_hostile_note_is_one_short_error_and_nothing_is_written(tmp_path, name
 
 
 @pytest.mark.parametrize("name", IN_HDF5)
-def test_a_hostile_note_in_an_hdf5_file_is_one_short_error(tmp_path, name):
+def test_a_hostile_note_in_an_hdf5_file_raises_a_short_error(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "made", name)
     file = place(tmp_path / "made", name)
@@ -660,7 +658,7 @@ def bytes_of(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def test_metadata_of_another_type_or_sign_are_other_metadata(tmp_path):
+def test_metadata_that_differ_in_type_or_sign_count_as_changed(tmp_path):
     def source(path: Path, value: object) -> Path:
         with rollout_data.RolloutWriter(
             path, 1, writer_name="arm", metadata={"gain": value}
@@ -684,9 +682,7 @@ def test_metadata_of_another_type_or_sign_are_other_metadata(tmp_path):
 
 
 @pytest.mark.parametrize("name", IN_HDF5)
-def test_a_source_that_changes_between_two_conversions_is_read_again_as_it_was_first(
-    tmp_path, name
-):
+def test_a_source_restored_between_two_conversions_is_compared_again(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     first, state_of_first = source.read_bytes(), source.stat()
     stop_after_three(source, tmp_path / "made", name)
@@ -701,7 +697,7 @@ def test_a_source_that_changes_between_two_conversions_is_read_again_as_it_was_f
 
 
 @every_target
-def test_a_complete_conversion_is_repeated_where_nothing_can_be_made_beside_it(tmp_path, name):
+def test_a_complete_conversion_is_repeated_in_a_read_only_folder(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path, name)
     make = os.open
@@ -721,7 +717,7 @@ def test_a_complete_conversion_is_repeated_where_nothing_can_be_made_beside_it(t
 
 
 @pytest.mark.parametrize("action", ["merge", "split", "repair"])
-def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
+def test_merge_split_and_repair_lock_their_target_folder(tmp_path, action):
     source = demos(tmp_path / "source.hdf5")
     act = {
         "merge": lambda: rollout_data.merge([source], tmp_path / "made"),
@@ -739,7 +735,7 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
         act()
 
 
-def test_only_one_at_a_time_packs_into_a_folder(tmp_path):
+def test_pack_locks_its_target_folder(tmp_path):
     rollout_data.convert(demos(tmp_path / "source.hdf5"), tmp_path / "own", progress=False)
     with (
         only_writer_of(tmp_path / "made"),

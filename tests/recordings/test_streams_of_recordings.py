@@ -76,7 +76,7 @@ def test_every_frame_is_delivered_once_and_in_order(tmp_path, num_envs, shuffles
     assert shuffles or num_envs > 1 or found == whole(range(len(LENGTHS)))
 
 
-def test_workers_deliver_what_one_process_does(tmp_path):
+def test_workers_deliver_the_same_batches_as_one_process(tmp_path):
     recording = rollout_data.open(demos(tmp_path))[1:]
     one = [batch.action for batch in stream(recording, 2, num_transitions_per_env=2)]
     many = [
@@ -86,7 +86,7 @@ def test_workers_deliver_what_one_process_does(tmp_path):
     assert len(one) == len(many) and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
 
 
-def test_a_worker_that_was_started_anew_ends_without_a_fault(tmp_path, capfd):
+def test_a_spawned_worker_ends_without_an_error(tmp_path, capfd):
     windows = WindowDataset(demos(tmp_path))
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": windows.collate}
     assert len(list(DataLoader(windows, 4, **options))) == 4
@@ -103,7 +103,7 @@ def test_a_stream_resumes_in_mid_episode(tmp_path):
 
 
 @pytest.mark.parametrize("path", EXACT, ids=lambda path: path.name.removesuffix(".case.json"))
-def test_a_case_streams_as_its_expected_arrays(path):
+def test_a_stream_of_each_case_equals_its_expected_arrays(path):
     case = load(path)
     expected, recording = expected_arrays(case), open_case(case)
     with warnings.catch_warnings():
@@ -146,7 +146,7 @@ def test_a_selection_is_respected_for_every_kind_of_data(tmp_path):
     np.testing.assert_array_equal(WindowDataset(chunks)[0]["action"], chunks[0].action[:1])
 
 
-def test_windows_read_what_episodes_hold(tmp_path):
+def test_windows_equal_the_rows_of_their_episodes(tmp_path):
     path = demos(tmp_path)
     windows = WindowDataset(
         path, 2, delta={"observation": [-1, 0], "action": range(2)}, padding="repeat"
@@ -160,7 +160,7 @@ def test_windows_read_what_episodes_hold(tmp_path):
     np.testing.assert_array_equal(found["action"], actions)
 
 
-def test_lists_and_mixtures_take_paths_and_recordings(tmp_path):
+def test_lists_and_mixtures_accept_paths_and_recordings(tmp_path):
     one = write_demos(tmp_path / "one.hdf5", [2, 3])
     two = rollout_data.open(write_demos(tmp_path / "two.hdf5", {2: 4, 4: 6}))
     batch = stream([one, two[1:]]).get_batch(11)
@@ -183,7 +183,7 @@ def test_lists_and_mixtures_take_paths_and_recordings(tmp_path):
 # Episodes that differ
 
 
-def test_an_episode_without_an_optional_field_reads_as_nan_and_is_named_once(tmp_path):
+def test_a_missing_optional_field_is_nan_and_reported_once(tmp_path):
     dataset = stream(demos(tmp_path, without_reward=[1, 3]))
     with pytest.warns(RolloutDataWarning, match="read as NaN") as told:
         rewards = dataset.get_batch(sum(LENGTHS)).reward[:, 0].numpy()
@@ -200,7 +200,7 @@ def test_an_episode_without_an_optional_field_reads_as_nan_and_is_named_once(tmp
     )
 
 
-def test_integers_that_some_episodes_lack_become_floats_and_pictures_have_to_be_in_all(tmp_path):
+def test_integers_missing_in_some_episodes_become_floats_and_pictures_are_required(tmp_path):
     count, picture = np.arange(4, dtype=np.int16), np.zeros((4, 2, 2, 3), np.uint8)
     path = demos(tmp_path, more={2: {"count": count, "obs/cam": picture}})
     with pytest.warns(RolloutDataWarning):
@@ -210,7 +210,7 @@ def test_integers_that_some_episodes_lack_become_floats_and_pictures_have_to_be_
     assert set(batch.observation) == {"low"}
 
 
-def test_an_episode_that_contradicts_most_is_left_out_and_named(tmp_path):
+def test_an_episode_that_contradicts_most_episodes_is_left_out_and_named(tmp_path):
     path = demos(
         tmp_path, more={3: {"obs/low": np.zeros((2, 5)), "next_obs/low": np.zeros((2, 5))}}
     )
@@ -220,7 +220,7 @@ def test_an_episode_that_contradicts_most_is_left_out_and_named(tmp_path):
     assert rollout_data.open(path)[3].observation["low"].shape == (2, 5)
 
 
-def test_an_unknown_end_is_done_but_no_timeout_and_batches_tell_it(tmp_path):
+def test_an_unknown_end_sets_done_and_end_unknown_but_not_timeout(tmp_path):
     batch = stream(demos(tmp_path)).get_batch(4)
     assert batch.done[:, 0].tolist() == [False, False, True, True]
     assert not batch.timeout.any()

@@ -28,7 +28,7 @@ from tests.recordings.conversions import (
 @pytest.mark.each_value
 @every_target
 @pytest.mark.parametrize("folder", ["file/in", "x" * 300, "/proc/made"])
-def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path, name, folder):
+def test_an_unwritable_target_raises_an_error_with_its_path(tmp_path, name, folder):
     source = demos(tmp_path / "source.hdf5")
     (tmp_path / "file").touch()
     target = tmp_path / folder
@@ -40,9 +40,7 @@ def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path
 
 
 @every_target
-def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_resumed(
-    tmp_path, name
-):
+def test_a_conversion_resumes_after_a_full_disk(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     (tmp_path / "whole").mkdir()
     calls = calls_of(source, tmp_path / "whole", name, FullDisk)
@@ -69,7 +67,7 @@ def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_res
 
 
 @every_target
-def test_a_file_that_may_not_grow_is_an_error_of_the_target(tmp_path, name):
+def test_a_file_size_limit_raises_an_error_of_the_target(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     statuses = set()
     for number, limit in enumerate((100, 1_000, 3_000, 6_000, 12_000)):
@@ -91,7 +89,7 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_target(tmp_path, name):
     assert 7 in statuses and statuses <= {0, 7}
 
 
-def test_merge_and_split_name_a_target_that_cannot_be_written(tmp_path):
+def test_merge_and_split_raise_with_the_path_of_an_unwritable_target(tmp_path):
     source = demos(tmp_path / "source.hdf5")
     (tmp_path / "file").touch()
     for act in (

@@ -111,7 +111,7 @@ def rank_process(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize(("ranks", "workers"), SIZES)
-def test_ranks_and_workers_of_all_sizes_give_the_uninterrupted_sequence(
+def test_ranks_and_workers_of_all_numbers_resume_the_uninterrupted_sequence(
     tmp_path: Path,
     uninterrupted: tuple[Path, list[Any], list[Any]],
     ranks: int,

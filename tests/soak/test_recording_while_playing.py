@@ -196,7 +196,7 @@ def held_bytes(process: Any, folder: Path) -> int:
         pytest.param(float(os.environ.get("SOAK_S", "1800")), marks=pytest.mark.soak, id="soak"),
     ],
 )
-def test_collectors_and_learners_share_a_folder_and_nothing_grows(
+def test_collectors_and_learners_share_a_folder_with_bounded_memory_and_files(
     tmp_path: Path, duration_s: float
 ) -> None:
     context = multiprocessing.get_context("spawn")

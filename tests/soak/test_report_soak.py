@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_million_frames_make_a_small_page_that_is_drawn_soon(folder: Path) -> None:
+def test_a_report_of_a_million_frames_is_small_and_drawn_quickly(folder: Path) -> None:
     page = folder.parent / "page.html"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder, page], capture_output=True, text=True, check=True

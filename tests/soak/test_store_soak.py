@@ -27,7 +27,7 @@ def test_stores_killed_at_260_random_instants_leave_whole_saves(tmp_path: Path) 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MAKERS)
-def test_each_seventh_byte_flipped_is_an_error_or_stands_where_no_data_does(
+def test_each_seventh_byte_flipped_is_an_error_or_outside_of_the_data(
     tmp_path: Path, name: str
 ) -> None:
     MAKERS[name]().save(tmp_path / "b")
@@ -40,7 +40,7 @@ def test_each_seventh_byte_flipped_is_an_error_or_stands_where_no_data_does(
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_disk_that_is_full_at_any_of_forty_sizes_keeps_the_save_before(
+def test_a_full_disk_at_any_of_forty_sizes_keeps_the_earlier_save(
     tmp_path: Path, name: str
 ) -> None:
     MAKERS[name]().save(tmp_path / "b")
