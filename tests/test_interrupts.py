@@ -100,7 +100,7 @@ def steps_in(folder: Path) -> list[int]:
         ("close", {"block_bytes": 1024}),
     ],
 )
-def test_closing_publishes_every_finished_step_wherever_a_call_is_interrupted(
+def test_close_publishes_every_finished_step_after_an_interrupt_at_any_line(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     def trial(point: int) -> list[Any]:
@@ -125,7 +125,7 @@ def test_closing_publishes_every_finished_step_wherever_a_call_is_interrupted(
 
 
 @pytest.mark.parametrize("on_full", ["block", "drop_oldest"])
-def test_a_saver_writes_whole_files_and_shuts_down_wherever_saving_is_interrupted(
+def test_a_saver_writes_whole_files_and_shuts_down_after_an_interrupt_at_any_line(
     tmp_path: Path, on_full: str
 ) -> None:
     def trial(point: int) -> list[Any]:
@@ -143,7 +143,7 @@ def test_a_saver_writes_whole_files_and_shuts_down_wherever_saving_is_interrupte
     interrupt_everywhere(trial)
 
 
-def test_a_collector_can_be_closed_and_started_again_wherever_it_is_interrupted() -> None:
+def test_a_collector_can_be_closed_and_restarted_after_an_interrupt_at_any_line() -> None:
     def trial(point: int) -> list[Any]:
         collector = PipelinedDataCollector(list(range(5)), prefetch_count=1)
 
@@ -162,7 +162,7 @@ def test_a_collector_can_be_closed_and_started_again_wherever_it_is_interrupted(
 
 
 @pytest.mark.parametrize("kind", ["worker", "collector"])
-def test_what_an_interrupted_close_waited_for_the_next_one_waits_for(kind: str) -> None:
+def test_the_call_after_an_interrupted_close_waits_for_the_same_jobs(kind: str) -> None:
     """`Thread.join`, once interrupted, takes the thread for one that has ended (CPython issue 90882)."""
     gate, begun = threading.Event(), threading.Event()
 

@@ -62,7 +62,7 @@ def test_the_reader_in_format_md_reads_what_we_write(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", golden.RECORDINGS)
-def test_attributes_are_of_the_types_that_h5py_writes(tmp_path, name):
+def test_attributes_have_the_types_that_h5py_writes(tmp_path, name):
     """They are written by lower functions, which is quicker; other tools shall see no difference."""
     golden.record(name, tmp_path)
     for path in tmp_path.glob("rollout_*.h5"):
@@ -92,7 +92,7 @@ def test_there_are_golden_files_of_the_present_version():
 @pytest.mark.parametrize(
     "folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}"
 )
-def test_golden_files_read_the_same_for_ever(folder):
+def test_golden_files_are_read_unchanged(folder):
     steps, _, _, options = golden.RECORDINGS[folder.name]
     found = trajectories_of(folder)
     for one in found:
@@ -146,7 +146,7 @@ def flat(step):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", golden.DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1500,)])
-def test_every_dtype_and_shape_comes_back_with_the_same_bytes(tmp_path, dtype, shape):
+def test_every_dtype_and_shape_is_read_back_with_the_same_bytes(tmp_path, dtype, shape):
     torch_dtype = getattr(torch, dtype)
     values = torch.randint(0, 256, (2, *shape, torch_dtype.itemsize), dtype=torch.uint8)
     values = (values % 2 if dtype == "bool" else values).view(torch_dtype).view(2, *shape)

@@ -252,7 +252,7 @@ def blocks_of_any(folder):
     return list(folder.glob("rollout_*.h5"))
 
 
-def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
+def test_no_command_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
     record(tmp_path)
     (tmp_path / "metadata.json").unlink()
     os.mkfifo(tmp_path / "rollout_0_000000.h5")
@@ -263,7 +263,7 @@ def test_no_tool_waits_for_a_pipe_named_like_a_block(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 0
 
 
-def test_retention_keeps_everything_while_there_are_too_few(tmp_path):
+def test_retention_keeps_all_trajectories_within_the_limit(tmp_path):
     record(tmp_path, num_steps=5)
     assert prune(tmp_path, trajectories=100) == []
     with pytest.raises(UsageError, match="trajectories must be >= 1, got 0"):
@@ -317,7 +317,7 @@ def the_line(done):
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "pack"])
-def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command):
+def test_an_error_of_the_operating_system_is_printed_in_one_line(tmp_path, capsys, command):
     record(tmp_path / "data", num_steps=3)
     more = ["--in-place"] if command == "pack" else []
     inside_a_file = tmp_path / "file" / "out"
@@ -340,7 +340,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     os.close(writer)
 
 
-def test_a_full_disk_is_one_line_with_the_file(tmp_path, capsys):
+def test_a_full_disk_is_printed_in_one_line_with_the_file(tmp_path, capsys):
     record(tmp_path / "data", num_steps=3)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -353,7 +353,7 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
+def test_an_unreadable_folder_is_printed_in_one_line(tmp_path):
     record(tmp_path / "data", num_steps=3)
     (tmp_path / "data").chmod(0)
     try:
@@ -369,7 +369,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(tmp_path):
     "call",
     ["info", "info --json", "verify", "verify --repair", "pack --in-place", "prune --frames 5"],
 )
-def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call):
+def test_a_folder_without_a_dataset_is_an_error(tmp_path, capsys, content, call):
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)
     assert main([*call.split(), str(tmp_path)]) == 1

@@ -52,7 +52,7 @@ def damage(path, name="rgb", table="data"):
     return int(np.searchsorted(chunks.places, place, side="right")) - 1
 
 
-def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsys):
+def test_verify_reports_a_damaged_chunk_and_repair_drops_its_trajectory(folder, capsys):
     good = trajectories_of(folder)
     path = sorted(folder.glob("*.h5"))[0]
     damage(path)
@@ -79,7 +79,7 @@ def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsy
     "dataset", [read_envs, read_windows], ids=["RolloutDataset", "WindowDataset"]
 )
 @pytest.mark.parametrize("name", coded.CODECS)
-def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name, dataset):
+def test_decoding_a_chunk_with_a_flipped_bit_raises(folder, name, dataset):
     path = sorted(folder.glob("*.h5"))[0]
     number = damage(path, name)
     text = rf"'{path}'.* chunk {number} of data/observation/{name}, expected checksum [0-9a-f]{{8}}"
@@ -94,7 +94,7 @@ def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name
         header.read_rows(DATA, f"observation/{name}", row, row + 1)
 
 
-def test_a_flipped_bit_of_a_checksum_is_found_by_verify_and_by_whoever_decodes_the_chunk(folder):
+def test_a_flipped_bit_of_a_chunk_checksum_is_reported_by_verify_and_decoding(folder):
     path = sorted(folder.glob("*.h5"))[0]
     with h5py.File(path, "r+") as file:
         sums = file["data/observation/rgb/checksums"]
@@ -136,7 +136,7 @@ def test_older_blocks_without_checksums_of_chunks_are_read_checked_and_packed(
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in ("rgb", "segments"))
 
 
-def test_a_chunk_that_cannot_be_decoded_is_one_error_and_moves_no_cursor(folder):
+def test_an_undecodable_chunk_raises_and_moves_no_cursor(folder):
     path = sorted(folder.glob("*.h5"))[0]
     header = read_header(path)
     chunks = header.chunks[DATA]["observation/rgb"]
@@ -300,7 +300,9 @@ EDITS = [
 @pytest.mark.each_value
 @pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("edit", EDITS, ids=[edit.__name__ for edit in EDITS])
-def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path, edit, has_sums):
+def test_hostile_tables_of_chunks_raise_without_allocating_memory(
+    folders, tmp_path, edit, has_sums
+):
     def edits(file):
         edit(file)
         if not (has_sums or edit is other_checksums):  # an attacker leaves them out
@@ -317,11 +319,11 @@ def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path
     assert str(path) in str(caught.value) and peak < 4_000_000
 
 
-def test_the_helper_makes_good_blocks(folders, tmp_path):
+def test_the_unchanged_copy_of_a_block_is_valid(folders, tmp_path):
     open_block(remade(sorted(folders[0].glob("*.h5"))[0], tmp_path, lambda file: None), verify=True)
 
 
-def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypatch, capsys):
+def test_blocks_that_need_a_missing_extra_are_reported_but_not_moved(folder, monkeypatch, capsys):
     def rename(file):
         codings = json.loads(file.attrs[CODECS])
         schema = json.loads(file.attrs["schema"])

@@ -19,7 +19,7 @@ from tests.files import coded
 from tests.files.readback import blocks_of
 
 
-def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders):
+def test_the_cache_of_decoded_chunks_has_a_byte_limit(folders):
     cache = RowCache(1000)
     for key in range(10):
         cache.put(key, np.full(300, key, np.uint8))
@@ -45,7 +45,7 @@ def test_decoded_chunks_are_kept_within_a_number_of_bytes(folders):
         WindowDataset(folders[0], 2, chunk_cache_bytes=-1)
 
 
-def test_windows_are_the_same_whatever_is_kept(folders):
+def test_windows_do_not_depend_on_chunk_cache_bytes(folders):
     whole = WindowDataset(folders[1], 3)
     errors = coded.max_errors(folders[0])
     for most in (0, 3000, 1 << 30):
@@ -84,7 +84,7 @@ def test_a_chunk_of_several_frames_is_64_mib_at_most(tmp_path):
     assert "of at most 64 rows" in forged.check(np.array([0]), np.array([65]), 99, place, num_bytes)
 
 
-def test_a_frame_may_be_as_large_as_it_is():
+def test_a_frame_larger_than_64_mib_is_one_chunk():
     content = BlockContent(Schema([]), "w", 0, np.zeros(0), np.zeros(0), {}, frames_per_chunk=9)
     sizes = [0, 1, 7 << 20, 8 << 20, (64 << 20) + 1, 1 << 40]
     assert [frames_per_chunk(content, DATA, "lz4", size) for size in sizes] == [9, 9, 9, 8, 1, 1]
@@ -110,7 +110,7 @@ def test_a_large_black_frame_is_read_back(tmp_path, codec):
 
 
 @pytest.mark.parametrize("frames_per_chunk", [1, 3, 50])
-def test_so_many_frames_are_coded_together_as_were_asked_for(tmp_path, folders, frames_per_chunk):
+def test_chunks_have_frames_per_chunk_frames(tmp_path, folders, frames_per_chunk):
     path = coded.record(tmp_path / "data", frames_per_chunk=frames_per_chunk)
     most = 0
     for header in blocks_of(path):

@@ -112,7 +112,7 @@ def test_the_overview_has_every_command_with_its_summary(run_command: RunCommand
         ("ls WALK --select time>soon", "time must be compared with a time such as "),
     ],
 )
-def test_a_wrong_call_is_one_line_and_exit_code_2(
+def test_a_wrong_call_prints_one_line_and_exits_with_2(
     walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, call: str, told: str
 ) -> None:
     monkeypatch.chdir(walk.parent)
@@ -163,7 +163,7 @@ def test_a_unique_beginning_of_a_command_name_is_enough(
         (["ID0", "ID2", "length>3"], [2]),
     ],
 )
-def test_select_takes_ids_and_conditions(
+def test_select_accepts_ids_and_conditions(
     walk: Path, run_command: RunCommand, which: list[str], numbers: list[int]
 ) -> None:
     recording = rollout_data.open(walk)

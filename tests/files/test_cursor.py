@@ -96,13 +96,13 @@ def dense(plan, num_envs):
 
 @settings(max_examples=300, deadline=None)
 @given(streams(), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.booleans())
-def test_any_cutting_into_calls_equals_stepping_one_frame_at_a_time(stream, calls, has_one_source):
+def test_any_division_into_calls_equals_single_steps(stream, calls, has_one_source):
     check_against_stepping(*stream, calls, has_one_source)
 
 
 @pytest.mark.parametrize("has_one_source", [True, False])
 @pytest.mark.parametrize("longest", [2, 6, 40])
-def test_many_trajectories_that_end_within_a_call_are_dealt_in_the_order_of_time_and_env(
+def test_trajectories_that_end_within_a_call_are_replaced_in_the_order_of_time_and_env(
     longest, has_one_source
 ):
     chance = np.random.default_rng(longest)
@@ -148,7 +148,7 @@ def check_against_stepping(num_envs, lengths, passes, calls, has_one_source):
 
 @settings(max_examples=100, deadline=None)
 @given(streams(), st.data())
-def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
+def test_advancing_some_envs_does_not_move_the_others(stream, data):
     num_envs, lengths, passes = stream
     pass_orders = pass_orders_of(lengths, passes, ["one"] * len(passes))
 
@@ -174,7 +174,7 @@ def test_advancing_some_envs_leaves_the_others_where_they_were(stream, data):
 @given(
     streams(), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.booleans()
 )
-def test_the_plan_of_a_share_is_that_part_of_the_plan_of_all(
+def test_the_plan_of_a_shard_is_its_part_of_the_whole_plan(
     stream, calls, num_shares, has_one_source
 ):
     num_envs, lengths, passes = stream
@@ -241,7 +241,7 @@ def test_inputs_are_not_changed():
         assert (array == old).all()
 
 
-def test_an_env_whose_trajectory_is_gone_goes_on_with_another():
+def test_an_env_whose_trajectory_was_deleted_plays_the_next_trajectory():
     old = PassOrder(np.array([2, 9]), np.array([0, 1]), np.zeros(2, np.int64), 0, "old")
     new = PassOrder(np.array([3, 4]), np.array([1, 0]), np.zeros(2, np.int64), 1, "new")
 

@@ -32,13 +32,13 @@ from tests.files.recorded import record
         {"contiguous": []},
     ],
 )
-def test_a_wrong_argument_is_refused_by_name(tmp_path, wrong):
+def test_a_wrong_argument_raises_with_its_name(tmp_path, wrong):
     record(tmp_path, [5, 4])
     with pytest.raises(UsageError, match=f"^RolloutDataset: {next(iter(wrong))} must be "):
         RolloutDataset(tmp_path, 1, device="cpu", **wrong)
 
 
-def test_wrong_arguments_of_calls_are_refused(tmp_path):
+def test_wrong_arguments_of_calls_raise(tmp_path):
     record(tmp_path, [5, 4])
     dataset = RolloutDataset(tmp_path, 2, device="cpu", frame_rate_hz=10, drop_last=0, contiguous=1)
     first = dataset.get_batch()
@@ -57,7 +57,7 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
     assert not torch.equal(dataset.get_batch().observation, first.observation)
 
 
-def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
+def test_an_invalid_frame_rate_in_the_metadata_raises(tmp_path):
     with RolloutWriter(tmp_path, 1, metadata={"frame_rate_hz": "fast"}) as writer:
         writer.add(observation=torch.zeros(1, 1), action=torch.zeros(1, 1), done=[True])
     with pytest.raises(UsageError, match="frame_rate_hz must be > 0 frames per second, got 'fast'"):
@@ -70,7 +70,7 @@ def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"min_timesteps": math.nan}, {"min_timesteps": "a"}, {"seed": "x"}, {"seed": 1.5}]
 )
-def test_wrong_arguments_of_a_recording_are_refused(tmp_path, wrong):
+def test_wrong_arguments_of_a_recording_raise(tmp_path, wrong):
     with pytest.raises(
         UsageError,
         match=f"^record_demonstrations: {next(iter(wrong))} must be ",
@@ -78,6 +78,6 @@ def test_wrong_arguments_of_a_recording_are_refused(tmp_path, wrong):
         record_demonstrations(None, None, tmp_path, **{"min_timesteps": 1, **wrong})
 
 
-def test_a_path_that_no_system_takes_is_refused(tmp_path):
+def test_a_path_with_a_nul_character_raises(tmp_path):
     with pytest.raises(UsageError, match=r"^RolloutWriter: data_dir contains a NUL character"):
         RolloutWriter(str(tmp_path / "a\0b"), 1)

@@ -41,11 +41,11 @@ def stream(data_dir, num_envs=1, **options):
         (Path("trajectory_3") / "traj_000007_000008.pickle", (7, 8)),
     ],
 )
-def test_the_frames_of_a_chunk_file_are_the_numbers_in_its_name(tmp_path, name, frames):
+def test_get_frame_range_of_a_chunk_file_is_the_range_in_its_name(tmp_path, name, frames):
     assert stream(tmp_path / "no folder is read").get_frame_range(name) == frames
 
 
-def test_the_frames_of_a_recorded_trajectory_are_all_of_it(tmp_path):
+def test_get_frame_range_of_a_recorded_trajectory_is_its_whole_length(tmp_path):
     record(tmp_path, [4, 7, 2])
     recording, dataset = rollout_data.open(tmp_path), stream(tmp_path)
     assert [dataset.get_frame_range(name) for name in recording.ids] == [(0, 4), (0, 7), (0, 2)]
@@ -56,7 +56,7 @@ def test_the_frames_of_a_recorded_trajectory_are_all_of_it(tmp_path):
     ]
 
 
-def test_a_name_of_trajectories_in_two_folders_is_refused_and_their_own_names_work(tmp_path):
+def test_a_trajectory_name_in_two_folders_raises_and_full_names_work(tmp_path):
     for folder, length in (("first", 3), ("second", 5)):
         with RolloutWriter(tmp_path / folder, 1, writer_name="w", durable=False) as writer:
             done = np.arange(length)[:, None] == length - 1
@@ -72,7 +72,7 @@ def test_a_name_of_trajectories_in_two_folders_is_refused_and_their_own_names_wo
 
 
 @pytest.mark.parametrize("name", ["traj_1_2.txt", "nobody:0", "w", "w:-1", "", 3, None])
-def test_other_names_raise_an_error_that_names_the_call(tmp_path, name):
+def test_unknown_trajectory_names_raise_with_the_call(tmp_path, name):
     record(tmp_path, [2])
     with pytest.raises(
         UsageError,
@@ -84,7 +84,7 @@ def test_other_names_raise_an_error_that_names_the_call(tmp_path, name):
 # assemble_obs_components
 
 
-def test_components_of_a_chunk_are_joined_as_batches_have_them():
+def test_components_of_a_chunk_are_joined_in_the_order_of_batches():
     folder = OLDER / "components"
     dataset = stream(folder)
     for number in range(2):
@@ -192,7 +192,9 @@ def recorded_at_the_first_look(monkeypatch, folder, lengths):
 
 
 @pytest.mark.parametrize("options", ANNOUNCED)
-def test_a_learner_waits_for_the_folder_of_its_collector(tmp_path, monkeypatch, options):
+def test_read_dataset_directory_waits_for_the_folder_of_the_collector(
+    tmp_path, monkeypatch, options
+):
     waited = recorded_at_the_first_look(monkeypatch, tmp_path / "later", [3, 4])
     batch = stream(tmp_path / "later", **options).get_batch(7)
     assert waited.is_set() and batch.observation[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -208,7 +210,7 @@ def test_a_learner_waits_for_each_of_several_folders(tmp_path, monkeypatch, opti
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_of_a_loader_wait_too(tmp_path, num_workers):
+def test_workers_of_a_loader_wait_for_the_folder(tmp_path, num_workers):
     dataset = stream(
         tmp_path / "later", keep_latest_n_trajs=2, num_transitions_per_env=7, wait_timeout_s=60
     )
@@ -221,23 +223,21 @@ def test_workers_of_a_loader_wait_too(tmp_path, num_workers):
 
 @pytest.mark.parametrize("options", ANNOUNCED)
 @pytest.mark.parametrize("call", ["get_batch", "read_dataset_directory"])
-def test_a_folder_that_does_not_come_in_time_is_named(tmp_path, options, call):
+def test_a_folder_that_is_not_created_in_time_raises_with_its_path(tmp_path, options, call):
     dataset = stream(tmp_path / "none", wait_timeout_s=0, **options)
     with pytest.raises(WaitTimeoutError, match=r"none'.* The wait ended after 0 s\. Record more"):
         getattr(dataset, call)()
 
 
 @pytest.mark.parametrize("call", ["get_batch", "read_dataset_directory"])
-def test_a_missing_folder_is_an_error_at_once_where_no_data_are_announced(
-    tmp_path, monkeypatch, call
-):
+def test_a_missing_folder_raises_at_once_unless_new_data_are_expected(tmp_path, monkeypatch, call):
     waited = recorded_at_the_first_look(monkeypatch, tmp_path / "none", [3])
     with pytest.raises(UsageError, match="none' does not exist") as caught:
         getattr(stream(tmp_path / "none"), call)()
     assert not waited.is_set() and isinstance(caught.value, FileNotFoundError)
 
 
-def test_a_folder_that_was_removed_is_an_error_at_once(tmp_path, monkeypatch):
+def test_a_removed_folder_raises_at_once(tmp_path, monkeypatch):
     record(tmp_path / "walk", [3, 3])
     dataset = stream(tmp_path / "walk", keep_latest_n_trajs=2, dataset_loops=0)
     dataset.get_batch()

@@ -12,7 +12,7 @@ from storage.errors import SchemaError
 ROW = np.arange(2, dtype=np.float32)[None]
 
 
-def test_what_open_gives_is_written_again_with_the_same_names(tmp_path):
+def test_fields_returned_by_open_are_written_under_the_same_names(tmp_path):
     nested = {"state": ROW, "images": {"front": ROW + 10, "wrist": ROW + 20}}
     with RolloutWriter(tmp_path / "a", 1, durable=False) as writer:
         for frame in range(3):
@@ -60,14 +60,14 @@ def test_what_open_gives_is_written_again_with_the_same_names(tmp_path):
         {"observation": ROW, "states": {"arm": ROW}, "states/arm": ROW},
     ],
 )
-def test_one_field_that_is_given_under_both_forms_of_its_name_is_refused(tmp_path, given):
+def test_a_field_under_its_flat_and_its_nested_name_raises(tmp_path, given):
     writer = RolloutWriter(tmp_path / "a", 1, durable=False)
     with writer, pytest.raises(SchemaError, match=r"field '.*' has two values"):
         writer.add(action=ROW, **given)
 
 
 @pytest.mark.parametrize("name", ["a//b", "/a", "a/", "/", ""])
-def test_a_name_with_an_empty_part_is_refused(tmp_path, name):
+def test_a_field_name_with_an_empty_part_raises(tmp_path, name):
     writer = RolloutWriter(tmp_path / "a", 1, durable=False)
     with writer, pytest.raises(SchemaError, match="non-empty str"):
         writer.add(observation={name: ROW}, action=ROW)

@@ -11,7 +11,7 @@ from rollout_data import RolloutDataset, RolloutWriter
 from storage.errors import RolloutDataWarning, SchemaError
 
 
-def test_what_is_left_out_of_keywords_is_said(tmp_path):
+def test_keywords_that_are_not_recorded_are_named_in_a_warning(tmp_path):
     given = {
         "observation": torch.zeros(2, 3),
         "action": torch.zeros(2, 1),
@@ -37,7 +37,7 @@ def test_what_is_left_out_of_keywords_is_said(tmp_path):
     assert torch.equal(batch.extras["hidden_states"], torch.full((2, 4), 7.0))
 
 
-def test_rewards_under_names_are_counted_too(tmp_path):
+def test_nested_nonfinite_rewards_are_counted(tmp_path):
     given = {"observation": torch.zeros(2, 3), "action": torch.zeros(2, 1)}
     with RolloutWriter(tmp_path, 2) as writer:
         writer.add(
@@ -48,7 +48,7 @@ def test_rewards_under_names_are_counted_too(tmp_path):
         assert writer.num_nonfinite_rewards == 3
 
 
-def test_a_wrong_final_value_is_named_as_it_was_given(tmp_path):
+def test_an_error_of_a_final_value_names_the_field_of_the_caller(tmp_path):
     ended = {
         "observation": torch.zeros(3, 4),
         "action": torch.zeros(3, 1),

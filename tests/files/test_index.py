@@ -71,7 +71,7 @@ def recordings(draw):
 
 
 @given(recordings(), st.data())
-def test_every_piece_of_every_trajectory_is_located_frame_by_frame(recording, data):
+def test_every_frame_of_every_trajectory_is_located(recording, data):
     blocks, frames, order = recording
     index = TrajectoryIndex(blocks)
     assert index.number.tolist() == order
@@ -141,7 +141,7 @@ def test_a_missing_end_leaves_an_open_trajectory():
     assert index.is_timeout().tolist() == [True]
 
 
-def test_an_unknown_end_is_told_from_a_timeout_and_plays_as_one():
+def test_an_unknown_end_differs_from_a_timeout_and_plays_as_a_timeout():
     flags = [TERMINATED, TRUNCATED, OPEN, 0, TERMINATED | TRUNCATED]
     rows = [(number, 0, 2, FIRST | flag, number) for number, flag in enumerate(flags)]
     index = TrajectoryIndex([block(0, rows)])
@@ -155,7 +155,7 @@ def test_an_unknown_end_is_told_from_a_timeout_and_plays_as_one():
     assert index.is_timeout().tolist() == [False, True, True, True, True]
 
 
-def test_blocks_of_one_file_are_told_apart_by_their_names():
+def test_blocks_of_one_file_differ_by_their_names():
     first, second = (
         block(0, [(0, 0, 3, FIRST | TERMINATED, 1)]),
         block(1, [(1, 0, 2, FIRST | TERMINATED, 2)]),
@@ -182,7 +182,7 @@ def test_blocks_of_one_file_are_told_apart_by_their_names():
     assert lost.value.key == (Path("many.h5"), "demo_1") and lost.value.block == 1
 
 
-def test_tombstones_and_undecided_trajectories_do_not_exist():
+def test_dropped_and_undecided_trajectories_are_not_in_the_index():
     index = TrajectoryIndex(
         [
             block(
@@ -206,7 +206,7 @@ def test_an_end_marker_without_frames_ends_its_trajectory():
     assert index.is_complete().tolist() == [True]
 
 
-def test_order_is_completion_then_writer_then_number():
+def test_trajectories_are_ordered_by_completion_then_writer_then_number():
     index = TrajectoryIndex(
         [
             block(
@@ -232,7 +232,7 @@ def test_trajectories_are_found_by_key_in_another_snapshot():
     assert new.find([("w", 9), ("other", 0)]).tolist() == [-1, -1]
 
 
-def test_an_empty_index_has_nothing():
+def test_an_empty_index_has_no_trajectory():
     index = TrajectoryIndex([])
     assert len(index) == index.num_frames == len(index.fragment_row) == 0
     assert index.find([("w", 0)]).tolist() == [-1]

@@ -77,7 +77,7 @@ class Model:
     num_steps=st.integers(1, 4),
     is_resumed=st.booleans(),
 )
-def test_what_is_new_is_dealt_next_and_the_rest_of_the_pass_after_it(
+def test_new_trajectories_are_played_before_the_rest_of_the_pass(
     tmp_path_factory, lengths, added, num_steps, is_resumed
 ):
     data_dir = tmp_path_factory.mktemp("data")
@@ -103,9 +103,7 @@ def test_what_is_new_is_dealt_next_and_the_rest_of_the_pass_after_it(
 @pytest.mark.each_value
 @pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "ram"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(
-    tmp_path, reading, shuffle
-):
+def test_every_frame_is_played_once_in_a_pass_beside_writers(tmp_path, reading, shuffle):
     record(tmp_path, [3, 4, 5, 2] * 4)
     options = {"random_shuffle_traj_order": shuffle, "num_transitions_per_env": 2}
     dataset = opened(tmp_path, 4, cache="ram" if reading == "ram" else "none", **options)
@@ -131,7 +129,7 @@ def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(
     assert before_the_rest >= 4
 
 
-def test_a_pass_is_looked_into_when_the_time_has_come(tmp_path):
+def test_folders_are_scanned_within_a_pass_after_refresh_s(tmp_path):
     record(tmp_path, [4] * 4000, num_envs=100)
     dataset = opened(tmp_path, 4, refresh_s=200.0, num_transitions_per_env=4)
     start_s = time.monotonic()
@@ -145,7 +143,7 @@ def test_a_pass_is_looked_into_when_the_time_has_come(tmp_path):
     assert dataset.state_dict()["pass"] == 0
 
 
-def test_the_newest_trajectories_are_a_window_that_moves_within_the_pass(tmp_path):
+def test_keep_latest_applies_to_new_trajectories_within_the_pass(tmp_path):
     record(tmp_path, [2] * 6)
     dataset = opened(tmp_path, 1, keep_latest_n_trajs=4)
     found = [int(dataset.get_batch(2).observation[0, 0, 0])]
@@ -162,7 +160,7 @@ def iter_rest(dataset, num_steps):
             return
 
 
-def test_a_stream_that_waits_for_the_first_trajectory_gives_up_in_time(tmp_path):
+def test_waiting_for_the_first_trajectory_has_a_time_limit(tmp_path):
     with pytest.raises(
         WaitTimeoutError, match=r"0 complete trajectories, expected 1\. The wait ended after 0.1 s"
     ):
@@ -183,7 +181,7 @@ def test_trajectories_in_progress_are_waited_for(tmp_path):
     assert found == [float(step) for step in range(9)]
 
 
-def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
+def test_a_state_requires_the_same_use_of_refresh_s(tmp_path):
     record(tmp_path, [3] * 4)
     dataset, other = opened(tmp_path, 2), opened(tmp_path, 2, refresh_s=None)
     dataset.get_batch(1), other.get_batch(1)
@@ -199,12 +197,12 @@ def test_a_state_fits_a_dataset_that_looks_within_passes_too_or_not(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [-1, "x", float("nan"), True])
-def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
+def test_an_invalid_refresh_s_raises(tmp_path, wrong):
     with pytest.raises(UsageError, match="refresh_s must be"):
         opened(tmp_path, 1, refresh_s=wrong)
 
 
-def test_workers_of_a_plain_loader_are_refused_with_refresh_s(tmp_path):
+def test_workers_of_a_plain_loader_raise_with_refresh_s(tmp_path):
     record(tmp_path, [3, 3])
     batches = torch.utils.data.DataLoader(opened(tmp_path, 2), batch_size=None, num_workers=1)
     with pytest.raises(
@@ -270,7 +268,7 @@ def shown_late(folder):
         yield
 
 
-def test_a_look_at_a_folder_that_has_not_changed_is_one_system_call(tmp_path):
+def test_a_scan_of_an_unchanged_folder_is_one_system_call(tmp_path):
     for number in range(30):
         record(tmp_path, [4], first_number=number)
     dataset = opened(tmp_path, 2)
@@ -293,7 +291,7 @@ def test_a_look_at_a_folder_that_has_not_changed_is_one_system_call(tmp_path):
     assert counts["stat"] < 30  # those that are known are not asked for
 
 
-def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_little_later(tmp_path):
+def test_a_block_that_does_not_change_the_folder_time_is_found_by_the_next_full_scan(tmp_path):
     for number in range(3):
         record(tmp_path, [9] * 4, first_number=4 * number)
     os.utime(tmp_path, ns=(10**18, 10**18))
@@ -311,7 +309,7 @@ def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_littl
         assert (dataset.get_batch(18).observation[..., 0] == 50).any()
 
 
-def test_a_listing_that_is_late_hides_nothing_for_good_and_takes_nothing_away(tmp_path):
+def test_a_late_listing_delays_new_blocks_and_keeps_known_blocks(tmp_path):
     record(tmp_path, [3] * 6)
     with shown_late(tmp_path):
         record(tmp_path, [3, 3], first_number=6)
@@ -336,7 +334,7 @@ def test_a_listing_that_is_late_hides_nothing_for_good_and_takes_nothing_away(tm
     )
 
 
-def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_are(tmp_path):
+def test_blocks_missing_from_a_late_listing_do_not_change(tmp_path):
     record(tmp_path, [3] * 4)
     with os.scandir(tmp_path) as entries:
         early = list(entries)
@@ -357,7 +355,7 @@ def test_blocks_that_a_late_listing_does_not_show_yet_or_again_stay_what_they_ar
 
 
 @pytest.mark.parametrize("num_shown", [0, 1000, 20_000])
-def test_a_block_whose_bytes_come_after_its_name_is_read_when_they_are_there(tmp_path, num_shown):
+def test_a_block_that_is_listed_before_its_bytes_is_read_later(tmp_path, num_shown):
     record(tmp_path, [3] * 4)
     dataset = opened(tmp_path, 2, dataset_loops=2, num_transitions_per_env=3)
     found = frames_of(dataset.get_batch(3))
@@ -379,7 +377,7 @@ def test_a_block_whose_bytes_come_after_its_name_is_read_when_they_are_there(tmp
     assert dataset.num_lost_trajectories == 0
 
 
-def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
+def test_blocks_of_a_collector_whose_clock_jumps_back_are_read(tmp_path):
     record(tmp_path, [3] * 6, writer_name="a")
     dataset = opened(tmp_path, 2, num_transitions_per_env=3)
     found = [frames_of(dataset.get_batch(3))]
@@ -396,7 +394,7 @@ def test_a_collector_whose_clock_jumps_back_is_heard_all_the_same(tmp_path):
     assert frames == [(number, frame) for number in range(10) for frame in range(3)]
 
 
-def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajectories_alone(
+def test_a_block_that_vanishes_after_the_scan_loses_only_its_trajectories(
     tmp_path,
 ):
     for number in range(4):
@@ -419,7 +417,7 @@ def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajec
     assert sorted({number for *_, number, _ in found}) == [0, 1, 2, 3, 5]
 
 
-def test_a_learner_that_stops_reading_holds_no_more_than_it_knew_and_stops_nobody(tmp_path):
+def test_a_paused_learner_keeps_only_the_files_of_its_last_scan(tmp_path):
     with rollout_data.RolloutWriter(
         tmp_path, 2, durable=False, block_bytes=20_000, retention={"bytes": 100_000}
     ) as writer:
@@ -441,7 +439,7 @@ def test_a_learner_that_stops_reading_holds_no_more_than_it_knew_and_stops_nobod
         assert still_mapped(tmp_path) == 0
 
 
-def test_a_stream_of_thousands_of_passes_looks_at_each(tmp_path):
+def test_thousands_of_short_passes_are_played_in_one_call_each(tmp_path):
     record(tmp_path, [1], writer_name="a")
     dataset = opened(tmp_path, 1, refresh_s=5.0, dataset_loops=0)
     assert sum(int(dataset.get_batch(1).valid.sum()) for _ in range(1500)) == 1500

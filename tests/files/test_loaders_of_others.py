@@ -25,7 +25,7 @@ def walk(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"as_dict": True}])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_collates_whole_batches_is_refused(
+def test_a_loader_that_collates_whole_batches_raises(
     walk: Path, options: Any, num_workers: int
 ) -> None:
     def stream() -> RolloutDataset:
@@ -44,7 +44,7 @@ def test_a_loader_that_collates_whole_batches_is_refused(
     assert next(iter(own)) == 2, "a collate function of one's own is called"
 
 
-def test_windows_in_a_loader_that_collates_name_their_own_collate_function(walk: Path) -> None:
+def test_windows_in_a_collating_loader_raise_with_their_collate_function(walk: Path) -> None:
     windows = WindowDataset(walk, length=3)
     for dataset in (windows, WindowMixture([windows])):
         with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
@@ -63,7 +63,7 @@ def test_a_star_import_leaves_the_function_open_alone(walk: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", torch.device("cuda", 1)])
-def test_a_device_that_is_not_there_is_refused_at_construction(walk: Path, device: Any) -> None:
+def test_an_unavailable_device_raises_at_construction(walk: Path, device: Any) -> None:
     windows = WindowDataset(walk, length=3)
     makers = [
         lambda: RolloutDataset(walk, 2, device=device),

@@ -170,7 +170,7 @@ def test_an_error_names_the_class_the_call_and_the_argument(tmp_path, text):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_subclass_of_the_template_is_named_by_its_own_name():
+def test_an_error_names_the_subclass_of_the_template():
     class Clock(RolloutFileBase):
         reset_all = refresh_handlers = get_buffer = fill_transition = None
 
@@ -182,7 +182,7 @@ def test_a_subclass_of_the_template_is_named_by_its_own_name():
         Clock("nowhere", 1).get_batch(0)
 
 
-def test_calls_that_look_up_trajectories_start_an_unread_dataset(tmp_path):
+def test_calls_that_need_trajectories_start_an_unread_dataset(tmp_path):
     record(tmp_path, [4, 6])
     assert stream(tmp_path).reference_num_frames([0]).tolist() == [4]
     first = stream(tmp_path).get_batch()

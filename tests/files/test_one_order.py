@@ -72,7 +72,9 @@ lengths = st.lists(st.integers(1, 9), min_size=NUM_ENVS, max_size=30)
     loops=st.integers(1, 2),
     drop=st.booleans(),
 )
-def test_ranks_are_shares_of_one_stream(tmp_path_factory, lengths, num_steps, shuffle, loops, drop):
+def test_the_batches_of_all_ranks_are_one_stream(
+    tmp_path_factory, lengths, num_steps, shuffle, loops, drop
+):
     data_dir = tmp_path_factory.mktemp("data")
     record(data_dir, lengths, num_envs=3)
     options = {
@@ -119,7 +121,7 @@ class LiveFolder:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("refresh_s", [None, 0.0])
 @pytest.mark.parametrize(("shuffle", "latest"), [(False, 0), (True, 0), (True, NUM_ENVS)])
-def test_legs_of_other_sizes_give_the_uninterrupted_sequence_beside_writers_and_deletions(
+def test_resuming_with_other_numbers_of_ranks_equals_the_uninterrupted_sequence_beside_writers(
     tmp_path, seed, shuffle, latest, refresh_s
 ):
     chance = random.Random(seed)
@@ -162,7 +164,7 @@ def test_legs_of_other_sizes_give_the_uninterrupted_sequence_beside_writers_and_
                 rank.load_state_dict(states[0])
 
 
-def test_uneven_shares_of_a_state_are_given_by_its_number_of_envs(tmp_path):
+def test_a_state_determines_the_uneven_num_envs_of_each_rank(tmp_path):
     record(tmp_path, [5] * 20)
     whole = [opened(tmp_path, num_envs=10)]
     next_of_all(whole, 3)
@@ -181,7 +183,7 @@ def test_uneven_shares_of_a_state_are_given_by_its_number_of_envs(tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("plain", [True, False], ids=["DataLoader", "loader"])
-def test_workers_take_turns_and_the_start_method_makes_no_difference(tmp_path, context, plain):
+def test_batches_do_not_depend_on_the_number_or_start_method_of_workers(tmp_path, context, plain):
     record(tmp_path, [3, 4, 5, 6, 2, 7, 1] * 4)
     options = {"num_transitions_per_env": 2, "random_shuffle_traj_order": True, "dataset_loops": 2}
     expected = [seen(batch) for batch in opened(tmp_path, **options)]
@@ -202,7 +204,7 @@ def test_workers_take_turns_and_the_start_method_makes_no_difference(tmp_path, c
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_loader_stands_where_it_has_delivered_and_is_resumed_by_any_number_of_workers(
+def test_the_state_of_a_loader_counts_delivered_batches_and_resumes_with_any_num_workers(
     tmp_path, num_workers
 ):
     folder = LiveFolder(tmp_path)
@@ -233,7 +235,7 @@ def iter_rest(dataset):
             return
 
 
-def test_of_two_iterations_of_a_loader_the_newer_one_goes_on(tmp_path):
+def test_a_new_iteration_of_a_loader_ends_the_older_iteration(tmp_path):
     record(tmp_path, [3] * 9)
     dataset = RolloutDataset(tmp_path, 3, 4, device="cpu", num_transitions_per_env=2)
     expected = [batch.observation.tolist() for batch in dataset]
@@ -252,7 +254,7 @@ def test_of_two_iterations_of_a_loader_the_newer_one_goes_on(tmp_path):
 # torch tells of a killed worker by a signal at any time, now and then in the midst of this
 @pytest.mark.soak
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_killed_worker_is_one_error_and_the_next_batch_follows(tmp_path, context):
+def test_a_killed_worker_raises_one_error_and_the_next_batch_follows(tmp_path, context):
     record(tmp_path, [5, 3, 4, 6] * 400)
     command = [sys.executable, "-m", "tests.files.killed_worker", str(tmp_path), context]
     done = subprocess.run(
@@ -261,7 +263,7 @@ def test_a_killed_worker_is_one_error_and_the_next_batch_follows(tmp_path, conte
     assert "the next batch followed" in done.stdout, done.stderr
 
 
-def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
+def test_several_workers_beside_a_live_writer_deliver_each_frame_once(tmp_path):
     folder = LiveFolder(tmp_path)
     dataset = opened(tmp_path, num_transitions_per_env=1, dataset_loops=2, num_envs=4)
     frames = []
@@ -279,7 +281,7 @@ def test_a_pass_beside_a_live_writer_is_dealt_once_by_several_workers(tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_several_ranks_beside_a_live_writer_need_a_loader_that_asks_rank_0(tmp_path, num_ranks):
+def test_several_ranks_beside_a_live_writer_need_rollout_data_loader(tmp_path, num_ranks):
     folder = LiveFolder(tmp_path)
     dataset = opened(
         tmp_path, (1 % num_ranks, num_ranks), num_envs=2, num_transitions_per_env=1, dataset_loops=4
@@ -298,7 +300,7 @@ def test_several_ranks_beside_a_live_writer_need_a_loader_that_asks_rank_0(tmp_p
 
 
 @pytest.mark.parametrize("even", ["pad", "drop", "none"])
-def test_ranks_end_together_unless_told_otherwise(tmp_path, even):
+def test_even_decides_whether_ranks_end_together(tmp_path, even):
     record(tmp_path, [4, 4, 4, 10])
     ranks = [
         opened(tmp_path, (rank, 2), num_envs=2, num_transitions_per_env=2, even=even)
@@ -309,7 +311,7 @@ def test_ranks_end_together_unless_told_otherwise(tmp_path, even):
     assert numbers == {"pad": [7, 7], "drop": [4, 4], "none": [4, 7]}[even]
 
 
-def test_some_envs_of_several_ranks_are_not_reset_alone(tmp_path):
+def test_reset_of_some_envs_raises_with_several_ranks(tmp_path):
     record(tmp_path, [5] * 12)
     dataset = opened(tmp_path, (1, 2), num_envs=4)
     dataset.get_batch(2)
@@ -320,7 +322,7 @@ def test_some_envs_of_several_ranks_are_not_reset_alone(tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["all", (2, 2), (-1, 2), (0,), 3, None])
-def test_a_share_that_cannot_be_is_refused(tmp_path, shard):
+def test_an_invalid_shard_raises(tmp_path, shard):
     with pytest.raises(UsageError, match="expected 'auto', 'none' or"):
         RolloutDataset(tmp_path, 1, shard=shard)
 
@@ -339,7 +341,7 @@ def look_in_rank(rank, meeting, answers):
         answers.put(str(problem))
 
 
-def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks(tmp_path):
+def test_an_error_of_the_scan_of_rank_0_reaches_all_ranks(tmp_path):
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     ranks = [
@@ -357,7 +359,7 @@ def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks
     assert told[0] == told[1] and "ZeroDivisionError: no folder is like this" in told[0]
 
 
-def test_processes_tell_each_other_only_the_blocks_that_are_new():
+def test_processes_exchange_only_new_blocks():
     chance, blocks = random.Random(0), []
     sender, receiver, last = ListingMessages(), ListingMessages(), None
     for number in range(200):

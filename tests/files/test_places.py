@@ -54,14 +54,14 @@ ENTRIES = {
     "url", ["s3://bucket/walk", "gs://b/x", "https://a.b/c", "hf://datasets/x", "my+fs://x"]
 )
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_url_is_refused_and_no_folder_of_that_name_made(tmp_path, monkeypatch, entry, url):
+def test_a_url_raises_and_creates_no_folder(tmp_path, monkeypatch, entry, url):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="must be a local path, got the URL"):
         ENTRIES[entry](url)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_url_that_was_made_a_path_is_refused_too(tmp_path, monkeypatch):
+def test_a_url_wrapped_in_path_raises(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="got the URL"):
         RolloutWriter(Path("s3://bucket/walk"), 1)
@@ -76,7 +76,7 @@ READERS = [
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monkeypatch, reader):
+def test_a_url_without_fsspec_raises_with_the_install_command(monkeypatch, reader):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(
         UsageError,
@@ -87,7 +87,7 @@ def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monk
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("url", ["my+fs://x", "file://tmp/x"])
-def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
+def test_a_url_of_an_unknown_protocol_raises(tmp_path, monkeypatch, reader, url):
     pytest.importorskip("fsspec")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"fsspec does not support the protocol '.*' of '"):
@@ -98,13 +98,13 @@ def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
 @pytest.mark.parametrize(
     "arguments", [["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]]
 )
-def test_the_command_refuses_a_url(capsys, arguments):
+def test_commands_raise_for_a_url(capsys, arguments):
     assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 2
     assert "got the URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["run:1", "C:/data", "a:b/c", "s3", "2026-01-01T10:00:00"])
-def test_names_with_a_colon_are_names(tmp_path, monkeypatch, name):
+def test_file_names_may_have_a_colon(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with RolloutWriter(name, 1, durable=False) as writer:
         writer.add(observation=np.zeros((1, 1)), action=np.zeros((1, 1)), done=[True])
@@ -112,7 +112,7 @@ def test_names_with_a_colon_are_names(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("kind", ["package", "with errors", "module", "folder"])
-def test_a_folder_called_storage_that_hides_ours_is_named(tmp_path, kind):
+def test_a_folder_named_storage_that_shadows_the_package_is_reported(tmp_path, kind):
     hiding = tmp_path / ("storage.py" if kind == "module" else "storage")
     if kind == "module":
         hiding.write_text("")

@@ -29,7 +29,7 @@ class Telling(Counting):
 
 
 @pytest.mark.parametrize("mode", [*AutoresetMode, "single"])
-def test_task_success_and_seed_are_noted_of_the_episode_that_they_belong_to(tmp_path, mode):
+def test_task_success_and_seed_are_stored_with_their_episode(tmp_path, mode):
     envs = [lambda n=n: Telling(n) for n in range(3)]
     env = Telling(1) if mode == "single" else SyncVectorEnv(envs, autoreset_mode=mode)
     policy = (lambda _: np.zeros(2, np.float32)) if mode == "single" else zeros
@@ -54,7 +54,7 @@ def trajectories_of_index(store, folder):
     return [found[key] for key in store.index.keys(np.arange(len(store.index)))]
 
 
-def test_a_task_that_all_envs_share_and_one_told_later_are_noted(tmp_path):
+def test_a_task_of_all_envs_and_a_task_from_step_are_stored(tmp_path):
     env = Counting(2)
     wrapped = RecordingWrapper(env, tmp_path, durable=False)
     plain_step = env.step

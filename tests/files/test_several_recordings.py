@@ -50,7 +50,7 @@ def test_a_folder_of_several_recordings_is_printed_as_one_row_each(
     assert all(row["frames"] and row["problems"] == 0 and row["error"] is None for row in rows)
 
 
-def test_asking_for_a_page_of_several_recordings_is_a_wrong_call(walks: Path, capsys) -> None:
+def test_a_report_page_of_several_recordings_is_a_wrong_call(walks: Path, capsys) -> None:
     assert main(["report", str(walks), "--out", str(walks / "page.html")]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]

@@ -74,7 +74,7 @@ def test_all_workers_read_one_copy_of_the_frames(tmp_path, context, plain):
     del read, found
 
 
-def test_frames_that_a_dataset_had_in_memory_are_shared_by_a_loader(tmp_path):
+def test_a_loader_shares_the_frames_that_a_dataset_has_in_memory(tmp_path):
     record_much(tmp_path)
     direct, cached = (
         RolloutDataset(tmp_path, 10, num_transitions_per_env=5, device="cpu", cache=cache)
@@ -91,7 +91,7 @@ def test_frames_that_a_dataset_had_in_memory_are_shared_by_a_loader(tmp_path):
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["DataLoader", "loader"])
-def test_every_pass_has_the_frames_that_came_before_it(tmp_path, plain):
+def test_every_pass_has_the_frames_recorded_before_its_start(tmp_path, plain):
     record(tmp_path, [3] * 8)
     options = {"num_transitions_per_env": 3, "device": "cpu", "cache": "ram", "dataset_loops": 4}
     read = iter(batches_of(RolloutDataset(tmp_path, 4, **options), plain, num_workers=2))
@@ -136,7 +136,7 @@ def is_alive(process_id):
         ("all", "spawn", "loader"),
     ],
 )
-def test_nothing_is_left_where_a_process_is_killed(tmp_path, short_folder, victim, context, plain):
+def test_a_killed_process_leaves_no_shared_memory(tmp_path, short_folder, victim, context, plain):
     data_dir, temporary = tmp_path / "data", short_folder
     record_much(data_dir)
     script = tmp_path / "read.py"

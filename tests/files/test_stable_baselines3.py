@@ -80,7 +80,7 @@ def by_demonstrations(folder: Any) -> None:
 
 
 @pytest.mark.parametrize("way", [by_writer, by_wrapper, by_demonstrations])
-def test_ends_and_final_observations_are_those_of_the_environments(tmp_path, way) -> None:
+def test_ends_and_final_observations_equal_those_of_the_environments(tmp_path, way) -> None:
     way(tmp_path)
     ends = {0: [], 1: []}
     for batch in RolloutDataset(tmp_path, 1, device="cpu"):

@@ -33,7 +33,7 @@ LYING = {
     seed=st.integers(0, 99),
     block_bytes=st.sampled_from([1, 50_000, 1 << 20]),
 )
-def test_steps_are_copied_however_they_lie_in_memory(tmp_path_factory, parts, seed, block_bytes):
+def test_steps_of_any_memory_layout_are_copied(tmp_path_factory, parts, seed, block_bytes):
     generator, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("data")
     expected: dict[str, list[np.ndarray]] = {name: [] for name in SHAPES}
     with RolloutWriter(folder, N, durable=False, block_bytes=block_bytes) as writer:
@@ -60,7 +60,7 @@ def test_steps_are_copied_however_they_lie_in_memory(tmp_path_factory, parts, se
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int64"])
-def test_rewards_are_summed_as_they_were_given(tmp_path, dtype, shape):
+def test_reward_sums_equal_a_naive_sum_for_every_dtype(tmp_path, dtype, shape):
     """Trajectories of env e have e + 1 frames; NaN and Inf are data, which raise no warning."""
     generator = torch.Generator().manual_seed(0)
     rewards = (torch.randn(12, N, *shape, generator=generator, dtype=torch.float64) * 50).to(

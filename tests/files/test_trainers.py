@@ -82,7 +82,7 @@ def by_torch(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", PLAIN, ids=lambda way: way[2])
-def test_ranks_under_torchrun_share_the_data_whatever_starts_their_workers(by_torch, way):
+def test_ranks_under_torchrun_share_the_data_with_any_worker_start_method(by_torch, way):
     ranks = by_torch(way)
     assert [rank["error"] for rank in ranks] == [None, None]
     assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
@@ -120,7 +120,7 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
         ("accelerate-shard", "own", 0, "fork"),
     ],
 )
-def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
+def test_accelerate_that_splits_a_sharded_dataset_raises_with_advice(
     tmp_path, reading, shard, num_workers, start_method
 ):
     options = {"num_workers": num_workers, "start_method": start_method}
@@ -137,7 +137,7 @@ def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(
         ("accelerate-loader", "auto", False),
     ],
 )
-def test_accelerate_dispatches_what_is_not_shared_out_and_passes_our_loader_through(
+def test_accelerate_dispatches_an_unsharded_dataset_and_leaves_the_loader_alone(
     tmp_path, reading, shard, as_dict
 ):
     ranks = read_by_ranks(tmp_path, reading, shard=shard, as_dict=as_dict)
@@ -160,7 +160,7 @@ def test_lightning_fabric_leaves_the_loader_alone(tmp_path, num_workers):
 @pytest.mark.parametrize(
     ("num_workers", "lives_on"), [(0, False), (1, False), (2, False), (1, True), (2, True)]
 )
-def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers, lives_on):
+def test_a_stateful_data_loader_resumes_at_its_position(tmp_path, num_workers, lives_on):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     record(tmp_path, LENGTHS)
@@ -195,7 +195,7 @@ def test_a_stateful_data_loader_continues_where_it_was(tmp_path, num_workers, li
     )
 
 
-def test_batches_as_dicts_hold_tensors_alone(tmp_path):
+def test_batches_as_dicts_have_only_tensors(tmp_path):
     record(tmp_path, LENGTHS)
     one = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2).get_batch(2)
     dataset = RolloutDataset(tmp_path, 4, device="cpu", num_transitions_per_env=2, as_dict=True)

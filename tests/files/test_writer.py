@@ -38,7 +38,7 @@ def frames_in(folder):
     return sum(one.length for one in trajectories_of(folder))
 
 
-def test_mapping_named_tuple_and_object_are_the_same_record(tmp_path):
+def test_a_record_may_be_a_mapping_a_named_tuple_or_an_object(tmp_path):
     class Named(NamedTuple):
         observation: Any
         action: Any
@@ -112,7 +112,7 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
 
 
 @pytest.mark.parametrize("num_steps", [3, 7, 8, 11, 16])
-def test_a_queue_is_recorded_in_the_order_of_time_wherever_its_cursor_stands(tmp_path, num_steps):
+def test_a_queue_is_recorded_in_the_order_of_time_at_any_cursor(tmp_path, num_steps):
     storage = QueueRolloutStorage(N, 4, (1,), None, (1,), buffer_dilation_ratio=2.0)
     for t in range(num_steps):
         if t % 4 == 0:
@@ -148,7 +148,7 @@ def test_values_may_change_after_add(tmp_path):
     ] * N
 
 
-def test_arrays_of_any_layout_are_taken(tmp_path):
+def test_arrays_of_any_memory_layout_are_accepted(tmp_path):
     base = np.arange(N * 4, dtype=np.float32).reshape(N, 4)
     read_only = base.copy()
     read_only.flags.writeable = False
@@ -169,7 +169,7 @@ def test_arrays_of_any_layout_are_taken(tmp_path):
     assert trajectories_of(tmp_path)[1].column("observation").tolist() == [base[1].tolist()] * 7
 
 
-def test_one_env_and_one_frame(tmp_path):
+def test_one_frame_of_one_env_is_recorded(tmp_path):
     with RolloutWriter(tmp_path, 1) as writer:
         writer.add(observation=torch.ones(1, 1), action=torch.ones(1), done=[True])
     (one,) = trajectories_of(tmp_path)
@@ -177,7 +177,7 @@ def test_one_env_and_one_frame(tmp_path):
     assert (writer.num_frames, writer.num_trajectories) == (1, 1)
 
 
-def test_nothing_recorded_leaves_no_block(tmp_path):
+def test_a_writer_without_steps_leaves_no_block(tmp_path):
     with make(tmp_path) as writer:
         writer.flush()
     assert list(tmp_path.iterdir()) == []
@@ -203,7 +203,7 @@ def test_nothing_recorded_leaves_no_block(tmp_path):
         ({"done": None}, ["open"] * 3),
     ],
 )
-def test_flags_say_how_a_trajectory_ends(tmp_path, flags, ends):
+def test_flags_state_how_a_trajectory_ends(tmp_path, flags, ends):
     with make(tmp_path) as writer:
         writer.add(**step(done=None))
         writer.add(
@@ -241,7 +241,7 @@ def test_flat_observations_are_cut_into_segments(tmp_path):
     assert list(metadata["obs_segments"].items()) == [("b", [2]), ("a", [1, 2])]
 
 
-def test_a_missing_privileged_final_repeats_the_last_frame_and_says_so(tmp_path):
+def test_a_missing_privileged_final_repeats_the_last_frame_and_sets_flag_64(tmp_path):
     with make(tmp_path) as writer:
         privileged = np.arange(N, dtype=np.float64)[:, None]
         final = np.full((N, 4), 9, np.float32)
@@ -255,7 +255,7 @@ def test_a_missing_privileged_final_repeats_the_last_frame_and_says_so(tmp_path)
     ].tolist() == [2]
 
 
-def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
+def test_discarded_trajectories_lose_their_published_parts_too(tmp_path):
     with make(tmp_path) as writer:
         writer.add(**step(0))
         writer.flush()
@@ -275,7 +275,7 @@ def test_discarded_trajectories_vanish_published_parts_included(tmp_path):
     assert (writer.num_frames, writer.num_trajectories) == (6, 3)
 
 
-def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
+def test_success_only_keeps_successful_trajectories_of_every_kind_of_end(tmp_path):
     with make(tmp_path, success_only=True, block_bytes=100) as writer:
         for t in range(6):
             ends = {"done": [t in (1, 3), t == 4, False], "timeout": [t == 1, False, False]}
@@ -299,7 +299,7 @@ def test_success_only_keeps_what_ends_with_success_however_it_ends(tmp_path):
     assert json.loads((tmp_path / "metadata.json").read_text())["success_traj_only"] is True
 
 
-def test_end_times_order_completion_even_if_the_clock_stands(tmp_path, monkeypatch):
+def test_end_times_are_strictly_increasing_even_if_the_clock_stops(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time_ns", lambda: 1000)
     with make(tmp_path) as writer:
         for t in range(4):
@@ -326,7 +326,7 @@ def test_a_block_never_holds_more_than_its_share(tmp_path):
     assert frames_in(tmp_path) == 300 * N
 
 
-def test_nonfinite_rewards_are_counted_or_refused(tmp_path):
+def test_nonfinite_rewards_are_counted_or_raise(tmp_path):
     bad = np.array([np.nan, np.inf, 1], np.float32)
     with make(tmp_path / "a") as writer:
         writer.add(**step(reward=bad))
@@ -421,15 +421,13 @@ def test_a_component_may_be_a_number(tmp_path, is_step, tail):
     assert all(finals["observation/height"] == values[0] + 1 for values, finals in found)
 
 
-def test_blocks_that_are_never_to_be_cut_by_size_need_no_memory_of_that_size(tmp_path):
+def test_an_unlimited_block_size_allocates_no_memory_of_that_size(tmp_path):
     with make(tmp_path, block_bytes=1 << 50) as writer:
         writer.add(**step(1))
     assert frames_in(tmp_path) == N
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(
-    tmp_path, monkeypatch
-):
+def test_a_relative_folder_does_not_follow_the_working_directory(tmp_path, monkeypatch):
     for name in ("here", "there/walk"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
@@ -442,7 +440,7 @@ def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(
     assert frames_in(dataset_path) == 2 * N and list((tmp_path / "there" / "walk").iterdir()) == []
 
 
-def test_a_component_with_the_size_of_another_axis_is_refused(tmp_path):
+def test_a_component_with_the_size_of_another_axis_raises(tmp_path):
     with (
         RolloutWriter(tmp_path, 4, obs_segments={"b": (4, 3)}) as writer,
         pytest.raises(SchemaError, match="'observation/b'"),
@@ -451,7 +449,7 @@ def test_a_component_with_the_size_of_another_axis_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused_and_nothing_is_written(tmp_path):
+def test_a_nested_tensor_raises_and_writes_no_file(tmp_path):
     with make(tmp_path) as writer, pytest.raises(FieldTypeError, match="a nested tensor"):
         writer.add(**step(action=torch.nested.nested_tensor([torch.zeros(1)] * N)))
     assert trajectories_of(tmp_path) == []

@@ -154,7 +154,7 @@ def test_a_folder_deleted_while_recording_ends_in_one_error(tmp_path):
     writer.close()
 
 
-def test_a_folder_that_takes_no_journal_is_refused_at_once(tmp_path):
+def test_a_folder_whose_journal_cannot_be_created_raises_at_once(tmp_path):
     journal = tmp_path / ".rollout_a.journal"
     journal.mkdir()
     with pytest.raises(DataFileError) as caught:
@@ -166,7 +166,7 @@ def test_a_folder_that_takes_no_journal_is_refused_at_once(tmp_path):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_read_only_mount_is_refused_at_once(tmp_path):
+def test_a_read_only_mount_raises_at_once(tmp_path):
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], capture_output=True
     ).returncode:
@@ -204,7 +204,7 @@ def test_a_folder_that_becomes_read_only_ends_in_one_error(tmp_path):
     check_left(data, N)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+def test_a_file_in_place_of_the_folder_raises(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataFileError, match="is not writable"):
         RolloutWriter(tmp_path / "file", N)
@@ -225,7 +225,7 @@ def test_an_unwritable_metadata_file_writes_nothing(tmp_path):
     check_left(tmp_path, N)
 
 
-def test_file_systems_without_hard_links_are_served(tmp_path):
+def test_file_systems_without_hard_links_are_supported(tmp_path):
     def refuse(link, *paths, **options):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -320,7 +320,7 @@ def test_metadata_that_is_missing_or_damaged_is_rebuilt_from_the_blocks(tmp_path
     )
 
 
-def test_metadata_of_nothing_is_an_error(tmp_path):
+def test_reading_metadata_of_an_empty_folder_raises(tmp_path):
     with pytest.raises(
         DataFileError, match=r"contains neither a metadata\.json nor a readable block"
     ):
@@ -337,7 +337,7 @@ def test_unknown_keys_of_metadata_are_kept(tmp_path):
     assert "total_timesteps" not in (tmp_path / "metadata.json").read_text()
 
 
-def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
+def test_recording_into_a_folder_of_another_format_raises(tmp_path):
     (tmp_path / "metadata.json").write_text('{"env": "Other", "total_timesteps": 3}')
     with (
         RolloutWriter(tmp_path, N) as writer,
@@ -348,7 +348,7 @@ def test_a_folder_of_another_format_is_not_mixed_with_ours(tmp_path):
 
 
 @pytest.mark.parametrize("is_published", [False, True])
-def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
+def test_the_next_writer_warns_of_the_frames_that_a_dead_writer_lost(tmp_path, is_published):
     """It dies just before or just after its second block gets its name."""
     code = (
         "import os, sys\nimport numpy as np\nfrom rollout_data import RolloutWriter\n"
@@ -384,7 +384,7 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
     assert frames_in(tmp_path) == 100 - num_lost
 
 
-def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
+def test_a_writer_name_with_damaged_blocks_is_not_continued(tmp_path):
     (tmp_path / "rollout_a_000000.h5").write_bytes(b"damaged")
     with pytest.raises(UsageError, match="of writer 'a' cannot be read"):
         RolloutWriter(tmp_path, N, writer_name="a")
@@ -394,13 +394,13 @@ def test_a_name_with_damaged_blocks_is_not_continued(tmp_path):
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: os.symlink("/nonexistent/block", path), os.mkdir]
 )
-def test_a_name_whose_block_is_no_file_is_not_continued(tmp_path, make):
+def test_a_writer_name_whose_block_is_not_a_file_is_not_continued(tmp_path, make):
     make(tmp_path / "rollout_a_000000.h5")
     with pytest.raises(UsageError, match="of writer 'a' cannot be read"):
         RolloutWriter(tmp_path, N, writer_name="a")
 
 
-def test_a_pipe_named_like_a_block_keeps_no_writer_waiting(tmp_path):
+def test_a_writer_does_not_wait_for_a_pipe_named_like_a_block(tmp_path):
     os.mkfifo(tmp_path / "rollout_a_000000.h5")
     with RolloutWriter(tmp_path, N, writer_name="b", durable=False) as writer:
         writer.add(**step(0))
@@ -408,7 +408,7 @@ def test_a_pipe_named_like_a_block_keeps_no_writer_waiting(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["nonexistent/metadata.json", "metadata.json"])
-def test_metadata_that_link_to_nothing_are_replaced(tmp_path, target):
+def test_a_dangling_link_as_metadata_is_replaced(tmp_path, target):
     os.symlink(target, tmp_path / "metadata.json")
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         writer.add(**step(0))

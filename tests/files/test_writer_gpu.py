@@ -62,9 +62,7 @@ def equal_recordings(folder, other):
 
 
 @pytest.mark.parametrize("lateness", [0, 6])
-def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(
-    cuda_device, tmp_path, lateness
-):
+def test_recording_from_a_gpu_does_not_wait_and_equals_the_cpu(cuda_device, tmp_path, lateness):
     if cuda_device is not None:
         cuda_device.lateness = lateness
     steps = steps_of(40)
@@ -104,9 +102,7 @@ def test_memory_on_the_host_may_change_after_a_step_with_tensors_on_a_gpu(any_de
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("end", ["add", "flush", "close", "num_frames", "add_rollout", "host step"])
-def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(
-    any_device, tmp_path, end
-):
+def test_an_error_of_a_gpu_step_is_raised_later_and_loses_only_that_step(any_device, tmp_path, end):
     steps = [
         {name: value for name, value in step.items() if name != "infos"} for step in steps_of(6)
     ]
@@ -187,9 +183,7 @@ def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", ["close", "flush", "add"])
-def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(
-    any_device, tmp_path, monkeypatch, call
-):
+def test_ctrl_c_neither_loses_nor_repeats_a_pending_step(any_device, tmp_path, monkeypatch, call):
     put = Staging.put
     for point in ("before", "after"):
 
@@ -215,9 +209,7 @@ def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(
         )
 
 
-def test_a_step_on_the_host_is_recorded_although_it_raises_the_error_of_one_from_a_gpu(
-    any_device, tmp_path
-):
+def test_a_host_step_that_raises_the_error_of_a_gpu_step_is_recorded(any_device, tmp_path):
     steps = [
         {name: value for name, value in step.items() if name not in ("infos", "done")}
         for step in steps_of(3)
@@ -316,7 +308,7 @@ def interrupted_at(place, call):
     return list(reached)
 
 
-def test_a_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda_device, tmp_path):
+def test_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda_device, tmp_path):
     def trial(folder, place):
         ended = []
 

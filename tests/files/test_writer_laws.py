@@ -137,7 +137,7 @@ CASES: dict[str, Any] = dict(  # noqa: C408
 
 @SETTINGS
 @given(**CASES)
-def test_steps_come_back_as_recorded(
+def test_recorded_steps_are_read_back_unchanged(
     seed, num_steps, num_envs, has_mask, success_only, block_bytes, pending
 ):
     rng = np.random.default_rng(seed)

@@ -141,7 +141,7 @@ LOOP["again"] = LOOP
         ),
     ],
 )
-def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change, kind, text):
+def test_a_wrong_record_raises_and_the_writer_continues(tmp_path, change, kind, text):
     with make(tmp_path) as writer:
         writer.add(**step(1))
         with pytest.raises(kind) as caught:
@@ -194,7 +194,7 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         ),
     ],
 )
-def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
+def test_a_wrong_first_record_writes_no_file(tmp_path, options, changes, text):
     with make(tmp_path, **options) as writer:
         with pytest.raises(SchemaError) as caught:
             writer.add(**step(**changes))
@@ -234,7 +234,7 @@ def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
         ),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_made(tmp_path, options, text):
+def test_wrong_options_raise_before_a_folder_is_created(tmp_path, options, text):
     with pytest.raises(UsageError) as caught:
         make(tmp_path / "new", **options)
     assert text in str(caught.value)
@@ -243,7 +243,7 @@ def test_wrong_options_are_refused_before_anything_is_made(tmp_path, options, te
         RolloutWriter(tmp_path / "new", 0)
 
 
-def test_a_second_writer_with_another_schema_is_told_the_difference(tmp_path):
+def test_a_second_writer_with_another_schema_raises_with_the_difference(tmp_path):
     with make(tmp_path) as writer:
         writer.add(**step())
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -265,7 +265,7 @@ def test_a_second_writer_with_another_schema_is_told_the_difference(tmp_path):
         writer.add(**step())
 
 
-def test_a_closed_writer_says_so(tmp_path):
+def test_calls_of_a_closed_writer_raise(tmp_path):
     writer = make(tmp_path)
     writer.add(**step())
     writer.close()
@@ -275,7 +275,7 @@ def test_a_closed_writer_says_so(tmp_path):
             call()
 
 
-def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
+def test_an_unclosed_writer_is_closed_at_exit(tmp_path):
     code = (
         "import sys, numpy as np\nfrom rollout_data import RolloutWriter\n"
         "w = RolloutWriter(sys.argv[1], 2)\nw.add(observation=np.zeros((2, 1)), action=np.zeros(2))\n"
@@ -306,14 +306,14 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
     ],
     ids=str,
 )
-def test_wrong_arguments_are_named_before_a_folder_is_made(tmp_path, options):
+def test_wrong_arguments_raise_before_a_folder_is_created(tmp_path, options):
     with pytest.raises(UsageError, match=f"RolloutWriter: .*{next(iter(options))}.*(got|empty)"):
         RolloutWriter(tmp_path / "data", N, **options)
     assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, "3", None, float("nan"), 2**40])
-def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
+def test_an_invalid_num_envs_raises(tmp_path, num_envs):
     with pytest.raises(UsageError, match=r"num_envs must be (an integer )?in 1:"):
         RolloutWriter(tmp_path / "data", num_envs)
     assert not (tmp_path / "data").exists()
@@ -344,7 +344,7 @@ def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
+def test_invalid_values_of_a_step_raise(tmp_path, change, text):
     with make(tmp_path) as writer:
         with pytest.raises(RolloutDataError, match=text):
             writer.add(**step(0, **change))
@@ -357,7 +357,7 @@ def test_values_that_mean_nothing_are_refused(tmp_path, change, text):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_nonfinite_rewards_are_refused_under_names_too(tmp_path, bad):
+def test_nonfinite_rewards_raise_in_nested_rewards_too(tmp_path, bad):
     with RolloutWriter(tmp_path, 1, nonfinite_rewards="refuse") as writer:
         rewards = {"walk": torch.zeros(1), "energy": torch.zeros(1)}
         # The first record declares the fields, the others go the short way

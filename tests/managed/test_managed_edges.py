@@ -54,7 +54,7 @@ def test_data_ids_of_stored_items_are_not_in_used_data() -> None:
     assert sorted(queue) == ["x", "z"]
 
 
-def test_a_data_id_that_is_pushed_again_leaves_used_data() -> None:
+def test_a_data_id_is_used_only_after_all_its_items_and_samples() -> None:
     buffer = AdvancedReplayBuffer(
         4, max_use=1, min_sample_ratio=0, enable_track_used_data=True, generator=0
     )

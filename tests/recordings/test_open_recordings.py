@@ -497,7 +497,7 @@ def test_two_snapshots_of_one_folder_are_read_side_by_side(walk: Path, tmp_path:
     assert merge([earlier, later], tmp_path / "merged").num_trajectories == 12
 
 
-def test_readers_skip_files_that_prune_removes_during_iteration(walk: Path) -> None:
+def test_readers_of_a_pruned_folder_read_the_remaining_episodes(walk: Path) -> None:
     recording = rollout_data.open(walk)
     episodes = iter(recording)
     dataset = rollout_data.RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=2)

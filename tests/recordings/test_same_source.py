@@ -468,7 +468,7 @@ def test_the_doctor_and_open_ignore_the_conversion_note(tmp_path, name):
     ]
 
 
-def test_a_conversion_without_episodes_leaves_no_file(tmp_path):
+def test_a_conversion_that_wrote_no_episode_leaves_no_note(tmp_path):
     source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
     for name in TARGETS:
         with stopped_at(0), pytest.raises(Stop):

@@ -107,7 +107,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.buffer.close()
 
 
-def test_any_order_of_calls(tmp_path: Path) -> None:
+def test_any_order_of_calls_equals_the_model(tmp_path: Path) -> None:
     AnyOrder.folders = tmp_path
     case = AnyOrder.TestCase()
     case.settings = settings(max_examples=10, stateful_step_count=25)
@@ -124,7 +124,7 @@ def test_many_trajectories_of_two_kinds_are_drawn() -> None:
     ) == set(range(70))
 
 
-def test_what_is_drawn_is_whole_while_the_cache_gives_up_its_oldest(tmp_path: Path) -> None:
+def test_samples_are_complete_while_the_cache_drops_its_oldest_trajectories(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=2) as buffer:
         for number in range(12):
             buffer.add(trajectory(number, 1 + number % 3, 2))

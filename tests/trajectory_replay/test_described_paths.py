@@ -20,7 +20,7 @@ def numbers(buffer):
     return sorted({int(buffer.get(one)["rewards"][0, 0]) for one in buffer.trajectory_ids})
 
 
-def test_what_is_saved_under_save_path_is_loaded_from_load_path(tmp_path):
+def test_a_checkpoint_saved_under_save_path_is_loaded_from_load_path(tmp_path):
     with TrajectoryReplayBuffer(save_path=tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(k) for k in range(3)])
         assert buffer.auto_save and buffer.auto_save_path == tmp_path / "a"
@@ -28,7 +28,7 @@ def test_what_is_saved_under_save_path_is_loaded_from_load_path(tmp_path):
         assert numbers(loaded) == [0, 1, 2] and loaded.total_samples == 24 and not loaded.auto_save
 
 
-def test_a_run_goes_on_in_its_own_folder(tmp_path):
+def test_a_run_is_resumed_in_its_own_folder(tmp_path):
     for run in range(3):
         load_path = tmp_path / "a" if run else None
         with TrajectoryReplayBuffer(load_path=load_path, save_path=tmp_path / "a") as buffer:
@@ -41,7 +41,7 @@ def test_a_run_goes_on_in_its_own_folder(tmp_path):
         assert numbers(buffer) == [0, 1, 2]
 
 
-def test_ranks_load_their_shares(tmp_path):
+def test_each_rank_loads_its_own_trajectories(tmp_path):
     with TrajectoryReplayBuffer(save_path=tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(k) for k in range(5)])
     shares = [
@@ -66,6 +66,6 @@ def test_the_two_names_of_the_folder_must_agree(tmp_path):
         TrajectoryReplayBuffer(auto_save_path=tmp_path / "a", save_path=tmp_path / "b")
 
 
-def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+def test_a_missing_checkpoint_raises_with_its_path(tmp_path):
     with pytest.raises(DataFileError, match="none"):
         TrajectoryReplayBuffer(load_path=tmp_path / "none", save_path=tmp_path / "b")

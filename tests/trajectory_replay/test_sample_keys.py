@@ -48,7 +48,7 @@ def test_keys_may_be_tuples_and_inner_mappings(tmp_path: Path, kind: str, keys: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
+def test_invalid_keys_raise(tmp_path: Path, kind: str) -> None:
     with filled(kind, tmp_path) as buffer:
         state = buffer.rng.get_state()
         for keys in ("rewards", 3):

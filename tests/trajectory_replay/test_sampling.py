@@ -40,7 +40,7 @@ def make(kind: str, folder: Path, **options: Any) -> TrajectoryReplayBuffer:
     window=st.integers(0, 5),
     flushes=st.booleans(),
 )
-def test_exactly_the_steps_of_the_window_are_drawn(
+def test_samples_have_only_steps_of_the_sample_window(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
     shapes: list[tuple[int, int]],
@@ -86,7 +86,7 @@ def test_more_rows_than_there_are_steps_can_be_drawn(
         assert len(drawn(buffer, number)) == number
 
 
-def test_without_a_cache_and_without_files_trajectories_are_kept_all_the_same() -> None:
+def test_trajectories_are_kept_in_memory_without_a_cache_and_without_files() -> None:
     """Trap R1."""
     buffer = TrajectoryReplayBuffer(enable_cache=False, auto_save=False, sample_window_size=3)
     for number in range(5):
@@ -94,7 +94,7 @@ def test_without_a_cache_and_without_files_trajectories_are_kept_all_the_same() 
     assert set((drawn(buffer, 500) // 10_000).tolist()) == {2, 3, 4}
 
 
-def test_a_window_of_all_keeps_all() -> None:
+def test_a_sample_window_size_of_zero_keeps_all_trajectories() -> None:
     """Trap R2."""
     buffer = TrajectoryReplayBuffer(sample_window_size=0, cache_size=1)
     for number in range(20):
@@ -103,7 +103,7 @@ def test_a_window_of_all_keeps_all() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(
+def test_a_dropped_trajectory_is_removed_from_index_totals_and_files(
     tmp_path: Path, kind: str
 ) -> None:
     """Trap R3."""
@@ -125,7 +125,7 @@ def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_may_come_and_go(tmp_path: Path, kind: str) -> None:
+def test_trajectories_may_have_different_keys(tmp_path: Path, kind: str) -> None:
     """Trap R7: no KeyError for new keys, no rows of others for missing ones."""
     with make(kind, tmp_path, sample_window_size=3) as buffer:
         buffer.add(trajectory(0, without=["extra"]))
@@ -149,7 +149,7 @@ def test_keys_may_come_and_go(tmp_path: Path, kind: str) -> None:
             buffer.sample(3, keys=["reward"])
 
 
-def test_lengths_may_change() -> None:
+def test_trajectories_may_have_different_lengths() -> None:
     """Trap R7."""
     buffer = TrajectoryReplayBuffer(sample_window_size=4)
     for number, num_steps in enumerate([3, 3, 200, 3, 3, 3, 3, 150, 3, 3, 3, 3]):
@@ -174,7 +174,7 @@ def test_two_buffers_with_one_seed_draw_the_same_and_nothing_global_changes() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_added_is_copied_at_once(tmp_path: Path, kind: str) -> None:
+def test_added_trajectories_are_copied_at_once(tmp_path: Path, kind: str) -> None:
     """Trap R10: no copy in the worker, while the caller goes on."""
     with make(kind, tmp_path, sample_window_size=0) as buffer:
         given_ = trajectory(0)
@@ -216,7 +216,7 @@ class Recorded:
     nothing: None = None
 
 
-def test_dataclasses_arrays_and_other_leaves_are_taken() -> None:
+def test_dataclasses_arrays_and_other_leaves_are_accepted() -> None:
     buffer = TrajectoryReplayBuffer()
     given_ = Recorded(torch.ones(4, 2, 1), {"x": np.arange(8, dtype=np.int16).reshape(4, 2)}, 3)
     buffer.add(given_)
@@ -295,7 +295,7 @@ def test_a_refused_trajectory_changes_nothing(
         drawn(buffer, 100)
 
 
-def test_other_wrong_trajectories() -> None:
+def test_invalid_trajectories_raise() -> None:
     buffer = TrajectoryReplayBuffer()
     with pytest.raises(SchemaError, match="the fields of a trajectory include no tensor"):
         buffer.add({"name": "x"})
@@ -410,7 +410,7 @@ def test_only_trajectories_of_a_recent_policy_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_closed_buffer_says_so(tmp_path: Path, kind: str) -> None:
+def test_a_closed_buffer_raises(tmp_path: Path, kind: str) -> None:
     """Trap R14: closing early, twice and cleanly."""
     make(kind, tmp_path / "unused").close()
     buffer = make(kind, tmp_path / "used")

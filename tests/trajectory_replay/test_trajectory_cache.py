@@ -42,7 +42,9 @@ LENGTHS = st.dictionaries(st.sampled_from(["a", "b", "oa", "ob"]), st.integers(1
 @given(
     max_size=st.integers(0, 4), puts=st.lists(st.tuples(st.integers(0, 8), LENGTHS), max_size=20)
 )
-def test_it_equals_an_ordered_dict(max_size: int, puts: list[tuple[int, dict[str, int]]]) -> None:
+def test_the_cache_equals_an_ordered_dict(
+    max_size: int, puts: list[tuple[int, dict[str, int]]]
+) -> None:
     """Trap R7."""
     cache, model = TrajectoryCache(max_size), OrderedDict()
     for step, (number, lengths) in enumerate(puts):
@@ -63,7 +65,7 @@ def test_it_equals_an_ordered_dict(max_size: int, puts: list[tuple[int, dict[str
     assert len(cache) == 0 and cache.nbytes == 0 and not any(one in cache for one in range(9))
 
 
-def test_what_comes_out_is_the_callers() -> None:
+def test_get_returns_a_copy() -> None:
     cache, given_ = TrajectoryCache(2), {"x": torch.ones(3, 4)}
     cache.put(0, given_)
     given_["x"].zero_()
@@ -86,7 +88,7 @@ def test_memory_follows_the_rows() -> None:
     assert cache.nbytes < 450 * 200
 
 
-def test_an_id_that_is_not_here_is_named() -> None:
+def test_get_of_an_unknown_id_raises_with_the_id() -> None:
     cache = TrajectoryCache(1)
     cache.put(0, {"x": torch.ones(1)})
     cache.put(1, {"x": torch.ones(1)})
@@ -104,7 +106,7 @@ def test_the_size_is_checked(max_size: Any) -> None:
 
 
 @pytest.mark.parametrize("given_", [{}, {"x": torch.tensor(1)}, {"x": torch.zeros(0, 3)}])
-def test_what_has_no_rows_is_refused(given_: dict[str, Any]) -> None:
+def test_a_trajectory_without_rows_raises(given_: dict[str, Any]) -> None:
     cache = TrajectoryCache(1)
     with pytest.raises(UsageError, match=r"^TrajectoryCache.put: "):
         cache.put(0, given_)
@@ -140,7 +142,7 @@ def test_threads_put_and_get_at_once() -> None:
         ({"a": torch.ones(2), "task": "walk"}, r"'task' of trajectory .*, got str"),
     ],
 )
-def test_what_is_no_trajectory_is_refused(what: Any, text: str) -> None:
+def test_a_value_that_is_not_a_trajectory_raises(what: Any, text: str) -> None:
     cache = TrajectoryCache(2)
     with pytest.raises(UsageError, match=text):
         cache.put(0, what)

@@ -48,7 +48,7 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("auto_save", [False, True])
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_a_resumed_buffer_draws_what_the_other_would_have(
+def test_a_resumed_buffer_draws_the_same_samples_as_the_original(
     tmp_path: Path, file_format: str, auto_save: bool
 ) -> None:
     """Traps R4 and R6: complete before any sample; the random state goes on."""
@@ -100,13 +100,13 @@ def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
     assert set((drawn(resumed, 300) // 10_000).tolist()) == {5, 6, 7}
 
 
-def test_trajectories_in_h5_are_our_block_files(tmp_path: Path) -> None:
+def test_trajectories_in_h5_format_are_block_files(tmp_path: Path) -> None:
     filled(2).save_checkpoint(tmp_path)
     block = open_block(tmp_path / "trajectory_1_w1.h5", verify=True)
     assert block.num_frames == 3 * 2 and "rewards" in block.schema
 
 
-def test_an_auto_saved_folder_is_a_checkpoint_itself(tmp_path: Path) -> None:
+def test_an_auto_saved_folder_is_a_checkpoint(tmp_path: Path) -> None:
     with filled(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.save_checkpoint(tmp_path)
     again = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, cache_size=2)
@@ -119,7 +119,7 @@ def test_an_auto_saved_folder_is_a_checkpoint_itself(tmp_path: Path) -> None:
     assert third.trajectory_ids == list(range(6))
 
 
-def test_files_of_a_loaded_checkpoint_are_in_the_next_one(tmp_path: Path) -> None:
+def test_files_of_a_loaded_checkpoint_are_in_the_next_checkpoint(tmp_path: Path) -> None:
     """Trap R4."""
     filled().save_checkpoint(tmp_path / "a")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "auto") as buffer:
@@ -134,7 +134,7 @@ def test_files_of_a_loaded_checkpoint_are_in_the_next_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["auto", "link", "./auto", "auto/../auto"])
-def test_a_folder_that_is_gone_on_with_keeps_its_trajectories_under_any_name(
+def test_a_resumed_folder_keeps_its_trajectories_under_any_form_of_its_path(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "auto").mkdir()
@@ -180,7 +180,7 @@ def test_ranks_share_a_checkpoint_and_never_an_id(tmp_path: Path, world_size: in
     assert len({tuple(state.tolist()) for state in draws}) == world_size
 
 
-def test_ranks_that_save_under_one_path_are_loaded_as_one(tmp_path: Path) -> None:
+def test_checkpoints_of_ranks_under_one_path_are_loaded_as_one_checkpoint(tmp_path: Path) -> None:
     """Trap R13."""
     buffers = [
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, rank=rank, world_size=3)
@@ -206,7 +206,7 @@ def test_a_bad_rank_is_refused(tmp_path: Path, rank: int, world_size: int, text:
         TrajectoryReplayBuffer().load_checkpoint(tmp_path / "a", True, rank, world_size)
 
 
-def test_only_recent_policies_are_loaded_when_asked(tmp_path: Path) -> None:
+def test_min_weights_version_loads_only_recent_policies(tmp_path: Path) -> None:
     filled(5).save_checkpoint(tmp_path / "a")
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(tmp_path / "a", min_weights_version=3)
@@ -258,7 +258,7 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-def test_pickles_are_read_only_by_those_who_trust_them(tmp_path: Path) -> None:
+def test_pickles_are_read_only_on_request(tmp_path: Path) -> None:
     """Trap R12."""
     filled(2, trajectory_format="pkl", trusted=True).save_checkpoint(tmp_path / "a")
     (tmp_path / "a" / "trajectory_0_w0.pkl").write_bytes(pickle.dumps(Evil()))
@@ -313,7 +313,7 @@ def test_damage_is_reported_and_changes_nothing(tmp_path: Path, file_format: str
         lambda index: index["trajectory_id_list"].append("../../x"),
     ],
 )
-def test_a_hostile_index_is_one_clear_error(tmp_path: Path, change: Any) -> None:
+def test_a_hostile_index_raises_one_clear_error(tmp_path: Path, change: Any) -> None:
     filled(3).save_checkpoint(tmp_path / "a")
     path = tmp_path / "a" / "trajectory_index.json"
     index = json.loads(path.read_text())
@@ -357,7 +357,7 @@ class SlowDisk(PerformanceMonitor):
             yield
 
 
-def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path) -> None:
+def test_save_checkpoint_waits_for_pending_saves(tmp_path: Path) -> None:
     """Trap R4; reads of what is being saved are served from memory."""
     disk, options = (
         SlowDisk(),
@@ -377,7 +377,7 @@ def test_a_checkpoint_waits_for_what_is_being_saved(tmp_path: Path) -> None:
     assert sum(name.endswith(".h5") for name in names_in(tmp_path / "a")) == 4
 
 
-def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path) -> None:
+def test_add_waits_while_the_queue_of_saves_is_full(tmp_path: Path) -> None:
     disk, options = (
         SlowDisk(),
         {"auto_save": True, "auto_save_path": tmp_path, "max_pending_saves": 2},
@@ -393,7 +393,7 @@ def test_adding_waits_while_too_many_are_being_saved(tmp_path: Path) -> None:
         assert len(buffer) == 6
 
 
-def test_a_failed_save_is_raised_once_and_tried_again(tmp_path: Path) -> None:
+def test_a_failed_save_raises_once_and_is_retried(tmp_path: Path) -> None:
     """Trap R10."""
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -428,7 +428,7 @@ def test_a_sample_needs_each_file_once(tmp_path: Path) -> None:
         assert len(paths) == len(set(paths)) == 3
 
 
-def test_files_are_sampled_alike_where_they_cannot_be_mapped_side_by_side(tmp_path: Path) -> None:
+def test_samples_are_equal_if_files_cannot_be_mapped_side_by_side(tmp_path: Path) -> None:
     filled(4, auto_save=True, auto_save_path=tmp_path, enable_cache=False).close()
     script = (
         "import sys, h5py, torch\n"

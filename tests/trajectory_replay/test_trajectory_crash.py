@@ -25,7 +25,7 @@ def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
     assert any(auto for auto, _ in held)
 
 
-def test_at_every_step_the_folder_loads_as_many_as_are_kept(tmp_path: Path) -> None:
+def test_the_folder_loads_the_kept_trajectories_after_every_file_operation(tmp_path: Path) -> None:
     """Also where memory has given up all that is on the disk."""
     seen: list[list[int]] = []
 
@@ -67,7 +67,7 @@ def test_at_every_step_the_folder_loads_as_many_as_are_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, [0, 1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3])])
-def test_what_could_not_be_written_at_first_takes_its_place_in_time(
+def test_a_trajectory_whose_write_is_retried_keeps_its_order(
     tmp_path: Path, limit: int | None, expected: list[int]
 ) -> None:
     (tmp_path / "trajectory_1_w1.h5").mkdir()  # in the way

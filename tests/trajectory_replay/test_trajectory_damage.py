@@ -67,7 +67,7 @@ def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(
     assert num_noticed > 0.9 * len(places)
 
 
-def test_a_changed_number_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_changed_number_in_the_index_raises_with_advice(tmp_path: Path) -> None:
     path = saved(tmp_path / "a") / INDEX_NAME
     text = path.read_text()
     assert '"weights_version": 1' in text
@@ -77,7 +77,7 @@ def test_a_changed_number_is_named_with_what_to_do(tmp_path: Path) -> None:
         TrajectoryReplayBuffer().load_checkpoint(path.parent)
 
 
-def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(
+def test_an_index_without_a_checksum_or_with_another_layout_is_read(
     tmp_path: Path,
 ) -> None:
     path = saved(tmp_path / "a") / INDEX_NAME
@@ -91,7 +91,7 @@ def test_an_index_without_a_checksum_and_one_that_was_laid_out_anew_are_read(
     assert known_of(path.parent) == expected
 
 
-def test_an_index_of_a_million_brackets_is_one_error(tmp_path: Path) -> None:
+def test_an_index_of_a_million_brackets_raises_one_error(tmp_path: Path) -> None:
     path = saved(tmp_path / "a") / INDEX_NAME
     path.write_text("[" * 1_000_000)
     with pytest.raises(CorruptFileError, match=rf"^'{path}' is not valid JSON: "):
@@ -127,7 +127,7 @@ def test_a_file_that_vanished_is_named_with_its_trajectory(
         assert equal(buffer.get(1), trajectory(1, 2, 2))
 
 
-def test_a_vanished_target_is_not_taken_for_a_vanished_trajectory(
+def test_a_vanished_target_folder_is_not_reported_as_a_missing_trajectory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = os.link
@@ -159,7 +159,7 @@ def test_a_file_that_vanished_between_listing_and_reading_is_named(tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["num_samples", "weights_version"])
-def test_an_infinite_number_in_an_index_is_one_error(tmp_path: Path, key: str) -> None:
+def test_an_infinite_number_in_an_index_raises_one_error(tmp_path: Path, key: str) -> None:
     path = saved(tmp_path / "a") / INDEX_NAME
     index = json.loads(path.read_text())
     del index["crc32"]
@@ -169,7 +169,7 @@ def test_an_infinite_number_in_an_index_is_one_error(tmp_path: Path, key: str) -
         TrajectoryReplayBuffer().load_checkpoint(path.parent)
 
 
-def test_a_leaf_of_many_levels_cannot_be_added() -> None:
+def test_a_too_deeply_nested_leaf_raises() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -180,7 +180,7 @@ def test_a_leaf_of_many_levels_cannot_be_added() -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "trajector_index.json"])
-def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_raises_without_waiting(tmp_path: Path, name: str) -> None:
     """In a folder of another system; run apart, so that waiting would end."""
     folder = saved(tmp_path / "a")
     index = json.loads((folder / INDEX_NAME).read_text())

@@ -51,7 +51,7 @@ def test_ranks_with_equal_ids_are_saved_and_loaded_again(
 
 
 @pytest.mark.parametrize("file_format", ["h5", "pt"])
-def test_an_index_names_a_file_that_got_another_id_as_it_is_named(
+def test_the_index_has_the_file_name_of_a_trajectory_with_a_new_id(
     tmp_path: Path, file_format: str
 ) -> None:
     saved = save_ranks(tmp_path, file_format)
@@ -63,7 +63,7 @@ def test_an_index_names_a_file_that_got_another_id_as_it_is_named(
     check(saved, [0, 1, 10, 11, 12])
 
 
-def test_an_id_that_an_index_names_twice_is_one_trajectory(tmp_path: Path) -> None:
+def test_an_id_listed_twice_in_an_index_is_one_trajectory(tmp_path: Path) -> None:
     folder = save_ranks(tmp_path / "ranks", "h5") / "rank_0"
     index = json.loads((folder / INDEX_NAME).read_text())
     del index["crc32"]

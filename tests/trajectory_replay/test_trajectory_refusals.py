@@ -23,7 +23,7 @@ def filled(number: int = 5, **options: Any) -> TrajectoryReplayBuffer:
     return buffer
 
 
-def test_a_closed_buffer_says_so_whatever_it_is_asked(tmp_path: Path) -> None:
+def test_every_call_of_a_closed_buffer_raises(tmp_path: Path) -> None:
     buffer = filled()
     buffer.close()
     buffer.close()
@@ -43,12 +43,12 @@ def test_a_closed_buffer_says_so_whatever_it_is_asked(tmp_path: Path) -> None:
         ({"auto_save": True, "auto_save_path": None}, "auto_save requires auto_save_path"),
     ],
 )
-def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -> None:
+def test_invalid_limits_and_paths_raise(options: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         TrajectoryReplayBuffer(**options)
 
 
-def test_what_is_no_trajectory_is_refused() -> None:
+def test_a_value_that_is_not_a_trajectory_raises() -> None:
     for what in (5, [1, 2], None):
         with pytest.raises(
             SchemaError, match="add: trajectory must be a nested mapping or a dataclass"
@@ -57,7 +57,7 @@ def test_what_is_no_trajectory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", ["a", 1.5, None, True, 1 << 64, -(1 << 63) - 1])
-def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
+def test_a_seed_that_is_not_a_64_bit_integer_raises(seed: Any) -> None:
     with pytest.raises(
         UsageError,
         match=r"^TrajectoryReplayBuffer: seed must be an integer of 64 bits, got ",
@@ -65,12 +65,12 @@ def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
         TrajectoryReplayBuffer(seed=seed)
 
 
-def test_seeds_may_be_numpy_integers_and_of_64_bits() -> None:
+def test_seeds_may_be_numpy_integers_of_64_bits() -> None:
     assert TrajectoryReplayBuffer(seed=np.int64(5)).seed == 5
     assert TrajectoryReplayBuffer(seed=(1 << 64) - 1).seed == (1 << 64) - 1
 
 
-def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
+def test_every_number_may_be_a_numpy_number(tmp_path: Path) -> None:
     numbers = {
         "cache_size": 2,
         "sample_window_size": 3,
@@ -96,13 +96,13 @@ def test_every_number_may_be_one_of_numpy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["cache_size", "sample_window_size", "max_pending_saves", "rank", "world_size"]
 )
-def test_what_is_no_whole_number_is_none(name: str, wrong: Any) -> None:
+def test_a_count_that_is_not_an_integer_raises(name: str, wrong: Any) -> None:
     with pytest.raises(UsageError, match=rf"{name} must be .*, got "):
         TrajectoryReplayBuffer(**{name: wrong})
 
 
 @pytest.mark.parametrize("path", [5, None, b"folder", ["folder"]])
-def test_what_is_no_path_is_refused(path: Any) -> None:
+def test_a_value_that_is_not_a_path_raises(path: Any) -> None:
     buffer = filled(1)
     for call in (buffer.load_checkpoint, buffer.save_checkpoint):
         with pytest.raises(
@@ -115,13 +115,13 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
 
 
-def test_names_that_are_no_collection_are_refused() -> None:
+def test_field_names_that_are_not_a_collection_raise() -> None:
     with pytest.raises(UsageError, match="drop_last must be a collection of field names, got 5"):
         TrajectoryReplayBuffer(drop_last=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> None:
+def test_a_failed_sample_leaves_the_random_state(tmp_path: Path, saves: bool) -> None:
     options = {"auto_save": True, "auto_save_path": tmp_path, "cache_size": 1} if saves else {}
     with TrajectoryReplayBuffer(**options) as buffer:
         for one in range(3):
@@ -138,7 +138,7 @@ def test_a_sample_that_raises_has_drawn_nothing(tmp_path: Path, saves: bool) -> 
         assert torch.equal(buffer.rng.get_state(), state)
 
 
-def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
+def test_a_monitor_records_the_time_of_each_call(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=tmp_path / "auto", monitor=monitor
@@ -155,7 +155,7 @@ def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
     assert counts == {f"trajectories/{name}": count for name, count in expected.items()}
 
 
-def test_a_monitor_is_told_of_calls_that_raise_and_none_is_needed() -> None:
+def test_a_monitor_records_failed_calls_and_is_optional() -> None:
     monitor = PerformanceMonitor()
     for buffer in (filled(1, monitor=monitor), filled(1)):
         with pytest.raises(KeyError):

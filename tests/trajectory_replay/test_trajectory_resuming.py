@@ -50,7 +50,7 @@ def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_a_run_that_goes_on_from_a_checkpoint_of_its_folder_keeps_that(
+def test_resuming_from_a_checkpoint_of_the_same_folder_keeps_its_files(
     tmp_path: Path, file_format: str, links: bool
 ) -> None:
     with saving(tmp_path / "auto", trajectory_format=file_format) as buffer:
@@ -70,7 +70,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_of_its_folder_keeps_that(
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_what_is_loaded_is_in_the_new_folder(tmp_path: Path, file_format: str, links: bool) -> None:
+def test_loaded_trajectories_are_in_the_new_folder(
+    tmp_path: Path, file_format: str, links: bool
+) -> None:
     with saving(tmp_path / "old", trajectory_format=file_format) as buffer:
         add(buffer, range(5))
     with saving(tmp_path / "new", max_trajectories=4) as buffer:
@@ -89,7 +91,9 @@ def test_what_is_loaded_is_in_the_new_folder(tmp_path: Path, file_format: str, l
     assert one.stat().st_nlink == 1
 
 
-def test_later_trajectories_of_an_earlier_run_are_told_of(tmp_path: Path) -> None:
+def test_trajectories_after_the_loaded_checkpoint_are_omitted_with_a_warning(
+    tmp_path: Path,
+) -> None:
     with saving(tmp_path / "auto") as buffer:
         add(buffer, range(3))
         buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -105,7 +109,7 @@ def test_later_trajectories_of_an_earlier_run_are_told_of(tmp_path: Path) -> Non
     assert len(list((tmp_path / "auto").glob("*.h5"))) == 6
 
 
-def test_other_trajectories_of_the_same_ids_are_not_overwritten(tmp_path: Path) -> None:
+def test_other_trajectories_with_the_same_ids_are_not_overwritten(tmp_path: Path) -> None:
     with saving(tmp_path / "auto") as buffer:
         add(buffer, range(2))
     other = TrajectoryReplayBuffer()
@@ -147,7 +151,7 @@ def test_a_load_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_distributed", [False, True])
-def test_ranks_that_go_on_hold_everything_once(tmp_path: Path, is_distributed: bool) -> None:
+def test_resumed_ranks_have_each_trajectory_once(tmp_path: Path, is_distributed: bool) -> None:
     ranks = [saving(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for count, number in ((1, 0), (4, 1)):
         for one in range(number, number + 2 * count, 2):
