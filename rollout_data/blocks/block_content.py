@@ -34,7 +34,7 @@ from .row_layout import StoredColumn
 _NUM_SAMPLES = 8
 
 
-class RowSource(Protocol):
+class ColumnRows(Protocol):
     """Interface of the rows of one column of a block to write.
 
     Rows are read in parts, so that memory never contains two copies of a block. Thread-safe.
@@ -56,7 +56,7 @@ class RowSource(Protocol):
 
 
 class ArrayRows:
-    """A `RowSource` of rows in memory: C-contiguous uint8 `[R, row_bytes]`."""
+    """A `ColumnRows` of rows in memory: C-contiguous uint8 `[R, row_bytes]`."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
@@ -68,7 +68,7 @@ class ArrayRows:
 
 
 class CodedRows:
-    """A `RowSource` of the encoded chunks of a column. Its rows are single bytes.
+    """A `ColumnRows` of the encoded chunks of a column. Its rows are single bytes.
 
     Attributes:
         coding: Codec and largest error of the chunks.
@@ -87,7 +87,7 @@ class CodedRows:
         return self.data[start:stop, None]
 
 
-def _decoded(source: RowSource) -> RowSource:
+def _decoded(source: ColumnRows) -> ColumnRows:
     """Decode a source of encoded chunks; return other sources unchanged."""
     if not isinstance(source, CodedRows):
         return source
@@ -122,7 +122,7 @@ class BlockContent:
     sequence: int
     fragments: np.ndarray
     reward_sums: np.ndarray
-    rows: Mapping[str, Mapping[str, RowSource]]
+    rows: Mapping[str, Mapping[str, ColumnRows]]
     max_errors: Mapping[str, float] = field(default_factory=dict)
     codecs: MutableMapping[str, str] = field(default_factory=dict)
     frames_per_chunk: int | None = None
@@ -133,7 +133,7 @@ class BlockContent:
 def code_tables(
     content: BlockContent,
     num_threads: int | None,
-) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
+) -> tuple[dict[str, dict[str, ColumnRows]], dict[str, Coding]]:
     """Encode the columns of a block that are stored in chunks, unless they are encoded already.
 
     Returns:
@@ -159,7 +159,7 @@ def _code_field(
     content: BlockContent,
     name: str,
     codec: str,
-    sources: Mapping[str, RowSource],
+    sources: Mapping[str, ColumnRows],
     num_threads: int | None,
 ) -> dict[str, CodedRows]:
     """Encode the rows of a field in all tables with one codec. Maps each table to its chunks."""
@@ -233,7 +233,7 @@ class _Frames:
 
     def __init__(
         self,
-        source: RowSource,
+        source: ColumnRows,
         name: str,
         table: str,
         codec: str,
@@ -298,7 +298,7 @@ class _Frames:
 
 def gathered(
     parts: Sequence[tuple[BlockHeader, np.void]],
-) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
+) -> tuple[dict[str, dict[str, ColumnRows]], np.ndarray]:
     """Concatenate the rows of several fragments from blocks with the same schema.
 
     Returns:
@@ -306,7 +306,7 @@ def gathered(
         rows in the result, `[F]`.
     """
     fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
-    tables: dict[str, dict[str, RowSource]] = {}
+    tables: dict[str, dict[str, ColumnRows]] = {}
     for table, layout in parts[0][0].layouts.items():
         first, stop = row_ranges(table, fragments)
         ranges = []
@@ -324,7 +324,7 @@ def gathered(
     return tables, fragments
 
 
-def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
+def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> ColumnRows:
     """Return the rows `start:stop` of a column; both bounds must be bounds of fragments.
 
     Chunks of an encoded column are not decoded.
@@ -345,7 +345,7 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
     return CodedRows(header.codings[column], part, data)
 
 
-def _joined(parts: Sequence[RowSource], column: StoredColumn) -> RowSource:
+def _joined(parts: Sequence[ColumnRows], column: StoredColumn) -> ColumnRows:
     """Concatenate rows. Chunks are copied if all have the same codec, otherwise decoded."""
     coded = [part for part in parts if isinstance(part, CodedRows)]
     if len({part.coding.codec for part in coded}) == 1:

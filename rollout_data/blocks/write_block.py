@@ -28,7 +28,7 @@ from storage.errors import UsageError
 from storage.saving.hdf5_files import SparseFile, begin_file, kind_of, reserve, write_at
 
 from .annotation_table import NOTES_CRC, note_tables, tables_crc
-from .block_content import BlockContent, CodedRows, RowSource, code_tables
+from .block_content import BlockContent, CodedRows, ColumnRows, code_tables
 from .block_header import (
     ABOUT,
     CODECS,
@@ -184,7 +184,7 @@ class _Piece:
         places: Indices in `checksums` of the fragments in the piece.
     """
 
-    source: RowSource
+    source: ColumnRows
     offset: int
     start: int
     stop: int
@@ -215,7 +215,7 @@ class _Piece:
 
 
 def _cut(
-    source: RowSource,
+    source: ColumnRows,
     offset: int,
     ranges: tuple[np.ndarray, np.ndarray],
     checksums: np.ndarray,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
@@ -30,70 +30,74 @@ class Format(NamedTuple):
     """A readable format.
 
     Attributes:
-        module: Module below `formats` with the class `Reader` of the format.
+        reader: Class of the reader, as "module below `formats`:class".
         is_format: Function of `format_detection` that recognizes paths of the format.
         refines: Name of a more general format that also matches every path of this format.
     """
 
-    module: str
+    reader: str
     is_format: Callable[[Path], bool]
     refines: str = ""
 
 
 #: Maps format names to formats, in the order of detection.
 FORMATS: dict[str, Format] = {
-    "lerobot": Format("lerobot.lerobot_reader", detection.is_lerobot),
-    "rlinf": Format("rlinf.rlinf_reader", detection.is_rlinf),
-    "rlds": Format("records.rlds_reader", detection.is_rlds),
-    "zarr": Format("arrays.zarr_replay_buffer", detection.is_zarr_replay_buffer),
-    "mcap": Format("records.mcap_reader", detection.is_mcap),
-    "minari": Format("minari.minari_reader", detection.is_minari),
-    "libero": Format("hdf5.libero", detection.is_libero, refines="robomimic"),
-    "isaaclab": Format("hdf5.isaaclab_reader", detection.is_isaaclab, refines="robomimic"),
-    "robomimic": Format("hdf5.robomimic_reader", detection.is_robomimic),
-    "aloha": Format("hdf5.aloha", detection.is_aloha),
-    "maniskill": Format("hdf5.maniskill", detection.is_maniskill),
-    "humenv": Format("hdf5.humenv", detection.is_humenv),
-    "d4rl": Format("hdf5.d4rl_reader", detection.is_d4rl),
-    "bfm_zero": Format("hdf5.bfm_zero", detection.is_bfm_zero),
-    "ogbench": Format("arrays.ogbench", detection.is_ogbench),
-    "motion": Format("arrays.motion_clips", detection.is_motion),
+    "lerobot": Format("lerobot.lerobot_reader:LerobotReader", detection.is_lerobot),
+    "rlinf": Format("rlinf.rlinf_reader:RlinfReader", detection.is_rlinf),
+    "rlds": Format("records.rlds_reader:RldsReader", detection.is_rlds),
+    "zarr": Format(
+        "arrays.zarr_replay_buffer:ZarrReplayBufferReader", detection.is_zarr_replay_buffer
+    ),
+    "mcap": Format("records.mcap_reader:McapReader", detection.is_mcap),
+    "minari": Format("minari.minari_reader:MinariReader", detection.is_minari),
+    "libero": Format("hdf5.libero:LiberoReader", detection.is_libero, refines="robomimic"),
+    "isaaclab": Format(
+        "hdf5.isaaclab_reader:IsaacLabReader", detection.is_isaaclab, refines="robomimic"
+    ),
+    "robomimic": Format("hdf5.robomimic_reader:RobomimicReader", detection.is_robomimic),
+    "aloha": Format("hdf5.aloha:AlohaReader", detection.is_aloha),
+    "maniskill": Format("hdf5.maniskill:ManiskillReader", detection.is_maniskill),
+    "humenv": Format("hdf5.humenv:HumenvReader", detection.is_humenv),
+    "d4rl": Format("hdf5.d4rl_reader:D4rlReader", detection.is_d4rl),
+    "bfm_zero": Format("hdf5.bfm_zero:BfmZeroReader", detection.is_bfm_zero),
+    "ogbench": Format("arrays.ogbench:OgbenchReader", detection.is_ogbench),
+    "motion": Format("arrays.motion_clips:MotionReader", detection.is_motion),
 }
 
-#: Maps format names to modules below `formats` that contain the class `Writer`.
+#: Maps format names to classes of writers, as "module below `formats`:class".
 WRITERS: dict[str, str] = {
-    "lerobot": "lerobot.lerobot_writer",
-    "robomimic": "hdf5.robomimic_writer",
-    "isaaclab": "hdf5.isaaclab_writer",
-    "minari": "minari.minari_writer",
-    "d4rl": "hdf5.d4rl_writer",
-    "rlinf": "rlinf.rlinf_writer",
-    "trajectory-folders": "trajectory_folders.trajectory_folder_writer",
+    "lerobot": "lerobot.lerobot_writer:LerobotWriter",
+    "robomimic": "hdf5.robomimic_writer:RobomimicWriter",
+    "isaaclab": "hdf5.isaaclab_writer:IsaacLabWriter",
+    "minari": "minari.minari_writer:MinariWriter",
+    "d4rl": "hdf5.d4rl_writer:D4rlWriter",
+    "rlinf": "rlinf.rlinf_writer:RlinfWriter",
+    "trajectory-folders": "trajectory_folders.trajectory_folder_writer:TrajectoryFolderWriter",
 }
 
-#: Maps names of write-only formats for viewers to modules below `formats`.
-EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
+#: Maps names of write-only formats for viewers to classes of writers.
+EXPORTS: dict[str, str] = {"rerun": "rerun_writer:RerunWriter"}
 
 #: Maximum number of inspected entries of a folder.
 _MAX_ENTRIES = 20
 
 
-def _import_class(name: str, class_name: str, modules: Mapping[str, str]) -> Any:
-    if not isinstance(name, str) or name not in modules:
-        raise UsageError(f"format {name!r} is unknown. Known formats: {nearest(name, modules)}.")
-    return getattr(import_module(f".{modules[name]}", __package__), class_name)
+def _import_class(name: str, classes: Mapping[str, str]) -> Any:
+    if not isinstance(name, str) or name not in classes:
+        raise UsageError(f"format {name!r} is unknown. Known formats: {nearest(name, classes)}.")
+    return resolve_name(f"{__package__}.{classes[name]}")
 
 
 def reader_class(name: str) -> type[FileSource]:
     """Import and return the reader of a format."""
-    modules = {known: format.module for known, format in FORMATS.items()}
-    reader: type[FileSource] = _import_class(name, "Reader", modules)
+    readers = {known: format.reader for known, format in FORMATS.items()}
+    reader: type[FileSource] = _import_class(name, readers)
     return reader
 
 
 def writer_class(name: str) -> type[ForeignWriter]:
     """Import and return the writer of a format."""
-    writer: type[ForeignWriter] = _import_class(name, "Writer", {**WRITERS, **EXPORTS})
+    writer: type[ForeignWriter] = _import_class(name, {**WRITERS, **EXPORTS})
     return writer
 
 

@@ -35,7 +35,7 @@ _PIXELS = {"uint8": "U8", "uint16": "U16", "float16": "F16"}
 Array = np.ndarray[Any, Any]
 
 
-class Writer(ForeignWriter):
+class RerunWriter(ForeignWriter):
     """Writer of one `.rrd` file.
 
     Numbers become float64 scalars, and pictures become images. A grey picture becomes a depth image

@@ -18,7 +18,7 @@ from storage.core.fields import Schema
 from storage.core.memory import BufferPool
 
 from ..blocks.annotation_table import EPISODES, TEXTS
-from ..blocks.block_content import BlockContent, RowSource
+from ..blocks.block_content import BlockContent, ColumnRows
 from ..blocks.block_header import (
     DATA,
     DROPPED,
@@ -330,7 +330,7 @@ class Staging:
 
 
 class _Rows:
-    """A `RowSource` that packs staged values of fields into rows of one column.
+    """A `ColumnRows` that packs staged values of fields into rows of one column.
 
     Args:
         layout: Layout of the table.
@@ -388,7 +388,7 @@ class _Rows:
 
 def _row_sources(
     layout: RowLayout, values: Mapping[str, np.ndarray], places: np.ndarray | None
-) -> dict[str, RowSource]:
+) -> dict[str, ColumnRows]:
     """Map the columns of a table to row sources. `values` and `places` are as in `_Rows`."""
     return {name: _Rows(layout, column, values, places) for name, column in layout.columns.items()}
 

@@ -54,7 +54,7 @@ _MAX_LOOKS = 10
 _Made = TypeVar("_Made")
 
 
-class MissingFolderError(DataFileError, FileNotFoundError):
+class MissingSaveError(DataFileError, FileNotFoundError):
     """A folder to be loaded does not exist."""
 
 
@@ -89,7 +89,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         # Retry, as another process may be replacing the folder.
         except (FileNotFoundError, NotADirectoryError) as error:
             cause = error
-    raise MissingFolderError(
+    raise MissingSaveError(
         f"{str(folder)!r} does not exist, or lacks the file {CONFIG_NAME}."
     ) from cause
 

@@ -16,7 +16,10 @@ from rollout_data.formats.registry import FORMATS
 from tests.formats.cases import CASES, ROOT, load, open_case
 
 #: Module of each reader -> its format.
-READERS = {f"rollout_data.formats.{format.module}": name for name, format in FORMATS.items()}
+READERS = {
+    f"rollout_data.formats.{format.reader.partition(':')[0]}": name
+    for name, format in FORMATS.items()
+}
 
 #: Opens each path in a fork of one process, as importing the library takes seconds.
 OPEN_AND_LIST_MODULES = """

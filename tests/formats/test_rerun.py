@@ -142,17 +142,17 @@ def test_a_stopped_conversion_goes_on_and_a_whole_one_is_not_replaced(
     walk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
-    from rollout_data.formats.rerun_writer import Writer
+    from rollout_data.formats.rerun_writer import RerunWriter
 
-    target, add = walk.parent / "new" / "walk.rrd", Writer.add
+    target, add = walk.parent / "new" / "walk.rrd", RerunWriter.add
 
-    def stop(self: Writer, episode: Any) -> None:
+    def stop(self: RerunWriter, episode: Any) -> None:
         if self.written:
             raise KeyboardInterrupt
         add(self, episode)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Writer, "add", stop)
+        patch.setattr(RerunWriter, "add", stop)
         convert(walk, target, to="rerun", progress=False)
     assert not target.exists()
     assert convert(walk, target, to="rerun", progress=False).num_present == 1

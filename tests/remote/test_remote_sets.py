@@ -101,7 +101,7 @@ def test_a_set_at_a_url_gives_the_numbers_of_the_local_one(own, tmp_path, form):
 
 def test_every_format_is_either_copied_or_refused():
     assert set(COPIED) <= set(FORMATS)
-    assert {name for name, format in FORMATS.items() if format.module.startswith("hdf5.")} <= set(
+    assert {name for name, format in FORMATS.items() if format.reader.startswith("hdf5.")} <= set(
         COPIED
     )
 

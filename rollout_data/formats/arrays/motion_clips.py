@@ -55,7 +55,7 @@ _Layout = tuple[str, ...]
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
-class Reader(FileSource):
+class MotionReader(FileSource):
     """Reader of one clip, or of all clips in a folder sorted by the numbers in their names.
 
     Options:

@@ -23,7 +23,7 @@ _MAX_EPISODES = 1 << 18
 _ROWS_AT_ONCE = 1 << 20
 
 
-class Reader(FileSource):
+class OgbenchReader(FileSource):
     """Reader of `<name>.npz`, or of `<name>-val.npz`, the validation split.
 
     The files do not state how a trajectory ended.

@@ -27,7 +27,7 @@ _OBSERVATIONS = ("obs", "observation", "observations")
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
-class Reader(FileSource):
+class ZarrReplayBufferReader(FileSource):
     """Reader of a zarr folder or zip file with `data/<field>` and `meta/episode_ends`.
 
     The format does not state how episodes ended, and rarely has rewards.

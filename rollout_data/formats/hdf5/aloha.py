@@ -16,12 +16,12 @@ from storage.errors import DataFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ..format_detection import aloha_files
-from .hdf5_episodes import Column, Hdf5Reader, LayoutMaker, is_encoded
+from .hdf5_episodes import DatasetColumn, Hdf5Reader, LayoutMaker, is_encoded
 
 _IMAGES = "observations/images/"
 
 
-class Reader(Hdf5Reader):
+class AlohaReader(Hdf5Reader):
     """Reader of a file, or of all `episode_<n>.hdf5` of a folder in the order of their numbers.
 
     The files have no rewards and no episode ends.
@@ -56,7 +56,7 @@ class Reader(Hdf5Reader):
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
         return path.startswith(_IMAGES) and is_encoded(maker.datasets[path])
 
-    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+    def read_rows(self, info: EpisodeInfo, column: DatasetColumn, start: int, stop: int) -> Any:
         rows = super().read_rows(info, column, start, stop)
         if column.is_picture and self.options["bgr"]:
             rows = np.ascontiguousarray(rows[..., ::-1])

@@ -17,13 +17,13 @@ from storage.saving.saved_folder import CONFIG_NAME
 from ...sources.episode_info import EpisodeInfo
 from ..format_detection import BFM_ZERO_BUFFER
 from ..input_checks import file_inside, read_object
-from .flat_episodes import FlatReader, Part, ends_of, our_name
+from .flat_episodes import FlatReader, RowRange, ends_of, our_name
 
 #: Fields of a step that BFM-Zero stores in the group of the next observation.
 _FIELDS_OF_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
-class Reader(FlatReader):
+class BfmZeroReader(FlatReader):
     """Reader of a saved ring buffer. In a full ring, the first episode may lack its beginning."""
 
     format = "bfm_zero"
@@ -64,7 +64,7 @@ def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
     return names
 
 
-def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
+def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[RowRange]:
     """Return the ranges of written rows of a ring, oldest rows first."""
     position: Any = config.get("_idx")
     is_full: Any = config.get("_is_full")
@@ -81,7 +81,7 @@ def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list
     cursor = total % capacity
     parts = []
     if total >= capacity:
-        parts.append(Part("", cursor, capacity - cursor))
+        parts.append(RowRange("", cursor, capacity - cursor))
     if cursor:
-        parts.append(Part("", 0, cursor))
+        parts.append(RowRange("", 0, cursor))
     return parts

@@ -37,7 +37,7 @@ _STEPS = (
 )
 
 
-class Reader(FlatReader):
+class D4rlReader(FlatReader):
     """Reader of the episodes of a file, in the order of their rows.
 
     Options:

@@ -25,14 +25,14 @@ from ..episode_writer import (
     has_unknown_end,
     shared_fields,
 )
-from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
+from .hdf5_writer import EpisodeRows, Form, Hdf5Writer, has_number, without_left_out, written_dtype
 
 #: Maps each group of fields to the name of its dataset.
 _DATASETS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _FLAGS = ("terminals", "timeouts")
 
 
-class Writer(Hdf5Writer):
+class D4rlWriter(Hdf5Writer):
     """Writer of the datasets `observations`, `actions`, `rewards`, `terminals` and `timeouts`.
 
     The dataset `next_observations` is also written if all episodes have a final observation.
@@ -49,12 +49,12 @@ class Writer(Hdf5Writer):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
     @classmethod
-    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+    def rows_of(cls, note: ConversionNote) -> dict[str, EpisodeRows]:
         lengths = {episode["id"]: episode["length"] for episode in note.episodes}
         rows = {}
         first = 0
         for name in note.written_ids():
-            rows[name] = Rows("", first, lengths[name])
+            rows[name] = EpisodeRows("", first, lengths[name])
             first += lengths[name]
         return rows
 

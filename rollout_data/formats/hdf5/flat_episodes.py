@@ -19,7 +19,7 @@ from storage.errors import CorruptFileError
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
-from .hdf5_episodes import Column, row_shape
+from .hdf5_episodes import DatasetColumn, row_shape
 
 #: Maps the first part of dataset names to the first part of field names.
 _OUR_NAMES = {
@@ -37,7 +37,7 @@ _MAX_EPISODES = 1 << 20
 Array = np.ndarray[Any, Any]
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Consecutive rows of the datasets in a group: group, first row, and number of rows."""
 
     group: str
@@ -64,8 +64,8 @@ class FlatReader(FileSource):
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.files = Files()
-        self.parts: list[Part] = []
-        self.columns: dict[str, Column] = {}
+        self.parts: list[RowRange] = []
+        self.columns: dict[str, DatasetColumn] = {}
         self.following: dict[str, str] = {}
         super().__init__(path, options)
 
@@ -84,7 +84,7 @@ class FlatReader(FileSource):
         datasets: Mapping[str, DatasetInfo],
         names: Mapping[str, str],
         group: str,
-        part: Part | None = None,
+        part: RowRange | None = None,
     ) -> None:
         """Append the rows of a group to the steps. All groups must have the same datasets.
 
@@ -110,12 +110,12 @@ class FlatReader(FileSource):
                     f"{where} has {info.shape[0]} rows of {path!r}, expected {num_rows}.",
                     kind="counts",
                 )
-            columns[name] = Column(path, row_shape(name, info), info.kind)
+            columns[name] = DatasetColumn(path, row_shape(name, info), info.kind)
         if self.parts and self.columns != columns:
             raise CorruptFileError(f"{where} has different datasets from the previous groups.")
         self.columns = columns
         self.following = _following(columns)
-        self.parts.append(part or Part(group, 0, num_rows))
+        self.parts.append(part or RowRange(group, 0, num_rows))
 
     def usable(self, datasets: Mapping[str, DatasetInfo]) -> list[str]:
         """Return the names of numeric datasets. Other datasets with rows are reported."""
@@ -220,7 +220,7 @@ class FlatReader(FileSource):
         return np.asarray(self.read_rows(sources[name], stop - 1, stop)[0])
 
 
-def _following(columns: Mapping[str, Column]) -> dict[str, str]:
+def _following(columns: Mapping[str, DatasetColumn]) -> dict[str, str]:
     """Map each field with the observation after each step to the name of the observation."""
     following = {}
     for name in columns:
@@ -242,7 +242,9 @@ def ends_of(ends: Array) -> Array:
     return np.append(stops, len(ends)) if len(ends) > last else stops
 
 
-def _rows_of_part(file: OpenFile, part: Part, column: Column, low: int, high: int) -> Array:
+def _rows_of_part(
+    file: OpenFile, part: RowRange, column: DatasetColumn, low: int, high: int
+) -> Array:
     """Read the rows `low:high` of a part; row 0 is the first row of the part."""
     info = file.datasets(part.group)[column.path]
     if info.kind != column.kind or info.shape[0] < part.first + part.num_rows:

@@ -43,7 +43,7 @@ _JPEG_END = b"\xff\xd9"
 _RESERVED = ("action", "observation", "reward", "terminated", "truncated")
 
 
-class Column(NamedTuple):
+class DatasetColumn(NamedTuple):
     """The dataset that contains a field.
 
     Attributes:
@@ -72,8 +72,8 @@ class Layout:
             reads all rows.
     """
 
-    columns: dict[str, Column] = field(default_factory=dict)
-    final: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, DatasetColumn] = field(default_factory=dict)
+    final: dict[str, DatasetColumn] = field(default_factory=dict)
     metadata: dict[str, int | None] = field(default_factory=dict)
 
     @cached_property
@@ -93,12 +93,12 @@ class Layout:
         return tuple(name for name, column in self.columns.items() if column.kind == "text")
 
 
-def _final_field(name: str, column: Column) -> Field:
+def _final_field(name: str, column: DatasetColumn) -> Field:
     is_text = column.kind == "text"
     return Field(name, column.shape, "int64" if is_text else column.kind, is_text=is_text)
 
 
-class Source(NamedTuple):
+class EpisodeGroup(NamedTuple):
     """Location of an episode: file, group, and layout of the datasets in the group."""
 
     path: Path
@@ -304,7 +304,7 @@ class Hdf5Reader(FileSource):
             layouts: Maps results of `_names` to layouts. A new layout is added.
         """
         length, layout = self._layout_of(file, group, node, layouts)
-        source = Source(file.path, group, layout)
+        source = EpisodeGroup(file.path, group, layout)
         facts = self.facts(file, node, length)
         load = partial(self.read_metadata, source)
         facts["metadata"] = LazyMetadata(facts.get("metadata", {}), load)
@@ -352,7 +352,7 @@ class Hdf5Reader(FileSource):
                 names += [f"{group}/{name}" for name in file.members(below)]
         return tuple(names)
 
-    def read_metadata(self, source: Source) -> dict[str, Any]:
+    def read_metadata(self, source: EpisodeGroup) -> dict[str, Any]:
         """Read the attributes of an episode, and its datasets of metadata."""
         with self.files.use(source.path) as file:
             datasets = file.datasets(source.group)
@@ -425,7 +425,7 @@ class Hdf5Reader(FileSource):
         value = self.read_rows(info, column, row, row + 1)[0]
         return value if column.kind == "text" else np.asarray(value)
 
-    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+    def read_rows(self, info: EpisodeInfo, column: DatasetColumn, start: int, stop: int) -> Any:
         """Read rows of a field; `start` and `stop` are row numbers in the dataset."""
         path, group, _ = info.source
         with self.files.use(path) as file:
@@ -512,7 +512,7 @@ class LayoutMaker:
             is_jpeg = bytes(first[0][:2]) == _JPEG_START
             if is_jpeg and name not in lossy:
                 lossy.append(name)
-        column = Column(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
+        column = DatasetColumn(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
         self.layout.columns[name] = column
         if has_final:
             self.layout.final[name] = column
@@ -541,7 +541,7 @@ class LayoutMaker:
         else:
             self.layout.metadata[path] = None
 
-    def _add(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
+    def _add(self, columns: dict[str, DatasetColumn], name: str, path: str, first: int = 0) -> bool:
         """Add a column if the type of its dataset is readable; return whether it was added."""
         info = self.datasets[path]
         is_text_table = info.kind == "text" and len(info.shape) != 1
@@ -550,7 +550,7 @@ class LayoutMaker:
             return False
         if len(columns) >= MAX_FIELDS:
             raise CorruptFileError(f"{self._where} has more than {MAX_FIELDS} fields.")
-        columns[name] = Column(path, row_shape(name, info), info.kind, first)
+        columns[name] = DatasetColumn(path, row_shape(name, info), info.kind, first)
         return True
 
     def _report_unread(self, path: str) -> None:

@@ -1,6 +1,6 @@
 """Base of writers of HDF5 files whose structure is known before a row is read.
 
-The structure of the file is built in memory. Rows are then written directly to their offsets in the
+The structure of the file is built in memory. EpisodeRows are then written directly to their offsets in the
 file. An incomplete file has a hidden name. A dataset of the file contains the conversion record,
 with a line per written episode.
 """
@@ -53,7 +53,7 @@ _PART_BYTES = 1 << 23
 _FINISH_BYTES = 512
 
 
-class Rows(NamedTuple):
+class EpisodeRows(NamedTuple):
     """Location of the rows of an episode in a file.
 
     Attributes:
@@ -106,7 +106,7 @@ class EpisodeFile:
         contents: Mapping[str, Any],
         attributes: Mapping[str, Mapping[str, Any]],
         conversion: ConversionNote,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, EpisodeRows],
         note_name: str = NOTE_DATASET,
     ) -> None:
         self.path = path
@@ -244,7 +244,7 @@ class EpisodeFile:
         size = os.fstat(self._file).st_size
         covered = []
         for name, (dtype, shape) in self._datasets.items():
-            covered.append(Rows("").range_of(self._offsets[name], dtype, shape))
+            covered.append(EpisodeRows("").range_of(self._offsets[name], dtype, shape))
         time_ns = time.time_ns()
         finish = {
             "size": size,
@@ -369,7 +369,7 @@ class Hdf5Writer(ForeignWriter):
 
     @classmethod
     @abstractmethod
-    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+    def rows_of(cls, note: ConversionNote) -> dict[str, EpisodeRows]:
         """Map the id of each episode to write to the location of its rows."""
 
     @classmethod
@@ -380,7 +380,7 @@ class Hdf5Writer(ForeignWriter):
         The rows must keep their offsets.
 
         Raises:
-            UsageError: Rows were changed or removed, or the file was truncated.
+            UsageError: EpisodeRows were changed or removed, or the file was truncated.
         """
         file = cls.file_at(path)
         finish: Mapping[str, Any] = note.finish or {}
@@ -401,7 +401,7 @@ class Hdf5Writer(ForeignWriter):
             covered = cls._check_rows(path, place, note, opened, descriptor)
             note_dataset = _dataset(opened, cls.NOTE)
             if is_finished and status.st_size == size and note_dataset is not None:
-                covered.append(Rows("").range_of(*note_dataset))
+                covered.append(EpisodeRows("").range_of(*note_dataset))
                 if checksum_of(descriptor, gaps(covered, size)) != finish.get("checksum"):
                     change = "its content beside the rows of episodes differs"
                     raise changed_file(path, place, change)

@@ -27,7 +27,7 @@ from .hdf5_episodes import Hdf5Reader
 _NUM_EPISODES = "num_episodes"
 
 
-class Reader(Hdf5Reader):
+class HumenvReader(Hdf5Reader):
     """Reader of a file, a folder of files, or a text file that lists files.
 
     Episodes of several files are named "<file>/ep_<i>".

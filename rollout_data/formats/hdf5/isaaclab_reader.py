@@ -15,8 +15,8 @@ from storage.errors import UsageError
 
 from ...sources.episode_info import EpisodeInfo
 from .hdf5_datasets import OpenFile
-from .hdf5_episodes import Column, LayoutMaker, Source
-from .robomimic_reader import Reader as RobomimicReader
+from .hdf5_episodes import DatasetColumn, EpisodeGroup, LayoutMaker
+from .robomimic_reader import RobomimicReader
 
 _ORDERS = ("wxyz", "xyzw")
 #: Suffix of the names of pose arrays `[..., 7]`: a position, then a quaternion.
@@ -24,7 +24,7 @@ _POSE = "root_pose"
 _POSE_SIZE = 7
 
 
-class Reader(RobomimicReader):
+class IsaacLabReader(RobomimicReader):
     """Reader of the demos of a file. Success and seed are read from attributes.
 
     Options:
@@ -62,14 +62,14 @@ class Reader(RobomimicReader):
             "task": task if isinstance(task, str) else "",
         }
 
-    def read_metadata(self, source: Source) -> dict[str, Any]:
+    def read_metadata(self, source: EpisodeGroup) -> dict[str, Any]:
         metadata = super().read_metadata(source)
         for name, value in metadata.items():
             if name.endswith(_POSE):
                 metadata[name] = self._reordered(value)
         return metadata
 
-    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+    def read_rows(self, info: EpisodeInfo, column: DatasetColumn, start: int, stop: int) -> Any:
         rows = super().read_rows(info, column, start, stop)
         return self._reordered(rows) if column.path.endswith(_POSE) else rows
 

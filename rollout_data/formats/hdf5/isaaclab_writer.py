@@ -24,7 +24,7 @@ _ISAAC = 2
 _INITIAL = "initial_state/"
 
 
-class Writer(robomimic_writer.Writer):
+class IsaacLabWriter(robomimic_writer.RobomimicWriter):
     """Writer of demos with `success`, `seed` and other plain metadata as attributes.
 
     Options:

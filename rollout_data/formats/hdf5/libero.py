@@ -15,10 +15,10 @@ from ...sources.episode_info import EpisodeInfo
 from ..input_checks import parse_attribute
 from .hdf5_datasets import DatasetInfo, OpenFile
 from .hdf5_episodes import Layout
-from .robomimic_reader import Reader as RobomimicReader
+from .robomimic_reader import RobomimicReader
 
 
-class Reader(RobomimicReader):
+class LiberoReader(RobomimicReader):
     """Reader of the demos of one task.
 
     Options:

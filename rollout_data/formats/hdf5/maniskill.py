@@ -18,7 +18,7 @@ from .hdf5_episodes import Hdf5Reader, LayoutMaker
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
-class Reader(Hdf5Reader):
+class ManiskillReader(Hdf5Reader):
     """Reader of the trajectories of a file, in the order of their numbers.
 
     Options:

@@ -31,7 +31,7 @@ _COMPARED_ROWS = 256
 _MAX_MASK_BYTES = 1 << 24
 
 
-class Reader(Hdf5Reader):
+class RobomimicReader(Hdf5Reader):
     """Reader of demos in the order of their numbers.
 
     The last row of `next_obs` is the final observation.

@@ -30,7 +30,7 @@ from ..episode_writer import (
     shared_fields,
 )
 from .flattened_names import OBS_NAMES, REPEATED, flat_key
-from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
+from .hdf5_writer import EpisodeRows, Form, Hdf5Writer, has_number, without_left_out, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
 #: Maps each group of fields to its group in a demo.
@@ -39,7 +39,7 @@ _GROUPS = {"observation": "obs", "action": "action_dict", "reward": "rewards"}
 _REAL = 4
 
 
-class Writer(Hdf5Writer):
+class RobomimicWriter(Hdf5Writer):
     """Writer of one HDF5 file with a group per episode, called a demo.
 
     Ids such as "demo_7" are kept if all episodes have such an id. Otherwise the demos are numbered,
@@ -85,9 +85,9 @@ class Writer(Hdf5Writer):
         return effective
 
     @classmethod
-    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+    def rows_of(cls, note: ConversionNote) -> dict[str, EpisodeRows]:
         demos = _demos_of(note.written_ids())
-        return {name: Rows(f"data/{demo}") for name, demo in demos.items()}
+        return {name: EpisodeRows(f"data/{demo}") for name, demo in demos.items()}
 
     def begin(self) -> set[str]:
         self._demos = _demos_of([episode.id for episode in self.episodes])

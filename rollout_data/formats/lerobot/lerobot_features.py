@@ -50,7 +50,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Column:
+class FeatureColumn:
     """A field of the recording and its LeRobot feature.
 
     Attributes:
@@ -120,7 +120,7 @@ def column_of(
     codec: str,
     is_v3: bool,
     copied_description: Mapping[str, Any] | None = None,
-) -> Column:
+) -> FeatureColumn:
     """Return the column of a field.
 
     Args:
@@ -137,10 +137,12 @@ def column_of(
     if is_picture and codec:
         if copied_description is None:
             check_encodable(field)
-        return Column(field, name, "video", codec=codec, copied_description=copied_description)
+        return FeatureColumn(
+            field, name, "video", codec=codec, copied_description=copied_description
+        )
     if is_picture:
-        return Column(field, name, "image")
-    return Column(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
+        return FeatureColumn(field, name, "image")
+    return FeatureColumn(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
 
 
 def _feature_name(field: Field, is_picture: bool, is_depth: bool, is_v3: bool) -> str:
@@ -170,7 +172,7 @@ def check_encodable(field: Field) -> None:
         )
 
 
-def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
+def arrow_column(column: FeatureColumn, parts: Iterable[Array], start: int) -> Any:
     """Return the Arrow array of consecutive rows.
 
     Args:
@@ -206,7 +208,7 @@ def _picture_array(parts: Iterable[Array], start: int) -> Any:
     return pyarrow.array(pictures, pyarrow.struct(fields))
 
 
-def read_column(column: Column, array: Any, where: str) -> Array:
+def read_column(column: FeatureColumn, array: Any, where: str) -> Array:
     """Read rows of numbers or depth from an array that `arrow_column` returned: `[n, *shape]`."""
     shape = column.field.shape
     if column.kind == "number":

@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class EpisodeEntry:
     """The entry of an episode in the index.
 
     Attributes:
@@ -112,7 +112,7 @@ class Index:
         self._rebuilds = rebuilds
         self.problems: list[RolloutDataError] = []
         self.files = ParquetFiles(info.path)
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, EpisodeEntry] = {}
         self.tasks: dict[int, str] = {}
         self.runs: dict[int, tuple[Run, ...]] = {}
 
@@ -428,7 +428,7 @@ def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
     )
 
 
-def _difference(run: Run, entry: Entry) -> str:
+def _difference(run: Run, entry: EpisodeEntry) -> str:
     """Describe the first difference of an episode's rows from its entry; "" if there is none."""
     if entry.file != run.file:
         return f"has its rows in {run.file!r}, but the index names {entry.file!r}"
@@ -442,7 +442,7 @@ def _difference(run: Run, entry: Entry) -> str:
     return ""
 
 
-def _kind_of_difference(run: Run, entry: Entry) -> str:
+def _kind_of_difference(run: Run, entry: EpisodeEntry) -> str:
     """Return the kind of defect of rows that differ from their entry."""
     if entry.file != run.file:
         return "twice"
@@ -541,19 +541,19 @@ def _shared(value: Any, known: dict[str, str]) -> Any:
     return value
 
 
-def _entry_of(info: Info, row: dict[str, Any]) -> Entry:
-    """Build the `Entry` of an index row; remove its values from the row."""
+def _entry_of(info: Info, row: dict[str, Any]) -> EpisodeEntry:
+    """Build the `EpisodeEntry` of an index row; remove its values from the row."""
     return _entry_3(info, row) if info.major == 3 else _entry_2(info, row)
 
 
-def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
+def _entry_2(info: Info, row: dict[str, Any]) -> EpisodeEntry:
     episode = row.pop(_EPISODE)
     values = {"episode_chunk": episode // info.chunks_size, _EPISODE: episode}
     videos = {}
     for camera in info.cameras:
         file = file_name(info.video_path, {**values, "video_key": camera}, info.path)
         videos[camera] = (file, 0.0)
-    return Entry(
+    return EpisodeEntry(
         tasks=_texts(row.pop("tasks", None)),
         length=row.pop("length"),
         start=row.pop("dataset_from_index"),
@@ -563,7 +563,7 @@ def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
     )
 
 
-def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
+def _entry_3(info: Info, row: dict[str, Any]) -> EpisodeEntry:
     where = f"the index of {str(info.path)!r}"
 
     def take_integer(name: str) -> int:
@@ -604,4 +604,4 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
         videos[camera] = (file_name(info.video_path, values, info.path), start_s)
     tasks = _texts(row.pop("tasks", None))
     other = {name: value for name, value in row.items() if "/" not in name and name != _EPISODE}
-    return Entry(tasks, length, start, file, videos, other)
+    return EpisodeEntry(tasks, length, start, file, videos, other)

@@ -30,7 +30,7 @@ from ..encoded_images import decode_picture
 from ..input_checks import KnownFiles, damage_named, file_inside, read_object
 from ..parquet import arrow, as_rows, first_row, shared_texts
 from ..video_frames import read_frames, summarize_video
-from .lerobot_index import SUCCESS, Entry, Index, Run
+from .lerobot_index import SUCCESS, EpisodeEntry, Index, Run
 from .lerobot_info import (
     INDEX_COLUMNS,
     MAX_OBJECT_BYTES,
@@ -56,7 +56,7 @@ _TEXT_KINDS = ("text", "language", "annotation")
 
 
 @dataclass(frozen=True)
-class Source:
+class EpisodeFiles:
     """Location of an episode in the files of a dataset.
 
     Attributes:
@@ -68,7 +68,7 @@ class Source:
     videos: Mapping[str, tuple[str, float]]
 
 
-class Reader(FileSource):
+class LerobotReader(FileSource):
     """Reader of a LeRobot dataset.
 
     Options:
@@ -395,7 +395,7 @@ class Reader(FileSource):
             missing: Names of the cameras without a video of the episode.
         """
         runs = index.runs[number]
-        entry = index.entries.get(number, Entry((), 0, 0, "", {}))
+        entry = index.entries.get(number, EpisodeEntry((), 0, 0, "", {}))
         task = self._task_of(number, runs, entry)
         metadata: dict[str, Any] = {}
         if len(entry.tasks) > 1:
@@ -416,10 +416,10 @@ class Reader(FileSource):
             success=success,
             task=task,
             metadata=metadata,
-            source=Source(runs, entry.videos),
+            source=EpisodeFiles(runs, entry.videos),
         )
 
-    def _task_of(self, number: int, runs: Sequence[Run], entry: Entry) -> str:
+    def _task_of(self, number: int, runs: Sequence[Run], entry: EpisodeEntry) -> str:
         """Return the task in the rows of an episode, or else the first task of its entry."""
         usual = entry.tasks[0] if entry.tasks else ""
         task = self._tasks.get(runs[0].task, usual)
@@ -444,7 +444,7 @@ class Reader(FileSource):
         return Schema(fields), tuple(texts)
 
     def file_of(self, number: int, name: str, step: int) -> Path:
-        source: Source = self.episodes[number].source
+        source: EpisodeFiles = self.episodes[number].source
         feature = self._features[name]
         if feature.kind == "video":
             return self.path / source.videos[feature.source][0]
@@ -469,7 +469,7 @@ class Reader(FileSource):
         stop: int,
     ) -> dict[str, Any]:
         info = self.episodes[number]
-        source: Source = info.source
+        source: EpisodeFiles = info.source
         features = [self._features[name] for name in names]
         in_columns = [feature for feature in features if feature.kind != "video"]
         fields = {feature.name: self._output(feature, source, start, stop) for feature in features}
@@ -489,7 +489,7 @@ class Reader(FileSource):
             frame += len(frames)
         return fields
 
-    def _output(self, feature: Feature, source: Source, start: int, stop: int) -> Any:
+    def _output(self, feature: Feature, source: EpisodeFiles, start: int, stop: int) -> Any:
         """Return the frames of a video feature, or an empty list or array for other features."""
         if feature.kind in _TEXT_KINDS:
             return []

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .lerobot_features import Column
+from .lerobot_features import FeatureColumn
 
 Array = np.ndarray[Any, Any]
 #: Maps LeRobot's names of quantiles to the share of values below them.
@@ -35,7 +35,7 @@ class SetStatistics:
         folder: Folder for temporary files, which need as many bytes as all numbers of the dataset.
     """
 
-    def __init__(self, columns: Sequence[Column], num_frames: int, folder: Path) -> None:
+    def __init__(self, columns: Sequence[FeatureColumn], num_frames: int, folder: Path) -> None:
         self._num_channels: dict[str, int] = {}
         groups: dict[tuple[np.dtype[Any], int], dict[str, tuple[int, ...]]] = defaultdict(dict)
         for column in columns:

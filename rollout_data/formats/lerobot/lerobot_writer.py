@@ -38,7 +38,7 @@ from .lerobot_features import (
     OTHER_ENCODERS,
     SCALARS,
     Array,
-    Column,
+    FeatureColumn,
     arrow_column,
     check_encodable,
     column_of,
@@ -98,7 +98,7 @@ _LANGUAGE = {
 }
 
 
-class Writer(ForeignWriter):
+class LerobotWriter(ForeignWriter):
     """Writer of a LeRobot dataset. Episodes are numbered in the order of writing.
 
     The fields are chosen by `shared_fields`.
@@ -263,7 +263,7 @@ class Writer(ForeignWriter):
         are_flags = all(field.dtype == "bool" and field.num_elements == 1 for field in fields)
         return are_flags and len(fields) < len(self.episodes)
 
-    def _chosen_columns(self, units: Mapping[str, str]) -> list[Column]:
+    def _chosen_columns(self, units: Mapping[str, str]) -> list[FeatureColumn]:
         """Return the columns of the fields that all episodes share."""
         columns = []
         for field in self._shared.schema.values():
@@ -276,7 +276,7 @@ class Writer(ForeignWriter):
             )
         return columns
 
-    def _column(self, field: Field, units: Mapping[str, str]) -> Column:
+    def _column(self, field: Field, units: Mapping[str, str]) -> FeatureColumn:
         """Return the column of a field. LeRobot video is copied if it has the requested codec."""
         is_v3 = self._version == "v3.0"
         if not is_picture_field(field):
@@ -430,13 +430,13 @@ class Writer(ForeignWriter):
             dtypes[_ANNOTATION] = np.dtype(np.int64)
         return dtypes | {name: np.dtype(dtype) for name, dtype in SCALARS.items()}
 
-    def _scalar_columns(self) -> dict[str, Column]:
+    def _scalar_columns(self) -> dict[str, FeatureColumn]:
         columns = {}
         for name, dtype in self._scalar_dtypes().items():
-            columns[name] = Column(Field(name, (), dtype.name), name, "number")
+            columns[name] = FeatureColumn(Field(name, (), dtype.name), name, "number")
         return columns
 
-    def _video_columns(self) -> list[Column]:
+    def _video_columns(self) -> list[FeatureColumn]:
         return [column for column in self._columns if column.kind == "video"]
 
     def _info(self) -> dict[str, Any]:
@@ -540,7 +540,7 @@ class Writer(ForeignWriter):
     def _write_video(
         self,
         episode: EpisodeToWrite,
-        column: Column,
+        column: FeatureColumn,
         path: Path,
         statistics: Statistics,
     ) -> None:
@@ -569,7 +569,7 @@ class Writer(ForeignWriter):
         self,
         source: VideoRange,
         episode: EpisodeToWrite,
-        column: Column,
+        column: FeatureColumn,
         path: Path,
         statistics: Statistics,
     ) -> bool:
@@ -607,7 +607,7 @@ class Writer(ForeignWriter):
     def _parts(
         self,
         episode: EpisodeToWrite,
-        column: Column,
+        column: FeatureColumn,
         rows: range,
         statistics: Statistics,
     ) -> Iterator[Array]:

@@ -82,7 +82,7 @@ class GroupReader(Hdf5Reader):
         return self._description.shape_of(name, shape)
 
 
-class Reader(GroupReader):
+class MinariReader(GroupReader):
     """Reader of the episodes of a dataset, in the order of their numbers.
 
     Options:

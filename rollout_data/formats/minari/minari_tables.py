@@ -33,7 +33,7 @@ _TEXT = "text"
 _PICTURE = "picture"
 
 
-class Leaf(NamedTuple):
+class TableLeaf(NamedTuple):
     """A column of a table, or a part of a struct column, that becomes a field.
 
     Attributes:
@@ -62,7 +62,7 @@ class TableReader(FileSource):
         self.metadata = {**self._description.metadata, **self.metadata}
         self._known = KnownFiles()
         #: Maps the columns of a file to its leaves by field name.
-        self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
+        self._leaves: dict[tuple[Any, ...], dict[str, TableLeaf]] = {}
         with os.scandir(folder) as entries:
             is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         episodes: list[EpisodeInfo] = []
@@ -119,15 +119,15 @@ class TableReader(FileSource):
         ends = {}
         for column, name in ENDS.items():
             if column in files[0].types:
-                leaf = Leaf(column, (), (), "bool")
+                leaf = TableLeaf(column, (), (), "bool")
                 ends[name] = bool(self._rows(files, leaf, column, length - 1, length)[0])
         return ends
 
-    def _leaves_of(self, file: Any) -> dict[str, Leaf]:
+    def _leaves_of(self, file: Any) -> dict[str, TableLeaf]:
         """Map field names to the leaves of a file. Files with the same columns share the result."""
         key = tuple((name, str(arrow_type)) for name, arrow_type in file.types.items())
         if key not in self._leaves:
-            leaves: dict[str, Leaf] = {}
+            leaves: dict[str, TableLeaf] = {}
             for column, arrow_type in file.types.items():
                 if column not in STEP_FIELDS and column != INFOS:
                     continue
@@ -146,7 +146,7 @@ class TableReader(FileSource):
         parts: tuple[str, ...],
         leaf_type: Any,
         name: str,
-    ) -> Leaf | None:
+    ) -> TableLeaf | None:
         """Build the leaf of a field from its first row; None if its type cannot be read."""
         where = f"{name!r} of {str(file.path)!r}"
         batch = next(file.batches({column: None}, 0, 1))
@@ -162,7 +162,7 @@ class TableReader(FileSource):
                 "picture. The column is left out."
             )
             return None
-        return Leaf(column, parts, self._description.shape_of(name, sizes), dtype)
+        return TableLeaf(column, parts, self._description.shape_of(name, sizes), dtype)
 
     def rows_read_together(self, number: int, name: str) -> int | None:
         _, leaves = self.episodes[number].source
@@ -184,7 +184,7 @@ class TableReader(FileSource):
         files = [file_inside(path.parent, path.name) for path in paths]
         return [_FILE_TYPES[path.suffix](path, self._known) for path in files]
 
-    def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
+    def _rows(self, files: Sequence[Any], leaf: TableLeaf, name: str, start: int, stop: int) -> Any:
         """Read rows of a field. Row numbers continue from file to file."""
         values: list[Any] = []
         first = 0
@@ -202,7 +202,7 @@ class TableReader(FileSource):
         dtype = np.uint8 if leaf.dtype == _PICTURE else leaf.dtype
         return np.concatenate(values) if values else np.empty((0, *leaf.shape), dtype)
 
-    def _width(self, file: Any, leaf: Leaf) -> int | None:
+    def _width(self, file: Any, leaf: TableLeaf) -> int | None:
         """Return the maximum number of values per row in the column of a leaf; None if unknown."""
         if leaf.dtype in (_TEXT, _PICTURE):
             return None
@@ -213,7 +213,7 @@ class TableReader(FileSource):
     def _last_infos(
         self,
         paths: Sequence[Path],
-        leaves: Mapping[str, Leaf],
+        leaves: Mapping[str, TableLeaf],
         row: int,
     ) -> dict[str, Any]:
         """Read the last row of the column `infos` as metadata."""
@@ -226,7 +226,7 @@ class TableReader(FileSource):
         return infos
 
 
-def _fields_of(leaves: Mapping[str, Leaf]) -> tuple[Schema, tuple[str, ...]]:
+def _fields_of(leaves: Mapping[str, TableLeaf]) -> tuple[Schema, tuple[str, ...]]:
     """Return the numeric fields and the names of the text fields."""
     fields = []
     texts = []
@@ -271,7 +271,7 @@ def _part_of(array: Any, parts: Sequence[str]) -> Any:
     return array
 
 
-def _values(array: Any, leaf: Leaf, where: str) -> Any:
+def _values(array: Any, leaf: TableLeaf, where: str) -> Any:
     """Convert an Arrow array to rows of the field."""
     if leaf.dtype == _TEXT:
         return shared_texts(array, {})

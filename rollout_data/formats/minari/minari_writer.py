@@ -32,9 +32,9 @@ from ..episode_writer import (
     shared_fields,
 )
 from ..hdf5.hdf5_writer import (
+    EpisodeRows,
     Form,
     Hdf5Writer,
-    Rows,
     has_number,
     without_left_out,
     written_dtype,
@@ -48,7 +48,7 @@ _FLAGS = ("terminations", "truncations")
 _METADATA = "data/metadata.json"
 
 
-class Writer(Hdf5Writer):
+class MinariWriter(Hdf5Writer):
     """Writer of a Minari dataset. For a `path` ".../door/human-v0" the id is "door/human-v0".
 
     Options:
@@ -86,9 +86,9 @@ class Writer(Hdf5Writer):
         return {**options, "dataset_id": _dataset_id(options, path)}
 
     @classmethod
-    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+    def rows_of(cls, note: ConversionNote) -> dict[str, EpisodeRows]:
         ids = note.written_ids()
-        return {name: Rows(f"episode_{number}") for number, name in enumerate(ids)}
+        return {name: EpisodeRows(f"episode_{number}") for number, name in enumerate(ids)}
 
     def begin(self) -> set[str]:
         episodes = enumerate(self.episodes)

@@ -47,7 +47,7 @@ _MESSAGE_HEAD_BYTES = 22
 _DAMAGE = (struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError)
 
 
-class Chunk(NamedTuple):
+class McapChunk(NamedTuple):
     """A compressed chunk of messages in a file.
 
     Attributes:
@@ -101,7 +101,7 @@ class Log:
         self.path = path
         self.topics = dict[str, Topic]()
         self.metadata = list[tuple[str, dict[str, str]]]()
-        self._chunks: list[Chunk] = []
+        self._chunks: list[McapChunk] = []
         self._num_text_bytes_left = _MAX_TEXT_BYTES
         self.num_left_out = 0
         self._latest: tuple[int, Any] = (-1, b"")
@@ -245,7 +245,7 @@ def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
     return bytes(data[start : start + num_bytes]).decode(), start + num_bytes
 
 
-def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
+def _chunk(data: memoryview, start: int, stop: int) -> McapChunk:
     """Parse the header of a chunk record."""
     _, _, num_bytes, checksum = struct.unpack_from("<QQQI", data[start:stop])
     compression, position = _text(data, start + 28, stop)
@@ -253,10 +253,10 @@ def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
     first = position + 8
     if first + num_stored_bytes > stop or num_bytes > _MAX_CHUNK_BYTES:
         raise ValueError(f"a chunk declares {num_bytes} bytes")
-    return Chunk(first, first + num_stored_bytes, compression, num_bytes, checksum)
+    return McapChunk(first, first + num_stored_bytes, compression, num_bytes, checksum)
 
 
-def _unpack(data: memoryview, chunk: Chunk) -> Any:
+def _unpack(data: memoryview, chunk: McapChunk) -> Any:
     """Decompress a chunk to at most one byte more than its declared size."""
     if not chunk.compression:
         return data

@@ -73,7 +73,7 @@ class _Source(NamedTuple):
     messages: dict[str, Array]
 
 
-class Reader(FileSource):
+class McapReader(FileSource):
     """Reader of an MCAP file, or of a folder of files sorted by the numbers in their names.
 
     Options:

@@ -13,7 +13,7 @@ import numpy as np
 from storage.core.fields import DTYPES, MAX_DIMENSIONS
 
 from ..encoded_images import decode_picture
-from .tfrecord import BYTES, FLOATS, INTEGERS, Array, Feature, count, items, numbers
+from .tfrecord import BYTES, FLOATS, INTEGERS, Array, FeatureValues, count, items, numbers
 
 MAX_STEPS = 1 << 20
 _MAX_DEPTH = 64
@@ -23,12 +23,12 @@ _FREE_BYTES = 1 << 28
 _MAX_EXPANSION = 256
 #: Maps declared float dtypes to field dtypes. Records store every float as float32.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
-#: Maps declared encodings of tensors to `Leaf.kind`.
+#: Maps declared encodings of tensors to `RldsLeaf.kind`.
 _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}
 
 
 @dataclass(frozen=True)
-class Leaf:
+class RldsLeaf:
     """A declared feature of steps.
 
     Attributes:
@@ -55,7 +55,7 @@ class Leaf:
             return BYTES
         return FLOATS if self.declared in _FLOATS else INTEGERS
 
-    def num_steps(self, data: memoryview, feature: Feature) -> int:
+    def num_steps(self, data: memoryview, feature: FeatureValues) -> int:
         """Return the number of steps of this feature in a record.
 
         Raises:
@@ -73,7 +73,7 @@ class Leaf:
     def decode(
         self,
         data: memoryview,
-        feature: Feature,
+        feature: FeatureValues,
         steps: range,
         shape: tuple[int, ...],
         where: str,
@@ -129,7 +129,7 @@ class Leaf:
 
 def declared_leaves(
     node: Any, name: str = "", shape: tuple[int, ...] = (), depth: int = 0
-) -> Iterator[tuple[str, Leaf]]:
+) -> Iterator[tuple[str, RldsLeaf]]:
     """Yield (name, feature) for each leaf of the declared feature tree.
 
     Nested names are joined by "/". A ragged axis has size -1.
@@ -149,26 +149,26 @@ def declared_leaves(
         yield name, _leaf(node, shape)
 
 
-def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
+def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> RldsLeaf:
     if "text" in node:
-        return Leaf("text", outer, "string")
+        return RldsLeaf("text", outer, "string")
     if not node.keys() & {"image", "tensor", "classLabel"}:
         # A feature of an unknown kind is declared as ragged, because ragged features are left out.
-        return Leaf("numbers", (-1,), "int64")
+        return RldsLeaf("numbers", (-1,), "int64")
     feature = node.get("image") or node.get("tensor") or {"dtype": "int64"}
     dtype = feature.get("dtype") or "uint8"
     sizes = feature.get("shape", {}).get("dimensions", ())
     shape = (*outer, *map(int, sizes))
     if dtype == "string":
-        return Leaf("text", shape, dtype)
+        return RldsLeaf("text", shape, dtype)
     if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < -1:
         raise ValueError(f"a feature has invalid dtype {dtype[:40]} or shape {list(shape)[:8]}")
     if "image" not in node:
-        return Leaf(_KINDS[feature.get("encoding") or "none"], shape, dtype)
+        return RldsLeaf(_KINDS[feature.get("encoding") or "none"], shape, dtype)
     if len(shape) != 3 or dtype not in ("uint8", "uint16", "float32"):
         # Several pictures per step are declared as ragged, because ragged features are left out.
-        return Leaf("numbers", (-1, *shape), dtype)
-    return Leaf("picture", shape, dtype)
+        return RldsLeaf("numbers", (-1, *shape), dtype)
+    return RldsLeaf("picture", shape, dtype)
 
 
 def text(item: bytes | memoryview) -> str:

@@ -29,12 +29,12 @@ from ...sources.file_source import FileSource
 from ..encoded_images import decode_picture, picture_format
 from ..format_detection import RLDS_FEATURES, RLDS_INFO, rlds_folders
 from ..input_checks import KnownFiles, file_inside, read_object
-from .rlds_features import MAX_STEPS, Leaf, declared_leaves, text
+from .rlds_features import MAX_STEPS, RldsLeaf, declared_leaves, text
 from .tfrecord import (
     BYTES,
     INTEGERS,
     Array,
-    Feature,
+    FeatureValues,
     check_record,
     count,
     features,
@@ -55,10 +55,10 @@ _MAX_JSON_BYTES = 1 << 24
 _MAX_SHARDS = 1 << 16
 _MAX_EPISODES = 1 << 18
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
-_Stored = Mapping[str, Feature]
+_Stored = Mapping[str, FeatureValues]
 
 
-class Reader(FileSource):
+class RldsReader(FileSource):
     """Reader of a version folder, or of a folder with one version folder.
 
     Options:
@@ -148,7 +148,7 @@ class Reader(FileSource):
 
         Unreadable features and reduced dtypes are reported.
         """
-        self._steps: dict[str, Leaf] = {}
+        self._steps: dict[str, RldsLeaf] = {}
         for key, leaf in self._leaves.items():
             where = f"{key!r} of {str(self._folder)!r}"
             name = key.removeprefix(_STEPS)
@@ -293,7 +293,7 @@ class Reader(FileSource):
             metadata=metadata,
         )
 
-    def _check_steps(self, data: memoryview, key: str, feature: Feature, length: int) -> None:
+    def _check_steps(self, data: memoryview, key: str, feature: FeatureValues, length: int) -> None:
         """Raise `ValueError` if a feature has an undeclared kind or does not have `length` steps.
 
         Steps of pictures and compressed tensors are counted when the steps are read.
@@ -319,7 +319,7 @@ class Reader(FileSource):
         key = min(keys, key=cost)
         return self._steps[key].num_steps(data, stored[_STEPS + key])
 
-    def _picture_shape(self, data: memoryview, feature: Feature, key: str) -> tuple[int, ...]:
+    def _picture_shape(self, data: memoryview, feature: FeatureValues, key: str) -> tuple[int, ...]:
         """Return the shape of the pictures of a feature; mark a JPEG feature as lossy."""
         first = items(data, feature, MAX_STEPS)[0]
         leaf = self._steps[key]
@@ -384,7 +384,7 @@ def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
     return bool(_plain(data, feature, "bool")[-1])
 
 
-def _plain(data: memoryview, feature: Feature, dtype: str) -> list[Any]:
+def _plain(data: memoryview, feature: FeatureValues, dtype: str) -> list[Any]:
     """Convert all numbers of a feature to a list of Python values."""
     values: list[Any] = numbers(data, feature, 0, count(data, feature)).astype(dtype).tolist()
     return values

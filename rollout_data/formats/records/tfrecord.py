@@ -34,7 +34,7 @@ _PIECE_BYTES = 1 << 20
 _BITS = np.arange(32, dtype=np.uint32)
 
 
-class Feature(NamedTuple):
+class FeatureValues(NamedTuple):
     """Location of the values of a feature in a file.
 
     Attributes:
@@ -95,13 +95,13 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
         )
 
 
-def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
+def features(data: memoryview, start: int, stop: int) -> dict[str, FeatureValues]:
     """Map the names of the features in the `Example` in `data[start:stop]` to their values.
 
     Raises:
         ValueError: The bytes are not an `Example`.
     """
-    by_name: dict[str, Feature] = {}
+    by_name: dict[str, FeatureValues] = {}
     for _, list_start, list_stop in _fields(data, start, stop):
         for _, entry_start, entry_stop in _fields(data, list_start, list_stop):
             parts = {}
@@ -116,11 +116,11 @@ def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
             for kind, first, last in _fields(data, *parts[2]):
                 if kind not in (BYTES, FLOATS, INTEGERS):
                     raise ValueError(f"feature {name!r} has values of the unknown type {kind}")
-                by_name[name] = Feature(kind, first, last)
+                by_name[name] = FeatureValues(kind, first, last)
     return by_name
 
 
-def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
+def items(data: memoryview, feature: FeatureValues, most: int) -> list[memoryview]:
     """Return the values of a feature of kind `BYTES`, as views.
 
     Raises:
@@ -134,7 +134,7 @@ def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
     return values
 
 
-def count(data: memoryview, feature: Feature) -> int:
+def count(data: memoryview, feature: FeatureValues) -> int:
     """Return the number of values of a feature of kind `FLOATS` or `INTEGERS`."""
     packed = _packed(data, feature)
     if feature.kind == FLOATS:
@@ -146,7 +146,7 @@ def count(data: memoryview, feature: Feature) -> int:
     return num_integers
 
 
-def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
+def numbers(data: memoryview, feature: FeatureValues, start: int, stop: int) -> Array:
     """Decode the numbers `start:stop` of a feature as a new array of float32 or int64.
 
     Raises:
@@ -178,7 +178,7 @@ def _integers(packed: Array, start: int, stop: int) -> Array:
     return np.concatenate(parts)
 
 
-def _packed(data: memoryview, feature: Feature) -> Array:
+def _packed(data: memoryview, feature: FeatureValues) -> Array:
     """Return the bytes of packed numbers, a uint8 view."""
     spans = [(start, stop) for _, start, stop in _fields(data, feature.start, feature.stop)]
     if feature.kind == BYTES or len(spans) > 1:

@@ -60,7 +60,7 @@ _DAMAGE = (
 )
 
 
-class Reader(FileSource):
+class RlinfReader(FileSource):
     """Reader of a checkpoint folder, or of a folder with a checkpoint folder per rank.
 
     Entries of the index without a file are reported and left out.

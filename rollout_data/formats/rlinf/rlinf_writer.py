@@ -29,7 +29,7 @@ _OTHERS = "forward_inputs"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
-class Writer(ForeignWriter):
+class RlinfWriter(ForeignWriter):
     """Writer of a checkpoint folder. Trajectory ids are 0, 1, ... in the order of the episodes."""
 
     format = "rlinf"

@@ -22,7 +22,7 @@ MAX_ARRAY_BYTES = 1 << 32
 _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Position of an unread byte string in the file, in bytes."""
 
     offset: int
@@ -138,7 +138,7 @@ def _stored(
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")
     if (
-        not isinstance(data, Span)
+        not isinstance(data, ByteSpan)
         or not isinstance(dtype, PickledDtype)
         or type(shape) is not tuple
     ):

@@ -22,9 +22,9 @@ from storage.errors import ForeignFileError, UnsafeFileError
 
 from .pickled_arrays import (
     GLOBALS,
+    ByteSpan,
     Global,
     PickledArray,
-    Span,
     corrupt_pickle,
     kind,
     pairs,
@@ -164,10 +164,10 @@ class _Machine:
             problem = f"an array has {left} of {count} bytes"
             raise truncated_pickle(self.path, problem)
 
-    def skip(self, count: int) -> Span:
+    def skip(self, count: int) -> ByteSpan:
         self.check(count)
         self.position = self.file.seek(count, os.SEEK_CUR)
-        return Span(self.position - count, count)
+        return ByteSpan(self.position - count, count)
 
     def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:

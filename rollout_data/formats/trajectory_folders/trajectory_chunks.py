@@ -1,6 +1,6 @@
 """Chunks of a trajectory folder: reading their content, and joining them to trajectories.
 
-A chunk is described once, as a `Chunk`. All decisions about a folder use these descriptions. A
+A chunk is described once, as a `TrajectoryChunk`. All decisions about a folder use these descriptions. A
 folder should have one trajectory. Several trajectories or missing parts are repaired and reported.
 """
 
@@ -51,7 +51,7 @@ Signature = tuple[StoredField, ...]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TrajectoryChunk:
     """Description of a readable chunk.
 
     Attributes:
@@ -114,7 +114,7 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
         yield OpenChunk(file, path, arrays, _num_frames(path, arrays), repairs)
 
 
-def scan_chunk(file: ChunkFile) -> Chunk:
+def scan_chunk(file: ChunkFile) -> TrajectoryChunk:
     """Read the description of a chunk. This reads only a few kilobytes of the file."""
     with open_chunk(file.path) as chunk:
         is_done = _flags(chunk, DONES)
@@ -123,7 +123,7 @@ def scan_chunk(file: ChunkFile) -> Chunk:
         if (is_timeout & ~is_done).any():
             chunk.repairs.append("a timeout without a done is read as the end of a trajectory")
         ends = np.flatnonzero(is_done | is_timeout)
-        return Chunk(
+        return TrajectoryChunk(
             file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs)
         )
 
@@ -207,14 +207,16 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
     return flags
 
 
-def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
+def join_chunks(
+    folder: Path, chunks: Sequence[TrajectoryChunk]
+) -> tuple[list[TrajectoryChunk], list[DataFileError]]:
     """Return the chunks that cover the frames from 0 on without gaps, and errors for the others.
 
     If several chunks have the same START, the newest is kept. A resumed collector writes the same
     frames again. The length of the arrays is used instead of END in the file name.
     """
     problems: list[DataFileError] = []
-    newest: dict[int, Chunk] = {}
+    newest: dict[int, TrajectoryChunk] = {}
     for chunk in sorted(
         chunks, key=lambda chunk: (chunk.file.mtime_ns, chunk.file.stop, chunk.file.path)
     ):
@@ -230,7 +232,7 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
             )
             problems.append(DataFileError(message, kind="overlap", episode=folder.name))
         newest[start] = chunk
-    kept: list[Chunk] = []
+    kept: list[TrajectoryChunk] = []
     position = 0
     while position in newest:
         kept.append(newest.pop(position))
@@ -262,7 +264,7 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
 
 
 def cut_trajectories(
-    folder: Path, chunks: Sequence[Chunk]
+    folder: Path, chunks: Sequence[TrajectoryChunk]
 ) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
     """Divide the joined chunks of a folder into trajectories at every recorded end.
 

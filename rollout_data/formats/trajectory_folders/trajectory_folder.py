@@ -36,8 +36,8 @@ from .trajectory_chunks import (
     OBSERVATIONS,
     PRIVILEGED,
     REWARDS,
-    Chunk,
     Signature,
+    TrajectoryChunk,
     cut_trajectories,
     join_chunks,
     open_chunk,
@@ -70,7 +70,7 @@ _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
 _WRITING_NS = 10 * 10**9
 #: A trajectory folder with joined chunks: sort key, chunks, and the fragments and chunk positions
 #: from `cut_trajectories`.
-_Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
+_Joined = tuple[tuple[int, int, str], list[TrajectoryChunk], np.ndarray, np.ndarray]
 _CUT = "This chunk and the later chunks of its trajectory are left out."
 
 
@@ -82,7 +82,7 @@ class FolderScan:
         data_dir: Data folder.
         schema: Fields as users see them; empty if nothing could be read.
         metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
-        chunk_paths: Chunk files with used frames. Fragments refer to them by position.
+        chunk_paths: TrajectoryChunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
             `row` is the first row within the chunk. Trajectories are numbered by the modification
             time of their last chunk, the number of their folder and their path. `end_time_ns`
@@ -105,7 +105,7 @@ class FolderScan:
     chunk_of: np.ndarray
     problems: tuple[DataFileError, ...]
     absent: Mapping[Path, Sequence[str]] = field(default_factory=dict)
-    known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
+    known: Mapping[ChunkFile, TrajectoryChunk] = field(default_factory=dict, repr=False)
     files: KnownFiles = field(default_factory=KnownFiles, repr=False)
     signature: Signature = ()
 
@@ -122,7 +122,7 @@ def scan_trajectory_folder(
         data_dir: Data folder. All folders below it are searched.
         previous: An earlier scan of this folder. Only new and changed chunks are opened. The fields
             of the earlier scan are kept if that scan found fields.
-        without: Chunk files to leave out because reading them to the end failed.
+        without: TrajectoryChunk files to leave out because reading them to the end failed.
 
     Raises:
         UsageError: `data_dir` is not a folder.
@@ -137,7 +137,9 @@ def scan_trajectory_folder(
     known_paths = {file.path for file in known}
     scanned = _scan_chunks([file for file in files if file not in known])
     scanned = {file: known[file] if file in known else scanned[file] for file in files}
-    readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
+    readable = {
+        file: chunk for file, chunk in scanned.items() if isinstance(chunk, TrajectoryChunk)
+    }
     chunks = readable.values()
     signature, schema, contradictions = _fields(
         chunks, metadata, data_dir / METADATA_NAME, previous
@@ -208,7 +210,10 @@ def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, li
 
 
 def _fields(
-    chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
+    chunks: Iterable[TrajectoryChunk],
+    metadata: Mapping[str, Any],
+    path: Path,
+    previous: FolderScan | None,
 ) -> tuple[Signature, Schema, list[DataFileError]]:
     """Return the arrays to read, their fields, and errors about contradicting metadata.
 
@@ -317,7 +322,7 @@ def _are_shapes(value: Any) -> bool:
     return all(type(size) is int and size > 0 for shape in value.values() for size in shape)
 
 
-def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileError]:
+def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, TrajectoryChunk | DataFileError]:
     start_s = time.perf_counter()
     start_cpu_s = time.thread_time()
     found = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
@@ -326,7 +331,7 @@ def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileErro
     return dict(zip(files, found, strict=True))
 
 
-def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
+def _try_scan(file: ChunkFile) -> TrajectoryChunk | DataFileError:
     try:
         return scan_chunk(file)
     except DataFileError as error:
@@ -342,7 +347,7 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
     return problem.of("", file.path.parent.name)
 
 
-def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
+def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
     """Return one error per kind of repair, with the first file and the number of further files."""
     paths: dict[str, list[Path]] = {}
     for chunk in chunks:

@@ -44,7 +44,7 @@ _COUNTS = "normalized_image"
 _STEP_S = 1
 
 
-class Writer(ForeignWriter):
+class TrajectoryFolderWriter(ForeignWriter):
     """Writer of trajectory folders with float32 arrays.
 
     Each component of an observation is stored under the key `obs_<name>`.

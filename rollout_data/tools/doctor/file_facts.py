@@ -70,7 +70,7 @@ _BAD_TABLE = (
 )
 
 
-class Files:
+class ExaminedFiles:
     """Files of the examined recording: block headers, fragments and errors.
 
     Attributes:

@@ -21,7 +21,7 @@ from .batched_reading import Array, Reading, evenly_spread
 from .batched_reading import Collector as Collector
 from .field_facts import Facts, Sample, runs_of
 from .field_roles import roles_of
-from .file_facts import Files
+from .file_facts import ExaminedFiles
 from .findings import MAX_FRAMES, Inapplicable
 
 #: Maximum number of elements per frame of a numeric field. Larger fields are treated as images.
@@ -91,9 +91,9 @@ class Scan:
         return self._recording
 
     @cached_property
-    def files(self) -> Files:
+    def files(self) -> ExaminedFiles:
         """Facts about the files of the recording, such as block headers."""
-        return Files(self)
+        return ExaminedFiles(self)
 
     @cached_property
     def columns(self) -> Columns:

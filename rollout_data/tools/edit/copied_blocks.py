@@ -46,7 +46,7 @@ class PackSummary:
     num_blocks_after: int
 
 
-class Part(NamedTuple):
+class CopiedFragment(NamedTuple):
     """Fragment of an existing block that is copied to a new block.
 
     Attributes:
@@ -64,10 +64,10 @@ class Part(NamedTuple):
 Notes = dict[str, list[tuple[int, bytes]]]
 
 
-def parts_of(header: BlockHeader) -> list[Part]:
+def parts_of(header: BlockHeader) -> list[CopiedFragment]:
     """Return all fragments of the block with this header."""
     rows = zip(header.fragments, header.reward_sums, strict=True)
-    return [Part(header, fragment, reward_sum) for fragment, reward_sum in rows]
+    return [CopiedFragment(header, fragment, reward_sum) for fragment, reward_sum in rows]
 
 
 def intact_part(path: Path) -> tuple[BlockContent | None, int]:
@@ -89,9 +89,9 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
         return None, 0
 
     damaged_trajectories = set(header.fragments["trajectory"][damaged].tolist())
-    parts: list[Part] = []
+    parts: list[CopiedFragment] = []
     # An empty fragment drops a damaged trajectory, so that its parts in other blocks are ignored.
-    tombstones: dict[int, Part] = {}
+    tombstones: dict[int, CopiedFragment] = {}
     for part in parts_of(header):
         number = int(part.fragment["trajectory"])
         if number not in damaged_trajectories:
@@ -106,14 +106,14 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
     return content, len(damaged_trajectories)
 
 
-def _tombstone(part: Part) -> Part:
+def _tombstone(part: CopiedFragment) -> CopiedFragment:
     """Return an empty fragment with the flag `DROPPED`, so that readers skip its trajectory."""
     fragment = part.fragment.copy()
     fragment["flags"] = DROPPED
     fragment["length"] = 0
     fragment["final_row"] = -1
     fragment["policy_version"] = -1
-    return Part(part.header, fragment, np.zeros_like(part.reward_sum))
+    return CopiedFragment(part.header, fragment, np.zeros_like(part.reward_sum))
 
 
 def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
@@ -128,7 +128,7 @@ def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
 
 
 def rebuilt(
-    parts: Sequence[Part],
+    parts: Sequence[CopiedFragment],
     writer: str,
     sequence: int,
     codecs: dict[str, str],
@@ -153,13 +153,13 @@ def rebuilt(
     )
 
 
-def _headers_of(parts: Sequence[Part]) -> list[BlockHeader]:
+def _headers_of(parts: Sequence[CopiedFragment]) -> list[BlockHeader]:
     """Return the block headers of parts, without duplicates."""
     return list({id(part.header): part.header for part in parts}.values())
 
 
 def _episode_notes(
-    parts: Sequence[Part],
+    parts: Sequence[CopiedFragment],
     number: int,
     edits: Mapping[str, BlockHeader],
 ) -> list[tuple[int, bytes]]:
@@ -175,7 +175,7 @@ def _episode_notes(
     return notes
 
 
-def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
+def _texts(parts: Sequence[CopiedFragment]) -> list[tuple[int, bytes]]:
     """Return the texts in the blocks of `parts`, as pairs (key, UTF-8 bytes)."""
     texts: dict[int, bytes] = {}
     for header in _headers_of(parts):
@@ -184,21 +184,21 @@ def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
     return list(texts.items())
 
 
-def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
+def _trajectories(folder: BlockFolder) -> Iterator[list[CopiedFragment]]:
     """Yield the fragments of each trajectory, in the order in which trajectories ended."""
     index = folder.index
-    parts: dict[tuple[str, int], list[Part]] = {}
+    parts: dict[tuple[str, int], list[CopiedFragment]] = {}
     for block in index.blocks:
         header = read_header(block.path)
         for part in parts_of(header):
             key = block.writer, int(part.fragment["trajectory"])
-            copied = Part(header, part.fragment.copy(), part.reward_sum.copy())
+            copied = CopiedFragment(header, part.fragment.copy(), part.reward_sum.copy())
             parts.setdefault(key, []).append(copied)
     for writer, number in zip(index.writer.tolist(), index.number.tolist(), strict=True):
         yield sorted(parts[index.writers[writer], number], key=_place_in_trajectory)
 
 
-def _place_in_trajectory(part: Part) -> tuple[int, int]:
+def _place_in_trajectory(part: CopiedFragment) -> tuple[int, int]:
     return int(part.fragment["start"]), part.header.sequence
 
 
@@ -229,7 +229,7 @@ def write_packed(
     num_trajectories = 0
     num_frames = 0
     num_frames_in_block = 0
-    contents: list[list[Part]] = []
+    contents: list[list[CopiedFragment]] = []
     notes: list[list[tuple[int, bytes]]] = []
     for parts in _trajectories(folder):
         length = sum(int(part.fragment["length"]) for part in parts)
@@ -260,7 +260,7 @@ def write_packed(
     return PackSummary(num_trajectories, num_frames, len(folder.blocks), len(contents))
 
 
-def _renumber(parts: Sequence[Part], number: int) -> None:
+def _renumber(parts: Sequence[CopiedFragment], number: int) -> None:
     """Set the number and the flags of all fragments of a trajectory, in place."""
     for part in parts:
         part.fragment["trajectory"] = number
@@ -271,7 +271,7 @@ def _renumber(parts: Sequence[Part], number: int) -> None:
         last["flags"] |= OPEN
 
 
-def _replace_origin(parts: Sequence[Part], env: int, end_time_ns: int) -> None:
+def _replace_origin(parts: Sequence[CopiedFragment], env: int, end_time_ns: int) -> None:
     for part in parts:
         part.fragment["env"] = env
         part.fragment["end_time_ns"] = end_time_ns

@@ -34,7 +34,7 @@ from ...sources.recordings.recordings_in_folder import check_single
 from ...writing.conversion_record import note_replaced
 from ...writing.writer_journal import DeadWriter, recover_dead_writers
 from ..doctor.examination import opened
-from ..doctor.file_facts import Files
+from ..doctor.file_facts import ExaminedFiles
 from ..doctor.scan import Scan
 from .copied_blocks import PackSummary, intact_part, write_packed
 from .edits import Edits, write_part
@@ -138,7 +138,7 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 def _trajectories_of_bad_blocks(folder: BlockFolder) -> dict[str, list[str]]:
     """Map each unreadable block to the names of its trajectories, as far as they are known."""
-    files = Files(Scan(folder.data_dir, *opened(folder.data_dir)))
+    files = ExaminedFiles(Scan(folder.data_dir, *opened(folder.data_dir)))
     trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
     return {name: names for name, names in trajectories.items() if names}
 
