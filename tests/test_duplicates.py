@@ -33,7 +33,7 @@ STORES = [name for name in CALLS if name != "TrajectoryReplayBuffer"]
 @pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STORES)
-def test_a_copy_goes_on_like_its_store_and_alone(name: str, way: str) -> None:
+def test_a_copy_continues_like_its_store_and_independently(name: str, way: str) -> None:
     make, *calls = CALLS[name]
     for num_before in (0, 1, 2, len(calls) // 2):
         alone, store = make(None), make(None)
@@ -48,7 +48,7 @@ def test_a_copy_goes_on_like_its_store_and_alone(name: str, way: str) -> None:
         assert [_frozen(call(store)) for call in calls[num_before:]] == expected
 
 
-def test_a_copy_draws_nothing_from_torchs_own_generator() -> None:
+def test_a_copy_does_not_use_the_default_generator() -> None:
     buffer, storage = DictBuffer(capacity=4), RolloutStorage(2, 2, (3,), None, (1,))
     drawn = torch.get_rng_state()
     for way in WAYS.values():
@@ -69,7 +69,7 @@ def test_a_copy_has_the_options_of_its_store() -> None:
         assert way(storage).observations["x"].dtype is torch.uint8
 
 
-def test_what_owns_files_or_threads_refuses_to_be_copied(tmp_path: Path) -> None:
+def test_copying_an_object_with_files_or_threads_raises(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 2) as writer, AsyncCheckpointSaver() as saver:
         collector = PipelinedDataCollector([1, 2, 3])
         items = iter(collector)

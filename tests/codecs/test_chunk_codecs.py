@@ -46,7 +46,7 @@ def decoded(name: str, chunk: bytes, like: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", LOSSLESS)
 @settings(max_examples=15)
 @given(array=frames())
-def test_lossless_chains_give_back_every_bit(name, array):
+def test_lossless_chains_restore_every_bit(name, array):
     chunk, error = chunk_codec(name).encode(array)
     assert error == 0 and chunk_codec(name).is_lossless
     assert same_bits(decoded(name, chunk, array), array)
@@ -56,7 +56,7 @@ def test_lossless_chains_give_back_every_bit(name, array):
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["u1", "<f4"])
 @pytest.mark.parametrize("packer", STAGES["packer"])
-def test_no_chunk_is_shorter_than_readers_believe(packer, dtype):
+def test_no_chunk_exceeds_the_maximal_expansion_of_its_codec(packer, dtype):
     pytest.importorskip(PACKERS[packer].module or "lz4")
     for name in (packer, f"shuffle+{packer}", *([f"uint16+{packer}"] if dtype == "<f4" else [])):
         for size in (1 << 16, 5 << 20, 20 << 20):
@@ -81,7 +81,7 @@ def test_shuffles_are_permutations_of_bytes_or_bits(name, size, data):
     assert same_bits(out, items)
 
 
-def test_byte_planes_stand_one_after_the_other():
+def test_byte_planes_are_stored_one_after_the_other():
     items = np.array([0x03020100, 0x13121110], "<u4")
     assert shuffle("shuffle", items).tobytes().hex() == "00100111" + "02120313"
     assert shuffle("split", items).tobytes().hex() == "00011011" + "02120313"
@@ -96,7 +96,7 @@ def test_a_bit_plane_of_equal_bits_is_one_run():
 @pytest.mark.parametrize(
     "name", ["uint16", "uint16+lz4", "uint16+shuffle+lz4", "uint16+delta+bitshuffle+lz4hc"]
 )
-def test_linear_counts_lose_half_a_step_and_say_so(name, dtype):
+def test_linear_counts_lose_half_a_step_and_report_it(name, dtype):
     array = (3 * smooth(5, (7, 9), dtype)).astype(dtype)
     chunk, error = chunk_codec(name).encode(array)
     back = decoded(name, chunk, array)
@@ -125,7 +125,7 @@ def test_linear_counts_measure_their_error_for_any_floats(values):
         assert error <= 0.5001 * width / 65532 + rounding + 1e-37
 
 
-def test_a_given_range_is_kept_and_cuts_what_is_beyond():
+def test_a_codec_with_a_range_clips_values_outside():
     array = np.array([[0.0, 0.0012, 70.0, -1.0]], np.float32)
     chunk, error = chunk_codec("uint16(0,65.535)+lz4").encode(array)
     back = decoded("uint16(0,65.535)+lz4", chunk, array)
@@ -154,7 +154,7 @@ def test_images_round_to_nearest_and_all_counts_are_exact_both_ways():
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [("bfloat16", 2**-9), ("float16", 2**-12), ("float32", 2**-25)]
 )
-def test_images_err_by_half_a_level_and_the_rounding_of_their_dtype(dtype, rounding):
+def test_images_differ_by_half_a_level_and_the_rounding_of_their_dtype(dtype, rounding):
     if dtype == "float32":
         values = (torch.arange(255) + 0.5).div(255)
     else:  # every value there is
@@ -178,7 +178,7 @@ def test_a_signalling_nan_is_a_nan_without_a_warning(bits):
 @pytest.mark.parametrize(
     "name", [name for name in LOSSLESS if name.split("+")[-1] in PACKERS] + ["uint16+split+lz4"]
 )
-def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
+def test_damaged_chunks_raise_or_fill_exactly_the_output(name):
     array = smooth(4, (8, 8), "<f4")
     chunk, _ = chunk_codec(name).encode(array)
     rng = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def test_damaged_chunks_are_refused_or_fill_exactly_what_was_asked(name):
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_chunk_without_its_bytes_or_its_header_is_refused(is_packed):
+def test_a_chunk_without_bytes_or_header_raises(is_packed):
     codec, frames = chunk_codec("lz4"), np.random.default_rng(0).integers(0, 256, (3, 40), np.uint8)
     frames = np.full_like(frames, 7) if is_packed else frames
     chunk = np.frombuffer(codec.encode(frames)[0], np.uint8)
@@ -215,7 +215,7 @@ def test_a_chunk_without_its_bytes_or_its_header_is_refused(is_packed):
             codec.decode(bad, out)
 
 
-def test_a_block_of_lz4_is_decoded_whole_or_refused():
+def test_a_block_of_lz4_is_decoded_whole_or_raises():
     data = bytes(range(256)) * 8
     block = lz4.compress(data)
     assert lz4.decompress(block, len(data)) == data and lz4.decompress(lz4.compress(b""), 0) == b""
@@ -255,13 +255,13 @@ ORDER = "The order of stages is quantizer+delta+shuffle+packer, each at most onc
         ("+lz4", "codec '+lz4' has the unknown stage ''"),
     ],
 )
-def test_names_that_are_no_codec_are_refused_with_what_would_be(name, text):
+def test_an_unknown_codec_raises_with_the_known_codecs(name, text):
     with pytest.raises(UsageError) as caught:
         find_codec(name)
     assert text in str(caught.value)
 
 
-def test_each_codec_says_whether_and_how_much_it_loses():
+def test_each_codec_reports_whether_and_how_much_it_loses():
     assert (
         find_codec("raw").is_lossless,
         find_codec("raw").max_error,
@@ -292,7 +292,7 @@ def test_each_codec_says_whether_and_how_much_it_loses():
         ("auto", "bfloat16", True),
     ],
 )
-def test_codecs_take_the_dtypes_that_they_can_give_back(codec, dtype, is_right):
+def test_codecs_accept_only_the_dtypes_that_they_can_restore(codec, dtype, is_right):
     field = Field("a", (3,), dtype, codec)
     if not is_right:
         wanted = "a floating dtype or uint8" if "image" in codec else "float16, float32 or float64"
@@ -306,7 +306,7 @@ def test_codecs_take_the_dtypes_that_they_can_give_back(codec, dtype, is_right):
     assert stored_field(field).dtype == ("uint8" if "image" in codec else dtype)
 
 
-def test_auto_keeps_raw_what_saves_less_than_a_tenth():
+def test_auto_keeps_raw_if_compression_saves_less_than_a_tenth():
     rng = np.random.default_rng(0)
     assert choose_codec([]) == "raw"
     assert choose_codec([rng.integers(0, 256, (40, 16, 16, 3), np.uint8)]) == "raw"

@@ -28,7 +28,7 @@ from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth
 
 @settings(max_examples=60)
 @given(frames(), st.sampled_from(LOSSLESS), st.integers(1, 10), st.data())
-def test_all_frames_and_any_choice_of_them_come_back(array, codec, step, data):
+def test_all_frames_and_any_choice_of_frames_are_decoded(array, codec, step, data):
     blob = compress_image_seq(array, codec=codec, frames_per_chunk=step)
     count, shape = len(array), array.shape[1:]
     assert same_bits(decompress_image_seq(blob, shape, count, array.dtype), array)
@@ -38,7 +38,7 @@ def test_all_frames_and_any_choice_of_them_come_back(array, codec, step, data):
 
 @pytest.mark.parametrize("level", [0, 1, 9, 12])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_every_dtype_comes_back_as_the_kind_that_is_asked_for(dtype, level):
+def test_every_dtype_is_decoded_as_tensor_or_array(dtype, level):
     torch_dtype, numpy_dtype = DTYPES[dtype]
     images = torch.from_numpy(smooth(9, (4, 5), "f4")).mul(9).to(torch_dtype)
     blob = compress_image_seq(images, level)
@@ -56,13 +56,13 @@ def test_every_dtype_comes_back_as_the_kind_that_is_asked_for(dtype, level):
         )
 
 
-def test_what_repeats_shrinks_and_higher_levels_shrink_more():
+def test_repeating_images_shrink_and_higher_levels_shrink_more():
     images = smooth(64, (32, 32), "u1")
     sizes = [len(compress_image_seq(images, level)) for level in (0, 9)]
     assert images.nbytes > sizes[0] > sizes[1]
 
 
-def test_nothing_and_frames_without_values_are_sequences_too():
+def test_sequences_may_be_empty_or_have_frames_without_values():
     for shape in ((0, 4, 4), (5, 0, 3), (3,), (0,)):
         array = np.zeros(shape, np.float32)
         assert same_bits(
@@ -90,7 +90,7 @@ def test_many_blobs_fill_one_output(num_threads):
         decompress_many(blobs, (64, 64, 3), 20, np.uint8, out=np.zeros((6, 20, 64, 64, 3), np.int8))
 
 
-def test_a_failure_in_one_of_several_threads_reaches_the_caller():
+def test_a_failure_in_any_thread_reaches_the_caller():
     images = smooth(8, (64, 64, 3), "u1")
     bad = remade(
         compress_image_seq(images),
@@ -155,7 +155,7 @@ def assert_is_clear(error):
     assert str(error).startswith(names)
 
 
-def test_the_helper_makes_good_blobs():
+def test_the_unchanged_copy_of_a_blob_is_valid():
     assert remade(BLOB, lambda about: None) == BLOB
 
 
@@ -176,12 +176,12 @@ def test_the_helper_makes_good_blobs():
         ({"codec": ["lz4"]}, 16, (8, 8)),
     ],
 )
-def test_declared_sizes_are_not_believed(change, count, shape):
+def test_declared_sizes_are_checked_against_the_bytes(change, count, shape):
     error = refused(remade(BLOB, lambda about: about.update(change)), shape, count)
     assert isinstance(error, CorruptFileError)
 
 
-def test_no_chunk_of_several_frames_is_larger_than_may_be(monkeypatch):
+def test_no_chunk_of_several_frames_exceeds_the_limit(monkeypatch):
     large = compress_image_seq(IMAGES, frames_per_chunk=100)
     monkeypatch.setattr(codecs, "LARGEST_CHUNK_BYTES", 5 * IMAGES[0].nbytes + 1)
     text = "declares 16 frames in chunks of 100, expected at most 5 per chunk"
@@ -208,7 +208,7 @@ def test_no_chunk_of_several_frames_is_larger_than_may_be(monkeypatch):
         lambda ends: ends.__setitem__(-1, ends[-1] - 1),
     ],
 )
-def test_chunks_outside_the_blob_are_refused(ends):
+def test_chunks_outside_the_blob_raise(ends):
     assert "the chunks end at" in str(refused(remade(BLOB, lambda about: None, ends=ends)))
 
 
@@ -223,7 +223,7 @@ def test_truncations_and_flipped_bits_are_reported():
         data[place] ^= 1 << place % 8
 
 
-def test_a_wrong_checksum_is_known_before_anything_is_decoded():
+def test_a_wrong_checksum_raises_before_decoding():
     data = bytearray(BLOB)
     data[-1] ^= 1
     text = str(refused(bytes(data)))
@@ -234,13 +234,13 @@ def test_a_wrong_checksum_is_known_before_anything_is_decoded():
 
 @settings(max_examples=300)
 @given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_are_refused(data, has_magic):
+def test_random_bytes_raise(data, has_magic):
     refused((b"rdimages" if has_magic else b"") + data)
 
 
 @settings(max_examples=200)
 @given(st.integers(0, len(BLOB) - 1), st.binary(min_size=1, max_size=40), st.booleans())
-def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
+def test_any_overwritten_part_raises_or_changes_no_image(place, data, is_repaired):
     changed = bytearray(BLOB)
     changed[place : place + len(data)] = data[: len(BLOB) - place]
     if is_repaired:  # with the right checksums the codec itself has to notice
@@ -340,7 +340,7 @@ def test_any_overwritten_part_is_refused_or_harmless(place, data, is_repaired):
         ),
     ],
 )
-def test_mistakes_are_named(call, kind, text):
+def test_wrong_arguments_raise_with_the_reason(call, kind, text):
     with pytest.raises(kind) as caught:
         call()
     assert text in str(caught.value)
@@ -352,7 +352,7 @@ RAGGED_BLOBS = [compress_image_seq(stack, frames_per_chunk=4) for stack in RAGGE
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [np.uint8, torch.uint8])
-def test_blobs_of_different_lengths_and_choices_lie_behind_each_other(dtype, num_threads):
+def test_blobs_of_different_lengths_and_indices_are_decoded_together(dtype, num_threads):
     lists = [[2, 0], None, [], np.array([8, 8, 1, 0])]
     for indices in (None, lists, [None, range(3, 9), [0], None], [0]):
         own = indices if isinstance(indices, list) and indices != [0] else [indices] * 4
@@ -375,7 +375,7 @@ def test_blobs_of_different_lengths_and_choices_lie_behind_each_other(dtype, num
         assert same_bits(np.asarray(out).reshape(-1, 6, 5), np.concatenate(expected))
 
 
-def test_equal_numbers_of_frames_are_stacked_however_they_are_asked_for():
+def test_equal_numbers_of_frames_are_stacked_for_every_form_of_indices():
     equal = [compress_image_seq(stack[:3]) for stack in RAGGED[:2]]
     stacks = np.stack([RAGGED[0], RAGGED[1][:3]])
     for size in (3, [3, 3], (3, 3), torch.tensor([3, 3])):
@@ -411,7 +411,7 @@ def test_equal_numbers_of_frames_are_stacked_however_they_are_asked_for():
         (3, None, SchemaError, "has 17 frames of dtype uint8"),
     ],
 )
-def test_lengths_and_choices_that_do_not_fit_their_blob_are_named(size, indices, kind, text):
+def test_lengths_and_indices_that_do_not_fit_their_blob_raise(size, indices, kind, text):
     with pytest.raises(kind) as caught:
         decompress_many(RAGGED_BLOBS, (6, 5), size, np.uint8, indices)
     assert text in str(caught.value)

@@ -53,7 +53,7 @@ def decoded(name: str, chunk: bytes, like: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("coder", CODERS)
-def test_pictures_come_back_within_the_error_that_was_measured(coder, shape):
+def test_decoded_pictures_are_within_the_measured_error(coder, shape):
     frames = scene(shape)
     chunk, error = chunk_codec(f"{coder}:crf=10").encode(frames)
     difference = np.abs(decoded(f"{coder}:crf=10", chunk, frames).astype(int) - frames)
@@ -64,7 +64,7 @@ def test_pictures_come_back_within_the_error_that_was_measured(coder, shape):
 
 
 @pytest.mark.parametrize("coder", CODERS)
-def test_noise_is_stored_as_it_is_where_video_would_not_be_smaller(coder):
+def test_noise_is_stored_raw_if_video_is_not_smaller(coder):
     frames = np.random.default_rng(0).integers(0, 256, (1, 8, 8), dtype=np.uint8)
     chunk, error = chunk_codec(f"{coder}:crf=0").encode(frames)
     assert error == 0 and (decoded(f"{coder}:crf=0", chunk, frames) == frames).all()
@@ -111,7 +111,7 @@ def test_damage_is_an_error_or_pictures_of_the_same_size(coder):
         decoded(coder, more, frames)
 
 
-def test_recordings_play_in_order_and_as_windows_and_say_what_they_lost(tmp_path, capsys):
+def test_recordings_of_video_are_streamed_and_read_as_windows_with_their_error(tmp_path, capsys):
     frames, codec = scene((40, 64, 96, 3)), {"rgb": "h264:crf=18"}
     with RolloutWriter(tmp_path, 1, obs_disassemble_mapping=codec) as writer:
         for number, frame in enumerate(frames):

@@ -13,7 +13,7 @@ from tests.examples.running import run
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_a_killed_run_ends_like_one_that_was_left_alone(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = run(tmp_path, "checkpoint_resume.py", "--quick")
     assert "equal to the run without a kill, bit by bit: True" in text

@@ -9,7 +9,7 @@ from rollout_data import RolloutDataset
 from tests.examples.running import run
 
 
-def test_a_student_learns_from_the_folder_that_a_collector_fills_meanwhile(tmp_path: Path) -> None:
+def test_a_student_learns_while_a_collector_fills_the_folder(tmp_path: Path) -> None:
     text = run(tmp_path, "dagger.py", "--quick")
     upright = [int(steps) for steps in re.findall(r"round \d: (\d+) of 200 steps upright", text)]
     known = [

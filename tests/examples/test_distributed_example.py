@@ -37,7 +37,7 @@ def sequence(folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are forked")
-def test_killed_ranks_go_on_with_the_same_batches_on_two_ranks_and_on_one(
+def test_killed_ranks_resume_with_the_same_batches_on_two_ranks_and_on_one(
     tmp_path: Path, short_folder: Path
 ) -> None:
     text = run(tmp_path, "distributed.py", "--quick", TMPDIR=str(short_folder))

@@ -62,7 +62,7 @@ def test_the_job_leaves_a_picture_and_a_recording(demo: tuple[Path, str]) -> Non
     ]
 
 
-def test_playback_goes_frame_by_frame(demo: tuple[Path, str]) -> None:
+def test_playback_shows_every_frame(demo: tuple[Path, str]) -> None:
     folder, _ = demo
     lines = run(folder, "playback.py", "demo/data", "7").splitlines()
     assert sum("rewards" in line for line in lines) == 7
@@ -79,7 +79,7 @@ def test_playback_needs_no_rewards(tmp_path: Path) -> None:
     assert sum("rewards none" in line for line in lines) == 3
 
 
-def test_ppo_learns_something_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ppo_returns_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
     monkeypatch.syspath_prepend(EXAMPLES)
     import ppo

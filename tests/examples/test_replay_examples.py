@@ -36,7 +36,7 @@ def test_hard_motions_are_drawn_more_often(tmp_path: Path) -> None:
     assert (tmp_path / "demo" / "motion_imitation.png").stat().st_size > 10_000
 
 
-def test_the_clips_stand_beside_their_licences() -> None:
+def test_motion_clips_are_beside_their_licences() -> None:
     folders = [path for path in (EXAMPLES / "data" / "motions").iterdir() if path.is_dir()]
     assert len(folders) == 2
     for folder in folders:

@@ -105,7 +105,9 @@ def test_cameras_show_the_target_where_it_is(tmp_path: Path, cameras: Any, kind:
     )
 
 
-def test_where_mujoco_cannot_draw_the_synthetic_renderer_does(tmp_path: Path, cameras: Any) -> None:
+def test_the_synthetic_renderer_replaces_mujoco_without_a_display(
+    tmp_path: Path, cameras: Any
+) -> None:
     name = run(tmp_path, "-c", LOOK.format(kind="auto"), MUJOCO_GL="off")
     assert name.startswith("the synthetic renderer")
     done = started(

@@ -64,7 +64,7 @@ def test_reset_with_some_ids_refreshes_and_with_all_ids_resets():
     assert stream.num_resets == 2
 
 
-def test_iteration_resets_and_gives_batches_of_the_chosen_length():
+def test_iteration_resets_and_yields_batches_of_the_chosen_length():
     stream = Counters(2)
     stream.get_batch()
     stream.num_transitions_per_env = 2
@@ -74,7 +74,7 @@ def test_iteration_resets_and_gives_batches_of_the_chosen_length():
 
 
 @pytest.mark.parametrize("has_timeouts", [True, False])
-def test_a_transition_batch_is_a_tuple_whose_info_holds_time_outs_where_there_are_any(has_timeouts):
+def test_the_info_of_a_transition_batch_has_time_outs_if_there_are_any(has_timeouts):
     observation, action, reward, done, info = Counters(2, has_timeouts).get_transition_batch()
     assert list(info) == (["time_outs"] if has_timeouts else []) + ["end_unknown", "transition"]
     assert info["end_unknown"].tolist() == [False, False]
@@ -104,12 +104,12 @@ def test_num_steps_must_be_a_positive_whole_number(num_steps):
         Counters(1).get_batch(num_steps)
 
 
-def test_a_reader_without_times_says_so():
+def test_a_reader_without_times_raises():
     with pytest.raises(UsageError, match="Counters cannot look frames up by time"):
         Counters(1).get_batch_by_time(0.0)
 
 
-def test_frames_are_looked_up_by_time_without_moving_a_cursor(tmp_path):
+def test_get_batch_by_time_moves_no_cursor(tmp_path):
     record(tmp_path, [5, 3], metadata={"frame_rate_hz": 10.0})
     dataset = RolloutDataset(tmp_path, 2, device="cpu")
     dataset.get_batch()
@@ -124,7 +124,7 @@ def test_frames_are_looked_up_by_time_without_moving_a_cursor(tmp_path):
     assert dataset.get_batch().observation[:, 1].tolist() == [1, 1]
 
 
-def test_frames_between_two_are_interpolated(tmp_path):
+def test_get_batch_by_time_interpolates_between_frames(tmp_path):
     record(tmp_path, [5, 3])
     dataset = RolloutDataset(tmp_path, 2, device="cpu", frame_rate_hz=10.0, interpolation="linear")
     batch, valid = dataset.get_batch_by_time([0.325, -1.0])
@@ -133,7 +133,7 @@ def test_frames_between_two_are_interpolated(tmp_path):
     assert valid.tolist() == [True, False]
 
 
-def test_an_unknown_frame_rate_is_an_error(tmp_path):
+def test_an_unknown_frame_rate_raises(tmp_path):
     record(tmp_path, [5])
     with pytest.raises(UsageError, match=r"has no frame_rate_hz. Pass frame_rate_hz"):
         RolloutDataset(tmp_path, 1, device="cpu").get_batch_by_time(0.0)

@@ -126,7 +126,7 @@ def heap_headers(data: bytes) -> list[int]:
     return [heap + one for one in found]
 
 
-def test_flipped_bits_of_the_heap_of_texts_let_no_reader_wait(block, tmp_path):
+def test_flipped_bits_of_the_global_heap_never_hang_a_reader(block, tmp_path):
     """HDF5 follows the sizes in it without end where they lead nowhere; in a process that can be ended."""
     positions = heap_headers(block.read_bytes())
     assert len(positions) > 16 * 4, "an object for each text, and the rest"
@@ -140,7 +140,7 @@ def test_flipped_bits_of_the_heap_of_texts_let_no_reader_wait(block, tmp_path):
     assert not is_waiting and process.exitcode == 0
 
 
-def test_a_block_with_short_sizes_is_refused(tmp_path):
+def test_a_block_with_sizes_of_less_than_8_bytes_raises(tmp_path):
     settings = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     settings.set_sizes(8, 4)
     file = h5py.h5f.create(str(tmp_path / "x.h5").encode(), fcpl=settings)
@@ -152,7 +152,7 @@ def test_a_block_with_short_sizes_is_refused(tmp_path):
         open_block(tmp_path / "x.h5")
 
 
-def test_a_huge_heap_of_texts_is_refused_unread(tmp_path):
+def test_a_huge_global_heap_raises_before_it_is_read(tmp_path):
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file.attrs["format"] = "a" * (2 << 20)
@@ -307,7 +307,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("edit", "kind"), HOSTILE, ids=[edit.__name__ for edit, _ in HOSTILE])
-def test_a_hostile_block_is_refused(block, tmp_path, edit, kind):
+def test_a_hostile_block_raises(block, tmp_path, edit, kind):
     path = change(block, tmp_path, edit)
     with pytest.raises(kind) as caught:
         open_block(path)
@@ -317,21 +317,21 @@ def test_a_hostile_block_is_refused(block, tmp_path, edit, kind):
 @pytest.mark.parametrize(
     "data", [b"", b"hello", b"\x89HDF\r\n\x1a\n", b"\x89HDF\r\n\x1a\n" + bytes(500), bytes(10_000)]
 )
-def test_what_is_no_block_is_refused(tmp_path, data):
+def test_a_file_that_is_not_a_block_raises(tmp_path, data):
     path = tmp_path / "rollout_a_000000.h5"
     path.write_bytes(data)
     with pytest.raises(DataFileError, match=r"rollout_a_000000\.h5"):
         open_block(path)
 
 
-def test_a_plain_hdf5_file_is_foreign(tmp_path):
+def test_a_plain_hdf5_file_is_reported_as_foreign(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["data"] = np.arange(3)
     with pytest.raises(ForeignFileError, match="has format None, expected 'rollout-data'"):
         open_block(tmp_path / "x.h5")
 
 
-def test_a_missing_block_is_missing(tmp_path):
+def test_a_missing_block_raises_as_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         open_block(tmp_path / "x.h5")
 

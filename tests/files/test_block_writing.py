@@ -87,7 +87,9 @@ def two_threads():
     seed=st.integers(0, 99),
     rows=st.sampled_from([ArrayRows, CopiedRows]),
 )
-def test_rows_and_checksums_do_not_depend_on_parts(tmp_path_factory, lengths, seed, rows):
+def test_rows_and_checksums_do_not_depend_on_the_parts_of_a_write(
+    tmp_path_factory, lengths, seed, rows
+):
     """Of the lengths, those marked are fragments; the others are rows that no fragment names."""
     generator = np.random.default_rng(seed)
     ends = np.cumsum([length for length, _ in lengths], dtype=np.int64)
@@ -105,14 +107,14 @@ def test_rows_and_checksums_do_not_depend_on_parts(tmp_path_factory, lengths, se
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
-def test_what_stops_the_gathering_stops_the_block(tmp_path, error):
+def test_an_error_while_gathering_rows_leaves_no_block(tmp_path, error):
     with pytest.raises(type(error)) as caught:
         write_block(tmp_path, content(rows=lambda rows: FailingRows(rows, error)), durable=False)
     assert caught.value is error and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_block_is_renamed_after_it_was_flushed_and_only_durable_ones_are(tmp_path, durable):
+def test_a_durable_block_is_flushed_before_it_is_renamed(tmp_path, durable):
     events = []
 
     def flush(fsync, descriptor):

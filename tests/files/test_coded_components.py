@@ -24,7 +24,7 @@ from tests.files.readback import blocks_of, field_values, trajectories_of
 @pytest.mark.each_value
 @pytest.mark.parametrize("cache", ["none", "ram", "device"])
 @pytest.mark.parametrize("num_steps", [None, 1, 3, 7, 20])
-def test_batches_of_components_are_those_of_the_raw_recording(folders, cache, num_steps):
+def test_batches_of_coded_components_equal_those_of_the_raw_recording(folders, cache, num_steps):
     errors = coded.max_errors(folders[0])
     options = {"device": "cpu", "flatten_observations": False, "dataset_loops": 2, "seed": 3}
     options |= {"random_shuffle_traj_order": True, "starting_frame_range": (0, 5)}
@@ -47,7 +47,7 @@ def test_flat_observations_join_coded_components(folders, cache):
     assert (batch.next_observation - raw.next_observation).abs().max() < 0.003
 
 
-def test_every_trajectory_comes_back_with_its_final_observation(folders):
+def test_every_trajectory_is_read_back_with_its_final_observation(folders):
     ours, theirs = (trajectories_of(path) for path in folders)
     assert [(one.env, one.length, one.flags) for one in ours] == [
         (one.env, one.length, one.flags) for one in theirs
@@ -116,7 +116,7 @@ def test_a_block_holds_chunks_offsets_and_how_they_are_coded(folders):
                     )
 
 
-def test_chunks_save_what_the_values_allow(folders):
+def test_chunks_of_compressible_values_are_smaller_than_their_rows(folders):
     ours, theirs = (
         {n: int(t.places[-1] - t.places[0]) for n, t in blocks_of(path)[0].chunks[DATA].items()}
         for path in folders
@@ -150,7 +150,7 @@ def test_the_largest_error_is_measured_over_the_block(tmp_path):
     assert errors == {"a": 0.5, "b": 0.5, "c": 0.5, "d": 0}
 
 
-def test_auto_tries_on_the_first_block_and_stays_with_it(tmp_path):
+def test_auto_chooses_a_codec_in_the_first_block_and_keeps_it(tmp_path):
     rng = np.random.default_rng(0)
     mapping = {"noise": "auto", "smooth": "auto"}
     for name in ("first", "second"):
@@ -277,7 +277,7 @@ def test_a_chunk_is_decoded_once_for_neighbouring_batches(folder, folders):
         coded.check_equal(ours.get_batch(1), theirs.get_batch(1), errors)
 
 
-def test_blocks_that_cannot_be_mapped_are_read_all_the_same(folders, without_maps):
+def test_blocks_that_cannot_be_mapped_are_read(folders, without_maps):
     errors = coded.max_errors(folders[0])
     ours, theirs = (
         RolloutDataset(path, 2, device="cpu", flatten_observations=False) for path in folders
@@ -302,7 +302,7 @@ def test_blocks_that_are_removed_stay_readable_and_the_index_cache_knows_chunks(
     coded.check_equal(ours.get_batch(9), theirs.get_batch(9), errors)
 
 
-def test_info_tells_codecs_sizes_and_errors(folders, capsys):
+def test_info_shows_codecs_sizes_and_errors(folders, capsys):
     assert main(["info", str(folders[0])]) == 0
     text = capsys.readouterr().out
     assert "split+lz4" in text and "of its size" in text and "error up to" in text
@@ -419,9 +419,7 @@ def test_flat_observations_are_cut_into_coded_segments(tmp_path):
         ("normalized_image+lz4", FieldTypeError, "needs a floating dtype or uint8."),
     ],
 )
-def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_written(
-    tmp_path, codec, kind, text
-):
+def test_a_codec_that_does_not_support_the_dtype_raises_before_writing(tmp_path, codec, kind, text):
     writer = RolloutWriter(tmp_path, 1, obs_disassemble_mapping={"a": codec}, durable=False)
     with pytest.raises(kind) as caught:
         writer.add(
@@ -434,12 +432,12 @@ def test_a_codec_that_cannot_give_back_the_dtype_is_refused_before_anything_is_w
     assert not list(tmp_path.glob("*.h5"))
 
 
-def test_other_codecs_do_not_join_a_folder(folder):
+def test_a_writer_with_other_codecs_cannot_join_a_folder(folder):
     with pytest.raises(SchemaError, match="coded as"):
         coded.record(folder, num_steps=1, codecs={**coded.CODECS, "rgb": "lz4hc"}, writer_name="z")
 
 
-def test_naive_reading_of_one_field_agrees(folders):
+def test_ranges_of_a_coded_field_equal_the_whole_field(folders):
     for header in blocks_of(folders[0]):
         rows = header.locations[DATA]["observation/depth"][1]
         whole = field_values(header, DATA, "observation/depth", 0, rows)
@@ -449,7 +447,7 @@ def test_naive_reading_of_one_field_agrees(folders):
             )
 
 
-def test_frames_are_looked_up_by_time_in_chunks(folders):
+def test_get_batch_by_time_reads_coded_components(folders):
     times = torch.tensor([0.32, 1.17])
     options = {"device": "cpu", "flatten_observations": False, "frame_rate_hz": 10}
     ours, theirs = (RolloutDataset(path, 2, **options) for path in folders)
@@ -472,7 +470,7 @@ def test_a_dataset_of_chunks_can_be_sent_to_another_process(folders):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["none", "device"])
-def test_chunks_reach_a_gpu(folders, cache):
+def test_coded_components_are_read_to_a_gpu(folders, cache):
     on_gpu, on_cpu = (
         RolloutDataset(folders[0], 2, device=device, cache=cache if device == "cuda" else "none")
         for device in ("cuda", "cpu")

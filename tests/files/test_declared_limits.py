@@ -49,19 +49,19 @@ def many_fields(count: int) -> list[dict]:
     ],
     ids=["text", "dimensions"],
 )
-def test_a_schema_that_no_writer_writes_is_refused(block, tmp_path, fields, text):
+def test_a_schema_outside_of_the_format_limits_raises(block, tmp_path, fields, text):
     with pytest.raises(CorruptFileError, match=text):
         open_block(change(block, tmp_path, set_attribute("schema", json.dumps(fields))))
 
 
-def test_too_many_fields_of_metadata_are_damage(tmp_path):
+def test_too_many_fields_in_metadata_are_reported_as_damage(tmp_path):
     for count, is_taken in ((MAX_FIELDS, True), (MAX_FIELDS + 1, False)):
         (tmp_path / "metadata.json").write_text(json.dumps({"fields": many_fields(count)}))
         assert (load_metadata(tmp_path) is not None) is is_taken
         BlockFolder(tmp_path).refresh()
 
 
-def test_more_fields_than_a_file_may_declare_are_refused_before_anything_is_stored():
+def test_too_many_fields_raise_before_a_file_is_written():
     buffer = AdvancedReplayBuffer(4, generator=0)
     with pytest.raises(SchemaError, match="at most 4096 fields, got more"):
         buffer.push([{str(number): torch.zeros(1) for number in range(MAX_FIELDS + 1)}])
@@ -70,12 +70,12 @@ def test_more_fields_than_a_file_may_declare_are_refused_before_anything_is_stor
     assert len(buffer) == 1
 
 
-def test_names_that_stand_twice_are_all_told():
+def test_duplicate_field_names_are_all_named():
     with pytest.raises(SchemaError, match="duplicate field names: a, c"):
         Schema([Field(name, ()) for name in "cabac"])
 
 
-def test_fields_are_compared_by_name_only_once(monkeypatch):
+def test_fields_are_compared_once_by_name(monkeypatch):
     """The work grows with the number of fields, not with its square: each field that is alone is looked up by name."""
     schema = Schema.from_json(
         [{"name": f"a{number}", "shape": [4096], "dtype": "bool"} for number in range(1000)]
@@ -121,7 +121,7 @@ HOLLOW = [hollow_fragments, hollow_sums, hollow_checksums, list_of_texts, huge_a
 
 
 @pytest.mark.parametrize("edit", HOLLOW, ids=[edit.__name__ for edit in HOLLOW])
-def test_what_a_file_only_declares_costs_no_memory(block, tmp_path, edit):
+def test_declared_sizes_allocate_no_memory(block, tmp_path, edit):
     path = change(block, tmp_path, edit)
     tracemalloc.start()
     with pytest.raises(CorruptFileError) as caught:
@@ -145,7 +145,7 @@ IMAGES = [Field(f"observation/{number}", (4096,), "uint8") for number in range(1
         ("checksums/final", IMAGES, 1),
     ],
 )
-def test_zeros_that_a_copy_left_out_are_read(tmp_path, table, fields, num_rewards):
+def test_holes_of_a_sparse_copy_are_read_as_zeros(tmp_path, table, fields, num_rewards):
     """A table with a row for each fragment may be all zeros, which `cp --sparse` makes a hole."""
     count = 40_000
     fragments = np.zeros(count, FRAGMENT_DTYPE)
@@ -180,7 +180,7 @@ def test_zeros_that_a_copy_left_out_are_read(tmp_path, table, fields, num_reward
 @pytest.mark.parametrize(
     ("num_rows", "num_rewards"), [(40_000, 129), (70_000, 128)], ids=["row", "table"]
 )
-def test_a_hole_that_is_too_large_for_zeros_is_refused(block, tmp_path, num_rows, num_rewards):
+def test_a_file_with_a_too_large_hole_raises(block, tmp_path, num_rows, num_rewards):
     def edit(file):
         replace(file, "fragments", data=np.resize(file["fragments"][:], num_rows))
         reserve(file, "reward_sums", np.dtype("<f8"), (num_rows, num_rewards))

@@ -57,7 +57,7 @@ def names_of(ranks):
 @pytest.mark.parametrize(
     "options", [{}, {"cache": "ram"}, {"dataset_loops": 3}, {"refresh_s": 0.0}], ids=str
 )
-def test_what_is_left_of_a_deleted_trajectory_is_not_valid_and_no_other_stream_moves(
+def test_the_rest_of_a_deleted_trajectory_is_not_valid_and_other_envs_do_not_change(
     tmp_path, seed, shuffle, options
 ):
     chance, folder = random.Random(seed), folder_of(tmp_path)
@@ -119,7 +119,7 @@ def test_each_deleted_trajectory_is_named_once(tmp_path):
 
 
 @pytest.mark.parametrize("system", ["without_maps", "cold_files"])
-def test_it_is_the_same_where_files_are_not_mapped_or_not_in_memory(tmp_path, request, system):
+def test_a_deleted_trajectory_has_the_same_effect_without_maps_or_memory(tmp_path, request, system):
     folder = folder_of(tmp_path / "data")
     first = opened(folder.data_dir, dataset_loops=2)
     first.get_batch(1)
@@ -154,7 +154,7 @@ def test_a_deleted_trajectory_ends_in_a_later_pass_where_it_would_have_ended(tmp
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_trajectory_of_which_some_blocks_are_left_counts_as_deleted(tmp_path, first):
+def test_a_trajectory_with_some_deleted_blocks_counts_as_deleted(tmp_path, first):
     record(tmp_path, [9, 9, 3, 3], num_envs=2, flush_every=4)
     uninterrupted = [opened(tmp_path, num_envs=2, dataset_loops=2)]
     next_of_all(uninterrupted, 1)
@@ -173,7 +173,7 @@ def test_a_trajectory_of_which_some_blocks_are_left_counts_as_deleted(tmp_path, 
 @pytest.mark.parametrize(
     "length", [[0] * NUM_ENVS, [-1] * NUM_ENVS, [1 << 60] * NUM_ENVS, [9], None, ["9"] * NUM_ENVS]
 )
-def test_forged_lengths_are_refused(tmp_path, length):
+def test_forged_lengths_raise(tmp_path, length):
     record(tmp_path, [5] * NUM_ENVS)
     dataset = opened(tmp_path)
     dataset.get_batch(1)
@@ -181,7 +181,7 @@ def test_forged_lengths_are_refused(tmp_path, length):
         dataset.load_state_dict({**dataset.state_dict(), "length": length})
 
 
-def test_a_state_is_loaded_twice_and_beside_the_stream_that_gave_it(tmp_path):
+def test_a_state_can_be_loaded_twice_and_into_its_own_dataset(tmp_path):
     folder = folder_of(tmp_path)
     dataset = RolloutDataset(tmp_path, NUM_ENVS, device="cpu")
     dataset.get_batch(1)

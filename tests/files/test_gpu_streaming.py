@@ -17,7 +17,7 @@ def to_cpu(batch):
 
 
 @pytest.mark.parametrize("cache", ["none", "ram", "device"])
-def test_batches_on_the_gpu_hold_what_batches_on_the_cpu_hold(tmp_path, cache):
+def test_batches_on_the_gpu_equal_batches_on_the_cpu(tmp_path, cache):
     record(tmp_path, [9, 1, 30, 4, 17], num_envs=2, with_final=True)
     expected = drain(RolloutDataset(tmp_path, 3, 2, device="cpu"), 6)
     batches = drain(RolloutDataset(tmp_path, 3, 2, device="cuda", cache=cache), 6)
@@ -38,7 +38,7 @@ def equal_batches(batch, other):
 @pytest.mark.parametrize("with_final", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 24])
 @pytest.mark.parametrize("cache", ["ram", "device"])
-def test_playback_does_not_wait_and_plays_what_the_cpu_plays(
+def test_playback_on_the_gpu_does_not_wait_and_equals_the_cpu(
     any_device, tmp_path, cache, num_steps, with_final
 ):
     lengths = [9, 1, 30, 4, 17] * 3 + [6]
@@ -61,7 +61,7 @@ def test_playback_does_not_wait_and_plays_what_the_cpu_plays(
         assert equal_batches(batch, other)
 
 
-def test_final_observations_without_a_privileged_part_leave_the_streams_on_a_device(
+def test_without_final_privileged_observations_the_next_ones_follow_the_stream_on_a_device(
     any_device, tmp_path
 ):
     record(tmp_path, [3, 5, 2], with_final="observation")
@@ -71,7 +71,7 @@ def test_final_observations_without_a_privileged_part_leave_the_streams_on_a_dev
         assert all(map(equal_batches, expected, batches))
 
 
-def test_windows_arrive_on_the_device_without_a_wait(any_device, tmp_path):
+def test_windows_are_copied_to_the_device_without_a_wait(any_device, tmp_path):
     record(tmp_path, [40, 30], with_final=True)
     windows = WindowDataset(tmp_path, 4, next_observations=True)
     expected = WindowLoader(windows, 8, seed=3)
@@ -84,7 +84,7 @@ def test_windows_arrive_on_the_device_without_a_wait(any_device, tmp_path):
         assert torch.equal(batch["next_observation"].cpu(), other["next_observation"])
 
 
-def test_prefetched_batches_arrive_on_the_gpu_complete(tmp_path):
+def test_prefetched_batches_on_the_gpu_are_complete(tmp_path):
     record(tmp_path, [400] * 4)
     plain = drain(RolloutDataset(tmp_path, 4, 3, device="cpu"), 8)
     dataset = RolloutDataset(tmp_path, 4, 3, device="cpu", num_transitions_per_env=8)
@@ -93,7 +93,7 @@ def test_prefetched_batches_arrive_on_the_gpu_complete(tmp_path):
         assert float(batch.observation.double().sum()) == float(expected.observation.double().sum())
 
 
-def test_a_data_loader_worker_stays_off_the_gpu(tmp_path):
+def test_a_data_loader_worker_does_not_use_the_gpu(tmp_path):
     record(tmp_path, [9, 9])
     dataset = RolloutDataset(tmp_path, 2, device="cuda", num_transitions_per_env=3)
     loader = torch.utils.data.DataLoader(

@@ -122,7 +122,7 @@ def test_time_outs_and_final_observations_of_infos_are_recorded(tmp_path, form, 
     check(tmp_path)
 
 
-def test_a_rollout_takes_the_final_observations_of_each_step_in_order(tmp_path):
+def test_add_rollout_reads_the_final_observations_of_each_step_in_order(tmp_path):
     dones = np.array([[False, False, False], [True, False, False], [False, True, True]])
     infos = [[{"TimeLimit.truncated": False} for _ in range(N)] for _ in range(3)]
     for step, env in zip(*np.nonzero(dones), strict=True):
@@ -153,7 +153,7 @@ def test_a_rollout_takes_the_final_observations_of_each_step_in_order(tmp_path):
     )
 
 
-def test_dict_observations_have_final_dicts(tmp_path):
+def test_final_observations_of_dict_observations_are_dicts(tmp_path):
     values = record(sb3_infos())
     values["obs"] = {"a": observed(0), "b": observed(0)[:, :1].astype(np.int64)}
     for info in values["infos"]:
@@ -170,7 +170,7 @@ def test_dict_observations_have_final_dicts(tmp_path):
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_a_single_environment_gives_its_own_infos(tmp_path, as_list):
+def test_infos_of_a_single_environment_are_recorded(tmp_path, as_list):
     info = {"TimeLimit.truncated": True, "terminal_observation": np.full(2, 9, np.float32)}
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         row = np.zeros((1, 2), np.float32)
@@ -195,7 +195,7 @@ def mixed_infos() -> list[dict]:
 
 
 @pytest.mark.parametrize("given_as", ["keywords", "rollout"])
-def test_each_environment_may_use_names_of_its_own(tmp_path, given_as):
+def test_environments_may_use_different_names_in_infos(tmp_path, given_as):
     values = record(mixed_infos())
     with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False) as writer:
         warnings.simplefilter("error")
@@ -213,7 +213,7 @@ def test_each_environment_may_use_names_of_its_own(tmp_path, given_as):
     [float("nan"), np.float32("nan"), torch.tensor(float("nan")), "no", "", b"1", 1j, [1, 0], {}],
 )
 @pytest.mark.parametrize("form", ["a list", "one mapping"])
-def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
+def test_a_time_out_that_is_not_a_flag_raises(tmp_path, name, flag, form):
     infos = [{name: True}, {name: flag}, {name: None}]
     given = infos if form == "a list" else {name: [info[name] for info in infos]}
     with RolloutWriter(tmp_path, N, durable=False) as writer:
@@ -229,7 +229,7 @@ def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
 @pytest.mark.parametrize(
     "flags", [np.array([np.nan, 0, 0]), np.array(["a", "", ""]), torch.tensor([torch.nan, 0, 0])]
 )
-def test_an_array_of_time_outs_that_are_no_flags_is_refused(tmp_path, flags):
+def test_an_array_of_time_outs_that_are_not_flags_raises(tmp_path, flags):
     text = "'time_outs' of infos must be a flag or None, got .* for environment 0"
     with (
         RolloutWriter(tmp_path, N, durable=False) as writer,
@@ -238,7 +238,7 @@ def test_an_array_of_time_outs_that_are_no_flags_is_refused(tmp_path, flags):
         writer.add(**record({"time_outs": flags}))
 
 
-def test_flags_of_environments_that_have_none_are_not_read(tmp_path):
+def test_missing_flags_of_environments_are_not_read(tmp_path):
     infos = gymnasium_infos()
     infos["TimeLimit.truncated"] = np.array([0, 1, np.nan])
     infos["_TimeLimit.truncated"] = np.array([True, True, False])
@@ -266,7 +266,7 @@ def test_two_names_of_a_time_out_must_agree(tmp_path, form):
         writer.add(**record(given))
 
 
-def test_values_by_keyword_come_before_those_of_infos(tmp_path):
+def test_keyword_arguments_take_precedence_over_infos(tmp_path):
     final = observed(0) % 100 + 1000
     infos = [
         {"TimeLimit.truncated": True, "terminal_observation": np.zeros(2, np.float32)}
@@ -277,7 +277,7 @@ def test_values_by_keyword_come_before_those_of_infos(tmp_path):
     check(tmp_path)
 
 
-def test_a_record_may_have_the_time_limit_itself(tmp_path):
+def test_a_record_may_have_the_key_time_limit_truncated(tmp_path):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         writer.add(
             {
@@ -289,7 +289,7 @@ def test_a_record_may_have_the_time_limit_itself(tmp_path):
     check(tmp_path)
 
 
-def test_an_unknown_key_is_named_once(tmp_path):
+def test_an_unknown_key_is_named_in_one_warning(tmp_path):
     infos = [
         {"distance": 0.5, "_distance": True, "TimeLimit.truncated": False},
         {"episode": {"r": 1.0}},
@@ -387,7 +387,7 @@ def test_an_unknown_key_is_named_once(tmp_path):
         (np.array(3), SchemaError, "infos must be a mapping"),
     ],
 )
-def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, infos, error, text):
+def test_infos_of_a_wrong_length_or_type_raise_and_write_no_file(tmp_path, infos, error, text):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(error, match=text):
             writer.add(**record(infos))
@@ -404,7 +404,7 @@ def test_a_rollout_needs_the_infos_of_each_step(tmp_path):
 
 
 @pytest.mark.parametrize("last", [np.zeros(2), {"state": np.zeros(2)}, "x", [1.0, 2.0]])
-def test_final_observations_of_another_structure_are_refused(tmp_path, last):
+def test_final_observations_of_another_structure_raise(tmp_path, last):
     values = record({"final_obs": objects(last, last, None)})
     values["obs"] = {"state": observed(0), "height": observed(0)}
     with RolloutWriter(tmp_path, N, durable=False) as writer:
@@ -417,7 +417,7 @@ def test_final_observations_of_another_structure_are_refused(tmp_path, last):
 
 
 @pytest.mark.parametrize("last", [0.5, 300])
-def test_final_observations_that_the_dtype_of_observations_cannot_hold_are_refused(tmp_path, last):
+def test_final_observations_that_do_not_fit_the_observation_dtype_raise(tmp_path, last):
     values = record([{"terminal_observation": np.full(2, last)}] * N)
     values["obs"] = observed(0).astype(np.uint8)
     with RolloutWriter(tmp_path, N, durable=False) as writer:
@@ -427,7 +427,7 @@ def test_final_observations_that_the_dtype_of_observations_cannot_hold_are_refus
 
 
 @pytest.mark.parametrize("as_rollout", [False, True])
-def test_some_of_the_ends_may_have_a_final_observation(tmp_path, as_rollout):
+def test_final_observations_may_be_missing_at_some_ends(tmp_path, as_rollout):
     random = np.random.default_rng(0)
     num_steps = 60
     ended = random.random((num_steps, N)) < 0.4
@@ -530,7 +530,7 @@ def test_final_observations_in_infos_have_the_dtype_of_the_observations(tmp_path
     assert [row.tolist() for row in finals[: len(ended)]] == (seen + 10)[ended].tolist()
 
 
-def test_final_observations_of_other_dtypes_in_a_rollout_are_refused(tmp_path):
+def test_final_observations_of_other_dtypes_in_a_rollout_raise(tmp_path):
     """Large integers beside float32 are not rounded in silence."""
     now = np.zeros((2, N, 2), np.float32)
     infos = [{"final_obs": now[0]}, {"final_obs": np.full((N, 2), 2**24 + 1)}]

@@ -69,7 +69,7 @@ def test_an_empty_trajectory_folder_hides_no_block_file(tmp_path):
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
-def test_the_first_chunks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatch, has_folder):
+def test_a_stream_waits_for_the_first_chunks_of_an_empty_folder(tmp_path, monkeypatch, has_folder):
     folder = NaiveFolder(tmp_path)
     if has_folder:
         (tmp_path / "trajectory_0").mkdir()
@@ -84,7 +84,7 @@ def test_the_first_chunks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatc
     assert dataset.num_trajectories == 2 and not dataset.problems
 
 
-def test_the_first_blocks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatch):
+def test_a_stream_waits_for_the_first_blocks_of_an_empty_folder(tmp_path, monkeypatch):
     dataset = opened(tmp_path, keep_latest_n_trajs=2, wait_timeout_s=30)
     when_waiting(
         monkeypatch, lambda: None, lambda: record(tmp_path, [4]), lambda: record(tmp_path, [4])
@@ -94,7 +94,7 @@ def test_the_first_blocks_of_an_empty_folder_are_waited_for(tmp_path, monkeypatc
     assert [field["name"] for field in dataset.metadata["fields"]][:1] == ["observation"]
 
 
-def test_an_empty_folder_is_of_the_kind_of_the_others(tmp_path):
+def test_an_empty_folder_has_the_format_of_the_other_folders(tmp_path):
     folder = NaiveFolder(tmp_path / "a")
     folder.chunk(0, 0, 3, done=True)
     (tmp_path / "b").mkdir()
@@ -105,7 +105,7 @@ def test_an_empty_folder_is_of_the_kind_of_the_others(tmp_path):
     assert dataset.num_trajectories == 2
 
 
-def test_an_undecided_source_is_empty_and_says_so(tmp_path):
+def test_a_source_without_a_known_format_is_empty_and_raises_on_use(tmp_path):
     source = LiveSource(tmp_path)
     source.refresh()
     assert len(source.snapshot().index) == 0
@@ -115,7 +115,7 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
         WindowDataset(tmp_path)
 
 
-def test_an_undecided_source_passes_on_what_it_finds(tmp_path):
+def test_a_source_without_a_known_format_reports_its_problems(tmp_path):
     source = LiveSource(tmp_path)
     record(tmp_path, [4])
     (tmp_path / "text.h5").write_text("hello")
@@ -124,7 +124,7 @@ def test_an_undecided_source_passes_on_what_it_finds(tmp_path):
     assert source.num_problems == len(source.problems) == 1
 
 
-def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
+def test_an_unreadable_folder_raises_at_the_next_pass(tmp_path, monkeypatch):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 3, done=True)
     dataset = opened(folder.data_dir, dataset_loops=0)
@@ -139,7 +139,7 @@ def test_a_dead_folder_cannot_be_looked_into(tmp_path, monkeypatch):
     assert dataset.get_batch(2).action[:, 0, 0].tolist() == [300_002, 300_000]
 
 
-def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path, monkeypatch):
+def test_a_folder_inside_an_inaccessible_folder_raises_a_clear_error(tmp_path, monkeypatch):
     refuse_to_list(tmp_path / "secret", monkeypatch)
     with pytest.raises(
         DataFileError, match=r"The data folder '.*secret' cannot be listed.*Permission denied"
@@ -151,7 +151,7 @@ def test_a_folder_inside_one_that_may_not_be_entered_is_one_clear_error(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_more_chunks_of_another_width_do_not_rule_out_those_that_are_played(tmp_path):
+def test_a_majority_of_chunks_with_another_width_does_not_exclude_the_played_chunks(tmp_path):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 3, done=True)
     dataset = opened(folder.data_dir, dataset_loops=0)
@@ -172,7 +172,7 @@ def test_more_chunks_of_another_width_do_not_rule_out_those_that_are_played(tmp_
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_all_chunks_spoilt_is_named_at_the_next_pass(tmp_path):
+def test_damage_of_all_chunks_is_reported_at_the_next_pass(tmp_path):
     folder = NaiveFolder(tmp_path / "data")
     path = folder.chunk(0, 0, 3, done=True)
     dataset = opened(folder.data_dir, dataset_loops=0)
@@ -186,7 +186,7 @@ def test_all_chunks_spoilt_is_named_at_the_next_pass(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_metadata_that_comes_later_is_reported_and_changes_nothing(tmp_path):
+def test_metadata_that_appear_later_are_reported_and_change_nothing(tmp_path):
     folder = NaiveFolder(tmp_path / "data")
     parts = {"obs_b": np.zeros((3, 2), np.float32), "obs_a": np.ones((3, 1), np.float32)}
     folder.chunk(0, 0, 3, done=True, drop=("observations",), **parts)
@@ -213,7 +213,7 @@ def long_recording(data_dir, num_blocks):
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
+def test_trajectories_with_a_missing_block_are_reported_once(tmp_path, has_cache):
     paths = long_recording(tmp_path, 4)
     paths[1].unlink()
     paths[2].unlink()
@@ -234,7 +234,7 @@ def test_trajectories_that_lack_a_block_are_reported_once(tmp_path, has_cache):
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_told(tmp_path):
+def test_vanished_blocks_are_counted_and_incomplete_trajectories_reported(tmp_path):
     paths = long_recording(tmp_path, 3)
     record(tmp_path, [4, 4], first_number=7, flush_every=4)
     dataset = opened(tmp_path, dataset_loops=0)
@@ -252,7 +252,7 @@ def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_to
     assert len(dataset.problems) == 1
 
 
-def test_a_source_is_decided_by_its_own_refresh(tmp_path):
+def test_a_source_determines_its_format_in_its_own_refresh(tmp_path):
     one, two = LiveSource(tmp_path), LiveSource(tmp_path)
     record(tmp_path, [4])
     one.refresh()
@@ -262,7 +262,9 @@ def test_a_source_is_decided_by_its_own_refresh(tmp_path):
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, request, is_mapped):
+def test_trajectories_recorded_after_a_saved_state_are_played_in_the_next_pass(
+    tmp_path, request, is_mapped
+):
     if not is_mapped:
         request.getfixturevalue("without_maps")
     record(tmp_path, [4])
@@ -277,9 +279,7 @@ def test_what_comes_after_a_resumed_pass_is_read_in_the_next_one(tmp_path, reque
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_a_block_that_another_replaces_under_its_name_is_read_at_the_next_pass(
-    tmp_path, request, is_mapped
-):
+def test_a_replaced_block_is_read_at_the_next_pass(tmp_path, request, is_mapped):
     if not is_mapped:
         request.getfixturevalue("without_maps")
     record(tmp_path / "data", [4], writer_name="w")

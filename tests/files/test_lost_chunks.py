@@ -70,7 +70,7 @@ def whole(*numbers):
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
 @pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("lose", [delete, spoil, spoil_rows_unseen])
-def test_the_rest_streams_and_the_loss_is_named(five, lose, loops):
+def test_a_lost_chunk_is_reported_and_other_trajectories_are_streamed(five, lose, loops):
     dataset = opened(five, dataset_loops=loops)
     assert played(dataset.get_batch(12)) == [*whole(0), (1, 0), (1, 1)]
     lose(five, 1)
@@ -97,7 +97,7 @@ def test_the_rest_streams_and_the_loss_is_named(five, lose, loops):
 
 
 @pytest.mark.parametrize("lose", [delete, spoil, spoil_rows_unseen])
-def test_what_is_left_of_a_lost_trajectory_is_not_valid_and_no_other_env_is_disturbed(five, lose):
+def test_the_rest_of_a_lost_trajectory_is_not_valid_and_other_envs_continue(five, lose):
     dataset = opened(five, 2)
     assert played(dataset.get_batch(3)) == [*whole(0)[:3], *whole(1)[:3]]
     lose(five, 0)
@@ -117,7 +117,7 @@ def test_what_is_left_of_a_lost_trajectory_is_not_valid_and_no_other_env_is_dist
     )
 
 
-def test_exhausted_envs_show_a_frame_that_can_still_be_read(five):
+def test_exhausted_envs_repeat_a_readable_frame(five):
     dataset = opened(five, 5)
     dataset.get_batch(2)
     for number in range(4):
@@ -131,7 +131,7 @@ def test_exhausted_envs_show_a_frame_that_can_still_be_read(five):
         dataset.get_batch()
 
 
-def test_steps_of_some_envs_go_on_too(five):
+def test_steps_of_some_envs_continue_after_a_loss(five):
     dataset = opened(five, 2)
     buffer = dataset.get_buffer()
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_steps_of_some_envs_go_on_too(five):
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
 @pytest.mark.parametrize("lose", [delete, spoil, spoil_rows_unseen])
-def test_reset_goes_on_with_the_rest(five, lose, cache):
+def test_reset_after_a_loss_plays_the_remaining_trajectories(five, lose, cache):
     dataset = opened(five, cache=cache)
     dataset.get_batch(2)
     lose(five, 0)
@@ -162,7 +162,7 @@ def test_reset_goes_on_with_the_rest(five, lose, cache):
     )
 
 
-def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five):
+def test_a_temporary_read_error_raises_and_loses_no_trajectory(five):
     dataset = opened(five)
     dataset.get_batch(2)
     limits, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
@@ -180,7 +180,7 @@ def test_what_cannot_be_read_just_now_is_an_error_and_loses_nothing(five):
     assert not dataset.problems and dataset.source.num_vanished_blocks == 0
 
 
-def test_a_state_of_before_the_loss_is_refused_by_name(five):
+def test_loading_a_state_of_a_deleted_trajectory_raises_with_its_name(five):
     dataset = opened(five)
     dataset.get_batch(2)
     delete(five, 0)
@@ -201,7 +201,7 @@ def test_windows_name_the_lost_chunk(five):
     assert windows[0]["observation"].shape == (2, 3)
 
 
-def test_a_prefetching_thread_goes_on_too(five):
+def test_prefetch_continues_after_a_loss(five):
     dataset = opened(five, num_transitions_per_env=5)
     batches = iter(dataset.prefetch(1))
     assert played(next(batches)) == whole(0)[:5]
@@ -213,7 +213,7 @@ def test_a_prefetching_thread_goes_on_too(five):
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_blocks_that_are_read_file_by_file_are_gone_on_without(tmp_path, without_maps):
+def test_missing_blocks_that_are_read_file_by_file_are_skipped(tmp_path, without_maps):
     record(tmp_path, [4] * 4, flush_every=4)
     dataset = opened(tmp_path, 1, dataset_loops=2)
     dataset.get_batch(2)
@@ -233,7 +233,7 @@ def test_blocks_that_are_read_file_by_file_are_gone_on_without(tmp_path, without
     assert [type(problem).__name__ for problem in dataset.problems] == ["LostBlockError"] * 2
 
 
-def test_a_trajectory_that_has_shrunk_is_left_at_the_next_pass(tmp_path):
+def test_a_trajectory_that_has_shrunk_is_left_out_of_the_next_pass(tmp_path):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 2, done=True)
     folder.chunk(1, 0, 5)
@@ -251,7 +251,7 @@ def test_a_trajectory_that_has_shrunk_is_left_at_the_next_pass(tmp_path):
         assert (batch.is_last.numpy() == (frame == np.where(number == 0, 1, 4))).all()
 
 
-def test_a_chunk_that_is_a_folder_by_now_is_lost_too(five):
+def test_a_chunk_that_was_replaced_by_a_folder_is_lost(five):
     dataset = opened(five)
     dataset.get_batch(2)
     for path in (five / "trajectory_0").iterdir():

@@ -48,7 +48,7 @@ def opened(data_dir, **options):
 @pytest.mark.each_value
 @pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("what", FLIPS)
-def test_the_blocks_are_read_and_the_file_is_named(tmp_path, what, has_cache):
+def test_blocks_with_damaged_metadata_are_read_and_the_file_is_named(tmp_path, what, has_cache):
     record(tmp_path, [4, 4, 4], flush_every=4)
     path = spoil(tmp_path, what, has_cache)
     dataset = opened(tmp_path)
@@ -63,7 +63,7 @@ def test_the_blocks_are_read_and_the_file_is_named(tmp_path, what, has_cache):
 
 @pytest.mark.filterwarnings("ignore:.*does not contain the fields of the blocks")
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_stray_block_is_told_from_the_most_where_the_file_tells_nothing(tmp_path, has_cache):
+def test_a_block_that_differs_from_most_blocks_is_left_out_without_metadata(tmp_path, has_cache):
     record(tmp_path, [4, 4], flush_every=4)
     spoil(tmp_path, "no JSON", has_cache=True)
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
@@ -84,7 +84,7 @@ def test_a_stray_block_is_told_from_the_most_where_the_file_tells_nothing(tmp_pa
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_cache):
+def test_metadata_decides_which_of_several_schemas_is_read(tmp_path, has_cache):
     record(tmp_path, [4])
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_the_file_tells_which_of_several_kinds_of_blocks_is_meant(tmp_path, has_
     assert len(dataset.problems) == 2
 
 
-def test_a_cache_of_the_fewer_blocks_gives_the_same_as_none(tmp_path):
+def test_an_index_cache_of_the_minority_schema_changes_no_result(tmp_path):
     record(tmp_path / "a", [4, 4], flush_every=4)
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         writer.add(
@@ -123,7 +123,7 @@ def test_a_cache_of_the_fewer_blocks_gives_the_same_as_none(tmp_path):
     assert len(dataset.problems) == 1
 
 
-def test_a_declaration_without_blocks_does_not_rule_those_that_come(tmp_path):
+def test_metadata_without_matching_blocks_do_not_exclude_later_blocks(tmp_path):
     record(tmp_path / "a", [4])
     spoil(tmp_path / "a", "a field of another name", has_cache=False)
     (path,) = (tmp_path / "a").glob("rollout_*.h5")
@@ -137,7 +137,7 @@ def test_a_declaration_without_blocks_does_not_rule_those_that_come(tmp_path):
         assert numbers_of(dataset) == [0]
 
 
-def test_repair_makes_the_file_anew_with_its_context(tmp_path):
+def test_repair_rebuilds_the_metadata_with_their_context(tmp_path):
     record(tmp_path, [4], metadata={"env": "walk"})
     path = spoil(tmp_path, "a field of another name", has_cache=True)
     assert list(check_folder(tmp_path).problems) == ["metadata.json"]
@@ -149,7 +149,7 @@ def test_repair_makes_the_file_anew_with_its_context(tmp_path):
     assert numbers_of(opened(tmp_path)) == [0, 1]
 
 
-def test_a_folder_that_may_not_be_listed_is_one_clear_error(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_raises_a_clear_error(tmp_path, monkeypatch):
     record(tmp_path, [4])
     scandir = os.scandir
 

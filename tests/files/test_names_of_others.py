@@ -89,7 +89,7 @@ def step_of(library: str) -> dict:
 
 @pytest.mark.parametrize("as_record", [True, False])
 @pytest.mark.parametrize("library", STEPS)
-def test_a_step_under_the_names_of_a_library_is_understood(tmp_path, library, as_record):
+def test_a_step_with_the_field_names_of_another_library_is_recorded(tmp_path, library, as_record):
     step = step_of(library)
     with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False) as writer:
         warnings.simplefilter("error")
@@ -108,7 +108,7 @@ def test_a_step_under_the_names_of_a_library_is_understood(tmp_path, library, as
 @pytest.mark.parametrize(
     "names", [("done", "dones"), ("obs", "observations"), ("terminals", "terminations")]
 )
-def test_two_names_of_one_thing_are_refused(tmp_path, names):
+def test_two_names_of_the_same_field_raise(tmp_path, names):
     record = {"observation": np.zeros((2, 1)), "action": np.zeros((2, 1))} | {
         name: np.zeros(2) for name in names
     }
@@ -121,7 +121,7 @@ def test_two_names_of_one_thing_are_refused(tmp_path, names):
         writer.add(record)
 
 
-def test_next_observations_are_left_out_and_that_is_said(tmp_path):
+def test_next_observations_are_left_out_with_a_warning(tmp_path):
     record = {"observation": np.zeros((2, 1)), "action": np.zeros((2, 1))}
     with RolloutWriter(tmp_path, 2) as writer:
         for name in ("next_obs", "new_obs"):
@@ -141,7 +141,7 @@ def test_next_observations_are_left_out_and_that_is_said(tmp_path):
         ("finale_obs", "final_obs"),
     ],
 )
-def test_a_close_misspelling_is_told_once(tmp_path, given, meant):
+def test_a_misspelt_name_is_warned_of_once(tmp_path, given, meant):
     with RolloutWriter(tmp_path, 2) as writer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
@@ -157,7 +157,7 @@ def test_a_close_misspelling_is_told_once(tmp_path, given, meant):
         assert caught[0].filename == __file__ and given in writer.schema
 
 
-def test_names_of_their_own_are_not_taken_for_misspellings(tmp_path):
+def test_names_of_extra_fields_are_not_reported_as_misspelt(tmp_path):
     own = [
         "values",
         "action_mean",
@@ -178,7 +178,7 @@ def test_names_of_their_own_are_not_taken_for_misspellings(tmp_path):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_recording_in_which_nothing_ends_is_told_once(tmp_path, at_once):
+def test_a_recording_without_ends_is_warned_of_once(tmp_path, at_once):
     with (
         RolloutWriter(tmp_path, 2, durable=False) as writer,
         warnings.catch_warnings(record=True) as caught,
@@ -193,7 +193,7 @@ def test_a_recording_in_which_nothing_ends_is_told_once(tmp_path, at_once):
     assert "done=" in str(caught[0].message) and caught[0].filename == __file__
 
 
-def test_a_recording_with_an_end_is_not_warned_of(tmp_path):
+def test_a_recording_with_an_end_raises_no_warning(tmp_path):
     with warnings.catch_warnings(), RolloutWriter(tmp_path, 2, durable=False) as writer:
         warnings.simplefilter("error")
         done = np.zeros((5000, 2), bool)

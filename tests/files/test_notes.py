@@ -81,7 +81,7 @@ def record(folder: Path, num_steps: int, lengths=(3, 5), block_bytes=1 << 20, **
     return expected
 
 
-def test_notes_come_back_merged_whatever_blocks_they_fell_into(tmp_path):
+def test_notes_of_several_blocks_are_merged(tmp_path):
     for block_bytes in (1, 300, 1 << 20):
         folder = tmp_path / str(block_bytes)
         assert said_in_equals(
@@ -105,7 +105,7 @@ def test_a_later_note_of_the_same_name_replaces_the_earlier_one(tmp_path):
     assert said_in(tmp_path) == {(0, 0): {"task": "throw", "seed": 1, "score": 2}}
 
 
-def test_pack_and_repair_and_retention_keep_them(tmp_path):
+def test_pack_repair_and_retention_keep_notes(tmp_path):
     expected = record(tmp_path / "a", 16, block_bytes=300)
     pack_dataset(tmp_path / "a", tmp_path / "b")
     pack_dataset(tmp_path / "b", tmp_path / "c", block_bytes=200)
@@ -121,7 +121,7 @@ def test_pack_and_repair_and_retention_keep_them(tmp_path):
     assert 0 < len(said_in(tmp_path / "c")) < len(expected)
 
 
-def test_coded_components_are_noted_too(tmp_path):
+def test_episodes_with_coded_components_have_notes(tmp_path):
     with RolloutWriter(
         tmp_path, 1, durable=False, obs_disassemble_mapping={"cam": "shuffle+lz4"}
     ) as writer:
@@ -191,7 +191,7 @@ def test_an_episode_without_a_task_has_the_number_0(tmp_path):
     )
 
 
-def test_batches_of_other_systems_files_have_the_number_of_the_task_too():
+def test_batches_of_other_formats_have_the_number_of_the_task():
     path = Path(__file__).parents[1] / "data/formats/libero/KITCHEN_SCENE_put_the_cube_demo.hdf5"
     tasks = {episode.task for episode in rollout_data.open(path)}
     windows = WindowDataset(path, 1, texts=True)
@@ -244,7 +244,7 @@ def test_texts_are_stored_once_and_frames_have_their_numbers(tmp_path):
     assert said_in(tmp_path) == {(0, 0): {"task": "late"}, (1, 0): {}}
 
 
-def test_the_number_of_a_text_is_the_same_for_ever():
+def test_the_number_of_a_text_is_fixed():
     assert [text_id(text) for text in ("", "a", "öffne")] == [0, NUMBER_OF_A, text_id("öffne")]
 
 
@@ -252,7 +252,7 @@ def test_the_number_of_a_text_is_the_same_for_ever():
 NUMBER_OF_A = int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little", signed=True)
 
 
-def test_the_reader_in_format_md_reads_them(tmp_path):
+def test_the_reader_in_format_md_reads_notes(tmp_path):
     record(tmp_path, 16, block_bytes=500)
     notes_of = reference_reader("notes_of")
     for path in tmp_path.glob("*.h5"):
@@ -263,14 +263,14 @@ def test_the_reader_in_format_md_reads_them(tmp_path):
             assert all(isinstance(json.loads(text), dict) for _, text in notes_of(file, EPISODES))
 
 
-def test_a_block_without_notes_has_no_trace_of_them(tmp_path):
+def test_a_block_without_notes_has_no_tables_of_notes(tmp_path):
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
         step(writer, 0, episode=[None, {}])
     with h5py.File(next(tmp_path.glob("*.h5"))) as file:
         assert not {"episodes", "texts", "notes_crc"} & {*file, *file.attrs}
 
 
-def test_what_is_said_of_a_dropped_episode_goes_with_it(tmp_path):
+def test_notes_of_a_dropped_episode_are_dropped(tmp_path):
     with RolloutWriter(tmp_path, 2, success_only=True, durable=False) as writer:
         step(writer, 0, episode=[{"task": "kept"}, {"task": "dropped"}])
         step(writer, 1, done=[True, True], success=[True, False], episode=[{"a": 1}, {"a": 2}])
@@ -297,14 +297,14 @@ def test_what_is_said_of_a_dropped_episode_goes_with_it(tmp_path):
         max_size=4,
     ).filter(lambda said: not {"task", "success"} & said.keys())
 )
-def test_anything_that_json_has_comes_back(tmp_path_factory, said):
+def test_every_json_value_is_read_back(tmp_path_factory, said):
     folder = tmp_path_factory.mktemp("json")
     with RolloutWriter(folder, 1, durable=False) as writer:
         step(writer, 0, num_envs=1, episode=said)
     assert said_in(folder) == {(0, 0): said}
 
 
-def test_arrays_and_numbers_of_numpy_and_torch_are_taken(tmp_path):
+def test_notes_may_have_numpy_and_torch_values(tmp_path):
     said = {
         "seed": np.int64(3),
         "goal": np.arange(2.0),
@@ -343,7 +343,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_cannot_be_stored_is_refused_and_the_writer_goes_on(tmp_path, text):
+def test_notes_that_are_not_json_raise_and_the_writer_continues(tmp_path, text):
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
         step(writer, 0, instruction="a")
         if text == "got array":
@@ -360,7 +360,7 @@ def test_what_cannot_be_stored_is_refused_and_the_writer_goes_on(tmp_path, text)
     assert said_in(tmp_path) == {(0, 0): {"a": "x" * 1000}, (1, 0): {"a": "x" * 1000}}
 
 
-def test_an_episode_is_said_a_mebibyte_of_at_most_and_the_next_one_as_much(tmp_path):
+def test_notes_of_an_episode_have_at_most_one_mebibyte(tmp_path):
     large = {"a": "x" * (MAX_NOTE_BYTES - 100)}
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         step(writer, 0, num_envs=1, episode=large)
@@ -405,9 +405,7 @@ def test_flipped_bits_are_reported_or_without_effect(block, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [EPISODES, TEXTS])
-def test_every_flipped_bit_of_the_notes_is_reported_and_costs_that_note_alone(
-    block, tmp_path, kind
-):
+def test_every_flipped_bit_of_the_notes_is_reported_and_loses_only_that_note(block, tmp_path, kind):
     with h5py.File(block) as file:
         places = {
             part: (file[kind][part].id.get_offset(), file[kind][part].nbytes) for part in file[kind]
@@ -444,7 +442,7 @@ def rewritten(block: Path, path: Path, **parts) -> Path:
     return path
 
 
-def test_tables_that_cannot_be_are_refused_when_a_block_is_opened(block, tmp_path):
+def test_opening_a_block_with_contradictory_tables_of_notes_raises(block, tmp_path):
     with h5py.File(block) as file:
         table, data = file["episodes/table"][()], file["episodes/bytes"][()]
     huge = table.copy()
@@ -461,7 +459,7 @@ def test_tables_that_cannot_be_are_refused_when_a_block_is_opened(block, tmp_pat
 
 
 @pytest.mark.parametrize("data", [b"{", b"[1]", b"[" * 100_000, b"\xff", b"9" * 10_000])
-def test_notes_that_cannot_be_read_are_damage(block, tmp_path, data):
+def test_unreadable_notes_are_reported_as_damage(block, tmp_path, data):
     header = read_header(block)
     tables, fragments = gathered([(header, fragment) for fragment in header.fragments])
     notes = {EPISODES: [(int(fragments["trajectory"][0]), data)]}
@@ -475,7 +473,7 @@ def test_notes_that_cannot_be_read_are_damage(block, tmp_path, data):
             read()
 
 
-def test_a_damaged_note_costs_the_table_that_note_alone(tmp_path):
+def test_a_damaged_note_removes_only_itself_from_the_table(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for number in range(6):
             writer.add(

@@ -73,7 +73,7 @@ def test_bars_follow_the_values(walk: Path) -> None:
     assert "lidar[14]" in play(walk, fields=["observation/lidar"])
 
 
-def test_a_spike_is_visible_in_any_number_of_bars(walk: Path) -> None:
+def test_a_spike_is_visible_with_any_number_of_bars(walk: Path) -> None:
     for width in (20, 40, 80, 200):
         bars = play(walk, "1", ["observation/spike"], width=width).splitlines()[-1]
         assert bars.count(BARS[-1]) == 1, width
@@ -109,7 +109,7 @@ def test_no_line_is_longer_than_the_terminal(walk: Path, width: int, bars: str) 
         (None, ["obs"], "'obs'"),
     ],
 )
-def test_an_unknown_episode_or_field_is_named(
+def test_an_unknown_episode_or_field_raises_with_its_name(
     walk: Path, episode: str | None, fields: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

@@ -42,7 +42,7 @@ def demos(path, pictures=(True, True, True), **fields):
     return path
 
 
-def test_get_batch_resumes_a_stream_under_way_and_iter_resets_it(tmp_path):
+def test_get_batch_continues_a_stream_and_iter_resets_it(tmp_path):
     record(tmp_path, [9, 9, 9, 9])
     dataset = opened(tmp_path)
     assert starts(dataset.get_batch(2)) == [[0, 0], [1, 0]]
@@ -52,7 +52,7 @@ def test_get_batch_resumes_a_stream_under_way_and_iter_resets_it(tmp_path):
     assert starts(next(iter(dataset))) == [[0, 0], [1, 0]]
 
 
-def test_an_episode_without_a_camera_that_most_have_is_left_out_and_named(tmp_path):
+def test_an_episode_without_the_camera_of_most_episodes_is_left_out_and_named(tmp_path):
     dataset = opened(
         demos(tmp_path / "demos.hdf5", pictures=(True, True, False)), 1, flatten_observations=False
     )
@@ -63,7 +63,7 @@ def test_an_episode_without_a_camera_that_most_have_is_left_out_and_named(tmp_pa
     assert ["demo_2" in str(problem) for problem in dataset.problems] == [True]
 
 
-def test_fields_with_names_of_a_batch_are_left_out_of_streams(tmp_path):
+def test_fields_with_the_names_of_batch_flags_are_left_out_of_streams(tmp_path):
     path = demos(tmp_path / "demos.hdf5", valid=np.full(3, 7), score=np.arange(3.0))
     batch = opened(path, 1).get_batch(3)
     assert batch.valid.dtype == torch.bool and batch.valid.all()
@@ -71,7 +71,7 @@ def test_fields_with_names_of_a_batch_are_left_out_of_streams(tmp_path):
     assert rollout_data.open(path)[0]["valid"].tolist() == [7, 7, 7]
 
 
-def test_texts_of_other_formats_come_as_numbers(tmp_path):
+def test_texts_of_other_formats_are_numbers_in_batches(tmp_path):
     dataset = opened(
         demos(tmp_path / "demos.hdf5", words=np.array([b"left", b"right", b"left"])), 1
     )
@@ -94,7 +94,7 @@ def test_a_deleted_trajectory_that_had_not_begun_is_left_out_of_a_resumed_stream
     assert played == {0, 1, 2, 4, 5} and not resumed.problems
 
 
-def test_folders_of_the_older_layout_cannot_be_refreshed():
+def test_trajectory_folders_cannot_be_refreshed():
     with pytest.raises(UsageError, match="omit refresh_s"):
         opened(OLDER / "components", refresh_s=5).get_batch(1)
 

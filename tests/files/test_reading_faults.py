@@ -47,7 +47,7 @@ def flip(path, offset):
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_truncated_block_is_named_and_the_others_stream(tmp_path, has_cache):
+def test_a_truncated_block_is_named_and_the_others_are_streamed(tmp_path, has_cache):
     paths = record_blocks(tmp_path)
     if not has_cache:
         (tmp_path / INDEX_CACHE_NAME).unlink()
@@ -58,7 +58,7 @@ def test_a_truncated_block_is_named_and_the_others_stream(tmp_path, has_cache):
     assert [type(problem) for problem in dataset.problems] == [CorruptFileError]
 
 
-def test_flipped_rows_are_found_when_asked_to_verify(tmp_path):
+def test_verify_reports_flipped_rows(tmp_path):
     paths = record_blocks(tmp_path)
     offset, _ = open_block(paths[1]).locations["data"]["frames"]
     flip(paths[1], offset + 5)
@@ -103,7 +103,7 @@ def test_a_copied_block_does_not_deliver_its_frames_twice(tmp_path):
         assert sum(len(frames_of(batch)) for batch in drain(opened(tmp_path), 4)) == 12
 
 
-def test_a_copy_that_appears_later_is_found_among_blocks_of_the_cache(tmp_path):
+def test_a_later_copy_of_a_cached_block_is_reported(tmp_path):
     paths = record_blocks(tmp_path)
     folder = BlockFolder(tmp_path)
     folder.refresh()
@@ -115,7 +115,7 @@ def test_a_copy_that_appears_later_is_found_among_blocks_of_the_cache(tmp_path):
     assert folder.refresh() and not folder.problems and "zz_moved.h5" in folder.blocks
 
 
-def test_known_blocks_are_gone_through_once_however_many_are_opened(tmp_path):
+def test_opening_many_blocks_compares_known_blocks_once(tmp_path):
     """The work of opening grows with the number of blocks, not with its square."""
     counts = []
 
@@ -184,7 +184,7 @@ def test_a_trajectory_that_is_being_played_survives_the_removal_of_its_block(tmp
     assert batch.observation[:, 1, :2].tolist() == [[1, frame] for frame in range(1, 26)]
 
 
-def test_a_folder_that_is_emptied_is_an_error_at_the_next_pass(tmp_path):
+def test_an_emptied_folder_raises_at_the_next_pass(tmp_path):
     paths = record_blocks(tmp_path)
     dataset = opened(tmp_path, dataset_loops=0)
     dataset.get_batch(2)
@@ -214,7 +214,7 @@ def test_new_trajectories_join_at_the_next_pass(tmp_path):
         lambda path: np.savez(path, about=np.array([{"x": 1}], dtype=object)),
     ],
 )
-def test_a_spoilt_index_cache_is_ignored(tmp_path, spoil):
+def test_a_damaged_index_cache_is_ignored(tmp_path, spoil):
     record_blocks(tmp_path)
     cache = tmp_path / INDEX_CACHE_NAME
     spoil(cache)
@@ -224,7 +224,7 @@ def test_a_spoilt_index_cache_is_ignored(tmp_path, spoil):
 
 
 @pytest.mark.parametrize("name", ["index", "places"])
-def test_an_index_cache_with_forged_numbers_reads_no_memory_outside_the_files(tmp_path, name):
+def test_a_forged_index_cache_reads_no_memory_outside_the_files(tmp_path, name):
     record_blocks(tmp_path)
     cache = tmp_path / INDEX_CACHE_NAME
     save_index_cache(tmp_path)
@@ -238,7 +238,7 @@ def test_an_index_cache_with_forged_numbers_reads_no_memory_outside_the_files(tm
         assert numbers_of(opened(tmp_path)) == [0, 1, 2]
 
 
-def test_reading_leaves_the_folder_as_it_was(tmp_path):
+def test_reading_changes_no_file(tmp_path):
     record_blocks(tmp_path)
     (tmp_path / INDEX_CACHE_NAME).unlink()
     before = {
@@ -251,7 +251,7 @@ def test_reading_leaves_the_folder_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["without_maps", "cold_files", "ram"])
-def test_every_way_of_reading_gives_the_same_batches(tmp_path, request, variant):
+def test_every_way_of_reading_returns_the_same_batches(tmp_path, request, variant):
     record(tmp_path, [9, 1, 30, 4, 17, 2, 8], num_envs=2, flush_every=5, with_final=True)
     arguments = {
         "dataset_loops": 3,
@@ -283,7 +283,7 @@ def test_workers_forked_from_a_process_that_reads_ahead_read_ahead_themselves(tm
     assert sum(len(frames_of(batch)) for batch in loader) == 54
 
 
-def test_a_stale_index_cache_of_other_files_with_the_same_names_is_not_believed(tmp_path):
+def test_a_stale_index_cache_of_other_files_with_the_same_names_is_ignored(tmp_path):
     def record_one_env(dones):
         with RolloutWriter(tmp_path, 1, writer_name="w", durable=False) as writer:
             for frame, done in enumerate(dones):
@@ -300,7 +300,7 @@ def test_a_stale_index_cache_of_other_files_with_the_same_names_is_not_believed(
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 40))]
 )
-def test_a_flipped_bit_in_the_index_cache_hides_nothing(tmp_path, seed):
+def test_a_flipped_bit_in_the_index_cache_hides_no_trajectory(tmp_path, seed):
     record_blocks(tmp_path)
     cache = tmp_path / INDEX_CACHE_NAME
     rng = np.random.default_rng(seed)
@@ -320,7 +320,7 @@ def test_a_flipped_bit_in_the_index_cache_hides_nothing(tmp_path, seed):
         assert opened(tmp_path / "spoilt").num_frames == 12
 
 
-def test_what_is_no_file_is_reported_and_waited_for_by_nobody(tmp_path):
+def test_a_path_that_is_not_a_file_is_reported_without_waiting(tmp_path):
     record_blocks(tmp_path)
     (tmp_path / INDEX_CACHE_NAME).unlink()
     os.mkfifo(tmp_path / INDEX_CACHE_NAME)
@@ -335,7 +335,7 @@ def test_what_is_no_file_is_reported_and_waited_for_by_nobody(tmp_path):
     assert named == ["folder.h5", "loop.h5", "outside.h5", "pipe.h5"]
 
 
-def test_a_stray_block_that_sorts_first_does_not_rule_out_the_others(tmp_path):
+def test_a_differing_block_that_sorts_first_does_not_exclude_the_others(tmp_path):
     record_blocks(tmp_path / "a")
     with RolloutWriter(tmp_path / "b", 1, durable=False) as writer:
         writer.add(
@@ -372,7 +372,7 @@ def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
         {"keep_latest_n_trajs": -1},
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_named_at_once(tmp_path, arguments):
+def test_wrong_arguments_raise_at_once_with_their_name(tmp_path, arguments):
     with pytest.raises(
         UsageError,
         match=f"RolloutDataset: {'device' if 'device' in arguments else next(iter(arguments))}",
@@ -380,7 +380,7 @@ def test_wrong_arguments_are_named_at_once(tmp_path, arguments):
         RolloutDataset(tmp_path, **{"num_envs": 1, **arguments})
 
 
-def test_blocks_are_opened_after_an_interrupted_look(tmp_path, monkeypatch):
+def test_blocks_are_opened_after_an_interrupted_scan(tmp_path, monkeypatch):
     record(tmp_path, [3] * 12, num_envs=2, flush_every=4)
     opened, whole = [], BlockFolder(tmp_path)
     whole.refresh()

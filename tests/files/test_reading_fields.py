@@ -32,7 +32,7 @@ def numbered(shape, dtype):
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted(DTYPES))
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5)])
-def test_every_dtype_and_shape_comes_back_exactly(tmp_path, name, shape):
+def test_every_dtype_and_shape_is_read_back_exactly(tmp_path, name, shape):
     dtype = DTYPES[name][0]
     observation = numbered((5, 2, *shape), dtype)
     action = numbered((5, 2, 3), dtype)
@@ -60,7 +60,7 @@ def components(num_steps, num_envs):
     }
 
 
-def test_components_are_joined_in_order_or_given_as_a_dict(tmp_path):
+def test_components_are_joined_in_order_or_returned_as_a_dict(tmp_path):
     parts = components(6, 2)
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
         writer.add_rollout(
@@ -78,7 +78,7 @@ def test_components_are_joined_in_order_or_given_as_a_dict(tmp_path):
     assert torch.equal(flat.next_observation[:-1], joined[1:])
 
 
-def test_actions_under_names_come_back_as_a_dict(tmp_path):
+def test_named_actions_are_returned_as_a_dict(tmp_path):
     action = {
         "arm": numbered((6, 2, 3), torch.float32),
         "hand": {"grip": numbered((6, 2), torch.int64)},
@@ -109,7 +109,7 @@ ENDS = ["terminated", "truncated", "terminated", "terminated", "truncated", "tru
 
 @pytest.mark.parametrize("mark_first_frame", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 5, 30, None])
-def test_a_batch_is_recorded_again_as_it_was(tmp_path, num_steps, mark_first_frame):
+def test_a_recorded_batch_equals_its_source(tmp_path, num_steps, mark_first_frame):
     record(tmp_path / "a", [4, 7, 1, 2, 1, 6], 2, ends=ENDS)
     look = {"num_transitions_per_env": num_steps, "mark_first_frame": mark_first_frame}
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
@@ -121,7 +121,7 @@ def test_a_batch_is_recorded_again_as_it_was(tmp_path, num_steps, mark_first_fra
     )
 
 
-def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path):
+def test_final_observations_of_a_batch_are_recorded_if_all_ends_have_one(tmp_path):
     record(tmp_path / "a", [4, 7, 1, 2, 1, 6], 2, ends=ENDS, with_final=True)
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
         for batch in opened(tmp_path / "a", 2, num_transitions_per_env=4):
@@ -132,7 +132,7 @@ def test_final_observations_are_recorded_again_where_all_ends_have_one(tmp_path)
     assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
 
 
-def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
+def test_recording_a_batch_without_is_last_raises(tmp_path):
     record(tmp_path / "a", [4, 1], 2, ends=["terminated", "truncated"])
     batch, plain = (
         opened(tmp_path / "a", 2, mark_first_frame=is_marked).get_batch(4)._replace(is_last=None)
@@ -153,7 +153,7 @@ def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
     assert contents_of(tmp_path / "b") == contents_of(tmp_path / "a")
 
 
-def test_coded_components_come_back_within_half_a_step(tmp_path):
+def test_coded_components_are_read_back_within_half_a_step(tmp_path):
     parts = components(6, 2)
     with RolloutWriter(
         tmp_path, 2, obs_disassemble_mapping={"depth": "normalized_image"}, durable=False
@@ -185,7 +185,7 @@ def test_a_flat_observation_is_split_by_segments_on_writing(tmp_path):
     assert torch.equal(by_name["b"], observation[..., 3:].reshape(4, 2, 2, 2))
 
 
-def test_large_components_stand_apart_and_follow_true_final_observations(tmp_path):
+def test_large_components_have_their_own_columns_and_final_observations(tmp_path):
     image = torch.arange(5 * 40 * 40 * 3).reshape(5, 1, 40, 40, 3).to(torch.uint8)
     vector = numbered((5, 1, 3), torch.float32)
     final = {"image": image[:1, :, :].squeeze(0) + 7, "vector": vector[0] - 50}
@@ -206,7 +206,7 @@ def test_large_components_stand_apart_and_follow_true_final_observations(tmp_pat
         assert torch.equal(batch.next_observation["vector"][t], follows["vector"])
 
 
-def test_components_of_mixed_dtypes_keep_theirs_in_a_dict_and_are_promoted_when_joined(tmp_path):
+def test_components_keep_their_dtypes_in_a_dict_and_are_promoted_when_joined(tmp_path):
     parts = {
         "mask": numbered((3, 1, 2), torch.uint8),
         "pose": numbered((3, 1, 2), torch.float64) + 0.25,
@@ -224,7 +224,7 @@ def test_components_of_mixed_dtypes_keep_theirs_in_a_dict_and_are_promoted_when_
     assert torch.equal(joined, torch.cat([parts["mask"].double(), parts["pose"]], -1))
 
 
-def test_extra_fields_come_back_by_name(tmp_path):
+def test_extra_fields_are_returned_by_name(tmp_path):
     label = numbered((4, 2, 3), torch.float32)
     log_prob = numbered((4, 2), torch.float32) - 9
     with RolloutWriter(tmp_path, 2, durable=False) as writer:
@@ -252,7 +252,7 @@ def folders(tmp_path):
     return tmp_path
 
 
-def test_the_older_folders_stream_like_the_rollouts_that_they_hold(folders):
+def test_trajectory_folders_stream_like_their_rollouts(folders):
     arrays = np.load(Path(__file__).parents[1] / "data" / "mujoco" / "Ant-v5.npz")
     dataset = opened(folders / "ant", 1)
     streams = drain(dataset, 50)
@@ -283,7 +283,7 @@ def test_the_older_folders_stream_like_the_rollouts_that_they_hold(folders):
     assert at == valid.sum()
 
 
-def test_coded_components_of_the_older_folders_are_joined_in_order(folders):
+def test_coded_components_of_trajectory_folders_are_joined_in_order(folders):
     dataset = opened(folders / "components", 2)
     by_name = opened(folders / "components", 2, flatten_observations=False).get_batch(4).observation
     batch = dataset.get_batch(4)
@@ -294,7 +294,7 @@ def test_coded_components_of_the_older_folders_are_joined_in_order(folders):
     assert by_name["depth"].dtype == torch.float32 and by_name["depth"].max() <= 1
 
 
-def test_growing_older_folders_are_looked_at_again_at_every_pass(folders):
+def test_growing_trajectory_folders_are_scanned_at_every_pass(folders):
     dataset = opened(folders / "unpadded_names", 1, dataset_loops=2)
     before = dataset.get_batch(5).observation.clone()
     shutil.copytree(
@@ -316,7 +316,7 @@ def test_folders_of_different_kinds_are_not_mixed(folders, tmp_path):
         opened([folders / "ant", tmp_path / "new"]).reset()
 
 
-def test_a_final_observation_without_its_privileged_part_leaves_that_to_the_stream(tmp_path):
+def test_without_a_final_privileged_observation_the_next_one_follows_the_stream(tmp_path):
     observation = numbered((4, 1, 2), torch.float32)
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for t in range(4):

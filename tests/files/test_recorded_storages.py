@@ -117,7 +117,7 @@ def test_nested_observations_of_policy_and_critic_are_recorded(tmp_path, kind):
 
 
 @pytest.mark.parametrize("form", ["of all steps", "of the ends"])
-def test_final_observations_come_nested_too(tmp_path, form):
+def test_nested_final_observations_are_recorded(tmp_path, form):
     finals = {
         name: nested_stack([make(step, 5) for step in range(STEPS)], form == "of the ends")
         for name, make in (
@@ -152,7 +152,7 @@ def test_a_queue_with_nested_observations_is_recorded_in_the_order_of_time(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_policy_gave_is_recorded_as_it_was_declared(tmp_path, kind):
+def test_policy_outputs_are_recorded_with_their_declared_shapes_and_dtypes(tmp_path, kind):
     found = record(tmp_path, filled(kind, policy_outputs=OUTPUTS), include=("values",))
     for one, (env, steps) in zip(found, CUTS, strict=True):
         assert not {"mu", "sigma"} & set(one.fields) and "values" in one.fields
@@ -163,14 +163,14 @@ def test_what_the_policy_gave_is_recorded_as_it_was_declared(tmp_path, kind):
         assert logits.tolist() == [[60.0 + 10 * step + env] * 7 for step in steps]
 
 
-def test_what_the_policy_gave_comes_back_among_the_extras(tmp_path):
+def test_policy_outputs_are_streamed_as_extras(tmp_path):
     record(tmp_path, filled(RolloutStorage, policy_outputs=OUTPUTS))
     batch = RolloutDataset(tmp_path, N, device="cpu").get_batch(2)
     assert batch.extras["policy_outputs"]["logits"].shape == (2, N, 7)
     assert batch.extras["policy_outputs"]["option"]["id"].dtype == torch.int64
 
 
-def test_only_a_gaussian_storage_has_means_to_include(tmp_path):
+def test_include_of_means_needs_a_gaussian_storage(tmp_path):
     found = record(tmp_path / "mean", filled(RolloutStorage), include=("mu",))
     assert "mu" in found[0].fields and not any(
         name.startswith("policy_outputs") for name in found[0].fields

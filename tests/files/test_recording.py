@@ -116,9 +116,7 @@ def test_discrete_actions_are_recorded_as_executed(tmp_path):
 
 
 @pytest.mark.parametrize("discrete", [True, False])
-def test_however_a_loop_writes_its_actions_they_are_recorded_in_the_dtype_of_their_space(
-    tmp_path, discrete
-):
+def test_actions_are_recorded_in_the_dtype_of_their_space(tmp_path, discrete):
     envs = make_envs(AutoresetMode.NEXT_STEP, discrete=discrete)
     given = [1, 2, 3] if discrete else [[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
     with RecordingWrapper(envs, tmp_path) as wrapper:
@@ -138,7 +136,7 @@ def test_however_a_loop_writes_its_actions_they_are_recorded_in_the_dtype_of_the
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_resets_in_two_halves_are_recorded(tmp_path, mode):
+def test_reset_async_and_reset_wait_are_recorded(tmp_path, mode):
     envs = AsyncVectorEnv([lambda n=n: Counting(n) for n in range(3)], autoreset_mode=mode)
     with RecordingWrapper(envs, tmp_path) as wrapper:
         for number in range(12):
@@ -187,7 +185,7 @@ def test_actions_of_a_tuple_space_are_executed_as_a_tuple_and_recorded_by_number
         assert one.column("action/1").tolist() == [[0.25, -0.5]] * one.length
 
 
-def test_a_torch_module_gets_a_tuple_of_tensors(tmp_path):
+def test_a_torch_module_receives_a_tuple_of_tensors(tmp_path):
     class Policy(torch.nn.Module):
         def forward(self, observation):
             state, count, _ = observation
@@ -203,7 +201,7 @@ def test_a_torch_module_gets_a_tuple_of_tensors(tmp_path):
     )
 
 
-def test_a_torch_module_gets_tensors_of_its_dtype(tmp_path):
+def test_a_torch_module_receives_tensors_of_its_dtype(tmp_path):
     class Policy(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,7 +297,7 @@ def test_the_batched_tensor_convention_is_recorded(tmp_path, has_privileged):
             assert one.finals["observation"][2] == one.length
 
 
-def test_recording_continues_what_is_there(tmp_path):
+def test_recording_continues_an_existing_folder(tmp_path):
     first = record_demonstrations(
         make_envs("NextStep"), zeros, tmp_path, min_trajectories=5, show_progress=False
     )
@@ -329,7 +327,7 @@ def test_a_simulator_without_infos_is_recorded(tmp_path):
     assert {end_of(one) for one in trajectories_of(tmp_path)} <= {"terminated", "open"}
 
 
-def test_trajectories_in_progress_are_no_part_of_the_goal_of_the_next_recording(tmp_path):
+def test_unfinished_trajectories_do_not_count_for_the_goal_of_the_next_recording(tmp_path):
     def record(goal):
         return record_demonstrations(
             make_envs("NextStep"), zeros, tmp_path, min_trajectories=goal, show_progress=False
@@ -341,7 +339,7 @@ def test_trajectories_in_progress_are_no_part_of_the_goal_of_the_next_recording(
     assert sum(end_of(one) != "open" for one in trajectories_of(tmp_path)) >= first.num_trajectories
 
 
-def test_the_same_seed_records_other_episodes_where_a_folder_is_continued(tmp_path):
+def test_continuing_a_folder_with_the_same_seed_records_other_episodes(tmp_path):
     class Drawing(Counting):
         def reset(self, *, seed=None, options=None):
             gymnasium.Env.reset(self, seed=seed)
@@ -367,7 +365,7 @@ def test_the_same_seed_records_other_episodes_where_a_folder_is_continued(tmp_pa
     assert starts(tmp_path / "b") == once
 
 
-def test_min_timesteps_without_unfinished_trajectories(tmp_path):
+def test_min_timesteps_counts_no_unfinished_trajectories(tmp_path):
     summary = record_demonstrations(
         make_envs("SameStep"),
         zeros,
@@ -382,7 +380,7 @@ def test_min_timesteps_without_unfinished_trajectories(tmp_path):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_success_only_keeps_the_episodes_that_infos_call_successful(tmp_path, mode):
+def test_success_only_keeps_the_episodes_with_success_in_infos(tmp_path, mode):
     class Told(Counting):
         def step(self, action):
             *values, terminated, truncated, _ = super().step(action)
@@ -452,7 +450,7 @@ def test_segments_and_codecs_reach_the_files(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):
+def test_an_environment_that_cannot_be_recorded_raises_with_the_reason(tmp_path, env, policy, text):
     with pytest.raises(UsageError) as caught:
         record_demonstrations(env, policy, tmp_path / "x", min_timesteps=1)
     assert text in str(caught.value)
@@ -485,7 +483,7 @@ class Single(gymnasium.Env):
 
 
 @pytest.mark.parametrize("form", ["array", "dict", "tuple"])
-def test_a_single_environment_is_recorded_as_one(tmp_path, form):
+def test_a_single_environment_is_recorded_as_a_batch_of_one(tmp_path, form):
     env = Single(form)
     summary = record_demonstrations(
         env, lambda observation: 3, tmp_path, min_trajectories=7, seed=5, show_progress=False
@@ -502,7 +500,7 @@ def test_a_single_environment_is_recorded_as_one(tmp_path, form):
         )
 
 
-def test_a_loop_sees_a_single_environment_as_it_is(tmp_path):
+def test_the_wrapper_of_a_single_environment_returns_its_values_unchanged(tmp_path):
     def play(env):
         seen = [env.reset(seed=1)]
         for number in range(20):
@@ -557,7 +555,7 @@ def test_real_single_environments_are_recorded(tmp_path):
     assert action.shape == (200, 1) and action.dtype == np.float32
 
 
-def test_a_single_environment_that_resets_itself_is_told_apart(tmp_path):
+def test_a_single_environment_with_autoreset_needs_the_argument_autoreset(tmp_path):
     def play(env):
         env.reset()
         for _ in range(9):

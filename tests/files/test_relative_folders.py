@@ -40,7 +40,9 @@ def same(one, another):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("folders", ["walk", ["walk"], [Path("walk")]])
-def test_a_dataset_stays_where_it_was_also_if_it_is_opened_later(elsewhere, folders, monkeypatch):
+def test_a_relative_path_of_a_dataset_does_not_follow_the_working_directory(
+    elsewhere, folders, monkeypatch
+):
     expected = drain(RolloutDataset(Path("walk").absolute(), 1, device="cpu"), 4)
     late, early = (RolloutDataset(folders, 1, device="cpu") for _ in range(2))
     frames, metadata = early.num_frames, early.metadata
@@ -52,7 +54,9 @@ def test_a_dataset_stays_where_it_was_also_if_it_is_opened_later(elsewhere, fold
         assert same(drain(dataset, 4), expected) and dataset.problems == []
 
 
-def test_windows_stay_where_they_were_and_so_do_their_statistics(elsewhere, tmp_path, monkeypatch):
+def test_relative_paths_of_windows_and_statistics_do_not_follow_the_working_directory(
+    elsewhere, tmp_path, monkeypatch
+):
     dataset, walk = WindowDataset("walk", 2), Path("walk").absolute()
     first = dataset[0]
     metadata = dataset.metadata
@@ -72,7 +76,7 @@ def test_windows_stay_where_they_were_and_so_do_their_statistics(elsewhere, tmp_
 
 @pytest.mark.parametrize("make", [lambda where: RolloutDataset(where, 1), WindowDataset])
 @pytest.mark.parametrize("wrong", [None, 5, [5]])
-def test_what_is_no_path_is_refused(make, wrong):
+def test_a_value_that_is_not_a_path_raises(make, wrong):
     with pytest.raises(UsageError, match=r"data_dir must be a path or a list of paths, got"):
         make(wrong)
 

@@ -102,7 +102,7 @@ def recorded(folder, steps, with_changing_forms):
 
 @settings(max_examples=30, deadline=None)
 @given(steps=records())
-def test_a_step_means_the_same_whatever_form_the_one_before_it_had(tmp_path_factory, steps):
+def test_a_step_does_not_depend_on_the_form_of_the_step_before_it(tmp_path_factory, steps):
     same, changing = tmp_path_factory.mktemp("same"), tmp_path_factory.mktemp("changing")
     assert recorded(same, steps, False) == recorded(changing, steps, True)
 

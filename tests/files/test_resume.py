@@ -107,7 +107,7 @@ def test_an_interrupted_epoch_continues_through_the_data_loader(tmp_path):
     assert len(list(second)) == len(whole)  # the next epoch starts from the beginning
 
 
-def test_a_fresh_state_is_a_state(tmp_path):
+def test_the_state_of_an_unread_dataset_can_be_loaded(tmp_path):
     record(tmp_path, [5, 6])
     dataset = RolloutDataset(tmp_path, 1, device="cpu")
     state = dataset.state_dict()
@@ -124,7 +124,7 @@ def test_a_fresh_state_is_a_state(tmp_path):
         ({"dataset_loops": 2}, "it has dataset_loops=1, and this dataset has dataset_loops=2"),
     ],
 )
-def test_a_state_of_other_settings_is_refused(tmp_path, change, text):
+def test_a_state_of_other_settings_raises(tmp_path, change, text):
     record(tmp_path, [5, 6, 7])
     first = RolloutDataset(tmp_path, 2, device="cpu")
     first.get_batch(1)
@@ -133,7 +133,7 @@ def test_a_state_of_other_settings_is_refused(tmp_path, change, text):
         RolloutDataset(tmp_path, device="cpu", **arguments).load_state_dict(first.state_dict())
 
 
-def test_a_state_of_which_every_trajectory_is_gone_is_refused(tmp_path):
+def test_a_state_whose_trajectories_are_all_deleted_raises(tmp_path):
     record(tmp_path, [5, 6], flush_every=1)
     dataset = RolloutDataset(tmp_path, 1, device="cpu")
     dataset.get_batch(1)
@@ -146,7 +146,7 @@ def test_a_state_of_which_every_trajectory_is_gone_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_workers_continue_a_state_together_and_the_dataset_does_not_pretend_to_know_where(
+def test_workers_resume_a_state_together_and_state_dict_of_the_dataset_raises(
     tmp_path, num_workers
 ):
     opened, plain = four_trajectories(tmp_path)
@@ -199,7 +199,7 @@ def test_every_epoch_has_its_own_order_and_set_epoch_reaches_living_workers(
     assert order(dataset) == expected[3]
 
 
-def test_a_state_of_the_end_of_an_epoch_begins_the_next_one(tmp_path):
+def test_a_state_of_the_end_of_an_epoch_starts_the_next_epoch(tmp_path):
     record(tmp_path, [3, 4, 5, 2])
 
     def opened():
@@ -260,7 +260,9 @@ def test_only_the_first_epoch_of_a_loader_continues_a_state(
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])
-def test_prefetching_delivers_the_same_and_its_state_is_what_was_delivered(tmp_path, num_read):
+def test_prefetch_delivers_the_same_batches_and_its_state_counts_delivered_batches(
+    tmp_path, num_read
+):
     opened, plain = four_trajectories(tmp_path)
     dataset = opened()
     prefetched = dataset.prefetch(3)
@@ -319,7 +321,7 @@ def test_one_thread_at_a_time_reads_ahead_of_a_dataset(tmp_path, ending):
         {"version": 2}, {"upto": {}}, {"num_in_pass": 1}, {"dealt": ["0", "x", 0]},
     ],
 )  # fmt: skip
-def test_a_forged_state_is_refused(tmp_path, change):
+def test_a_forged_state_raises(tmp_path, change):
     record(tmp_path, [5, 6, 7])
     dataset = RolloutDataset(tmp_path, 2, device="cpu")
     dataset.get_batch(2)
@@ -327,7 +329,7 @@ def test_a_forged_state_is_refused(tmp_path, change):
         dataset.load_state_dict({**dataset.state_dict(), **change})
 
 
-def test_a_state_reaches_workers_that_live_on_and_copies_in_every_way_of_reading(tmp_path):
+def test_a_loaded_state_reaches_persistent_workers_and_copies(tmp_path):
     opened, plain = four_trajectories(tmp_path)
     dataset, other = opened(), opened()
     other.get_batch(2)
@@ -346,7 +348,7 @@ def test_a_state_reaches_workers_that_live_on_and_copies_in_every_way_of_reading
         assert all(same(a, b) for a, b in zip(batches, plain[1:], strict=True))
 
 
-def test_a_state_tells_the_number_of_the_epoch_that_comes_next(tmp_path):
+def test_a_state_has_the_number_of_the_next_epoch(tmp_path):
     record(tmp_path, [1] * 8)
 
     def opened():

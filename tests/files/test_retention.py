@@ -77,7 +77,7 @@ def steps_of(folder: Path) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("way", ["function", "writer", "command"])
-def test_the_newest_stay_and_what_shares_blocks_with_them(
+def test_prune_keeps_the_newest_trajectories_and_trajectories_in_their_blocks(
     tmp_path, capsys, way, limits, least, most
 ):
     written(tmp_path, 200, retention=limits if way == "writer" else None)
@@ -109,7 +109,7 @@ def test_the_newest_stay_and_what_shares_blocks_with_them(
 @pytest.mark.parametrize(
     "wrong", [{}, {"frames": 0}, {"frames": 1.5}, {"frames": True}, {"trajectories": -1}]
 )
-def test_wrong_limits_are_refused(tmp_path, wrong):
+def test_wrong_limits_raise(tmp_path, wrong):
     written(tmp_path / "data", 2)
     with pytest.raises(
         UsageError,
@@ -124,7 +124,7 @@ def test_wrong_limits_are_refused(tmp_path, wrong):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_trajectory_that_a_writer_has_in_progress_is_kept_whole(tmp_path):
+def test_a_trajectory_in_progress_is_kept_whole(tmp_path):
     with RolloutWriter(tmp_path, 2, durable=False, block_bytes=20_000, writer_name="slow") as slow:
         for step in range(80):
             slow.add(
@@ -154,7 +154,7 @@ class RolloutDatasetOf:
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_the_bound_holds_on_the_disk_with_a_reader_alive(tmp_path, codec):
+def test_retention_bounds_the_disk_space_beside_a_reader(tmp_path, codec):
     parts = (
         {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}}
         if codec != "raw"
@@ -187,7 +187,7 @@ def wait_until(holds) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, codec):
+def test_a_long_pass_unmaps_deleted_files_that_are_not_being_played(tmp_path, codec):
     parts = (
         {"obs_segments": {"x": (64,)}, "obs_disassemble_mapping": {"x": codec}}
         if codec != "raw"
@@ -213,7 +213,7 @@ def test_within_a_long_pass_what_is_not_being_played_is_given_back(tmp_path, cod
 
 
 @pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_windows_of_deleted_files_are_read_until_their_dataset_is_gone(
+def test_windows_of_deleted_files_are_readable_while_their_dataset_exists(
     tmp_path, codec, no_garbage_collection
 ):
     parts = (
@@ -239,7 +239,7 @@ def next_or_none(dataset):
         return None
 
 
-def test_trajectories_beyond_max_trajectories_free_their_room_on_the_disk(tmp_path):
+def test_trajectories_beyond_max_trajectories_are_deleted_from_disk(tmp_path):
     options = {
         "auto_save": True,
         "auto_save_path": tmp_path,
@@ -263,7 +263,7 @@ def test_trajectories_beyond_max_trajectories_free_their_room_on_the_disk(tmp_pa
         assert still_mapped(tmp_path) < 300_000
 
 
-def test_problems_stay_bounded_while_files_come_and_go(tmp_path):
+def test_the_list_of_problems_is_bounded(tmp_path):
     written(tmp_path, 2)
     dataset = RolloutDataset(tmp_path, 2, dataset_loops=0, device="cpu")
     dataset.get_batch(LENGTH)
@@ -274,7 +274,7 @@ def test_problems_stay_bounded_while_files_come_and_go(tmp_path):
     assert "rollout_x_001199.h5" in str(dataset.problems[-1])
 
 
-def test_a_dataset_that_a_thread_has_read_is_forgotten_with_its_files(tmp_path):
+def test_a_dataset_read_by_a_thread_is_collected_and_its_files_unmapped(tmp_path):
     def read():
         dataset = RolloutDataset(written(tmp_path, 20), 2, device="cpu")
         assert len(list(dataset.prefetch(2))) > 0

@@ -158,7 +158,7 @@ def test_loops_repeat_the_trajectories_and_are_counted(tmp_path):
     assert dataset.num_dataset_looped == 3
 
 
-def test_fewer_than_one_loop_never_ends(tmp_path):
+def test_dataset_loops_below_one_never_ends(tmp_path):
     record(tmp_path, [2, 1])
     dataset = open_cpu(tmp_path, 4, dataset_loops=0)
     for _ in range(20):
@@ -208,7 +208,7 @@ def test_shuffling_is_a_function_of_seed_and_pass(tmp_path):
     assert all(sorted(order) == list(range(12)) for order in first)
 
 
-def test_set_epoch_shuffles_otherwise(tmp_path):
+def test_each_epoch_has_another_order(tmp_path):
     record(tmp_path, [1] * 12)
     dataset = open_cpu(tmp_path, 1, random_shuffle_traj_order=True)
     orders = []
@@ -244,7 +244,7 @@ def test_keep_latest_picks_up_newer_trajectories_at_the_next_pass(tmp_path):
     assert dataset.get_batch(5).observation[:, 0, 0].tolist() == [1, 7, 7, 8, 8]
 
 
-def test_keep_latest_waits_no_longer_than_told(tmp_path):
+def test_keep_latest_waits_at_most_wait_timeout_s(tmp_path):
     record(tmp_path, [2])
     with pytest.raises(
         WaitTimeoutError, match=r"has 1 complete trajectories, expected 3. The wait ended after 0 s"
@@ -316,7 +316,7 @@ def test_writing_into_a_batch_changes_neither_the_files_nor_later_batches(tmp_pa
     assert torch.equal(dataset.get_batch(40).observation, copies)
 
 
-def test_contiguous_batches_hold_the_same_values(tmp_path):
+def test_contiguous_batches_have_the_same_values(tmp_path):
     record(tmp_path, [9, 4, 6], with_final=True)
     views, copies = (
         open_cpu(tmp_path, 2).get_batch(5),

@@ -69,7 +69,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("batches_of", "context"), [(played, "spawn"), (windows, "forkserver")])
-def test_workers_that_are_started_map_the_index_of_the_process_that_starts_them(
+def test_started_workers_map_the_index_of_their_parent_process(
     tmp_path, alone, batches_of, context
 ):
     many = record_short(tmp_path, MANY)
@@ -80,7 +80,7 @@ def test_workers_that_are_started_map_the_index_of_the_process_that_starts_them(
     assert sum(sizes) - NUM_WORKERS * alone < NUM_WORKERS * MOST_BYTES * MANY
 
 
-def test_what_is_shared_lives_as_long_as_a_process_that_has_it(tmp_path):
+def test_shared_memory_exists_until_its_last_process_ends(tmp_path):
     context, before = multiprocessing.get_context("fork"), set(os.listdir("/dev/shm"))
     here, there = context.Pipe()
 
@@ -105,7 +105,7 @@ def test_what_is_shared_lives_as_long_as_a_process_that_has_it(tmp_path):
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_a_spot_that_is_another_file_by_now_is_none(tmp_path):
+def test_a_reused_file_descriptor_is_not_read_as_shared_memory(tmp_path):
     memory = share(1)
     process_id, file, token = memory.spot
     with open(tmp_path / "other", "wb") as other:

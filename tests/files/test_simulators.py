@@ -123,7 +123,7 @@ def test_each_interface_is_recorded_as_it_was_played(tmp_path, name):
 
 
 @ALL
-def test_the_wrapper_records_the_same_and_changes_nothing_of_what_a_loop_sees(tmp_path, name):
+def test_the_wrapper_returns_the_values_of_the_environment_unchanged(tmp_path, name):
     make, _, _, _, options = FAKES[name]
     alone, inner = make(), make()
 
@@ -180,7 +180,7 @@ class FourValues(GymForm):
 
 
 @pytest.mark.parametrize("form", [GymForm, FourValues, IsaacGym])
-def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, form):
+def test_an_env_without_known_resets_raises_and_asks_for_autoreset(tmp_path, form):
     env = form()
     with pytest.raises(UsageError) as caught:
         record_demonstrations(env, policy_of(env), tmp_path, min_timesteps=100, show_progress=False)
@@ -194,7 +194,7 @@ def test_an_env_that_does_not_tell_when_it_is_reset_is_asked_about(tmp_path, for
     assert not (tmp_path / "x").exists()
 
 
-def test_a_reset_in_the_middle_of_an_episode_leaves_an_open_trajectory(tmp_path):
+def test_a_reset_in_mid_episode_leaves_an_open_trajectory(tmp_path):
     env, closed = SB3(), []
     env.close = lambda: closed.append("env")
     with RecordingWrapper(env, tmp_path) as wrapper:
@@ -209,7 +209,7 @@ def test_a_reset_in_the_middle_of_an_episode_leaves_an_open_trajectory(tmp_path)
     )
 
 
-def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
+def test_a_step_before_the_first_reset_raises(tmp_path):
     with (
         RecordingWrapper(SB3(), tmp_path) as wrapper,
         pytest.raises(UsageError, match="reset\\(\\) or get_obs"),
@@ -218,7 +218,7 @@ def test_a_step_without_an_observation_before_it_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["group", "tensor"])
-def test_a_final_observation_of_the_policys_group_alone_is_recorded(tmp_path, form):
+def test_a_final_observation_of_the_policy_group_alone_is_recorded(tmp_path, form):
     class Partly(IsaacLab):
         def infos(self, done, success, last):
             return {
@@ -235,7 +235,7 @@ def test_a_final_observation_of_the_policys_group_alone_is_recorded(tmp_path, fo
 
 
 @pytest.mark.parametrize("form", ["mask", "list"])
-def test_only_ends_without_a_final_observation_have_none(tmp_path, form):
+def test_only_ends_without_final_observation_have_no_final_row(tmp_path, form):
     class Partly(SB3 if form == "list" else ManiSkill):
         def advance(self, actions, envs=slice(None)):
             rewards, *_, last = super().advance(actions, envs)
@@ -280,7 +280,7 @@ def check_frames(folder):
 
 
 @pytest.mark.parametrize("name", ["maniskill", "gymnasium 0.29", "stable-baselines3"])
-def test_success_is_read_from_infos_of_every_form(tmp_path, name):
+def test_success_is_read_from_every_form_of_infos(tmp_path, name):
     env = FAKES[name][0]()
     options = {"min_trajectories": 8, "show_progress": False}
     summary = record_demonstrations(
@@ -294,7 +294,7 @@ def test_success_is_read_from_infos_of_every_form(tmp_path, name):
     )
 
 
-def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
+def test_keep_chooses_episodes_by_their_summary(tmp_path):
     env, seen = ManiSkill("torch"), []
 
     def is_good(episode):
@@ -333,7 +333,7 @@ def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
         ),
     ],
 )
-def test_a_recording_that_drops_everything_stops_and_says_why(tmp_path, options, text):
+def test_a_recording_that_drops_every_episode_stops_with_the_reason(tmp_path, options, text):
     env = ManiSkill("torch")
     with pytest.raises(UsageError) as caught:
         record_demonstrations(
@@ -343,7 +343,7 @@ def test_a_recording_that_drops_everything_stops_and_says_why(tmp_path, options,
     assert not trajectories_of(tmp_path)
 
 
-def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
+def test_a_wrapped_loop_continues_without_successful_episodes(tmp_path):
     class Failing(ManiSkill):
         def advance(self, actions, envs=slice(None)):
             *values, success, last = super().advance(actions, envs)
@@ -392,7 +392,7 @@ def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path)
         )  # fmt: skip
 
 
-def test_a_wrapped_loop_stops_where_infos_never_tell_a_success(tmp_path):
+def test_a_wrapped_loop_stops_if_infos_never_have_the_success_key(tmp_path):
     wrapper = RecordingWrapper(Failing150(), tmp_path, success_only=True, autoreset="same_step")
     with (
         wrapper,
@@ -463,7 +463,7 @@ def test_steps_on_a_gpu_are_recorded_without_waiting(cuda_device, tmp_path, name
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_tensors_on_a_gpu_stay_there(tmp_path, name):
+def test_tensors_on_a_gpu_are_not_moved(tmp_path, name):
     make, _, _, _, options = FAKES[name]
     env = on_a_gpu(make)
 

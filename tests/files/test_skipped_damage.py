@@ -75,7 +75,7 @@ def read_by(dataset, reading):
 @pytest.mark.parametrize(
     ("cache", "reading"), [("none", "direct"), ("none", "prefetch"), ("ram", "direct")]
 )
-def test_by_default_a_damaged_chunk_is_an_error_that_names_it(damaged, cache, reading):
+def test_a_damaged_chunk_raises_with_its_name_by_default(damaged, cache, reading):
     frames = []
     with pytest.raises(CorruptFileError, match=r"w_000002\.h5.*chunk \d+ of"):
         for batch in read_by(opened(damaged, cache=cache), reading):
@@ -88,7 +88,7 @@ def test_by_default_a_damaged_chunk_is_an_error_that_names_it(damaged, cache, re
 @pytest.mark.each_value
 @pytest.mark.parametrize("cache", ["none", "ram"])
 @pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "workers"])
-def test_skipping_costs_the_damaged_trajectory_alone(damaged, cache, reading):
+def test_on_error_skip_loses_only_the_damaged_trajectory(damaged, cache, reading):
     dataset = opened(damaged, cache=cache, on_error="skip", dataset_loops=2)
     batches = read_by(dataset, reading)
     with pytest.warns(RolloutDataWarning, match=r"w_000002\.h5.*chunk \d+ of"):
@@ -120,7 +120,7 @@ def test_each_damaged_trajectory_of_a_batch_is_named(damaged, reading):
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_skipping_moves_no_other_trajectory(damaged):
+def test_on_error_skip_moves_no_other_trajectory(damaged):
     def starts(dataset):
         return [batch.is_first.nonzero().tolist() for batch in dataset]
 

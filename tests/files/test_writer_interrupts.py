@@ -54,7 +54,7 @@ def steps_in(folder: Path) -> list[int]:
     )
 
 
-def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_path, slow_disk):
+def test_close_completes_after_an_interrupted_close(tmp_path, slow_disk):
     writer = RolloutWriter(tmp_path, 1, durable=False)
     for step in range(5):
         add(writer, step)
@@ -67,9 +67,7 @@ def test_a_writer_whose_closing_is_interrupted_is_closed_by_the_next_call(tmp_pa
 
 
 @pytest.mark.parametrize("max_pending_blocks", [1, 2, 3])
-def test_recording_goes_on_after_an_add_that_was_interrupted_while_it_waited(
-    tmp_path, slow_disk, max_pending_blocks
-):
+def test_recording_continues_after_an_interrupted_add(tmp_path, slow_disk, max_pending_blocks):
     writer = RolloutWriter(
         tmp_path, 1, durable=False, block_bytes=1, max_pending_blocks=max_pending_blocks
     )
@@ -95,7 +93,7 @@ def test_a_flush_that_was_interrupted_publishes_each_step_once(tmp_path, slow_di
     assert steps_in(tmp_path) == [0, 1]
 
 
-def test_at_exit_each_writer_is_closed_also_behind_one_that_fails(tmp_path):
+def test_every_writer_is_closed_at_exit_even_if_one_fails(tmp_path):
     code = (
         "import shutil, sys, numpy as np\nfrom rollout_data import RolloutWriter\n"
         "writers = [RolloutWriter(f'{sys.argv[1]}/{name}', 1) for name in 'abc']\n"
