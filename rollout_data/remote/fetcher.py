@@ -6,13 +6,13 @@ hangs is abandoned and does not block other requests.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from storage.core.threads import Owner
 from storage.errors import RolloutDataError, UnansweredError
 
 from .access_errors import AccessError, denial
@@ -62,7 +62,7 @@ class Request:
         error: Error of a failed request; None otherwise.
         num_attempts: Number of attempts that have ended or were abandoned.
         start_s: Monotonic time in s at which the current attempt starts.
-        process: Id of the process whose thread sends the request.
+        owner: The process whose thread sends the request.
     """
 
     def __init__(self, send: Callable[[], Any], location: str) -> None:
@@ -73,7 +73,7 @@ class Request:
         self.error: BaseException | None = None
         self.num_attempts = 0
         self.start_s = 0.0
-        self.process = os.getpid()
+        self.owner = Owner(location)
 
     def forget(self) -> None:
         """Cancel the request. A running attempt continues, but no further attempt starts."""
@@ -97,7 +97,7 @@ class Fetcher:
 
     def _start(self) -> None:
         """Initialize the queue and the lock; also after a fork, for the new process."""
-        self._process = os.getpid()
+        self._owner = Owner("a fetcher")
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: set[Request] = set()
@@ -109,7 +109,7 @@ class Fetcher:
             send: Function that sends the request and returns the answer.
             location: The requested data, for error messages.
         """
-        if self._process != os.getpid():  # A forked process has none of the threads.
+        if not self._owner.is_own:  # A forked process has none of the threads.
             self._start()
         request = Request(send, location)
         with self._changed:
@@ -125,12 +125,12 @@ class Fetcher:
                 already do that.
             FileNotFoundError, RolloutDataError, ...: Errors that a repetition would not change.
         """
-        if self._process != os.getpid():
+        if not self._owner.is_own:
             self._start()
         with self._changed:
             # After a fork, the thread of the request runs only in the parent process.
-            if request.process != os.getpid() and not request.is_done:
-                request.process = os.getpid()
+            if not (request.owner.is_own or request.is_done):
+                request.owner = Owner(request.location)
                 self._send(request)
             while not request.is_done:
                 self._changed.wait(min(0.5, self._timeout_s))

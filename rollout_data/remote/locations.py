@@ -22,6 +22,7 @@ import numpy as np
 
 from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
+from storage.core.threads import Owner
 from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
 
 from .fetcher import Fetcher, FetchError, Request
@@ -217,7 +218,8 @@ class RemoteFiles:
         self.path = path
         self.options = options
         self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
-        self._system: tuple[int, Any] | None = None
+        self._owner = Owner("a connection")
+        self._system: Any = None
         #: Monotonic time of the last listing in s.
         self._listed_s = -math.inf
 
@@ -227,19 +229,20 @@ class RemoteFiles:
     @property
     def system(self) -> Any:
         """The fsspec file system; a new one after a fork, which does not copy its threads."""
-        if self._system is None or self._system[0] != os.getpid():
+        if self._system is None or not self._owner.is_own:
             import fsspec
 
             protocol = str(self.path).partition(":")[0]
             options = dict(self.options.storage_options)
             try:
-                self._system = os.getpid(), fsspec.filesystem(protocol, **options)
+                self._system = fsspec.filesystem(protocol, **options)
             except ImportError as cause:
                 raise UsageError(
                     f"the package for {protocol!r}, which reads {str(self.path)!r}, is not "
                     f"installed: {cause}. Install it with pip."
                 ) from cause
-        return self._system[1]
+            self._owner = Owner("a connection")
+        return self._system
 
     def ask(
         self,

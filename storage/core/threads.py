@@ -40,7 +40,13 @@ def num_processors() -> int:
 
 
 class Owner:
-    """Process that created an object with a thread. A forked child has no such thread."""
+    """Process that created an object with threads, locks or connections.
+
+    A forked child has none of the threads, and must not use the others.
+
+    Args:
+        what: The object, for the error of `check`.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what

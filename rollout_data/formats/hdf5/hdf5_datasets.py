@@ -24,6 +24,7 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5i, h5l, h5o, h5s, h5t, h5z
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
+from storage.core.threads import Owner
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
 
@@ -473,7 +474,7 @@ class OpenFile:
             number = np.empty((), attribute.dtype)
             attribute.read(number)
             return number.item()
-        value = h5py.AttributeManager(_Owner(node))[name]
+        value = h5py.AttributeManager(_Node(node))[name]
         return _plain_value(value)
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -501,7 +502,7 @@ class Files:
 
     def _reset(self) -> None:
         """Clear the pool in a new process."""
-        self._process = os.getpid()
+        self._owner = Owner("open HDF5 files")
         self._lock = threading.RLock()
         self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
 
@@ -520,7 +521,7 @@ class Files:
             CorruptFileError: The file is damaged or has changed, or h5py raised an error in the
                 block.
         """
-        if self._process != os.getpid():
+        if not self._owner.is_own:
             self._reset()
         with self._lock, reported(repr(str(path))):
             if path not in self._open:
@@ -548,7 +549,7 @@ class Files:
         raise AssertionError("unreachable")
 
 
-class _Owner(NamedTuple):
+class _Node(NamedTuple):
     """Replacement for the h5py object that `h5py.AttributeManager` expects."""
 
     id: Any
