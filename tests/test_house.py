@@ -1,7 +1,7 @@
-"""The house rules that a machine can check; the table of floors and rooms is `MAY_IMPORT`.
+"""Rules of the source tree that a program can check. `MAY_IMPORT` lists packages and their rooms.
 
-A new file goes into the folder of a room, which it shares with files that it may import; a new room
-gets a line.
+A room is a folder of a package whose `__init__.py` describes its subject, or a single file. A new
+file goes into a room whose imports it needs. A new room needs a line in `MAY_IMPORT`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: Floor -> room -> rooms that it may import. All may import storage.errors; all except core may
-#: import core. A room is a folder whose `__init__.py` says what it holds, or a single file.
+#: Package -> room -> rooms that the room may import. Every room may import storage.errors. Every
+#: room except core may import core.
 MAY_IMPORT = {
     "storage": {
         "errors": "",
@@ -52,42 +52,89 @@ MAY_IMPORT = {
         "ray": "blocks remote windows writing",
     },
 }
-FLOORS = list(MAY_IMPORT)
-#: Rooms that the floor's own `__init__` does not import: those of optional engines, imported by
-#: their names, and `python -m rollout_data`.
+PACKAGES = list(MAY_IMPORT)
+#: Room -> its folders -> folders of the room that the folder may import. "" means the files
+#: directly in the room, which every folder of the room may import.
+FOLDERS_MAY_IMPORT = {
+    "sources": {
+        "": "processes rows",
+        "processes": "",
+        "rows": "processes",
+        "recordings": "rows",
+        "trajectory_checkpoints": "recordings",
+    },
+    "formats": {
+        "": "arrays hdf5",  # The detection of formats, and `load_expert_trajectories`.
+        "arrays": "records",
+        "hdf5": "",
+        "lerobot": "",
+        "minari": "hdf5",
+        "records": "",
+        "rlinf": "arrays",
+        "trajectory_folders": "",
+    },
+    "tools": {
+        "": "cli",
+        "cli": "doctor edit report",
+        "doctor": "",
+        "edit": "doctor",
+        "report": "doctor",
+    },
+}
+#: Modules that a file imports by name at a call. They are the registry through which the core
+#: reaches formats, without importing them.
+IMPORTED_BY_NAME = {
+    "rollout_data.sources.format_registry": {
+        "rollout_data.formats.registry",
+        "rollout_data.formats.trajectory_folders.trajectory_folder_scanner",
+        "rollout_data.formats.trajectory_folders.trajectory_listing",
+    },
+}
+#: Files that import modules whose names they compute: lazy packages, tables of formats, commands
+#: and codecs, and optional packages.
+COMPUTES_NAMES = {
+    "rollout_data",
+    "rollout_data.formats.input_checks",
+    "rollout_data.formats.registry",
+    "rollout_data.tools.cli.command_line",
+    "storage",
+    "storage.codecs.packers",
+}
+#: Class names that occur in two modules of a package, because a user imports either by its module.
+REPEATED_CLASSES = {"ReplayBuffer"}  # torchrl's view has torchrl's name.
+#: Rooms that the `__init__` of the package does not import: rooms of optional packages, which users
+#: import by name, and `python -m rollout_data`.
 APART = {"storage": {"remote"}, "rollout_data": {"ray", "__main__"}}
 #: Rooms of rollout_data that know neither formats of other systems nor tools.
 CORE_ROOMS = {"blocks", "remote", "sources", "playback", "windows", "trajectories", "writing"}
-#: What else lies in the root folder of a floor.
+#: Files in the root folder of a package beside its rooms.
 ROOT_FILES = {"__init__.py", "py.typed"}
-#: Imports, of a module by a module, that cross or close a circle today, and are to go.
-NOT_YET: set[tuple[str, str]] = set()
-#: Folder -> how many files it has today, if more than `MAX_FILES`. Is to shrink.
+#: Folder -> number of its files, if more than `MAX_FILES`.
 TOO_MANY_FILES: dict[str, int] = {
     "rollout_data/blocks": 15,
     "rollout_data/formats": 16,
     "rollout_data/formats/hdf5": 17,
     "rollout_data/writing": 16,
 }
-#: Room -> import levels of its files today, if more than `MAX_IMPORT_LEVELS`. Is to shrink.
+#: Room -> import levels of its files, if more than `MAX_IMPORT_LEVELS`.
 TOO_DEEP: dict[str, int] = {"blocks": 7, "sources": 10, "tools": 10}
-#: What the floors may import when they are imported; anything else is optional and imported where
-#: it is used.
+#: Packages that ours may import when they are imported. Other packages are optional, and imported
+#: by the functions that use them.
 CORE_DEPENDENCIES = {"torch", "numpy", "h5py", "lz4", "tqdm"}
 OPTIONAL_MODULES = (
     "PIL", "av", "blosc2", "fsspec", "gymnasium", "imagecodecs", "matplotlib", "mujoco", "numcodecs", "pandas",
     "pyarrow", "ray", "s3fs", "zarr", "zstandard",
 )  # fmt: skip
-#: What is imported at once where it is installed: which CRC-32 is quickest is decided before the
-#: first one.
+#: Optional packages that are imported with ours if installed: the fastest CRC-32 is chosen before
+#: the first use.
 OPTIONAL_AT_IMPORT = {"zlib_ng"}
 MAX_IMPORT_S = 1.0
-#: Of a folder, its `__init__.py` included; of the files of a room.
+#: Maximum number of files of a folder with its `__init__.py`; maximum import levels of a room.
 MAX_FILES, MAX_IMPORT_LEVELS = 14, 6
-#: Rooms are two levels deeper: the doctor examines recordings, a report shows what it found, and
+#: Maximum import levels of rooms: the doctor examines recordings, a report shows its results, and
 #: tools call both.
 MAX_ROOM_LEVELS = 8
-LAYERS = (*FLOORS, "benchmarks", "examples", "tests")
+LAYERS = (*PACKAGES, "benchmarks", "examples", "tests")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -107,39 +154,60 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imported_modules(path: Path, root: Path, when: str = "ever") -> set[str]:
-    """Name the modules that a file imports, each as deep as a file of this repository goes.
+    """Return the modules that a file imports. `from a import b` is module a.b if b is a module.
 
     Args:
         path: The file.
-        root: What module names start from.
-        when: "ever", "run" (not those for type checkers only) or "import" (nor those inside
-            functions).
+        root: Folder of the packages.
+        when: "ever"; "run" to leave out imports for type checkers; "import" to leave out imports
+            inside functions as well.
     """
     tree = tree_of(path)
     package = list(path.relative_to(root).parts[:-1])
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in statements(tree, when):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             for alias in node.names:
                 deeper = root.joinpath(*base, alias.name)
                 is_module = deeper.with_suffix(".py").exists() or (deeper / "__init__.py").exists()
-                found.add(".".join([*base, alias.name] if is_module else base))
-    return found
+                modules.add(".".join([*base, alias.name] if is_module else base))
+    return modules
 
 
-def modules_named_as_text(path: Path) -> set[str]:
-    """Name the modules that a file imports by `import_module("...")`, wherever: a function may run at import too."""
-    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
-    named = [
-        call.args[0]
-        for call in calls
-        if ast.unparse(call.func).endswith("import_module") and call.args
-    ]
-    return {name.value for name in named if isinstance(name, ast.Constant)}
+def imports_by_name(text: str) -> tuple[set[str], bool]:
+    """Find calls of `import_module`, `resolve_name` and `__import__` in the text of a file.
+
+    Returns:
+        The modules named by a constant, and whether a call computes the name of the module.
+    """
+    tree = parsed(text)
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    names: set[str] = set()
+    is_computed = False
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function not in ("import_module", "resolve_name", "__import__"):
+            continue
+        argument = node.args[0]
+        if isinstance(argument, ast.Constant):
+            names.add(argument.value)
+        elif isinstance(argument, ast.Name) and argument.id in constants:
+            names.add(constants[argument.id])
+        else:
+            is_computed = True
+    return names, is_computed
 
 
 def statements(tree: ast.Module, when: str) -> Iterator[ast.AST]:
@@ -160,51 +228,73 @@ def statements(tree: ast.Module, when: str) -> Iterator[ast.AST]:
 
 
 def room_of(module: str) -> str | None:
-    """Name the room of a module, and the floor for the floor's own `__init__`; None if it is not ours."""
-    floor, *rest = module.split(".")
-    return (rest[0] if rest else floor) if floor in MAY_IMPORT else None
+    """Return the room of a module; for a package its own name; None for modules of others."""
+    package, *rest = module.split(".")
+    return (rest[0] if rest else package) if package in MAY_IMPORT else None
 
 
 def may_import(module: str) -> set[str]:
-    """Name the rooms that a module may import, its own among them."""
-    floor, room = module.split(".")[0], room_of(module)
-    below = [name for one in FLOORS[: FLOORS.index(floor)] for name in (one, *MAY_IMPORT[one])]
-    if room == floor:
-        return {*below, *MAY_IMPORT[floor]}
-    listed = set(MAY_IMPORT[floor][room].split())
+    """Return the rooms that a module may import, with its own."""
+    package = module.split(".")[0]
+    room = room_of(module)
+    below: set[str] = set()
+    for lower in PACKAGES[: PACKAGES.index(package)]:
+        below |= {lower, *MAY_IMPORT[lower]}
+    if room == package:
+        return {*below, *MAY_IMPORT[package]}
+    listed = set(MAY_IMPORT[package][str(room)].split())
     shared = {"errors"} if room in ("errors", "core") else {"errors", "core"}
-    return (listed & {*below, *MAY_IMPORT[floor]}) - set(FLOORS) | shared | {room}
+    return (listed & {*below, *MAY_IMPORT[package]}) - set(PACKAGES) | shared | {str(room)}
 
 
-def room_graph(floor: str) -> dict[str, set[str]]:
-    """Room -> rooms of its floor that it may import; the floor's `__init__` stands above all."""
-    own = MAY_IMPORT[floor]
-    graph = {room: (may_import(f"{floor}.{room}") & set(own)) - {room} for room in own}
-    return {**graph, floor: set(own) - APART[floor]}
+def room_graph(package: str) -> dict[str, set[str]]:
+    """Map rooms to the rooms of their package that they may import, and the package to its rooms."""
+    rooms = MAY_IMPORT[package]
+    graph = {room: (may_import(f"{package}.{room}") & set(rooms)) - {room} for room in rooms}
+    return {**graph, package: set(rooms) - APART[package]}
 
 
 def import_graph(root: Path, *folders: str) -> dict[str, set[str]]:
-    """Module -> all modules that it ever imports, also inside functions and for type checkers only."""
+    """Map modules to the modules that they import anywhere, also inside functions."""
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     return {module_name(path, root): imported_modules(path, root) for path in paths}
 
 
 def crossings(root: Path) -> list[tuple[str, str]]:
-    """List every import of a room that the importer's line in `MAY_IMPORT` does not name: (importer, imported)."""
-    found = [
-        (one, other)
-        for one, others in import_graph(root, *FLOORS).items()
-        for other in sorted(others)
-    ]
-    return [
-        (one, other)
-        for one, other in found
-        if room_of(other) and room_of(other) not in may_import(one)
-    ]
+    """Return the forbidden imports (importer, imported) between rooms and between their folders."""
+    wrong = []
+    for importer, modules in import_graph(root, *PACKAGES).items():
+        for imported in sorted(modules):
+            room = room_of(imported)
+            if not room:
+                continue
+            is_same_room = importer.split(".")[:2] == imported.split(".")[:2]
+            is_allowed = room in may_import(importer)
+            if is_same_room:
+                is_allowed = may_import_folder(room, importer, imported, root)
+            if not is_allowed:
+                wrong.append((importer, imported))
+    return wrong
+
+
+def folder_of(module: str, root: Path) -> str:
+    """Return the folder of a module in its room; "" for a file directly in the room."""
+    package, room, *rest = module.split(".")
+    is_folder = bool(rest) and (root / package / room / rest[0]).is_dir()
+    return rest[0] if is_folder else ""
+
+
+def may_import_folder(room: str, importer: str, imported: str, root: Path) -> bool:
+    """Return whether a module may import another module of its room, by their folders."""
+    if room not in FOLDERS_MAY_IMPORT:
+        return True
+    source = folder_of(importer, root)
+    target = folder_of(imported, root)
+    return target in ("", source, *FOLDERS_MAY_IMPORT[room][source].split())
 
 
 def levels(graph: dict[str, set[str]]) -> int:
-    """Count the nodes on the longest way down a graph without cycles."""
+    """Return the number of nodes on the longest path of a graph without cycles."""
     depths: dict[str, int] = {}
 
     def depth(node: str) -> int:
@@ -217,16 +307,9 @@ def levels(graph: dict[str, set[str]]) -> int:
     return max(map(depth, graph), default=0)
 
 
-def without(graph: dict[str, set[str]], edges: set[tuple[str, str]]) -> dict[str, set[str]]:
-    return {
-        one: {other for other in others if (one, other) not in edges}
-        for one, others in graph.items()
-    }
-
-
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """List one import cycle per module that can reach itself."""
-    found = []
+    """Return one import cycle for each module that imports itself through others."""
+    chains = []
     for start in sorted(graph):
         came_from = {start: ""}
         waiting = [start]
@@ -238,17 +321,17 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
                     while node:
                         chain.append(node)
                         node = came_from[node]
-                    found.append(chain[::-1])
+                    chains.append(chain[::-1])
                     waiting = []
                     break
                 if following in graph and following not in came_from:
                     came_from[following] = node
                     waiting.append(following)
-    return found
+    return chains
 
 
-def test_rooms_import_only_rooms_of_their_line() -> None:
-    assert [one for one in crossings(ROOT) if one not in NOT_YET] == []
+def test_rooms_import_only_the_rooms_that_the_table_allows() -> None:
+    assert crossings(ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -267,16 +350,20 @@ def test_rooms_import_only_rooms_of_their_line() -> None:
         ("rollout_data/blocks/trajectory_index.py", "from ..writing.writer import RolloutWriter"),
         ("rollout_data/formats/expert_trajectories.py", "from storage import TrajectoryDictBuffer"),
         ("rollout_data/playback/transition.py", "from ..formats.expert_trajectories import load"),
+        ("rollout_data/formats/lerobot/reader.py", "from ..hdf5 import reader"),
+        ("rollout_data/sources/rows/rows.py", "from ..recordings import reader"),
     ],
 )
-def test_a_planted_crossing_is_found(tmp_path: Path, file: str, line: str) -> None:
-    made = [
+def test_a_forbidden_import_is_reported(tmp_path: Path, file: str, line: str) -> None:
+    other_files = [
         "storage/__init__.py",
         "storage/core/fields.py",
         "storage/codecs/codec_chains.py",
         "rollout_data/__init__.py",
+        "rollout_data/formats/hdf5/reader.py",
+        "rollout_data/sources/recordings/reader.py",
     ]
-    for name in (*made, file):
+    for name in (*other_files, file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert crossings(tmp_path) == []
@@ -284,25 +371,61 @@ def test_a_planted_crossing_is_found(tmp_path: Path, file: str, line: str) -> No
     assert len(crossings(tmp_path)) == 1
 
 
-def test_the_core_knows_neither_formats_nor_tools() -> None:
+def test_modules_are_imported_by_name_only_through_registries() -> None:
+    by_name: dict[str, set[str]] = {}
+    computing: set[str] = set()
+    for path in python_files(*PACKAGES):
+        names, is_computed = imports_by_name(path.read_text(encoding="utf-8"))
+        module = module_name(path, ROOT)
+        ours = {name for name in names if room_of(name)}
+        if ours:
+            by_name[module] = ours
+        if is_computed:
+            computing.add(module)
+    assert by_name == IMPORTED_BY_NAME
+    assert computing == COMPUTES_NAMES
+    assert imports_by_name('A = "a.b"\nf.import_module(A)\n__import__("c")') == (
+        {"a.b", "c"},
+        False,
+    )
+    assert imports_by_name("import_module(f'x.{y}')") == (set(), True)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_classes_of_a_package_have_unique_names(package: str) -> None:
+    files: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {}
+    for path in python_files(package):
+        module = module_name(path, ROOT)
+        if path.stem not in ("__init__", "__main__"):
+            files.setdefault(path.stem, []).append(module)
+        for node in ast.walk(tree_of(path)):
+            is_public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if is_public and node.name not in REPEATED_CLASSES:
+                classes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in files.items() if len(modules) > 1} == {}
+    assert {name: modules for name, modules in classes.items() if len(modules) > 1} == {}
+
+
+def test_the_core_imports_neither_formats_nor_tools() -> None:
     lines = MAY_IMPORT["rollout_data"]
     assert {room for room in lines if {"formats", "tools"} & set(lines[room].split())} == {"tools"}
     assert CORE_ROOMS | {"formats", "tools", "__main__", "ray"} == set(lines)
 
 
-def test_every_room_has_a_line_and_every_line_is_needed() -> None:
-    for floor, rooms in MAY_IMPORT.items():
-        folders = [path for path in (ROOT / floor).iterdir() if list(path.rglob("*.py"))]
+def test_each_room_has_a_line_and_each_line_a_room() -> None:
+    for package, rooms in MAY_IMPORT.items():
+        folders = [path for path in (ROOT / package).iterdir() if list(path.rglob("*.py"))]
         files = {
             path.name
-            for path in (ROOT / floor).iterdir()
+            for path in (ROOT / package).iterdir()
             if path.is_file() and path.suffix != ".md"
         }
         single = {room for room in rooms if f"{room}.py" in files}
         assert {path.name for path in folders} == set(rooms) - single
         assert files == ROOT_FILES | {f"{room}.py" for room in single}
     imported: dict[str, set[str]] = {}
-    for module, others in import_graph(ROOT, *FLOORS).items():
+    for module, others in import_graph(ROOT, *PACKAGES).items():
         imported.setdefault(str(room_of(module)), set()).update(map(str, map(room_of, others)))
     listed = {
         room: set(line.split()) for rooms in MAY_IMPORT.values() for room, line in rooms.items()
@@ -312,49 +435,39 @@ def test_every_room_has_a_line_and_every_line_is_needed() -> None:
     } == {}
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_the_init_of_a_room_holds_one_line_that_says_what_the_room_is(floor: str) -> None:
-    for path in sorted((ROOT / floor).glob("*/**/__init__.py")):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_init_of_a_room_is_one_line_that_describes_the_room(package: str) -> None:
+    for path in sorted((ROOT / package).glob("*/**/__init__.py")):
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) == 1 and ast.get_docstring(ast.parse(text)), path
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_the_rooms_of_a_floor_have_no_cycle_and_are_not_deep(floor: str) -> None:
-    assert cycles(room_graph(floor)) == []
-    assert levels(room_graph(floor)) <= MAX_ROOM_LEVELS
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_have_no_import_cycle_and_few_levels(package: str) -> None:
+    assert cycles(room_graph(package)) == []
+    assert levels(room_graph(package)) <= MAX_ROOM_LEVELS
 
 
-def test_no_room_is_deep() -> None:
+def test_files_of_a_room_have_few_import_levels() -> None:
     rooms: dict[str, dict[str, set[str]]] = {}
-    for module, imported in without(import_graph(ROOT, *FLOORS), NOT_YET).items():
+    for module, imported in import_graph(ROOT, *PACKAGES).items():
         rooms.setdefault(str(room_of(module)), {})[module] = imported
     deep = {room: levels(files) for room, files in rooms.items()}
     assert {room: depth for room, depth in deep.items() if depth > MAX_IMPORT_LEVELS} == TOO_DEEP
 
 
-def test_levels_are_those_of_the_longest_way() -> None:
+def test_levels_count_the_longest_path() -> None:
     assert levels({}) == 0
     assert levels({"a": {"b", "d"}, "b": {"c"}, "c": {"elsewhere"}, "d": set()}) == 3
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    assert cycles(without(import_graph(ROOT, *FLOORS, "benchmarks"), NOT_YET)) == []
+    assert cycles(import_graph(ROOT, *PACKAGES, "benchmarks")) == []
     assert cycles({"a": {"b"}, "b": {"c", "os"}, "c": {"a"}, "d": {"a"}})[0] == ["a", "b", "c", "a"]
 
 
-@pytest.mark.parametrize("edge", sorted(NOT_YET))
-def test_what_is_not_yet_as_it_should_be_still_is_not(edge: tuple[str, str]) -> None:
-    graph = import_graph(ROOT, *FLOORS)
-    assert edge[1] in graph[edge[0]], "is no longer imported: remove it from NOT_YET"
-    without_others = without(graph, NOT_YET - {edge})
-    assert edge in crossings(ROOT) or cycles(without_others), (
-        "is allowed now: remove it from NOT_YET"
-    )
-
-
-def test_no_folder_holds_more_files_than_can_be_overlooked() -> None:
-    folders = {path.parent for path in python_files(*FLOORS)}
+def test_folders_have_few_files() -> None:
+    folders = {path.parent for path in python_files(*PACKAGES)}
     counts = {
         folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders
     }
@@ -364,32 +477,36 @@ def test_no_folder_holds_more_files_than_can_be_overlooked() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT))
+    "path", python_files(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_a_module_imports_only_core_dependencies_and_by_itself(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported_modules(path, ROOT, "import")}
-    roots |= {name.split(".")[0] for name in modules_named_as_text(path)}
-    strangers = (
-        roots - set(sys.stdlib_module_names) - CORE_DEPENDENCIES - set(FLOORS) - OPTIONAL_AT_IMPORT
+    roots |= {name.split(".")[0] for name in imports_by_name(path.read_text(encoding="utf-8"))[0]}
+    optional = (
+        roots
+        - set(sys.stdlib_module_names)
+        - CORE_DEPENDENCIES
+        - set(PACKAGES)
+        - OPTIONAL_AT_IMPORT
     )
-    assert not strangers, f"optional packages are imported where they are used: {sorted(strangers)}"
+    assert not optional, f"import these packages in the functions that use them: {sorted(optional)}"
     importlib.import_module(module_name(path, ROOT))
 
 
 @pytest.mark.parametrize(
-    "path", python_files(*FLOORS), ids=lambda path: str(path.relative_to(ROOT))
+    "path", python_files(*PACKAGES), ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_all_is_sorted_and_true(path: Path) -> None:
+def test_all_is_sorted_and_its_names_exist(path: Path) -> None:
     module = importlib.import_module(module_name(path, ROOT))
     names = list(getattr(module, "__all__", ()))
     assert names == sorted(set(names)) and not set(names) & set(dir(builtins))
     assert [name for name in names if not hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
-    package = importlib.import_module(floor)
-    tree = tree_of(ROOT / floor / "__init__.py")
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_exports_exactly_the_names_that_it_imports(name: str) -> None:
+    package = importlib.import_module(name)
+    tree = tree_of(ROOT / name / "__init__.py")
     imports = [
         node
         for node in ast.walk(tree)
@@ -398,15 +515,15 @@ def test_a_floor_shows_exactly_what_it_imports_for_others(floor: str) -> None:
     homes = {
         alias.name: "." * node.level + str(node.module) for node in imports for alias in node.names
     }
-    builtin_names = homes.keys() & set(dir(builtins))  # a star import would replace them
+    builtin_names = homes.keys() & set(dir(builtins))  # A star import would replace them.
     assert set(homes) - builtin_names == set(package.__all__) and set(homes) <= set(dir(package))
-    for name, home in homes.items():
-        assert getattr(package, name) is getattr(importlib.import_module(home, floor), name)
+    for public, home in homes.items():
+        assert getattr(package, public) is getattr(importlib.import_module(home, name), public)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         package.nonsense  # noqa: B018
 
 
-#: Private by their names, and documented by Python, or the only way in torch.
+#: Private names that Python documents, or that are the only way in torch.
 FOREIGN_PRIVATES = {
     "_asdict",
     "_fields",
@@ -419,7 +536,7 @@ FOREIGN_PRIVATES = {
 
 
 def privates_of_others(text: str) -> list[str]:
-    """List uses of private names that a file does not define itself: `other._x`, `from m import _x`."""
+    """Return uses of private names that a file does not define: `other._x`, `from m import _x`."""
     tree, own, used = parsed(text), set(FOREIGN_PRIVATES), []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -439,37 +556,35 @@ def privates_of_others(text: str) -> list[str]:
     ]
 
 
-def test_no_file_reaches_into_the_private_names_of_another() -> None:
-    found = {
-        path: privates_of_others(path.read_text(encoding="utf-8")) for path in python_files(*FLOORS)
+def test_no_file_uses_private_names_of_another() -> None:
+    uses = {
+        str(path.relative_to(ROOT)): privates_of_others(path.read_text(encoding="utf-8"))
+        for path in python_files(*PACKAGES)
     }
-    assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in uses.items() if names} == {}
     assert privates_of_others("from m import _x\nself._a = 1\nother._a\nother._b") == [
         "_x",
         "other._b",
     ]
 
 
-def test_an_assert_calls_nothing_that_changes_anything() -> None:
-    # With -O asserts are gone, and what they did with them.
+def test_asserts_change_nothing() -> None:
+    # `python -O` removes asserts and their calls.
     allowed = {"isinstance", "len", "any", "all", "count"}
-    found = []
-    for path in python_files(*FLOORS, "benchmarks", "examples"):
-        for node in ast.walk(tree_of(path)):
-            calls = (
-                [one for one in ast.walk(node) if isinstance(one, ast.Call)]
-                if isinstance(node, ast.Assert)
-                else []
-            )
+    wrong = []
+    for path in python_files(*PACKAGES, "benchmarks", "examples"):
+        asserts = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
+        for node in asserts:
+            calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
             if {ast.unparse(call.func).rpartition(".")[2] for call in calls} - allowed:
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
 
 
-def test_importing_a_floor_is_quick_and_takes_no_optional_package_along() -> None:
+def test_importing_our_packages_is_quick_and_imports_no_optional_package() -> None:
     script = (
         "import sys, time, torch\n"
-        "start = time.process_time()\n"  # of this process: others may keep the processors busy
+        "start = time.process_time()\n"  # Other processes do not count.
         "import storage\n"
         "from rollout_data import *\n"
         "print(time.process_time() - start)\n"
