@@ -25,7 +25,7 @@ MAX_RECIPE_LINES = 15
 EXTRAS = {"accelerate", "lightning", "rsl_rl", "tensordict"}
 
 
-def test_the_two_commands_are_the_first_and_there_are_six_recipes() -> None:
+def test_readme_starts_with_two_commands_and_has_six_recipes() -> None:
     first_block = re.search(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert first_block and [line.split("#")[0].strip() for line in first_block[1].splitlines()] == [
         "make demo",
@@ -37,7 +37,7 @@ def test_the_two_commands_are_the_first_and_there_are_six_recipes() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", [name for name in BLOCKS if BLOCKS[name]])
-def test_the_blocks_run_one_after_the_other(
+def test_code_blocks_run_one_after_the_other(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -56,12 +56,12 @@ def test_the_blocks_run_one_after_the_other(
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_lead_to_existing_files(name: str) -> None:
     for target in set(re.findall(r"\]\(([^)#:]+)\)", DOCUMENTS[name])):
         assert (ROOT / name).parent.joinpath(target).exists(), target
 
 
-def test_every_make_target_that_is_named_exists() -> None:
+def test_every_named_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for text in DOCUMENTS.values():
         for target in set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)):

@@ -25,7 +25,7 @@ def old_state_of(store: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_a_saved_store_loads_as_it_was(name: str) -> None:
+def test_a_store_saved_by_version_1_loads_unchanged(name: str) -> None:
     load = load_store if (SAVES / name / "columns.hdf5").exists() else load_buffer
     loaded, expected = load(SAVES / name), STORES[name]()
     assert type(loaded) is type(expected)
@@ -33,14 +33,14 @@ def test_a_saved_store_loads_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_a_state_dict_of_then_is_taken(name: str) -> None:
+def test_a_state_dict_of_version_1_can_be_loaded(name: str) -> None:
     store, expected = STORES[name](), STORES[name]()
     store.load_state_dict(torch.load(SAVES / f"{name}.pt", weights_only=True))
     assert old_state_of(store) == old_state_of(expected)
 
 
 @pytest.mark.parametrize("kind", ["h5", "pt", "pkl", "live"])
-def test_saved_trajectories_load_as_they_were(kind: str, tmp_path: Path) -> None:
+def test_trajectories_saved_by_version_1_load_unchanged(kind: str, tmp_path: Path) -> None:
     folder = shutil.copytree(SAVES / f"trajectories_{kind}", tmp_path / "copy")
     loaded = TrajectoryReplayBuffer(seed=3, sample_window_size=0, trusted=kind == "pkl")
     loaded.load_checkpoint(folder)
@@ -56,7 +56,7 @@ def test_saved_trajectories_load_as_they_were(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["plain", "lz4"])
-def test_a_checkpoint_loads_as_it_was(name: str) -> None:
+def test_a_checkpoint_of_version_1_loads_unchanged(name: str) -> None:
     loaded = load_checkpoint(SAVES / f"checkpoint_{name}.pt")
     assert state_of(loaded) == state_of(
         {"weights": torch.arange(6.0), "steps": [1, 2], "best": None}
@@ -64,7 +64,7 @@ def test_a_checkpoint_loads_as_it_was(name: str) -> None:
     assert load_checkpoint_meta(SAVES / f"checkpoint_{name}.pt") == {"steps": 7}
 
 
-def test_positions_of_then_are_refused_and_name_set_epoch(tmp_path: Path) -> None:
+def test_loader_states_of_version_1_raise_and_name_set_epoch(tmp_path: Path) -> None:
     states = json.loads((SAVES / "states.json").read_text())
     dataset = dataset_of(SAVES / "frames")
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_positions_of_then_are_refused_and_name_set_epoch(tmp_path: Path) -> Non
     assert len(list(loader)) > 0
 
 
-def test_a_block_of_then_equals_one_of_now(tmp_path: Path) -> None:
+def test_a_block_of_version_1_equals_a_new_block(tmp_path: Path) -> None:
     recorded(tmp_path)
     then, now = (dataset_of(folder).get_batch(12) for folder in (SAVES / "frames", tmp_path))
     assert state_of(then.tensors()) == state_of(now.tensors())

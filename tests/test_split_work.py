@@ -31,7 +31,9 @@ def torch_threads() -> Iterator[Any]:
     num_threads=st.integers(1, 5),
     num_bytes=st.sampled_from([0, 10, LARGE]),
 )
-def test_every_piece_is_done_once(num_pieces: int, num_threads: int, num_bytes: int) -> None:
+def test_every_piece_of_work_is_done_once(
+    num_pieces: int, num_threads: int, num_bytes: int
+) -> None:
     done: list[int] = []
     used = each_part(
         lambda start, stop: done.extend(range(start, stop)), num_pieces, num_bytes, num_threads
@@ -40,7 +42,7 @@ def test_every_piece_is_done_once(num_pieces: int, num_threads: int, num_bytes: 
 
 
 @is_single
-def test_large_work_is_split_where_torch_is_told_to_use_threads(torch_threads: Any) -> None:
+def test_large_work_is_split_if_torch_uses_several_threads(torch_threads: Any) -> None:
     threads: set[int] = set()
 
     def work(start: int, stop: int) -> None:
@@ -54,7 +56,7 @@ def test_large_work_is_split_where_torch_is_told_to_use_threads(torch_threads: A
         assert each_part(work, num_pieces, num_bytes) == 1
 
 
-def test_a_failure_is_raised_when_nobody_works_any_more() -> None:
+def test_a_failure_is_raised_after_all_threads_have_finished() -> None:
     at_work: list[int] = []
 
     def work(start: int, stop: int) -> None:
@@ -71,6 +73,6 @@ def test_a_failure_is_raised_when_nobody_works_any_more() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 1.5, True])
-def test_a_number_of_threads_that_cannot_be_is_refused(num_threads: Any) -> None:
+def test_an_invalid_number_of_threads_raises(num_threads: Any) -> None:
     with pytest.raises(UsageError, match=r"num_threads must be (an integer )?>= 1"):
         each_part(lambda start, stop: None, 1, 1, num_threads)

@@ -41,7 +41,7 @@ def example_case() -> Case:
     )
 
 
-def test_every_contender_gets_five_repetitions_and_a_ratio_to_the_limit() -> None:
+def test_every_contender_has_five_repetitions_and_a_ratio_to_the_limit() -> None:
     bare, twice, absent, broken = harness.measure(example_case())
     assert len(bare.times_s) >= 5 and len(twice.times_s) >= 5
     assert bare.ratio == 1.0
@@ -61,7 +61,7 @@ def test_before_runs_untimed_before_every_repetition_and_close_at_the_end() -> N
     assert events == ["before", "call"] * 5 + ["close"]
 
 
-def test_a_workload_that_breaks_keeps_what_was_measured() -> None:
+def test_a_failing_workload_keeps_the_earlier_measurements() -> None:
     def cases():
         yield example_case()
         raise ValueError("no data")
@@ -81,7 +81,7 @@ def test_the_report_shows_figures_skips_and_failures(tmp_path: Path) -> None:
     assert report.draw("x", timings, tmp_path).stat().st_size > 5000
 
 
-def test_an_unknown_workload_is_named_with_those_there_are(
+def test_an_unknown_workload_raises_with_the_known_workloads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

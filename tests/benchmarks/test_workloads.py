@@ -21,7 +21,7 @@ def check_measured(case: Case) -> None:
 
 
 @pytest.mark.parametrize("write", [baselines.write_datasets, baselines.append_datasets])
-def test_datasets_of_the_baseline_hold_the_rollout(tmp_path: Path, write) -> None:
+def test_datasets_of_the_baseline_have_the_rollout(tmp_path: Path, write) -> None:
     rollout = data.generated(4, 3, {"observation": 2, "action": 1})
     write(tmp_path, rollout)
     with h5py.File(tmp_path / "data.hdf5") as file:
@@ -61,7 +61,7 @@ def test_a_picture_set_of_four_times_the_cache_decodes_only_the_needed_pictures(
     assert measured["num_next"] <= 4 * picture_sets.LENGTH
 
 
-def test_a_note_stands_beside_the_figure_and_processor_time_leaves_out_waits(monkeypatch) -> None:
+def test_notes_are_stored_with_timings_and_processor_time_excludes_waits(monkeypatch) -> None:
     monkeypatch.setattr(harness, "clock", time.process_time)
     contenders = (
         Contender("sleep", lambda: lambda: time.sleep(0.01), LIMIT),

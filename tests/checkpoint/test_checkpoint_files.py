@@ -114,7 +114,7 @@ def test_tensors_that_share_memory_are_stored_once(tmp_path: Path) -> None:
     assert loaded["tied"].data_ptr() == loaded["encoder"].data_ptr()
 
 
-def test_files_of_torch_save_are_read_too(tmp_path: Path) -> None:
+def test_files_of_torch_save_are_read(tmp_path: Path) -> None:
     torch.save(example(), tmp_path / "torch.pt")
     assert equal(load_checkpoint(tmp_path / "torch.pt"), example())
     assert load_checkpoint_meta(tmp_path / "torch.pt") is None
@@ -123,7 +123,7 @@ def test_files_of_torch_save_are_read_too(tmp_path: Path) -> None:
         assert equal(load(tmp_path / "tool.pt"), example())
 
 
-def test_the_newer_of_two_files_is_read(tmp_path: Path) -> None:
+def test_load_checkpoint_reads_the_newer_of_two_files(tmp_path: Path) -> None:
     """Trap N5: also if both are of the same tick of the file system's clock."""
     with AsyncCheckpointSaver() as saver:
         for value in range(6):
@@ -149,9 +149,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_only_weights_are_loaded_unless_the_caller_says_otherwise(
-    tmp_path: Path, compress: bool
-) -> None:
+def test_only_weights_are_loaded_by_default(tmp_path: Path, compress: bool) -> None:
     """Trap N5."""
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": Path("a")}, tmp_path / "a.pt", compress=compress, weights_only=False)
@@ -195,7 +193,7 @@ def test_a_flipped_bit_is_reported_or_harmless(
 
 @pytest.mark.parametrize("name", ["a.pt", "a.pt.lz4"])
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_file_that_was_cut_off_is_reported(
+def test_a_truncated_file_is_reported(
     tmp_path: Path, saved: dict[str, bytes], name: str, load: Any
 ) -> None:
     size = len(saved[name]) - (len(skippable_frame(b'{"step": 7}')) if name.endswith("lz4") else 0)
@@ -232,7 +230,7 @@ def hostile() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", hostile())
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_hostile_frame_is_one_clear_error_and_takes_no_memory(
+def test_a_hostile_frame_raises_without_allocating_memory(
     tmp_path: Path, name: str, load: Any
 ) -> None:
     path = written(tmp_path, "a.pt.lz4", hostile()[name])
@@ -256,13 +254,13 @@ def zip64_of(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [1 << 60, 1 << 33, 1 << 20, 0])
-def test_a_hostile_archive_is_one_clear_error(tmp_path: Path, size: int) -> None:
+def test_a_hostile_archive_raises_one_clear_error(tmp_path: Path, size: int) -> None:
     path = written(tmp_path, "a.pt", zip64_of(size))
     with pytest.raises(CorruptFileError, match=r"^'.*a.pt' is truncated or damaged: "):
         load_checkpoint(path)
 
 
-def test_a_member_that_lies_outside_the_archive_is_one_clear_error(
+def test_an_archive_member_outside_the_file_raises_one_clear_error(
     tmp_path: Path, saved: dict[str, bytes]
 ) -> None:
     content = saved["a.pt"]
@@ -280,14 +278,14 @@ def test_a_member_that_lies_outside_the_archive_is_one_clear_error(
                 load(path)
 
 
-def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
+def test_a_compressed_archive_member_raises(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
     with pytest.raises(CorruptFileError, match=r"member 'archive/data.pkl' has 16777216 bytes"):
         load_checkpoint(tmp_path / "bomb.pt")
 
 
-def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -> None:
+def test_a_pickle_that_declares_a_too_large_storage_raises(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(10)}, tmp_path / "a.pt")
     for size in (11, 1 << 20, 1 << 60):
         with (
@@ -311,7 +309,7 @@ def test_a_pickle_that_declares_a_larger_storage_than_there_is(tmp_path: Path) -
     [b"", b"\x80\x02junk", b"\x80\x02.", b"\x80\x02r\xff\xff\xff\x7f.", b"\x80\x02h\x05."],
 )
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_pickle_that_is_none_is_one_clear_error(
+def test_an_invalid_pickle_raises_one_clear_error(
     tmp_path: Path, content: bytes, weights_only: bool
 ) -> None:
     torch.save({"w": torch.ones(10)}, tmp_path / "a.pt")
@@ -331,7 +329,7 @@ def test_a_pickle_that_is_none_is_one_clear_error(
 @pytest.mark.parametrize(
     "content", [b"", b"abc", b"hello world, this is no checkpoint", bytes(100)]
 )
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_another_format_raises(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(
         ForeignFileError, match=r"A checkpoint is a zip archive of torch.save or an LZ4 frame"
     ):
@@ -352,7 +350,7 @@ def test_the_number_of_threads_is_checked(num_threads: Any) -> None:
     level=st.sampled_from([0, 3, 16]),
     is_noise=st.booleans(),
 )
-def test_a_stream_of_any_parts_is_a_frame_of_them(
+def test_a_stream_of_any_parts_is_one_lz4_frame(
     sizes: list[int], level: int, is_noise: bool
 ) -> None:
     content = [
@@ -374,7 +372,9 @@ def test_a_stream_of_any_parts_is_a_frame_of_them(
 @pytest.mark.parametrize("block_size", [4, 5, 6, 7])
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("checksums", [False, True])
-def test_frames_of_other_writers_decode(block_size: int, linked: bool, checksums: bool) -> None:
+def test_lz4_frames_of_other_writers_are_decoded(
+    block_size: int, linked: bool, checksums: bool
+) -> None:
     content = torch.arange(300_000).numpy().tobytes()
     options: dict[str, Any] = {
         "block_size": block_size,
@@ -396,7 +396,7 @@ def test_frames_of_other_writers_decode(block_size: int, linked: bool, checksums
         )
 
 
-def test_a_writer_that_fails_says_what_its_file_said() -> None:
+def test_a_write_error_of_the_file_is_raised_unchanged() -> None:
     class Full(io.RawIOBase):
         num_left = 1
 
@@ -412,7 +412,7 @@ def test_a_writer_that_fails_says_what_its_file_said() -> None:
 
 
 @pytest.mark.parametrize("path", [5, None, b"file", ["file"]])
-def test_what_is_no_path_is_refused(path: Any) -> None:
+def test_a_value_that_is_not_a_path_raises(path: Any) -> None:
     for load in (load_checkpoint, load_checkpoint_parallel, load_checkpoint_meta):
         with pytest.raises(
             UsageError, match=r"^load_checkpoint.*: path must be a str or a path object, got "

@@ -46,7 +46,7 @@ def record() -> dict[str, Any]:
     transposed=st.booleans(),
     cache=st.integers(0, 1),
 )
-def test_tensors_of_every_kind_come_back(
+def test_tensors_of_every_dtype_and_shape_are_restored(
     dtype: torch.dtype, shape: list[int], level: int, transposed: bool, cache: int
 ) -> None:
     tensor = torch.randint(0, 3, shape).to(dtype)
@@ -63,7 +63,7 @@ def test_tensors_of_every_kind_come_back(
     assert torch.equal(tensor, expected)
 
 
-def test_the_record_given_stays_as_it_is() -> None:
+def test_the_source_record_does_not_change() -> None:
     """Trap N9."""
     given_, expected = record(), record()
     expected["obs"]["depth"], expected["noise"] = (
@@ -81,7 +81,7 @@ def test_the_record_given_stays_as_it_is() -> None:
     assert torch.equal(packed["count"], expected["count"])
 
 
-def test_it_is_a_mapping() -> None:
+def test_a_compressed_tensordict_is_a_mapping() -> None:
     packed = CompressedTensorDict(record(), ["obs"])
     assert list(packed) == ["obs", "count", "noise"] and len(packed) == 3
     assert packed.compressed_keys == ("obs/mask", "obs/depth")
@@ -109,7 +109,7 @@ def test_a_missing_key_is_an_error_unless_it_may_be_missing() -> None:
     ).compressed_keys == ("count",)
 
 
-def test_sizes_are_those_of_what_is_held() -> None:
+def test_sizes_count_the_stored_bytes() -> None:
     data = record()
     packed = CompressedTensorDict(data, ["obs/mask", "noise"])
     assert packed.ratio() > 30
@@ -124,7 +124,7 @@ def test_sizes_are_those_of_what_is_held() -> None:
     assert repr(nothing) == "CompressedTensorDict(0 of 1 leaves compressed, 4000 bytes, ratio 1.00)"
 
 
-def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_keeps_the_most_recently_used_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trap N9: not decoded at every access."""
     decoded = []
     decompress = lz4.block.decompress
@@ -144,7 +144,7 @@ def test_a_cache_keeps_the_leaves_used_last(monkeypatch: pytest.MonkeyPatch) -> 
     assert decoded == ["a", "b", "c", "b"]
 
 
-def test_leaves_larger_than_a_part_come_back() -> None:
+def test_leaves_larger_than_a_part_are_restored() -> None:
     """Parts have 64 MiB."""
     tensor = torch.zeros((64 << 20) + 1000, dtype=torch.uint8)
     tensor[[0, (64 << 20) - 1, 64 << 20, -1]] = torch.arange(1, 5, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def test_leaves_larger_than_a_part_come_back() -> None:
     assert packed.ratio() > 200 and torch.equal(packed["x"], tensor)
 
 
-def test_another_device_is_given_when_it_is_read() -> None:
+def test_to_moves_leaves_when_they_are_read() -> None:
     packed = CompressedTensorDict(record(), ["count"], cache=1)
     moved = packed.to("meta")
     assert {moved["count"].device.type, moved["noise"].device.type} == {"meta"} and moved[
@@ -163,7 +163,7 @@ def test_another_device_is_given_when_it_is_read() -> None:
     assert {made["count"].device.type, made["noise"].device.type} == {"meta"}
 
 
-def test_it_can_be_pickled_and_read_from_threads() -> None:
+def test_a_compressed_tensordict_is_picklable_and_readable_from_threads() -> None:
     packed = pickle.loads(
         pickle.dumps(CompressedTensorDict(record(), ["count", "obs/mask"], cache=1))
     )
@@ -182,7 +182,7 @@ def test_it_can_be_pickled_and_read_from_threads() -> None:
     assert not wrong
 
 
-def test_damaged_bytes_are_one_clear_error() -> None:
+def test_damaged_bytes_raise_one_clear_error() -> None:
     saved = pickle.dumps(CompressedTensorDict({"x": torch.zeros(10_000)}, ["x"]))
     block = lz4.block.compress(bytes(40_000), store_size=False)
     assert saved.count(block) == 1
@@ -201,7 +201,7 @@ def test_arguments_are_checked(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_come_back_to_the_gpu() -> None:
+def test_tensors_are_restored_on_the_gpu() -> None:
     packed = CompressedTensorDict({"x": torch.zeros(1000, device="cuda")}, ["x"], cache=1)
     for _ in range(2):
         assert packed["x"].device.type == "cuda"
@@ -215,6 +215,6 @@ def test_tensors_come_back_to_the_gpu() -> None:
         ({"a": torch.ones(2)}, 5, "compress_keys must be field names, got 5"),
     ],
 )
-def test_what_is_no_record_is_refused(data: Any, keys: Any, text: str) -> None:
+def test_a_value_that_is_not_a_record_raises(data: Any, keys: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         CompressedTensorDict(data, keys)

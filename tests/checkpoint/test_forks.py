@@ -13,7 +13,7 @@ from tests.checkpoint.forked import PROGRAMS
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_forked_child_neither_hangs_nor_harms_its_parent(name: str, tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hang_or_change_its_parent(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.forked", name, str(tmp_path / "data")]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280

@@ -101,7 +101,7 @@ def tensors_in(obj: Any) -> list[torch.Tensor]:
 
 
 @given(NESTED)
-def test_a_copy_equals_the_moment_and_not_what_comes_after(obj: Any) -> None:
+def test_a_copy_does_not_follow_later_changes(obj: Any) -> None:
     expected = copy.deepcopy(obj)
     copied = copy_object(obj, BufferPool())
     assert same(copied, expected)
@@ -112,7 +112,7 @@ def test_a_copy_equals_the_moment_and_not_what_comes_after(obj: Any) -> None:
         assert one.stride() == other.stride() or not one.numel() or one.is_contiguous()
 
 
-def test_the_copy_reaches_below_the_top_level() -> None:
+def test_nested_values_are_copied() -> None:
     """Trap N1."""
     state = {
         "model": {"w": torch.ones(3)},
@@ -126,7 +126,7 @@ def test_the_copy_reaches_below_the_top_level() -> None:
     assert [tensor.sum().item() for tensor in tensors_in(copied)] == [3.0] * 5
 
 
-def test_tensors_that_share_memory_share_it_in_the_copy_and_are_copied_once() -> None:
+def test_tensors_that_share_memory_share_memory_in_the_copy() -> None:
     base = torch.arange(1000.0)
     state = {
         "a": base[100:300],
@@ -193,12 +193,12 @@ def test_tensors_that_are_not_plain_memory_are_left_to_deepcopy() -> None:
     assert copied["sparse"] is not state["sparse"]
 
 
-def test_what_cannot_be_copied_says_so_at_once() -> None:
+def test_a_value_that_cannot_be_copied_raises_at_once() -> None:
     with pytest.raises(TypeError):
         copy_object({"lock": __import__("threading").Lock()}, BufferPool())
 
 
-def test_memory_of_a_copy_is_used_again_once_it_is_gone() -> None:
+def test_the_memory_of_a_deleted_copy_is_reused() -> None:
     pool, state = BufferPool(), {"w": torch.randn(100_000), "b": torch.randn(50_000)}
     first = copy_object(state, pool)
     second = copy_object(state, pool)

@@ -72,7 +72,7 @@ def value_of(state: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_what_changes_during_the_save_is_not_in_it(
+def test_changes_during_a_save_are_not_in_the_checkpoint(
     tmp_path: Path, gate: Gate, compress: bool
 ) -> None:
     """Trap N1."""
@@ -90,7 +90,7 @@ def test_what_changes_during_the_save_is_not_in_it(
     assert value_of(found) == 1 and len(found["model"]["b"]) == 1
 
 
-def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
+def test_no_checkpoint_is_torn_while_training_continues(tmp_path: Path) -> None:
     weights = {f"layer {i}": {"w": torch.zeros(20_000)} for i in range(5)}
     with AsyncCheckpointSaver(max_queue_size=2) as saver:
         futures = []
@@ -107,7 +107,7 @@ def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
             assert all((layer["w"] == step).all() for layer in found.values())
 
 
-def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> None:
+def test_checkpoints_of_one_path_are_written_in_order(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=10) as saver:
         for value in range(8):
             saver.save_async(
@@ -138,7 +138,9 @@ def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, g
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: bool) -> None:
+def test_a_program_that_ends_without_shutdown_writes_its_checkpoints(
+    tmp_path: Path, compress: bool
+) -> None:
     """Traps N2 and N3: no daemon thread dies in the middle of a file."""
     script = (
         "import torch\nfrom storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver\n"
@@ -155,7 +157,7 @@ def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: 
         assert (load_checkpoint(tmp_path / f"{i}.pt")["w"] == i).all()
 
 
-def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(
+def test_a_failure_is_in_its_future_and_raised_once_by_the_next_call(
     tmp_path: Path, gate: Gate
 ) -> None:
     """Trap N3."""
@@ -215,7 +217,7 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> None:
+def test_on_full_raise_raises_if_the_queue_is_full(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="raise") as saver:
         for value in range(3):
             saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
@@ -229,7 +231,7 @@ def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> N
         assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: Gate) -> None:
+def test_on_full_drop_oldest_drops_the_oldest_pending_save(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="drop_oldest") as saver:
         futures = [saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)]
         assert gate.entered.acquire(timeout=20)
@@ -246,7 +248,7 @@ def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: G
             future.result(0)
 
 
-def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
+def test_on_full_block_waits_for_a_free_place(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="block") as saver:
         saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)
         assert gate.entered.acquire(timeout=20)
@@ -263,7 +265,7 @@ def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
+def test_a_blocked_save_raises_a_failure_of_the_worker(tmp_path: Path, gate: Gate) -> None:
     """Trap N3: a dead worker and a full queue must not be the end."""
     gate.fails = True
     with AsyncCheckpointSaver(max_queue_size=1) as saver:
@@ -286,7 +288,7 @@ def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pt"]
 
 
-def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gate) -> None:
+def test_wait_raises_after_its_timeout_only(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.wait(timeout=0)
         future = saver.save_async(gate.state_of(1), tmp_path / "a.pt", weights_only=False)
@@ -300,7 +302,7 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
         assert future.done()
 
 
-def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path) -> None:
+def test_wait_returns_although_another_thread_continues_to_save(tmp_path: Path) -> None:
     first, second = Gate(), Gate()
     with AsyncCheckpointSaver(max_queue_size=9) as saver:
         saver.save_async({"gate": first}, tmp_path / "0.pt", weights_only=False)
@@ -316,7 +318,7 @@ def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path) -> 
     assert has_returned and later.done()
 
 
-def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
+def test_a_failed_call_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="raise") as saver:
         for _ in range(5):
             with pytest.raises(TypeError):
@@ -340,9 +342,7 @@ class Copied:
         return made
 
 
-def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(
-    tmp_path: Path, gate: Gate
-) -> None:
+def test_copies_are_freed_also_after_failures_and_drops(tmp_path: Path, gate: Gate) -> None:
     (tmp_path / "folder").mkdir()
     with AsyncCheckpointSaver() as saver:
         for path in ("a.pt", "folder", "b.pt", "folder", "c.pt"):
@@ -359,7 +359,7 @@ def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(
         gate.open.set()
 
 
-def test_times_are_told_to_a_monitor(tmp_path: Path) -> None:
+def test_a_monitor_records_the_times_of_saves(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
     with AsyncCheckpointSaver(monitor=monitor) as saver:
         saver.save_async(state_of(1), tmp_path / "a.pt")
@@ -384,14 +384,14 @@ def test_an_error_inside_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path
         raise KeyError("mine")
 
 
-def test_no_thread_is_started_before_there_is_something_to_save() -> None:
+def test_no_thread_is_started_before_the_first_save() -> None:
     before = set(threading.enumerate())
     saver = AsyncCheckpointSaver()
     assert set(threading.enumerate()) <= before
     saver.shutdown()
 
 
-def test_a_relative_path_stays_where_it_was(
+def test_a_relative_path_does_not_follow_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()

@@ -97,7 +97,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_of_numpy_come_back(tmp_path: Path, name: str, compress: bool) -> None:
+def test_numpy_arrays_are_loaded(tmp_path: Path, name: str, compress: bool) -> None:
     array = ARRAYS[name]
     found = back(tmp_path, {"x": [array]}, compress)["x"][0]
     assert type(found) is np.ndarray and found.dtype == array.dtype and found.shape == array.shape
@@ -113,12 +113,12 @@ def test_an_array_of_the_other_byte_order_has_the_same_values(tmp_path: Path) ->
     [np.float64(0.1), np.float32(3.5), np.int8(-3), np.bool_(True), np.complex64(1j), np.str_("x"), np.bytes_(b"q"),
      np.datetime64("2020-01-01", "s"), np.timedelta64(3, "D"), np.longdouble(1) / 3],
 )  # fmt: skip
-def test_scalars_of_numpy_come_back(tmp_path: Path, value: Any) -> None:
+def test_numpy_scalars_are_loaded(tmp_path: Path, value: Any) -> None:
     found = back(tmp_path, {"x": value})["x"]
     assert type(found) is type(value) and found == value and found.dtype == value.dtype
 
 
-def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_states_are_loaded_and_continue(tmp_path: Path) -> None:
     generator, own = np.random.default_rng(3), torch.Generator().manual_seed(4)
     philox, old = np.random.Generator(np.random.Philox(5)), np.random.RandomState(6)
     python = random.Random(7)
@@ -155,7 +155,7 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     assert found["global numpy"][1].tolist() == states["global numpy"][1].tolist()
 
 
-def test_namespaces_come_back(tmp_path: Path) -> None:
+def test_namespaces_are_loaded(tmp_path: Path) -> None:
     given = argparse.Namespace(
         rate=0.1, inner=argparse.Namespace(seed=np.int64(3), w=torch.ones(2)), names=["a"]
     )
@@ -173,12 +173,14 @@ def test_namespaces_come_back(tmp_path: Path) -> None:
     [Color.RED, Color.BLUE, Bits.A, Bits.A | Bits.B, Bits(0), Level.HIGH, http.HTTPStatus.OK, Agent.Mode.TRAIN,
      Agent.Inner.Deep.X | Agent.Inner.Deep.Y],
 )  # fmt: skip
-def test_a_member_of_an_enum_comes_back_as_itself(tmp_path: Path, member: enum.Enum) -> None:
+def test_a_member_of_an_enum_is_loaded_as_the_same_member(
+    tmp_path: Path, member: enum.Enum
+) -> None:
     found = back(tmp_path, {"x": member, member: 1})
     assert found["x"] is member and found[member] == 1
 
 
-def test_plain_values_come_back(tmp_path: Path) -> None:
+def test_plain_values_are_loaded(tmp_path: Path) -> None:
     checkpoint = {
         "od": collections.OrderedDict(a=1), "count": collections.Counter("aab"), "set": {1, 2}, "none": None,
         "bytes": (b"", b"ab", bytearray(b"x")), "ints": (2**200, -(2**70), True), "size": torch.Size([1]),
@@ -213,9 +215,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(
-    tmp_path: Path, name: str
-) -> None:
+def test_saving_a_part_that_cannot_be_loaded_raises(tmp_path: Path, name: str) -> None:
     part, where = REFUSED[name]
     with AsyncCheckpointSaver() as saver:
         with pytest.raises(UsageError) as caught:
@@ -227,7 +227,7 @@ def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(
 @pytest.mark.parametrize(
     "part", [Color, Agent.Mode, np.ndarray, np.dtype], ids=["enum", "inner enum", "array", "dtype"]
 )
-def test_a_class_itself_is_refused_by_save_and_load(tmp_path: Path, part: type) -> None:
+def test_saving_and_loading_a_class_raises(tmp_path: Path, part: type) -> None:
     checkpoint = {"agent": [1, {"kind": part, "member": Color.RED}]}
     with AsyncCheckpointSaver() as saver:
         with pytest.raises(UsageError, match=r"checkpoint\['agent'\]\[1\]\['kind'\]"):
@@ -240,13 +240,13 @@ def test_a_class_itself_is_refused_by_save_and_load(tmp_path: Path, part: type) 
     assert load_checkpoint(tmp_path / "saved.pt", weights_only=False)["agent"][1]["kind"] is part
 
 
-def test_the_dtype_of_an_array_that_is_not_loaded_is_named(tmp_path: Path) -> None:
+def test_an_array_of_an_unsupported_dtype_raises_with_the_dtype(tmp_path: Path) -> None:
     array = np.zeros(3, [("a", "i4"), ("b", "U3")])
     with AsyncCheckpointSaver() as saver, pytest.raises(UsageError, match="the numpy dtype 'V16'"):
         saver.save_async({"table": array}, tmp_path / "saved.pt")
 
 
-def test_a_key_that_would_not_be_loaded_is_named(tmp_path: Path) -> None:
+def test_saving_a_key_that_cannot_be_loaded_raises_with_the_key(tmp_path: Path) -> None:
     with (
         AsyncCheckpointSaver() as saver,
         pytest.raises(
@@ -256,14 +256,14 @@ def test_a_key_that_would_not_be_loaded_is_named(tmp_path: Path) -> None:
         saver.save_async({(1, Path("a")): 1}, tmp_path / "a.pt")
 
 
-def test_a_checkpoint_in_a_circle_is_checked_once(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_reference_cycle_is_checked_once(tmp_path: Path) -> None:
     circle: dict[str, Any] = {"x": [1]}
     circle["x"].append(circle)
     found = back(tmp_path, circle)
     assert found["x"][1] is found
 
 
-def test_anything_is_saved_for_those_who_load_anything(tmp_path: Path) -> None:
+def test_weights_only_false_saves_and_loads_any_value(tmp_path: Path) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.save_async({"x": Config(2.0)}, tmp_path / "a.pt", weights_only=False)
     with pytest.raises(
@@ -273,7 +273,7 @@ def test_anything_is_saved_for_those_who_load_anything(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "a.pt", weights_only=False) == {"x": Config(2.0)}
 
 
-def test_an_enum_that_is_not_imported_is_named(tmp_path: Path) -> None:
+def test_an_enum_that_is_not_imported_raises_with_its_name(tmp_path: Path) -> None:
     from tests.checkpoint.imported_later import Phase
 
     with AsyncCheckpointSaver() as saver:
@@ -347,7 +347,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("loader", [load, load_checkpoint_parallel])
-def test_a_hostile_pickle_is_one_clear_error(tmp_path: Path, name: str, loader: Any) -> None:
+def test_a_hostile_pickle_raises_one_clear_error(tmp_path: Path, name: str, loader: Any) -> None:
     path = with_pickle(tmp_path, b"\x80\x02" + HOSTILE[name])
     with pytest.raises(
         UnsafeFileError if "class" in name or "module" in name else Exception
@@ -377,7 +377,7 @@ def test_loads_in_several_threads_do_not_disturb_each_other(tmp_path: Path) -> N
     assert not failures
 
 
-def test_what_torch_allows_elsewhere_stays_as_it_was(tmp_path: Path) -> None:
+def test_the_safe_globals_of_torch_do_not_change(tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([np.dtype])
     try:
         before = set(torch.serialization.get_safe_globals())
@@ -396,7 +396,7 @@ def test_what_torch_allows_elsewhere_stays_as_it_was(tmp_path: Path) -> None:
 # device=
 
 
-def test_device_is_another_name_of_map_location(tmp_path: Path) -> None:
+def test_device_is_a_synonym_of_map_location(tmp_path: Path) -> None:
     back(tmp_path, {"w": torch.ones(2)})
     for loader in (load_checkpoint, load_checkpoint_parallel):
         assert loader(tmp_path / "a.pt", device="meta")["w"].device.type == "meta"

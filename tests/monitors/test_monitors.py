@@ -46,7 +46,7 @@ def in_threads(work: Any, num_threads: int = 4) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 50)), min_size=1, max_size=60))
-def test_the_rate_counts_the_events_of_the_window_give_or_take_a_slice(
+def test_the_rate_counts_events_of_the_window_within_one_slice(
     steps: list[tuple[float, int]],
 ) -> None:
     clock = Clock()
@@ -67,7 +67,7 @@ def test_the_rate_counts_the_events_of_the_window_give_or_take_a_slice(
     assert surely / (covered + 1e-6) - 1e-6 <= monitor.rate <= possibly / min(elapsed, 3.5) + 1e-3
 
 
-def test_a_steady_stream_has_its_rate_and_silence_ends_it() -> None:
+def test_the_rate_is_exact_for_a_steady_stream_and_zero_after_silence() -> None:
     clock = Clock()
     monitor = NaturalMonitor(window_s=10.0, clock=clock)
     for _ in range(1000):
@@ -85,7 +85,7 @@ def test_a_steady_stream_has_its_rate_and_silence_ends_it() -> None:
         max_size=25,
     ),
 )
-def test_ticks_equal_a_list_of_the_last_ones(
+def test_ticks_equal_a_list_of_the_last_ticks(
     window: int, ticks: list[dict[str, list[float]]]
 ) -> None:
     monitor = OutTickMonitor(window)
@@ -106,7 +106,7 @@ def test_ticks_equal_a_list_of_the_last_ones(
 @pytest.mark.parametrize(
     "make", [float, np.float32, torch.tensor, lambda x: torch.tensor([[x]]), lambda x: (x,)]
 )
-def test_a_tick_takes_numbers_arrays_and_tensors(make: Any) -> None:
+def test_a_tick_accepts_numbers_arrays_and_tensors(make: Any) -> None:
     monitor = InTickMonitor(4)
     monitor.record(time=make(0.25), priority=make(2.0))
     snapshot = monitor.snapshot()
@@ -121,7 +121,7 @@ def test_a_tick_takes_numbers_arrays_and_tensors(make: Any) -> None:
 @pytest.mark.parametrize(
     "values", [{"tiem": 1}, {"time": math.nan}, {"time": 1, "use": [1, math.inf]}, {"time": "x"}]
 )
-def test_a_refused_tick_changes_nothing(values: dict[str, Any]) -> None:
+def test_an_invalid_tick_changes_nothing(values: dict[str, Any]) -> None:
     monitor = InTickMonitor(4)
     monitor.record(time=1)
     before = monitor.snapshot()
@@ -131,7 +131,7 @@ def test_a_refused_tick_changes_nothing(values: dict[str, Any]) -> None:
 
 
 @given(st.integers(1, 9), st.lists(st.floats(0, 100), min_size=1, max_size=40))
-def test_the_report_is_over_the_window(window: int, durations: list[float]) -> None:
+def test_the_report_summarizes_the_window(window: int, durations: list[float]) -> None:
     monitor = PerformanceMonitor(window)
     for duration in durations:
         monitor.record("step", duration)
@@ -149,7 +149,7 @@ def test_the_report_is_over_the_window(window: int, durations: list[float]) -> N
     )
 
 
-def test_a_new_name_needs_no_registration_and_reset_forgets_it() -> None:
+def test_a_new_name_needs_no_registration_and_reset_removes_it() -> None:
     monitor = PerformanceMonitor()
     with monitor.timer("sample"), monitor.timer("gather", device="cpu"):
         pass
@@ -172,14 +172,14 @@ def test_a_timer_counts_a_block_that_raises() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, "a", None])
-def test_what_is_no_duration_is_refused(seconds: Any) -> None:
+def test_an_invalid_duration_raises(seconds: Any) -> None:
     monitor = PerformanceMonitor()
     with pytest.raises(UsageError, match="duration must be finite seconds >= 0, got"):
         monitor.record("step", seconds)
     assert monitor.summary() == {}
 
 
-def test_memory_does_not_grow_with_what_is_recorded() -> None:
+def test_memory_does_not_grow_with_the_number_of_records() -> None:
     def held(monitor: Any) -> int:
         parts = [
             part
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_what_is_recorded() -> None:
     )
 
 
-def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> None:
+def test_threads_lose_no_record_and_no_thread_is_started() -> None:
     before = set(threading.enumerate())
     natural, ticks, performance = NaturalMonitor(), InTickMonitor(50), PerformanceMonitor(100_000)
 
@@ -255,12 +255,12 @@ def test_the_text_is_one_line_and_the_snapshot_is_json() -> None:
     "make", [OutTickMonitor, InTickMonitor, PerformanceMonitor, lambda x: NaturalMonitor(1.0, x)]
 )
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
-def test_a_window_without_room_is_refused(make: Any, window: Any) -> None:
+def test_a_window_without_capacity_raises(make: Any, window: Any) -> None:
     with pytest.raises(UsageError, match=">= 1"):
         make(window)
 
 
-def test_a_window_without_time_and_events_that_are_none_are_refused() -> None:
+def test_an_invalid_window_s_or_num_events_raises() -> None:
     for window_s in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(UsageError, match="window_s must be > 0"):
             NaturalMonitor(window_s)
@@ -286,7 +286,7 @@ def test_snapshots_are_plotted_into_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "c.png").exists()
 
 
-def test_a_monitor_that_gives_no_numbers_is_none() -> None:
+def test_a_monitor_without_snapshot_cannot_be_created() -> None:
     class Half(Monitor):
         def reset(self) -> None:
             """Forget nothing."""

@@ -39,7 +39,7 @@ def numbers(found: list[dict[str, Any]]) -> list[int]:
     return [int(item["number"]) for item in found]
 
 
-def test_pairs_of_states_and_vectors_come_from_all_shards(cluster: Any) -> None:
+def test_replay_and_latent_buffers_are_sampled_from_all_shards(cluster: Any) -> None:
     with RemoteBuffer(partial(ReplayBuffer, 3, 100), 2, **NO_CPUS) as pairs:
         for first in (0, 50):
             states = torch.arange(first, first + 50.0).view(-1, 1).expand(50, 3)
@@ -54,7 +54,7 @@ def test_pairs_of_states_and_vectors_come_from_all_shards(cluster: Any) -> None:
         assert torch.equal(vectors.sample(20), torch.ones(20, 4))
 
 
-def test_items_of_several_shards_have_ids_of_their_own_and_updates_find_them(cluster: Any) -> None:
+def test_ids_of_items_are_unique_across_shards_and_updates_reach_their_shard(cluster: Any) -> None:
     with RemoteBuffer(partial(NaiveReplayBuffer, 100), 2, **NOW) as uniform:
         assert uniform.sample(1) is None
         uniform.push(items(0, 20))
@@ -82,7 +82,7 @@ def test_items_of_several_shards_have_ids_of_their_own_and_updates_find_them(clu
             prioritized.flush()
 
 
-def test_updates_pass_pushes_that_wait_for_draws(cluster: Any) -> None:
+def test_updates_are_not_blocked_by_waiting_pushes(cluster: Any) -> None:
     make = partial(AdvancedReplayBuffer, 1000, min_sample_ratio=0)
     limiter = {"samples_per_insert": 1.0, "tolerance": 40.0, "min_inserts": 10}
     with RemoteBuffer(make, rate_limiter=limiter, timeout_s=20.0, **NOW) as learner:
@@ -99,7 +99,7 @@ def test_updates_pass_pushes_that_wait_for_draws(cluster: Any) -> None:
         assert len(collector) == 90
 
 
-def test_episodes_stay_whole_and_count_once(cluster: Any) -> None:
+def test_episodes_are_pushed_whole_and_counted_once(cluster: Any) -> None:
     limiter = {"samples_per_insert": 1.0, "tolerance": 4.0, "min_inserts": 1, "blocking": False}
     with RemoteBuffer(partial(EpisodeReplayBuffer, 100), rate_limiter=limiter, **NOW) as episodes:
         for first in (0, 10, 20):
@@ -118,7 +118,7 @@ def test_episodes_stay_whole_and_count_once(cluster: Any) -> None:
         ) == {1}
 
 
-def test_a_manager_lives_in_one_shard(cluster: Any) -> None:
+def test_a_buffer_manager_has_one_shard(cluster: Any) -> None:
     cfg = {"buffer_name": ["near", "far"], "sample_ratio": {"near": 0.75, "far": 0.25}}
     options = {"replay_buffer_size": 100, "min_sample_ratio": 0, "eps": 0}
     make = partial(BufferManager, {**cfg, "near": options, "far": options})
@@ -136,7 +136,7 @@ def test_a_manager_lives_in_one_shard(cluster: Any) -> None:
         assert {number % 10 for number in numbers(manager.sample(40))} == {7}
 
 
-def test_what_cannot_be_kept_in_actors_is_refused_when_it_is_made(cluster: Any) -> None:
+def test_unsupported_buffers_raise_at_construction(cluster: Any) -> None:
     manager = partial(BufferManager, {"buffer_name": ["one"], "one": {"replay_buffer_size": 9}})
     limited = partial(
         NaiveReplayBuffer, 9, rate_limiter={"samples_per_insert": 1.0, "tolerance": 9.0}

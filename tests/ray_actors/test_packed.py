@@ -21,7 +21,7 @@ def sent(tree: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("error")
-def test_trees_arrive_as_they_were() -> None:
+def test_packed_trees_are_restored_unchanged() -> None:
     dtypes = (
         torch.bool,
         torch.uint8,
@@ -67,7 +67,7 @@ def test_trees_arrive_as_they_were() -> None:
         assert mine.dtype == leaf.dtype and mine.shape == leaf.shape and torch.equal(mine, leaf)
 
 
-def test_a_sample_is_one_buffer_and_little_of_much_memory_is_copied() -> None:
+def test_a_sample_is_one_buffer_and_a_small_view_of_a_large_tensor_is_copied() -> None:
     buffer = DictBuffer(capacity=100)
     buffer.extend(
         {

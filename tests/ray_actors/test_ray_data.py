@@ -67,7 +67,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_read_and_written_again_is_equal_in_every_field(
+def test_rollouts_read_and_written_by_ray_data_are_equal_in_every_field(
     cluster: Any, recorded: Path, tmp_path: Path
 ) -> None:
     dataset = read_rollouts(recorded, rows_per_task=60)
@@ -78,7 +78,7 @@ def test_what_is_read_and_written_again_is_equal_in_every_field(
     assert len(list((tmp_path / "again").iterdir())) > 3
 
 
-def test_a_task_that_is_killed_runs_again_and_writes_once(
+def test_a_killed_task_is_retried_and_writes_once(
     cluster: Any, recorded: Path, tmp_path: Path
 ) -> None:
     token = tmp_path / "killed"
@@ -99,7 +99,7 @@ def test_a_task_that_is_killed_runs_again_and_writes_once(
     )
 
 
-def test_parts_of_trajectories_are_refused_until_they_are_brought_together(
+def test_trajectories_divided_among_tasks_raise_until_they_are_sorted(
     cluster: Any, recorded: Path, tmp_path: Path
 ) -> None:
     shuffled = read_rollouts(recorded, rows_per_task=60).random_shuffle(seed=0)

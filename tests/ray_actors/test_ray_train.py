@@ -13,7 +13,7 @@ pytest.importorskip("ray.train", reason="ray.train does not import")
 from tests.examples.running import run
 
 
-def test_two_workers_share_a_pass_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+def test_two_workers_share_a_pass_and_resume_from_their_checkpoint(tmp_path: Path) -> None:
     text = run(tmp_path, "ray_train.py")
     found = re.search(
         r"(\d+) frames recorded; workers read \[(\d+), (\d+)\], 320 before the break", text

@@ -59,7 +59,7 @@ def test_samples_have_whole_rows_of_any_buffer_in_any_number_of_replies(cluster:
             call()
 
 
-def test_rows_come_from_shards_in_proportion_to_what_they_hold(
+def test_rows_are_drawn_from_shards_in_proportion_to_their_size(
     cluster: Any, tmp_path: Path
 ) -> None:
     with RemoteBuffer(MAKE, 2, prefetch=0, **NO_CPUS) as buffer:
@@ -84,7 +84,7 @@ def test_rows_come_from_shards_in_proportion_to_what_they_hold(
         assert held(buffer) == list(range(400))
 
 
-def test_priorities_go_to_the_shard_that_gave_the_ids(cluster: Any) -> None:
+def test_priorities_are_sent_to_the_shard_of_their_ids(cluster: Any) -> None:
     with RemoteBuffer(
         partial(AdvancedReplayBuffer, 1000, min_sample_ratio=0, eps=0), 2, prefetch=0, **NO_CPUS
     ) as buffer:
@@ -134,7 +134,7 @@ def test_windows_keep_their_order_and_two_collectors_may_not_mix_steps(cluster: 
             buffer.flush()
 
 
-def test_a_killed_actor_goes_on_and_nothing_that_was_answered_is_missing_or_doubled(
+def test_a_restarted_actor_neither_loses_nor_repeats_acknowledged_items(
     cluster: Any, tmp_path: Path
 ) -> None:
     buffer = RemoteBuffer(MAKE, checkpoint_dir=str(tmp_path), prefetch=1, **NO_CPUS)
@@ -190,7 +190,7 @@ def test_collectors_in_other_processes_push_while_actors_are_killed_and_one_of_t
         assert held(buffer) == [number for one in expected for number in one]
 
 
-def test_without_checkpoints_a_killed_actor_is_an_error_and_a_stopped_one_a_time_out(
+def test_without_checkpoints_a_killed_actor_raises_and_a_stopped_actor_times_out(
     cluster: Any,
 ) -> None:
     buffer = RemoteBuffer(MAKE, timeout_s=10.0, **NO_CPUS)
@@ -243,7 +243,7 @@ def test_rates_and_staleness_are_bounded(cluster: Any) -> None:
             buffer.flush()  # as does leaving the block: what was not let pass is not forgotten
 
 
-def test_options_that_cannot_be_are_refused_before_an_actor_is_made(cluster: Any) -> None:
+def test_invalid_options_raise_before_an_actor_is_created(cluster: Any) -> None:
     for options in (
         {"prefetch": -1},
         {"timeout_s": 0},

@@ -17,7 +17,7 @@ from storage.errors import BufferEmptyError, UsageError
 from tests.ray_actors.actors import check_rows, rows
 
 
-def test_rows_of_two_processes_are_drawn_whole_until_they_are_forgotten(cluster: Any) -> None:
+def test_rows_of_two_processes_are_drawn_whole_until_they_are_cleared(cluster: Any) -> None:
     import transfer_queue
     from omegaconf import OmegaConf
 

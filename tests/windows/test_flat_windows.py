@@ -85,7 +85,7 @@ def test_joined_observations_are_the_components_side_by_side(tmp_path, codecs, p
     ].shape == (3, 3)
 
 
-def test_components_that_stand_side_by_side_are_joined_without_a_copy(tmp_path):
+def test_adjacent_components_are_joined_without_a_copy(tmp_path):
     batch = WindowDataset(record(tmp_path, {}), 2, flatten_observations=True)[0]
     assert batch["observation"].data_ptr() != batch["action"].data_ptr()
     assert (
@@ -116,7 +116,7 @@ def test_components_of_several_dtypes_are_promoted_as_in_a_stream(tmp_path):
     )
 
 
-def test_a_choice_of_components_is_joined_in_order_and_flat_recordings_stay_as_they_are(tmp_path):
+def test_chosen_components_are_joined_in_order_and_flat_recordings_do_not_change(tmp_path):
     record(tmp_path / "a", {})
     fields = ["observation/goal", "observation/joint", "action"]
     dataset = WindowDataset(tmp_path / "a", 2, fields=fields, flatten_observations=True)
@@ -147,7 +147,7 @@ def test_components_that_are_joined_have_one_mask_and_the_same_frames(tmp_path):
 
 
 @pytest.mark.parametrize("codecs", ["raw", "coded"])
-def test_joined_observations_come_through_workers_loaders_and_mixtures(tmp_path, codecs):
+def test_workers_loaders_and_mixtures_read_joined_observations(tmp_path, codecs):
     for name in ("a", "b"):
         record(tmp_path / name, CODECS[codecs], num_envs=2 if name == "a" else 3)
     options = {

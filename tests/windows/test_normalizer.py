@@ -49,7 +49,7 @@ def batch_of(dataset: WindowDataset) -> dict:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_comes_back_from_the_common_scale(folder, mode):
+def test_unnormalize_restores_a_normalized_batch(folder, mode):
     windows = WindowDataset(folder, 1)
     statistics, batch = windows.statistics(quantiles=(0.1, 0.9), progress=False), batch_of(windows)
     scale = Normalizer(statistics, mode)
@@ -81,7 +81,7 @@ def test_a_batch_comes_back_from_the_common_scale(folder, mode):
     )
 
 
-def test_other_fields_and_other_modes_are_left_alone_or_different(folder):
+def test_each_field_has_its_own_mode_and_other_fields_do_not_change(folder):
     windows = WindowDataset(folder, 1, next_observations=True)
     statistics, batch = windows.statistics(progress=False), batch_of(windows)
     scale = Normalizer(statistics, {"observation/pose": "min_max", "action": "mean_std"})
@@ -135,7 +135,7 @@ class LikeTensorDict:
         self.values_[key] = value
 
 
-def test_streams_named_tuples_and_likes_of_tensordict_are_taken(folder):
+def test_batches_may_be_stream_batches_named_tuples_or_tensordicts(folder):
     dataset = RolloutDataset(folder, 2, device="cpu", flatten_observations=False)
     statistics = dataset.statistics(progress=False)
     windows = WindowDataset(folder, 1).statistics(progress=False)
@@ -173,7 +173,7 @@ def test_statistics_of_a_mixture_are_those_of_all_frames_of_its_members(folder, 
     assert Normalizer(rollout_data.open(tmp_path / "a").statistics(progress=False)).fields
 
 
-def test_the_numbers_are_buffers_that_a_checkpoint_holds(folder):
+def test_statistics_are_buffers_of_the_state_dict(folder):
     windows = WindowDataset(folder, 1)
     scale, batch = Normalizer(windows.statistics(progress=False)), batch_of(windows)
     model = torch.nn.ModuleDict({"scale": scale, "net": torch.nn.Linear(3, 2)})
@@ -188,7 +188,7 @@ def test_the_numbers_are_buffers_that_a_checkpoint_holds(folder):
     assert all(buffer.device.type == "meta" for buffer in scale.to("meta").buffers())
 
 
-def test_names_with_dots_travel_too(tmp_path):
+def test_field_names_may_have_dots(tmp_path):
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         writer.add(
             observation={"a.b": np.ones((1, 2), np.float32)}, action=np.ones((1, 1), np.uint8)
@@ -203,7 +203,7 @@ def test_names_with_dots_travel_too(tmp_path):
     assert moved.dtype == torch.float32 and moved.tolist() == [[0.0]] * 4
 
 
-def test_what_cannot_be_normalized_is_refused(folder, tmp_path):
+def test_fields_that_cannot_be_normalized_raise(folder, tmp_path):
     statistics = WindowDataset(folder, 1).statistics(progress=False)
     with pytest.raises(UsageError, match="'mean_std'"):
         Normalizer(statistics, "mean")
@@ -273,7 +273,7 @@ def test_a_dimension_with_narrow_quantiles_is_only_shifted(arm):
 
 
 @pytest.mark.parametrize("given", [0, 0.0, {"action": 0}, {"action": 1e-4, "observation": 9}])
-def test_a_least_range_overrides_the_limit(arm, given):
+def test_min_range_overrides_the_default_limit(arm, given):
     scale = Normalizer(arm["statistics"], {"action": "quantiles"}, min_range=given)
     normal = scale.normalize(torch.zeros(1, 4), "action")
     assert float(normal[0, 1]) < -1000 and normal[0, 2:].tolist() == [0, 0], (
@@ -281,7 +281,7 @@ def test_a_least_range_overrides_the_limit(arm, given):
     )
 
 
-def test_a_larger_least_range_makes_more_dimensions_constant(arm):
+def test_a_larger_min_range_makes_more_dimensions_constant(arm):
     scale = Normalizer(arm["statistics"], "quantiles", min_range=10)
     low, *_, high = arm["statistics"]["action"].quantiles
     rows = torch.rand(3, 4)
@@ -289,7 +289,7 @@ def test_a_larger_least_range_makes_more_dimensions_constant(arm):
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan"), "a", {"action": None}])
-def test_a_wrong_least_range_is_refused(arm, wrong):
+def test_a_wrong_min_range_raises(arm, wrong):
     with pytest.raises(UsageError, match="min_range must be >= 0"):
         Normalizer(arm["statistics"], "quantiles", min_range=wrong)
     with pytest.raises(

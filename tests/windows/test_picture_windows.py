@@ -120,7 +120,7 @@ def test_the_first_batch_of_a_lerobot_set_does_not_import_pandas(
 
 
 @pytest.mark.parametrize("chunk_cache_bytes", [0, 4 * 80 * 72 * 3, 1 << 29])
-def test_pictures_are_right_whatever_is_kept(
+def test_pictures_do_not_depend_on_chunk_cache_bytes(
     lerobot: Path, robomimic: Path, chunk_cache_bytes: int
 ) -> None:
     for path in (lerobot, robomimic):
@@ -133,7 +133,7 @@ def test_pictures_are_right_whatever_is_kept(
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 32, 41])
-def test_pictures_in_chunks_of_an_hdf5_file_come_out_at_their_places(
+def test_pictures_in_chunks_of_an_hdf5_file_are_at_their_frames(
     robomimic: Path, tmp_path: Path, chunk_rows: int
 ) -> None:
     path = with_chunks_of(robomimic, tmp_path / "x.hdf5", chunk_rows)
@@ -162,7 +162,7 @@ def test_playback_of_picture_sets_decodes_each_picture_once(
         assert num_decoded <= decode.call_count <= num_decoded + 1
 
 
-def test_a_damaged_picture_costs_only_its_own_windows(lerobot: Path, tmp_path: Path) -> None:
+def test_a_damaged_picture_loses_only_its_own_windows(lerobot: Path, tmp_path: Path) -> None:
     """One picture is replaced by bytes that are no picture, in a file of the same rows."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

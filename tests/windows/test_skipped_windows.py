@@ -68,7 +68,7 @@ def quiet(make):
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
+def test_a_damaged_picture_raises_with_file_episode_and_frame_by_default(tmp_path, length):
     windows = WindowDataset(damaged_set(tmp_path), length)
     file = sorted((tmp_path / "set").glob("data/**/*.parquet"))[1]
     with pytest.raises(CorruptFileError) as found:
@@ -87,7 +87,7 @@ def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("by", ["dataset", "loader"])
-def test_skipping_makes_the_batch_shorter_and_moves_no_other_window(tmp_path, length, shuffle, by):
+def test_on_error_skip_shortens_the_batch_and_moves_no_other_window(tmp_path, length, shuffle, by):
     data = damaged_set(tmp_path)
     sound = WindowLoader(WindowDataset(tmp_path / "own", length), 4, shuffle=shuffle, seed=1)
     windows = WindowDataset(data, length, **({"on_error": "skip"} if by == "dataset" else {}))
@@ -122,7 +122,7 @@ def test_every_damaged_picture_loses_its_own_windows_only(tmp_path):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_windows_that_workers_skip_are_counted_where_the_dataset_is(tmp_path, context):
+def test_windows_skipped_by_workers_are_counted_in_the_main_process(tmp_path, context):
     windows = WindowDataset(damaged_set(tmp_path), 1, on_error="skip")
     options = {
         "num_workers": 2 if context == "fork" else 1,
@@ -140,7 +140,7 @@ def test_windows_that_workers_skip_are_counted_where_the_dataset_is(tmp_path, co
 
 
 @pytest.mark.parametrize("num_before", [3, 4])
-def test_ranks_and_resume_are_the_same_with_and_without_the_damaged_picture(tmp_path, num_before):
+def test_a_skipped_picture_does_not_change_ranks_or_resuming(tmp_path, num_before):
     data = damaged_set(tmp_path)
     windows = WindowDataset(data, 1, on_error="skip")
     whole = quiet(lambda: seen(WindowLoader(windows, 4, seed=2)))
@@ -167,7 +167,7 @@ def test_a_batch_of_which_every_window_is_damaged_is_empty(tmp_path):
     assert batches[14]["observation"]["images.rgb"].shape == (0, 1, 8, 8, 3)
 
 
-def test_windows_of_which_none_can_be_read_raise(tmp_path):
+def test_a_dataset_without_a_readable_window_raises(tmp_path):
     damaged = [(e, t) for e in range(4) for t in range(10) if (e, t) != (0, 7)]
     windows = WindowDataset(damaged_set(tmp_path, damaged), 1, on_error="skip")
     assert quiet(lambda: seen(WindowLoader(windows, 4, on_error="skip"))) == [(0, 7)]
@@ -176,7 +176,7 @@ def test_windows_of_which_none_can_be_read_raise(tmp_path):
         quiet(lambda: list(WindowLoader(WindowDataset(only_damaged, 1, on_error="skip"), 4)))
 
 
-def test_a_mixture_skips_as_its_members_do(tmp_path):
+def test_a_mixture_skips_windows_like_its_members(tmp_path):
     data, sound = damaged_set(tmp_path / "bad"), damaged_set(tmp_path / "good", [])
     mixture = WindowMixture([data, sound], length=1, on_error="skip")
     loader = WindowLoader(mixture, 8, seed=3)
@@ -219,7 +219,7 @@ def test_a_damaged_chunk_of_block_files_is_skipped_too(tmp_path):
         list(WindowLoader(WindowDataset(tmp_path / "own", 1), 8))
 
 
-def test_another_word_for_on_error_is_refused(tmp_path):
+def test_an_unknown_value_of_on_error_raises(tmp_path):
     with pytest.raises(UsageError, match="on_error"):
         WindowDataset(recorded(tmp_path / "own"), 1, on_error="ignore")
     with pytest.raises(UsageError, match="on_error"):
@@ -257,7 +257,7 @@ class Rows:
     "damaged", [[], [(1, 4)], [(0, 0), (0, 9), (3, 3)], [(e, 0) for e in range(3)]]
 )
 @pytest.mark.parametrize("rows_per_task", [10, 20, 1000])
-def test_rollouts_for_ray_leave_out_whole_trajectories_in_every_column(
+def test_read_rollouts_leaves_out_damaged_trajectories_in_every_column(
     tmp_path, monkeypatch, damaged, rows_per_task
 ):
     data = types.ModuleType("ray.data")

@@ -118,7 +118,7 @@ def test_statistics_of_several_portions_equal_those_of_numpy(long):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, about the infinities
-def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(long):
+def test_statistics_of_non_finite_values_equal_those_of_numpy(long):
     arrays, found = long
     one = found["observation/odd"]
     for part in ("mean", "std", "min", "max"):
@@ -134,7 +134,7 @@ def test_values_that_are_not_finite_are_taken_as_numpy_takes_them(long):
     ]
 
 
-def test_a_sketch_takes_values_that_are_not_finite_as_numpy_does():
+def test_a_sketch_of_non_finite_values_equals_numpy():
     values = np.random.default_rng(0).random((60, 3))
     values[[5, 50], 0], values[7, 1] = (np.inf, -np.inf), np.nan
     sketch = QuantileSketch(3, values.dtype, 8)
@@ -186,7 +186,7 @@ def is_computed(capsys):
     return ask
 
 
-def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, is_computed):
+def test_the_cache_is_used_until_the_data_or_the_arguments_change(tmp_path, is_computed):
     recorded.record(tmp_path, [4, 9], writer_name="w")
     dataset = WindowDataset(tmp_path, 2)
     first = dataset.statistics(progress=False)
@@ -207,7 +207,7 @@ def test_the_cache_is_used_until_the_data_or_the_question_change(tmp_path, is_co
     assert is_computed(grown) and grown.statistics()["reward"].max == 7004
 
 
-def test_the_cache_of_other_systems_data_is_in_the_users_cache_folder(
+def test_the_cache_of_other_formats_is_in_the_cache_folder_of_the_user(
     tmp_path, is_computed, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -222,7 +222,7 @@ def test_the_cache_of_other_systems_data_is_in_the_users_cache_folder(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "folder", "garbage"])
-def test_a_damaged_cache_is_made_anew(tmp_path, is_computed, damage):
+def test_a_damaged_cache_is_rebuilt(tmp_path, is_computed, damage):
     recorded.record(tmp_path, [4, 9])
     dataset = WindowDataset(tmp_path)
     first = dataset.statistics(progress=False)
@@ -246,7 +246,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path, is_computed, damage):
     )
 
 
-def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(tmp_path, is_computed):
+def test_an_unwritable_cache_changes_no_result(tmp_path, is_computed):
     recorded.record(tmp_path, [4, 9])
     dataset = WindowDataset(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -259,7 +259,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_nothing_else(tmp_path, is
 
 
 @pytest.mark.filterwarnings("ignore:there is no window")
-def test_wrong_levels_and_no_frames_are_refused(tmp_path):
+def test_wrong_levels_and_empty_data_raise(tmp_path):
     recorded.record(tmp_path, [4])
     for wrong in ([1.5], 0.5, [0.5, "a"], [None], [float("nan")]):
         with pytest.raises(UsageError, match="levels in \\[0, 1\\]"):
@@ -279,7 +279,7 @@ def test_wrong_levels_and_no_frames_are_refused(tmp_path):
     kind=st.sampled_from(["normal", "sorted", "few"]),
     seed=st.integers(0, 99),
 )
-def test_the_sketch_keeps_its_error_bound(num, num_rows, portion, kind, seed):
+def test_the_error_of_the_sketch_is_within_its_bound(num, num_rows, portion, kind, seed):
     rng = np.random.default_rng(seed)
     values = {
         "normal": rng.normal(size=(num, 2)),
@@ -318,7 +318,7 @@ def test_exact_quantiles_equal_those_of_numpy(num, is_signed, seed):
         np.testing.assert_allclose(found.at(LEVELS), expected, atol=1e-9)
 
 
-def test_large_fields_get_a_sketch_in_bounded_memory():
+def test_large_fields_use_a_sketch_with_bounded_memory():
     dtype = np.dtype(np.float32)
     portion = np.zeros((1 << 20, 2), dtype)
     for num_rows, is_exact in ((8 << 20, True), ((8 << 20) + 1, False)):  # 64 MiB, and more

@@ -70,12 +70,12 @@ def folder(tmp_path):
         ),
     ],
 )
-def test_wrong_arguments_are_named(folder, options, error, text):
+def test_wrong_arguments_raise_with_their_name(folder, options, error, text):
     with pytest.raises(error, match=text):
         WindowDataset(folder, **options)
 
 
-def test_a_folder_without_recordings_is_refused(tmp_path):
+def test_a_folder_without_recordings_raises(tmp_path):
     with pytest.raises(UsageError, match="has no recorded trajectories"):
         WindowDataset(tmp_path)
     with pytest.raises(UsageError, match="a folder"):
@@ -129,7 +129,7 @@ def test_a_damaged_block_is_reported_and_its_trajectories_are_left_out(folder):
         ),
     ],
 )
-def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
+def test_a_dataset_without_windows_warns_once_with_the_reason(folder, options, text):
     with pytest.warns(RolloutDataWarning) as caught:
         dataset = WindowDataset(folder, **options)
     assert len(caught) == 1 and text in str(caught[0].message) and caught[0].filename == __file__
@@ -148,7 +148,7 @@ def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
         WindowMixture([dataset, dataset])
 
 
-def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(folder):
+def test_a_trajectory_of_window_length_has_a_window_without_a_warning(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(WindowDataset(folder, 9)) == 1
@@ -159,12 +159,12 @@ def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(fo
         assert len(WindowDataset(folder, 99, padding="repeat")) == 21
 
 
-def test_a_loader_of_anything_but_windows_is_refused(folder):
+def test_a_window_loader_of_another_dataset_raises(folder):
     with pytest.raises(UsageError, match="dataset must be a WindowDataset or a WindowMixture, got"):
         WindowLoader(RolloutDataset(folder, num_envs=1), batch_size=1)
 
 
-def test_a_loader_without_a_batch_says_so(folder):
+def test_a_loader_without_a_batch_warns(folder):
     dataset = WindowDataset(folder, 9)
     with pytest.warns(
         RolloutDataWarning,
@@ -177,7 +177,7 @@ def test_a_loader_without_a_batch_says_so(folder):
 
 
 @pytest.mark.parametrize("number", [2**64 - 1, 2**63])
-def test_numbers_of_windows_do_not_wrap(folder, number):
+def test_indices_of_windows_do_not_overflow(folder, number):
     dataset = WindowDataset(folder, 2)
     with pytest.raises(IndexError, match=f"WindowDataset: windows must be in .*, got {number}"):
         dataset.__getitems__(np.array([number], np.uint64))
@@ -185,7 +185,7 @@ def test_numbers_of_windows_do_not_wrap(folder, number):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_damaged_chunk_is_an_error_that_names_it(tmp_path, num_workers):
+def test_a_damaged_chunk_raises_with_its_name(tmp_path, num_workers):
     coded.record(tmp_path, codecs={"rgb": "lz4"})
     path = sorted(tmp_path.glob("rollout_*.h5"))[0]
     table = open_block(path).chunks["data"]["observation/rgb"]

@@ -121,7 +121,7 @@ def test_delta_lists_equal_those_of_a_naive_model(
         check(dataset, done, {**delta, "done": [0, 1]}, stride, padding)
 
 
-def test_the_last_window_of_a_trajectory_is_there(tmp_path):
+def test_the_last_window_of_a_trajectory_is_included(tmp_path):
     recorded.record(tmp_path, [6])
     dataset = WindowDataset(tmp_path, 2)
     assert dataset.__getitems__(range(len(dataset)))["observation"][:, 0, 1].tolist() == [
@@ -136,7 +136,7 @@ def test_the_last_window_of_a_trajectory_is_there(tmp_path):
         assert len(WindowDataset(tmp_path, 7)) == 0
 
 
-def test_a_still_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
+def test_an_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
     done = recorded.record(tmp_path, [4, 5], ends=["terminated", "open"])
     check(
         WindowDataset(tmp_path, 2),
@@ -147,7 +147,7 @@ def test_a_still_open_trajectory_has_windows_and_ends_by_timeout(tmp_path):
     )
 
 
-def test_a_recording_of_which_nothing_was_kept_has_no_window(tmp_path):
+def test_a_recording_without_kept_trajectories_has_no_window(tmp_path):
     with RolloutWriter(tmp_path, 1, success_only=True, durable=False) as writer:
         for step in range(4):
             writer.add(
@@ -181,7 +181,7 @@ def test_dropped_and_undecided_trajectories_have_no_windows(tmp_path):
 
 
 @pytest.mark.parametrize("padding", ["none", "repeat", "zero"])
-def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
+def test_windows_of_coded_components_equal_windows_of_raw_components(tmp_path, padding):
     folder, raw = coded.record(tmp_path / "coded"), coded.record(tmp_path / "raw", codecs={})
     options = {
         "delta": {"observation": [-2, 0, 5], "action": range(3)},
@@ -207,7 +207,7 @@ def test_coded_components_read_as_uncoded_ones(tmp_path, padding):
                 assert torch.equal(found[name], wanted[name]), (group, name)
 
 
-def test_only_what_is_wanted_of_coded_components_is_read(tmp_path):
+def test_only_the_requested_coded_components_are_read(tmp_path):
     with RolloutWriter(
         tmp_path, 1, obs_disassemble_mapping=dict.fromkeys("ab", "lz4"), durable=False
     ) as writer:
@@ -231,7 +231,7 @@ def test_only_what_is_wanted_of_coded_components_is_read(tmp_path):
         WindowDataset(tmp_path, 2)[3]
 
 
-def test_trajectory_folders_have_windows_too(tmp_path):
+def test_trajectory_folders_have_windows(tmp_path):
     older = folders.NaiveFolder(tmp_path)
     older.chunk(0, 0, 3)
     older.chunk(0, 3, 5, done=True)
@@ -290,7 +290,7 @@ def test_splits_are_exact_disjoint_complete_and_decided_by_the_seed(num, fractio
         assert parts["train"] | parts["validation"] == set(range(num))
 
 
-def test_seeds_split_otherwise_and_more_data_move_few_trajectories(tmp_path):
+def test_splits_differ_by_seed_and_more_data_move_few_trajectories(tmp_path):
     recorded.record(tmp_path, [2] * 50, 5, writer_name="w")
     splits = [set(WindowDataset(tmp_path, split="validation", validation_fraction=0.2, seed=s).trajectories.tolist())
               for s in range(5)]  # fmt: skip
@@ -303,7 +303,7 @@ def test_seeds_split_otherwise_and_more_data_move_few_trajectories(tmp_path):
     assert len(kept & now) >= len(kept) - 4
 
 
-def test_a_split_of_several_folders_agrees_with_that_of_each(tmp_path):
+def test_a_split_of_several_folders_equals_the_splits_of_each_folder(tmp_path):
     one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
     for folder, writer in ((one, "a"), (other, "b")):
         recorded.record(folder, [2] * 60, num_envs=3, writer_name=writer)

@@ -44,7 +44,7 @@ def check_same(ours, theirs):
 @pytest.mark.parametrize(
     ("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (1, "spawn")]
 )
-def test_a_data_loader_gives_the_batches_of_the_dataset(dataset, num_workers, context):
+def test_a_data_loader_yields_the_batches_of_the_dataset(dataset, num_workers, context):
     loader = DataLoader(
         dataset,
         7,
@@ -60,7 +60,7 @@ def test_a_data_loader_gives_the_batches_of_the_dataset(dataset, num_workers, co
         )
 
 
-def test_batches_of_workers_stay_as_long_as_they_are_held(dataset):
+def test_batches_of_workers_are_valid_while_they_are_referenced(dataset):
     class Often(torch.utils.data.Sampler):
         def __iter__(self):
             return iter([[k % len(dataset), 3] for k in range(4 * NUM_PLACES)])
@@ -77,7 +77,7 @@ def test_batches_of_workers_stay_as_long_as_they_are_held(dataset):
         assert (row == dataset[k % len(dataset)]["observation"].numpy()).all()
 
 
-def test_coded_windows_come_through_workers(tmp_path):
+def test_workers_read_windows_of_coded_components(tmp_path):
     dataset = WindowDataset(coded.record(tmp_path), 3, stride=5)
     loader = DataLoader(dataset, 4, collate_fn=dataset.collate, num_workers=1)
     for number, batch in enumerate(loader):
@@ -93,7 +93,7 @@ def test_a_subset_and_a_list_of_windows_collate(dataset):
         dataset.collate([1, 2])
 
 
-def test_a_pickled_dataset_shows_what_the_first_one_saw(folder, tmp_path):
+def test_a_pickled_dataset_keeps_the_snapshot_of_the_original(folder, tmp_path):
     recorded.record(tmp_path, [5, 6], writer_name="w")
     dataset = WindowDataset(tmp_path, 3)
     before = pickle.dumps(dataset)
@@ -103,7 +103,7 @@ def test_a_pickled_dataset_shows_what_the_first_one_saw(folder, tmp_path):
     check_same(copy.__getitems__([0, -1]), dataset.__getitems__([0, 6]))
 
 
-def test_windows_are_addressed_as_in_a_list(dataset):
+def test_windows_are_indexed_like_a_list(dataset):
     check_same(dataset[-1], dataset[len(dataset) - 1])
     check_same(dataset[np.int64(3)], dataset[3])
     check_same(
@@ -129,7 +129,7 @@ def test_a_batch_belongs_to_the_caller(dataset):
     assert all(torch.equal(value, copy[name]) for name, value in flatten(first).items())
 
 
-def test_contiguous_fields_have_memory_of_their_own(folder):
+def test_contiguous_fields_share_no_memory(folder):
     views, own = (WindowDataset(folder, 3, contiguous=flag) for flag in (False, True))
     check_same(views.__getitems__([1, 2]), own.__getitems__([1, 2]))
     assert all(value.is_contiguous() for value in flatten(own.__getitems__([1, 2])).values())
@@ -159,7 +159,7 @@ def test_an_epoch_has_every_window_once_and_epochs_differ(plain):
     assert numbers_of(WindowLoader(plain, 8, seed=4)) != first
 
 
-def test_without_shuffling_windows_come_in_order_and_drop_last_drops(plain):
+def test_without_shuffling_windows_are_in_order_and_drop_last_drops(plain):
     batches = list(WindowLoader(plain, 8, shuffle=False, drop_last=True))
     assert len(batches) == len(plain) // 8
     check_same(batches[1], plain.__getitems__(range(8, 16)))
@@ -182,7 +182,7 @@ def test_a_resumed_loader_repeats_and_skips_nothing(plain, num_seen):
         WindowLoader(plain, 8, seed=6).load_state_dict(state)
 
 
-def test_of_two_iterations_the_first_is_over(plain):
+def test_a_new_iteration_ends_the_older_iteration(plain):
     loader = WindowLoader(plain, 8, seed=5)
     with pytest.raises(UsageError, match="a newer iteration has begun"):
         list(zip(loader, loader, strict=True))
@@ -214,7 +214,7 @@ def mixture(folder, tmp_path):
     return WindowMixture([WindowDataset(folder, 3), WindowDataset(tmp_path, 3)], weights=[1, 3])
 
 
-def test_a_mixture_numbers_its_members_windows_one_after_the_other(mixture):
+def test_a_mixture_numbers_the_windows_of_its_members_consecutively(mixture):
     first, second = mixture.datasets
     assert len(mixture) == len(first) + len(second)
     chosen = [len(mixture) - 1, 0, len(first), 5, -2]
@@ -237,7 +237,7 @@ def test_draws_follow_the_weights_and_are_uniform_within_a_member(mixture):
     assert chi_square < degrees + 5 * np.sqrt(2 * degrees)
 
 
-def test_a_mixture_goes_through_loaders(mixture):
+def test_loaders_accept_a_mixture(mixture):
     sampler = mixture.sampler(20, seed=1)
     runs = [
         list(DataLoader(mixture, 6, sampler=sampler, collate_fn=mixture.collate, num_workers=n))
@@ -254,7 +254,7 @@ def test_a_mixture_goes_through_loaders(mixture):
 
 
 @pytest.mark.filterwarnings("ignore:there is no window")
-def test_members_that_do_not_fit_are_refused(folder, tmp_path):
+def test_members_with_different_fields_raise(folder, tmp_path):
     first = WindowDataset(folder, 3)
     with pytest.raises(UsageError, match="dataset 1 has other fields or deltas than dataset 0"):
         WindowMixture([first, WindowDataset(folder, 4)])

@@ -96,7 +96,7 @@ LEGS = st.lists(
     shuffle=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:a WindowLoader has no batch")
-def test_legs_of_any_numbers_of_ranks_give_the_order_of_one(
+def test_resuming_with_any_number_of_ranks_keeps_the_order_of_one_rank(
     datasets, which, legs, even, drop_last, shuffle
 ):
     dataset = datasets[which]
@@ -143,7 +143,7 @@ def test_legs_of_any_numbers_of_ranks_give_the_order_of_one(
 @pytest.mark.parametrize("which", [*SIZES, "mixture"])
 @pytest.mark.parametrize(("drop_last", "even"), [(False, "pad"), (True, "pad"), (False, "drop")])
 @pytest.mark.filterwarnings("ignore:a WindowLoader has no batch")
-def test_all_ranks_get_equally_many_batches(datasets, which, drop_last, even):
+def test_all_ranks_have_the_same_number_of_batches(datasets, which, drop_last, even):
     dataset = datasets[which]
     for num_ranks in range(1, 5):
         loaders = [
@@ -160,7 +160,7 @@ def test_all_ranks_get_equally_many_batches(datasets, which, drop_last, even):
             assert len({len(part) for part in parts}) == 1
 
 
-def test_25_windows_in_batches_of_4(datasets):
+def test_even_pads_or_drops_25_windows_in_batches_of_4(datasets):
     def batches_of(**options):
         loaders = [
             WindowLoader(datasets[25], 4, shuffle=False, shard=(rank, 2), **options)
@@ -183,7 +183,7 @@ def test_25_windows_in_batches_of_4(datasets):
     assert batches_of(even="none") == [[*full[0], windows[24:]], full[1]]
 
 
-def test_one_rank_gets_each_window_once(datasets):
+def test_a_single_rank_reads_each_window_once(datasets):
     for even in EVENS:
         for shard in ("none", "auto", (0, 1)):
             batches = list(map(names, WindowLoader(datasets[25], 4, even=even, shard=shard)))
@@ -193,7 +193,7 @@ def test_one_rank_gets_each_window_once(datasets):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("num_after", [0, 1])
-def test_a_state_of_the_end_of_an_epoch_begins_the_next_one(datasets, drop_last, num_after):
+def test_a_state_of_the_end_of_an_epoch_starts_the_next_epoch(datasets, drop_last, num_after):
     loader = WindowLoader(datasets[25], 4, drop_last=drop_last)
     state = None
     for number, _ in enumerate(loader, 1):
@@ -208,7 +208,7 @@ def test_a_state_of_the_end_of_an_epoch_begins_the_next_one(datasets, drop_last,
         assert list(map(names, again)) == second and len(second) == len(loader)
 
 
-def test_leaving_at_the_last_batch_is_leaving_at_the_end(datasets):
+def test_a_state_after_the_last_batch_starts_the_next_epoch(datasets):
     loader = WindowLoader(datasets[3], 3)
     for epoch in range(3):
         for _ in loader:
@@ -216,7 +216,7 @@ def test_leaving_at_the_last_batch_is_leaving_at_the_end(datasets):
         assert loader.epoch == epoch + 1
 
 
-def test_set_epoch_gives_that_epoch_and_counts_on(datasets):
+def test_set_epoch_starts_that_epoch_and_the_next_ones_follow(datasets):
     loader = WindowLoader(datasets[25], 4)
     epochs = [list(map(names, loader)) for _ in range(4)]
     assert len({tuple(chain(*epoch)) for epoch in epochs}) == 4
@@ -224,7 +224,7 @@ def test_set_epoch_gives_that_epoch_and_counts_on(datasets):
     assert [list(map(names, loader)) for _ in range(3)] == epochs[1:]
 
 
-def test_a_state_of_another_version_is_refused_and_names_set_epoch(datasets):
+def test_a_state_of_another_version_raises_and_names_set_epoch(datasets):
     loader = WindowLoader(datasets[25], 4, seed=7)
     next(iter(loader))
     state = loader.state_dict()
@@ -237,7 +237,7 @@ def test_a_state_of_another_version_is_refused_and_names_set_epoch(datasets):
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_an_epoch_goes_on_with_its_windows_after_blocks_came(tmp_path, is_mixture):
+def test_a_resumed_epoch_ignores_new_blocks(tmp_path, is_mixture):
     def opened():
         dataset = WindowDataset(tmp_path, 2, padding="repeat", split="train")
         return WindowMixture([dataset, dataset]) if is_mixture else dataset
@@ -265,7 +265,7 @@ LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6, 2, 5)
 @pytest.mark.parametrize(
     ("is_mixture", "shuffle"), [(False, True), (False, False), (True, True), (True, False)]
 )
-def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(
+def test_deleted_windows_are_left_out_and_the_others_keep_their_order(
     tmp_path, is_mixture, shuffle, seed
 ):
     chance = np.random.default_rng(seed)
@@ -319,7 +319,7 @@ def test_windows_that_are_gone_are_left_out_and_the_rest_keeps_its_order(
             old[0 if seed % 2 else chance.integers(len(old))].unlink()
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path):
+def test_a_state_that_does_not_fit_raises(tmp_path):
     recorded.record(tmp_path, [5], writer_name="a")
     recorded.record(tmp_path, [6], writer_name="b")
     loader = WindowLoader(WindowDataset(tmp_path, 1), 4)
@@ -333,7 +333,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     assert len(list(again)) == 2
 
 
-def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path):
+def test_an_epoch_of_trajectory_folders_resumes_only_with_the_same_windows(tmp_path):
     folder = NaiveFolder(tmp_path)
     folder.chunk(0, 0, 8, done=True)
     loader = WindowLoader(WindowDataset(tmp_path, 2), 4)
@@ -343,7 +343,7 @@ def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path
         WindowLoader(WindowDataset(tmp_path, 2), 4).load_state_dict(loader.state_dict())
 
 
-def test_a_state_of_an_earlier_version_within_an_epoch_of_a_shuffled_mixture_is_refused(datasets):
+def test_a_version_1_state_within_an_epoch_of_a_shuffled_mixture_raises(datasets):
     loader = WindowLoader(datasets["mixture"], 4, seed=0)
     next(iter(loader))
     # An earlier version does not name the last window
@@ -377,7 +377,7 @@ def test_the_draws_of_a_mixture_follow_the_weights_and_are_independent(datasets)
     assert abs(is_repeated - (share * (1 - (1 - share) ** 18)).sum()) < 0.04
 
 
-def test_wrong_shares_are_refused(datasets):
+def test_wrong_shards_raise(datasets):
     with pytest.raises(UsageError, match="even must be one of 'pad'"):
         WindowLoader(datasets[3], 1, even="padded")
     for wrong in ("all", (2, 2), 3):
@@ -398,7 +398,7 @@ def test_wrong_shares_are_refused(datasets):
     even=st.sampled_from(EVENS),
     epoch=st.integers(0, 3),
 )
-def test_ranks_share_the_draws_of_a_sampler(datasets, num, num_ranks, even, epoch):
+def test_the_draws_of_a_sampler_are_divided_among_ranks(datasets, num, num_ranks, even, epoch):
     mixture = datasets["mixture"]
     samplers = [
         mixture.sampler(num, 3, even=even, shard=(rank, num_ranks)) for rank in range(num_ranks)
@@ -419,7 +419,7 @@ def test_ranks_share_the_draws_of_a_sampler(datasets, num, num_ranks, even, epoc
     )
 
 
-def test_a_sampler_goes_on_from_epoch_to_epoch_with_workers_that_stay(datasets):
+def test_a_sampler_continues_over_epochs_with_persistent_workers(datasets):
     mixture = datasets["mixture"]
     sampler = mixture.sampler(12, seed=1)
     loader = DataLoader(
@@ -440,7 +440,7 @@ def mixture_names(mixture, rank):
     return names(mixture.__getitems__(list(mixture.sampler(seed=1, shard=(rank, 2)))))
 
 
-def test_two_ranks_of_torch_distributed(tmp_path):
+def test_two_ranks_of_torch_distributed_read_disjoint_windows(tmp_path):
     for folder in (tmp_path, tmp_path / "only first"):
         recorded.record(folder, [25], writer_name="first")
     alone = WindowLoader(WindowDataset(tmp_path, 1), 25, seed=1)

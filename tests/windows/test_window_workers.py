@@ -45,7 +45,7 @@ def through_a_worker(dataset, **options):
     return list(DataLoader(dataset, num_workers=1, multiprocessing_context="fork", **options))
 
 
-def test_single_windows_come_out_of_a_worker(dataset):
+def test_workers_read_single_windows(dataset):
     size = range(len(dataset))
     for number, window in zip(size, through_a_worker(dataset, batch_size=None), strict=True):
         check_same(window, dataset[number])
@@ -66,7 +66,7 @@ def with_more(batch):
     return {"whole": batch, "reward": batch["reward"], "number of": len(batch["reward"])}
 
 
-def test_a_collate_may_change_a_batch_and_take_it_apart(dataset):
+def test_a_collate_function_may_change_and_divide_a_batch(dataset):
     held = []
     for _ in range(3):
         batches = through_a_worker(dataset, batch_size=4, collate_fn=with_more)
@@ -92,7 +92,7 @@ def test_copies_of_a_batch_are_plain_dicts(dataset, take):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_are_plain_dicts_that_a_pytree_looks_into(dataset, num_workers):
+def test_batches_are_plain_dicts_that_pytree_traverses(dataset, num_workers):
     mixture = WindowMixture([dataset, dataset])
     for windows in (dataset, mixture):
         loader = DataLoader(windows, 4, num_workers=num_workers, collate_fn=windows.collate)
@@ -108,7 +108,7 @@ def test_batches_are_plain_dicts_that_a_pytree_looks_into(dataset, num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_forgotten_collate_is_named(dataset, num_workers):
+def test_a_missing_collate_function_raises_with_its_name(dataset, num_workers):
     with pytest.raises(MissingFieldError, match=r"collate_fn=dataset\.collate"):
         list(DataLoader(dataset, 4, num_workers=num_workers))
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_a_forgotten_collate_is_named(dataset, num_workers):
 # Shared memory
 
 
-def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
+def test_shared_buffers_have_the_size_of_their_batch_and_are_reused():
     memory, num_bytes = WorkerMemory(), 1 << 20
 
     def read(allocate):
@@ -138,7 +138,7 @@ def test_a_place_is_as_large_as_its_batch_and_there_are_as_few_as_will_do():
     assert len({batch["rows"].data_ptr() for batch in held}) == len(held)
 
 
-def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
+def test_without_enough_shared_memory_batches_are_pickled(dataset):
     memory, limits = WorkerMemory(), resource.getrlimit(resource.RLIMIT_FSIZE)
     # No place can be as large as a batch
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -153,7 +153,7 @@ def test_where_shared_memory_is_scarce_batches_travel_as_usual(dataset):
     assert not memory.places
 
 
-def test_larger_batches_get_larger_places(dataset):
+def test_larger_batches_use_larger_shared_buffers(dataset):
     memory = WorkerMemory()
     for numbers in ([0], [1], range(20), range(20), [2]):
         check_same(
@@ -163,7 +163,7 @@ def test_larger_batches_get_larger_places(dataset):
     assert len(memory.places) == 1
 
 
-def test_memory_of_workers_goes_with_them(dataset):
+def test_shared_memory_of_workers_is_freed_at_their_end(dataset):
     loader = DataLoader(
         dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True
     )
