@@ -48,7 +48,7 @@ class RolloutDataError(Exception):
         return self
 
     def __str__(self) -> str:
-        if all(name in self.message for name in self.call.split(".")):
+        if not self.call or self.message.startswith(self.call) or f"{self.call}: " in self.message:
             return self.message
         return f"{self.call}: {self.message}"
 
