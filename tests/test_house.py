@@ -107,6 +107,42 @@ REPEATED_CLASSES = {"ReplayBuffer"}  # torchrl's view has torchrl's name.
 APART = {"storage": {"remote"}, "rollout_data": {"ray", "__main__"}}
 #: Rooms of rollout_data that know neither formats of other systems nor tools.
 CORE_ROOMS = {"blocks", "remote", "sources", "playback", "windows", "trajectories", "writing"}
+#: Consumers of episodes: rooms and modules that read data only through `EpisodeSource`.
+CONSUMERS = (
+    "rollout_data.playback",
+    "rollout_data.windows",
+    "rollout_data.sources.recordings",
+    "rollout_data.formats.convert",
+    "rollout_data.formats.conversion_resume",
+    "rollout_data.tools.cli",
+    "rollout_data.tools.doctor",
+    "rollout_data.tools.report",
+)
+#: Modules that consumers do not import: the kinds of sources, and the blocks of a folder.
+KINDS_OF_SOURCES = {
+    "rollout_data.blocks.block_folder",
+    "rollout_data.remote.remote_folder",
+    "rollout_data.sources.block_scanner",
+    "rollout_data.sources.file_scanner",
+    "rollout_data.sources.rows.joined_files",
+    "rollout_data.sources.rows.mapped_blocks",
+    "rollout_data.sources.rows.mapped_files",
+    "rollout_data.sources.rows.remote_blocks",
+    "rollout_data.sources.rows.unmapped_rows",
+}
+#: (consumer, imported module) pairs that are allowed, each with its reason.
+ABOUT_FILES = {
+    # The doctor describes damaged files, which no source can open.
+    ("rollout_data.tools.doctor.file_facts", "rollout_data.blocks.block_folder"),
+    # Statistics are stored beside the index cache, with the same stamp of the files.
+    ("rollout_data.sources.recordings.field_statistics", "rollout_data.blocks.block_folder"),
+    # Recordings in a folder are found by the names of files.
+    ("rollout_data.sources.recordings.recordings_in_folder", "rollout_data.blocks.block_folder"),
+    # `open_episodes` makes the source; a single file is opened by its format.
+    ("rollout_data.sources.recordings.open_episodes", "rollout_data.sources.block_scanner"),
+    ("rollout_data.sources.recordings.open_episodes", "rollout_data.sources.file_scanner"),
+    ("rollout_data.sources.recordings.recording", "rollout_data.sources.file_scanner"),
+}
 #: Files in the root folder of a package beside its rooms.
 ROOT_FILES = {"__init__.py", "py.typed"}
 #: Folder -> number of its files, if more than `MAX_FILES`.
@@ -332,6 +368,16 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_rooms_import_only_the_rooms_that_the_table_allows() -> None:
     assert crossings(ROOT) == []
+
+
+def test_consumers_read_episodes_only_through_their_source() -> None:
+    graph = import_graph(ROOT, *FLOORS)
+    consumers = [name for name in graph if f"{name}.".startswith(tuple(f"{c}." for c in CONSUMERS))]
+    pairs = {(name, kind) for name in consumers for kind in graph[name] & KINDS_OF_SOURCES}
+    assert pairs == ABOUT_FILES
+    assert graph.keys() >= KINDS_OF_SOURCES
+    for consumer in CONSUMERS:
+        assert any(f"{name}.".startswith(f"{consumer}.") for name in consumers), consumer
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from storage.errors import (
     nearest,
 )
 
-from ..blocks.block_folder import BlockFolder
-from ..blocks.block_header import damaged_fragments, read_header
-from ..remote.locations import DataDir, RemotePath
+from ..remote.locations import DataDir
 from ..sources.recordings.episode import Episode
 from ..sources.recordings.recording import Recording
 from ..writing.conversion_record import (
@@ -169,7 +167,7 @@ def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
     path = job.path
     writer_type = job.writer_type
     check_any_readable(recording, len(recording), problems)
-    damaged = _damaged_episodes(recording)
+    damaged = recording.damaged()
 
     plan = writer_type.planned(recording, recording.metadata, job.options)
     # The state is recorded before any row is read, so later changes of the source are noticed.
@@ -340,16 +338,3 @@ def _reason(error: Exception) -> BaseException | None:
         return error
     # `torch.save` raises a second error, whose context is the error of the file.
     return error.__context__ if isinstance(error.__context__, OSError) else None
-
-
-def _damaged_episodes(recording: Recording) -> dict[str, DataFileError]:
-    """Map the id of each episode with wrong checksums in local block files to its error."""
-    damaged: dict[str, DataFileError] = {}
-    if recording.format != OWN or isinstance(recording.path, RemotePath):
-        return damaged
-    for block in BlockFolder.at(recording.path).blocks.values():
-        # Retention may delete a block in the meantime. Reading its episodes reports the deletion.
-        with suppress(FileNotFoundError):
-            for _, error in damaged_fragments(read_header(block.path)):
-                damaged[f"{block.writer}:{error.trajectory}"] = error
-    return damaged

@@ -145,6 +145,13 @@ class EpisodeSource(ABC):
         """Map the episodes whose file was removed or replaced since opening to errors."""
         return {}
 
+    def damaged(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
+        """Check the stored checksums of episodes; map the episodes with wrong checksums to errors.
+
+        The result is {} for places that have no checksums, or that check them in each read.
+        """
+        return {}
+
     def check_present(self, numbers: Iterable[int]) -> None:
         """Raise `DataFileError` if an episode's file was removed or replaced since opening."""
         for error in self.removed(numbers).values():

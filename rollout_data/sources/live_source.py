@@ -326,6 +326,11 @@ def scanner_of(origin: Origin) -> type[Scanner] | None:
     return next((scanner for scanner in scanners if scanner.is_there(origin.path)), None)
 
 
+def is_block_folder(origin: Origin) -> bool:
+    """Return whether a location is a folder of block files on this machine, or an empty folder."""
+    return not arguments.is_url(origin.path) and scanner_of(origin) in (BlockScanner, None)
+
+
 def _has_only_blocks(folder: Path) -> bool:
     """Return whether a folder contains only block files and metadata, so that no format is imported."""
     names = {entry.name for entry in entries_of(folder) if not entry.name.startswith(".")}

@@ -6,14 +6,12 @@ positions of trajectories in their files. Prefetching follows the order and does
 
 from __future__ import annotations
 
-import weakref
-
 import numpy as np
 
-from ..blocks.block_header import DATA, FINAL
-from ..blocks.trajectory_index import Int64s, Runs, counted_from, mixed
+from ..blocks.block_header import FINAL
+from ..blocks.trajectory_index import Int64s, counted_from, mixed
 from ..sources.epoch import Epoch
-from ..sources.rows.remote_blocks import RemoteBlocks, Stock
+from ..sources.rows.row_source import FetchedRows, Rows, RowSource
 from .window_index import WindowIndex
 from .window_reader import WindowPlan
 
@@ -108,20 +106,21 @@ class Route:
     """Prefetcher that fetches the rows of windows one group of chunks ahead of the reader.
 
     Args:
-        source: Remote blocks with the rows.
+        source: Source of the rows.
         plan: Columns of the windows, and the frames to read from each column.
         windows: Index of the windows.
         order: Order of the windows in the epoch.
     """
 
     def __init__(
-        self, source: RemoteBlocks, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder
+        self, source: RowSource, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder
     ) -> None:
         self._source = source
         self._plan = plan
         self._windows = windows
         self._order = order
-        self._stocks: dict[int, list[Stock]] = {}
+        #: Fetched rows of each group of chunks.
+        self._fetched: dict[int, list[FetchedRows]] = {}
 
     def advance(self, start: int, stop: int) -> None:
         """Prefetch the rows for the next read, at positions `start:stop` of the epoch.
@@ -131,22 +130,21 @@ class Route:
         bounds = self._order.bounds
         stop = min(stop, int(bounds[-1]))
         low, high = (bounds.searchsorted([start, max(start, stop - 1)], side="right") - 1).tolist()
-        for group in [one for one in self._stocks if one < low]:
-            for stock in self._stocks.pop(group):
-                stock.drop()
+        for group in [earlier for earlier in self._fetched if earlier < low]:
+            for rows in self._fetched.pop(group):
+                rows.drop()
         # Limits memory to two groups, unless a single batch needs more.
         for group in range(low, min(max(low + 2, high + 1), len(bounds) - 1)):
-            if group not in self._stocks:
-                self._stocks[group] = self._ask(group)
+            if group not in self._fetched:
+                self._fetched[group] = self._fetch(group)
 
-    def _ask(self, group: int) -> list[Stock]:
+    def _fetch(self, group: int) -> list[FetchedRows]:
         place, low, high = self._order.ranges(group)
         trajectory = self._windows.trajectories[place]
         lengths = self._windows.lengths[place]
         stride = self._windows.stride
         first_anchor = self._windows.first_anchor
-        index = self._source.index
-        stocks = []
+        fetched = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
             if stride > last - first + 1:  # Windows have gaps between them, which are not fetched.
@@ -162,21 +160,15 @@ class Route:
                 limit = lengths
             begin = np.clip(begin + first, 0, limit - 1)
             count = np.clip(end + last + 1, 1, limit) - begin
-            runs = index.locate(played, begin, count, np.cumsum(count) - count)
-            stocks.append(Stock(self._source, (DATA, name), runs))
-        stocks += self._ask_finals(np.unique(trajectory[index.final_row[trajectory] >= 0]))
-        known = (one for one in self._source.routes if one() is not None)
-        self._source.routes = (*known, *map(weakref.ref, stocks))
-        return stocks
+            rows = Rows(played, begin, count, np.cumsum(count) - count)
+            fetched.append(self._source.fetch_rows(name, rows))
+        has_final = self._source.index.final_row[trajectory] >= 0
+        return fetched + self._fetch_finals(np.unique(trajectory[has_final]))
 
-    def _ask_finals(self, trajectory: Int64s) -> list[Stock]:
-        index = self._source.index
+    def _fetch_finals(self, trajectory: Int64s) -> list[FetchedRows]:
         layout = self._source.layouts[FINAL]
         sources = {name for field in self._plan.fields if field.is_next for name in field.sources}
         columns = (
             sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
         )
-        block = index.final_block[trajectory]
-        row = index.final_row[trajectory]
-        runs = Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))
-        return [Stock(self._source, (FINAL, name), runs) for name in columns]
+        return [self._source.fetch_final_rows(name, trajectory) for name in columns]

@@ -36,7 +36,6 @@ from ..sources.live_source import LiveSource
 from ..sources.processes.shared_memory import Spot
 from ..sources.recordings.field_statistics import FieldStatistics, Frames, compute_statistics
 from ..sources.rows.chunk_decoder import CHUNK_CACHE_BYTES
-from ..sources.rows.remote_blocks import RemoteBlocks
 from ..sources.rows.row_source import RowSource
 from .chunked_order import ChunkedOrder, Route
 from .skipped_windows import OnError, WindowLosses
@@ -398,7 +397,7 @@ class WindowDataset(WindowBatches):
         return windows.numpy(), ordered.numpy()
 
     def ahead(self, epoch: Epoch | None) -> Callable[[int, int], None]:
-        if not isinstance(self._snapshot, RemoteBlocks):
+        if not self._source.is_remote:
             return super().ahead(epoch)
         return Route(self._snapshot, self.plan, self._windows, self._chunked(epoch)).advance
 
@@ -419,9 +418,7 @@ class WindowDataset(WindowBatches):
         ]
 
     def _chunked(self, epoch: Epoch | None) -> ChunkedOrder:
-        index = self._snapshot.index
-        first = index.fragment_frame.searchsorted(index.first_frame[self.trajectories])
-        place = np.lexsort((index.fragment_row[first], index.fragment_block[first]))
+        place = self._snapshot.storage_order(self.trajectories)
         num_frames, num_chunks = self._chunks()
         return ChunkedOrder(self._windows, place, num_frames, num_chunks, epoch)
 

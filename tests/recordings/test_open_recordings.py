@@ -32,6 +32,7 @@ from rollout_data import (
     undrop,
     untag,
 )
+from rollout_data.blocks.block_header import read_header
 from storage.errors import (
     DataFileError,
     MissingFolderError,
@@ -49,6 +50,25 @@ def walk(tmp_path: Path) -> Path:
     path = folder_of(tmp_path / "walk", writers=("a",), num_envs=1)
     tag(path, ["a:0"], task="push", reviewer="ada")
     return path
+
+
+def test_damaged_rows_are_found_by_their_checksums_in_the_selected_episodes(tmp_path: Path) -> None:
+    record(tmp_path / "walk", [3, 4, 5])
+    (path,) = (tmp_path / "walk").glob("*.h5")
+    recording = rollout_data.open(tmp_path / "walk")
+    names = recording.ids
+    assert recording.damaged() == {}
+    header = read_header(path)
+    raw = bytearray(path.read_bytes())
+    row_bytes = header.layouts["data"].columns["frames"].row_bytes
+    raw[header.locations["data"]["frames"][0] + 4 * row_bytes] ^= 1
+    path.write_bytes(raw)
+    damaged = recording.damaged()
+    assert list(damaged) == names[1:2] and "Frames 1:2 of trajectory 1" in str(damaged[names[1]])
+    assert recording.select([names[0], names[2]]).damaged() == {}
+    assert recording.select([names[1]]).damaged().keys() == damaged.keys()
+    path.unlink()
+    assert recording.damaged() == {} and recording.removed().keys() == set(names)
 
 
 def seen(recording: rollout_data.Recording) -> list[tuple[str, str, dict, list]]:

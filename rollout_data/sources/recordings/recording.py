@@ -252,6 +252,16 @@ class Recording(Sequence[Episode]):
         errors = self._source.removed(self._numbers.tolist())
         return {error.episode: error for error in errors.values()}
 
+    def damaged(self) -> dict[str, DataFileError]:
+        """Check the stored checksums of all rows; map the names of damaged episodes to errors.
+
+        The result is {} for data without stored checksums, and for URLs, whose rows are checked
+        when they are read.
+        """
+        errors = self._source.damaged(self._numbers.tolist())
+        names = self._source.column("id")
+        return {str(names[number]): error for number, error in errors.items()}
+
     def check_present(self) -> None:
         """Check that the files of all episodes still exist and were not replaced.
 

@@ -133,6 +133,8 @@ def can_map(blocks: Iterable[Block]) -> bool:
 class MappedBlocks(RowSource):
     """Rows of memory-mapped block files. Rows of compressed columns are decoded from chunks."""
 
+    has_local_blocks = True
+
     def __init__(
         self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap
     ) -> None:

@@ -31,7 +31,7 @@ from ...remote.fetcher import Request
 from ...remote.piece_checksums import PieceSums, rows_of_a_unit
 from ...remote.remote_folder import RemoteFolder
 from .gather_rows import gather
-from .row_source import GONE, Place, Rows, RowSource
+from .row_source import GONE, FetchedRows, Place, Rows, RowSource
 
 #: Upper bound of the number of rows of a block. A row has the number block * _ROWS + row.
 _ROWS = 1 << 40
@@ -40,11 +40,11 @@ _ROWS = 1 << 40
 _GAP = 1 / 32
 #: Bytes per request for final observations.
 _FINAL_BYTES = 64 << 10
-#: Maximum number of cached stocks, in addition to stocks in `routes`. Each read searches all.
+#: Maximum number of cached stocks, in addition to those of callers. Each read searches all.
 _MAX_STOCKS = 64
 
 
-class Stock:
+class Stock(FetchedRows):
     """Rows of one column that are fetched together into one piece of memory.
 
     Creating a stock sends all requests.
@@ -151,8 +151,6 @@ class RemoteBlocks(RowSource):
 
     Attributes:
         memory: Memory pool of the stocks.
-        routes: Weak references to prefetched stocks that callers own. Assign a new tuple to change
-            it, since several threads read it.
     """
 
     def __init__(
@@ -168,7 +166,9 @@ class RemoteBlocks(RowSource):
         )
         self.options = folders[0].files.options
         self.memory = BufferPool(8)
-        self.routes: tuple[weakref.ref[Stock], ...] = ()
+        #: Weak references to the stocks of callers. Changed by assigning a new tuple, since several
+        #: threads read it.
+        self._fetched: tuple[weakref.ref[Stock], ...] = ()
         self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
         self._tables: dict[tuple[int, Place], ChunkTable] = {}
         self._fragments: dict[tuple[int, Place], FragmentRows | None] = {}
@@ -177,7 +177,7 @@ class RemoteBlocks(RowSource):
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
         for _ in range(2):  # The remaining rows of a run may be in a stock searched earlier.
-            for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
+            for stock in [*[known() for known in self._fetched], *reversed(self._kept)]:
                 if stock is not None and stock.place == place and len(left.row):
                     left = stock.copy(left, length if left is runs else 0, out)
         for part in self._portions(place, left):
@@ -191,6 +191,19 @@ class RemoteBlocks(RowSource):
         runs = self.locate(rows)
         for name in self.layouts[DATA].columns if len(runs.row) else ():
             self._keep(Stock(self, (DATA, name), runs))
+
+    def fetch_rows(self, column: str, rows: Rows) -> Stock:
+        return self._fetch((DATA, column), self.locate(rows))
+
+    def fetch_final_rows(self, column: str, episodes: Int64s) -> Stock:
+        return self._fetch((FINAL, column), self.locate_finals(episodes))
+
+    def _fetch(self, place: Place, runs: Runs) -> Stock:
+        """Fetch rows that are found by `read_rows` as long as the caller keeps the result."""
+        stock = Stock(self, place, runs)
+        living = [known for known in self._fetched if known() is not None]
+        self._fetched = (*living, weakref.ref(stock))
+        return stock
 
     def is_resident(self, rows: Rows) -> bool:
         return False

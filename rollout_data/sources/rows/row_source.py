@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -20,7 +21,7 @@ from storage.errors import CorruptFileError, DataFileError
 
 from ...blocks.annotations import Notes
 from ...blocks.block import Block
-from ...blocks.block_header import DATA, FINAL, BlockHeader, read_header
+from ...blocks.block_header import DATA, FINAL, BlockHeader, damaged_fragments, read_header
 from ...blocks.folder_metadata import ENDS
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import End, Int64s, LostBlockError, Runs, TrajectoryIndex
@@ -56,6 +57,13 @@ class Rows(NamedTuple):
     target: Int64s
 
 
+class FetchedRows:
+    """Rows that a source keeps in memory until `drop`; a base for sources that fetch rows."""
+
+    def drop(self) -> None:
+        """Release the rows, and cancel their fetching."""
+
+
 class RowSource(EpisodeSource):
     """Base class of snapshots that read episodes as rows of fixed size.
 
@@ -79,6 +87,9 @@ class RowSource(EpisodeSource):
         reopening: Function and arguments that open this snapshot in another process; None for
             snapshots of a stream.
     """
+
+    #: Whether the rows are in block files on this machine, whose checksums `damaged` checks.
+    has_local_blocks = False
 
     def __init__(
         self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU
@@ -215,6 +226,19 @@ class RowSource(EpisodeSource):
                 errors[number] = self._removed_error(number, lost[0])
         return errors
 
+    def damaged(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
+        if not self.has_local_blocks:
+            return {}
+        asked = np.array(list(numbers), np.int64)
+        errors: dict[tuple[str, int], DataFileError] = {}
+        for block in self.index.blocks_of(asked):
+            # Retention may delete a block in the meantime. Reading its episodes reports that.
+            with suppress(FileNotFoundError):
+                for _, error in damaged_fragments(self.read_header(block)):
+                    errors[block.writer, error.trajectory] = error
+        keys = zip(asked.tolist(), self.index.keys(asked), strict=True)
+        return {number: errors[key] for number, key in keys if key in errors}
+
     def _removed_error(self, number: int, block: Block) -> DataFileError:
         writer, within = self.index.keys(np.array([number]))[0]
         name = f"{writer[writer.find(':') + 1 :]}:{within}"
@@ -329,9 +353,7 @@ class RowSource(EpisodeSource):
 
         All episodes must have a final observation.
         """
-        block = self.index.final_block[episodes]
-        row = self.index.final_row[episodes]
-        runs = Runs(np.arange(len(episodes)), block, row, np.ones(len(episodes), np.int64))
+        runs = self.locate_finals(episodes)
         width = self.layouts[FINAL].columns[column].row_bytes // 4
         out = torch.empty((len(episodes), width), dtype=torch.int32, device=self.device)
         self._copy((FINAL, column), runs, 1, out)
@@ -358,6 +380,28 @@ class RowSource(EpisodeSource):
     def prefetch(self, rows: Rows) -> None:
         """Fetch rows in the background that will be read soon; does nothing for rows in memory."""
 
+    def fetch_rows(self, column: str, rows: Rows) -> FetchedRows:
+        """Fetch rows of one column in the background; keep them until the result is dropped.
+
+        Unlike `prefetch`, the caller chooses how many rows are kept. Does nothing for local rows.
+        """
+        return FetchedRows()
+
+    def fetch_final_rows(self, column: str, episodes: Int64s) -> FetchedRows:
+        """Fetch rows of final observations in the background, see `fetch_rows`.
+
+        All episodes must have a final observation.
+        """
+        return FetchedRows()
+
+    def storage_order(self, episodes: Int64s) -> Int64s:
+        """Return positions in `episodes`, in the order of their first frames in the files."""
+        first = self.index.first_fragment[episodes]
+        order: Int64s = np.lexsort(
+            (self.index.fragment_row[first], self.index.fragment_block[first])
+        )
+        return order
+
     def is_resident(self, rows: Rows) -> bool:
         """Return whether rows need no prefetch, since their first frames are in memory."""
         return True
@@ -372,6 +416,12 @@ class RowSource(EpisodeSource):
     def locate(self, rows: Rows) -> Runs:
         """Convert ranges of frames to runs of rows in blocks, see `TrajectoryIndex.locate`."""
         return self.index.locate(*rows)
+
+    def locate_finals(self, episodes: Int64s) -> Runs:
+        """Return the rows of the final observations of episodes, one run per episode."""
+        block = self.index.final_block[episodes]
+        row = self.index.final_row[episodes]
+        return Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))
 
     @abstractmethod
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:

@@ -251,6 +251,8 @@ def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
 class BlockFiles(UnmappedRows):
     """Rows of local block files without a common memory map; each file is read separately."""
 
+    has_local_blocks = True
+
     def read_block(self, block: Block, place: Place) -> np.ndarray:
         if is_stand_in(block):
             raise FileNotFoundError(str(block.path))

@@ -18,11 +18,10 @@ from ...blocks.block_header import DATA, FORMAT_NAME, OPEN, TERMINATED, TRUNCATE
 from ...blocks.folder_metadata import load_metadata
 from ...formats.episode_writer import plain
 from ...formats.open_recording import open as open_recording
-from ...remote.locations import DataDir, RemotePath, origins_of
-from ...sources.block_scanner import BlockScanner
+from ...remote.locations import DataDir, origins_of
 from ...sources.episode_info import end_of
 from ...sources.episode_table import COLUMNS
-from ...sources.live_source import scanner_of
+from ...sources.live_source import is_block_folder
 from ...sources.recordings.recording import Recording
 from ..edit.pack_folder import open_folder
 from .list_recordings import aligned
@@ -41,9 +40,9 @@ def describe(data_dir: str) -> dict[str, Any]:
     For a folder of block files, the result also has the number of blocks and compressed sizes.
     """
     origin = origins_of(data_dir)[0]
-    if isinstance(origin.path, RemotePath) or scanner_of(origin) not in (BlockScanner, None):
-        return _describe_recording(data_dir)
-    return _describe_blocks(data_dir)
+    if is_block_folder(origin):
+        return _describe_blocks(data_dir)
+    return _describe_recording(data_dir)
 
 
 def _describe_recording(data_dir: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import numpy as np
 from storage.errors import RolloutDataError
 
 from ...formats.open_recording import open as open_recording
-from ...sources.block_scanner import BlockScanner
 
 #: Columns of a row in printed order, except `error`.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
@@ -27,7 +26,7 @@ def recording_row(path: Path) -> dict[str, Any]:
         return {"name": path.name, **unknown, "error": str(error)}
     return {
         "name": path.name,
-        "format": recording.format or BlockScanner.format,
+        "format": recording.format,
         "episodes": len(recording),
         "frames": num_frames,
         "problems": len(recording.problems),
