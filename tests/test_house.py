@@ -371,7 +371,7 @@ def test_rooms_import_only_the_rooms_that_the_table_allows() -> None:
 
 
 def test_consumers_read_episodes_only_through_their_source() -> None:
-    graph = import_graph(ROOT, *FLOORS)
+    graph = import_graph(ROOT, *PACKAGES)
     consumers = [name for name in graph if f"{name}.".startswith(tuple(f"{c}." for c in CONSUMERS))]
     pairs = {(name, kind) for name in consumers for kind in graph[name] & KINDS_OF_SOURCES}
     assert pairs == ABOUT_FILES
