@@ -156,7 +156,7 @@ class BufferStore(Store):
         with ExitStack() as files:
             tables: dict[str, Table] = {}
             for table, path in paths.items():
-                names = partial(_column_name, separator=separator, table=table)
+                names = partial(column_name, separator=separator, table=table)
                 tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
             made._set_tables(config, tables)
         drawn = torch.tensor(
@@ -184,28 +184,51 @@ class BufferStore(Store):
 
 
 def rows_written(
-    numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int
+    numbers: Mapping[str, Any], num_rows: int, num_slots: int, rows_per_slot: int
 ) -> int:
-    """Return the number of slots written so far, also for saves of earlier systems.
+    """Return the number of slots of a saved ring written so far. The last ones are live.
 
-    Configs of earlier systems have the slot of the next row instead, or neither number.
+    Configs of earlier systems have the slot of the next row instead, or neither number. Their files
+    may contain all slots of a ring that is not full.
+
+    Args:
+        numbers: Numbers of the config.
+        num_rows: Number of slots in the file.
+        num_slots: Number of slots of the ring.
+        rows_per_slot: Number of rows of a slot, one per environment.
+
+    Raises:
+        SchemaError: The numbers contradict each other or the file.
     """
-    cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
-    if cursor == num_slots:  # The cursor after the last slot is the first slot.
-        cursor = 0
-    total = int(
-        numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0))
-    )
-    if cursor is None and "total" not in numbers:
+    has_total = "total" in numbers
+    is_full = numbers.get("_is_full")
+    position = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
+    num_live = num_rows
+    if not has_total and is_full is False and position is not None and num_rows == num_slots:
+        num_live = position  # The other slots are unwritten.
+
+    # The position after the last slot is the first slot.
+    cursor = 0 if position == num_slots else position
+    if has_total:
+        total = int(numbers["total"])
+    elif num_live < num_slots:
+        total = num_live
+    else:
+        total = num_slots + (cursor or 0)
+    if cursor is None and not has_total:
         text = (
             "The saved config does not contain the position of the next row. Slot "
             f"{total % num_slots} is assumed from the number of rows."
         )
         warnings.warn(text, RolloutDataWarning, stacklevel=5)
-    if total < 0 or min(total, num_slots) != num_live or cursor not in (None, total % num_slots):
+
+    is_other_count = total < 0 or min(total, num_slots) != num_live
+    is_other_cursor = cursor not in (None, total % num_slots)
+    is_short = is_full is True and num_live < num_slots
+    if is_other_count or is_other_cursor or is_short:
         raise SchemaError(
-            f"total is {total} and _idx is {numbers.get('_idx')}, which do not match {num_live} "
-            f"rows in {num_slots} slots."
+            f"total is {total}, _idx is {numbers.get('_idx')} and _is_full is {is_full}, which do "
+            f"not match {num_rows} rows in {num_slots} slots."
         )
     return total
 
@@ -220,7 +243,8 @@ def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
     return tables
 
 
-def _column_name(key: str, separator: str, table: str) -> str:
+def column_name(key: str, separator: str, table: str = ROWS) -> str:
+    """Return the name of the column of a dataset in the file of a table."""
     return key if table == FINALS and key == ROW_KEY else key.replace(separator, "/")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rollout_data
+from storage import DictBuffer, load_buffer
 from storage.errors import (
     CorruptFileError,
     DataFileError,
@@ -186,8 +187,18 @@ def test_links_and_empty_files_are_refused(tmp_path: Path) -> None:
         rollout_data.open(tmp_path / "y.hdf5")
 
 
-def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 10) -> Path:
-    """Write a ring of the steps 0, 1, 2 ..., the newest before `at`. Every fourth step ends an episode."""
+def ring(
+    folder: Path,
+    at: int,
+    is_full: bool,
+    flags: str = "",
+    capacity: int = 10,
+    has_unwritten: bool = True,
+) -> Path:
+    """Write a ring of the steps 0, 1, 2 ..., the newest before `at`. Every fourth step ends an episode.
+
+    The file has all rows of a ring that is not full, or with `has_unwritten=False` the written ones.
+    """
     folder.mkdir()
     newest = at + capacity * is_full  # steps that were ever written
     steps = (
@@ -196,6 +207,8 @@ def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 
         - at
     )
     steps[steps < 0] = 99
+    if not has_unwritten:
+        steps = steps[steps < 99]
     with h5py.File(folder / "buffer.hdf5", "w") as file:
         file["observation-state"] = np.stack([steps, steps], 1).astype("f4")
         file["next-observation-state"] = np.stack([steps, steps], 1).astype("f4") + 1
@@ -215,20 +228,43 @@ def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 
     return folder
 
 
-@pytest.mark.parametrize(
-    ("at", "is_full", "expected"),
-    [
-        (6, False, [[0, 1, 2, 3], [4, 5]]),
-        (6, True, [[6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
-        (0, True, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
-        (10, True, [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]),
-    ],
-)
+#: Position of the next row, whether the ring is full, and the steps of each episode.
+RINGS = [
+    (6, False, [[0, 1, 2, 3], [4, 5]]),
+    (10, False, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+    (6, True, [[6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
+    (0, True, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+    (10, True, [[10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]),
+]
+
+
+@pytest.mark.parametrize("has_unwritten", [True, False])
+@pytest.mark.parametrize(("at", "is_full", "expected"), RINGS)
+def test_a_ring_is_loaded_with_the_rows_that_are_read(
+    tmp_path: Path, at: int, is_full: bool, expected: list[list[int]], has_unwritten: bool
+) -> None:
+    folder = ring(tmp_path / "x", at, is_full, has_unwritten=has_unwritten)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "__target__": "x.DictBuffer"}))
+    buffer = load_buffer(folder)
+    assert isinstance(buffer, DictBuffer)
+    rows = buffer.get_full_buffer()["observation"]["state"]
+    assert sorted(rows[:, 0].tolist()) == [step for steps in expected for step in steps]
+
+
+@pytest.mark.parametrize("has_unwritten", [True, False])
+@pytest.mark.parametrize(("at", "is_full", "expected"), RINGS)
 @pytest.mark.parametrize("flags", ["", "next-"])
 def test_a_ring_is_read_in_the_order_of_writing(
-    tmp_path: Path, at: int, is_full: bool, expected: list[list[int]], flags: str
+    tmp_path: Path,
+    at: int,
+    is_full: bool,
+    expected: list[list[int]],
+    flags: str,
+    has_unwritten: bool,
 ) -> None:
-    recording = rollout_data.open(ring(tmp_path / "x", at, is_full, flags))
+    folder = ring(tmp_path / "x", at, is_full, flags, has_unwritten=has_unwritten)
+    recording = rollout_data.open(folder)
     assert recording.format == "bfm_zero"
     assert recording.problems == []
     # The run has no resets

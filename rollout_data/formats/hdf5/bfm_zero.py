@@ -1,7 +1,8 @@
 """Reader of ring buffers that BFM-Zero saves.
 
-`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Rows are returned
-in the order of writing. Classes named in the configuration are never imported.
+`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Names, and the
+number of written rows, are read as by `load_buffer`. Rows are returned in the order of writing.
+Classes named in the configuration are never imported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import CorruptFileError, SchemaError
-from storage.saving.buffer_store import KEY_SEPARATOR, rows_written
+from storage.saving.buffer_store import KEY_SEPARATOR, column_name, rows_written
 from storage.saving.saved_folder import CONFIG_NAME
 
 from ...sources.episode_info import EpisodeInfo
@@ -42,8 +43,8 @@ class BfmZeroReader(FlatReader):
             names = _names(self.usable(datasets), separator)
             if not names:
                 raise CorruptFileError(f"{file.where} has no datasets with steps.")
-            capacity = max(datasets[path].shape[0] for path in names)
-            for part in _written_parts(config, capacity, file.where):
+            num_rows = max(datasets[path].shape[0] for path in names)
+            for part in _written_parts(config, num_rows, file.where):
                 self.add_group(datasets, names, "", part)
         terminated = self.flags("terminated")
         truncated = self.flags("truncated")
@@ -56,7 +57,7 @@ class BfmZeroReader(FlatReader):
 
 def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
     """Map the name of each dataset to the name of its field."""
-    names = {path: our_name(path.replace(separator, "/")) for path in paths}
+    names = {path: our_name(column_name(path, separator)) for path in paths}
     for path, name in list(names.items()):
         own_name = name.removeprefix("next/")
         if name in _FIELDS_OF_STEP and own_name not in names.values():
@@ -64,24 +65,30 @@ def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
     return names
 
 
-def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[RowRange]:
-    """Return the ranges of written rows of a ring, oldest rows first."""
-    position: Any = config.get("_idx")
-    is_full: Any = config.get("_is_full")
-    stated = config.get("capacity", capacity)
+def _written_parts(config: Mapping[str, Any], num_rows: int, where: str) -> list[RowRange]:
+    """Return the ranges of written rows of a ring, oldest rows first.
+
+    Args:
+        config: Content of `config.json`.
+        num_rows: Number of rows in the file.
+        where: Name of the file in errors.
+    """
+    position = config.get("_idx")
+    is_full = config.get("_is_full")
+    capacity: Any = config.get("capacity", num_rows)
     try:
-        if type(position) is not int or type(is_full) is not bool or stated != capacity:
-            raise TypeError("numbers of other types, or of another capacity")
-        total = rows_written(config, capacity if is_full else position, capacity, 1)
+        if type(position) is not int or type(is_full) is not bool or type(capacity) is not int:
+            raise TypeError("numbers of other types")
+        total = rows_written(config, num_rows, capacity, rows_per_slot=1)
     except (SchemaError, TypeError, ValueError, ArithmeticError) as cause:
         raise CorruptFileError(
-            f"{where} has {capacity} rows, but its configuration has _idx {position!r}, _is_full "
-            f"{is_full!r} and capacity {stated!r}."
+            f"{where} has {num_rows} rows, but its configuration has _idx {position!r}, _is_full "
+            f"{is_full!r} and capacity {capacity!r}."
         ) from cause
+    if total < capacity:
+        return [RowRange("", 0, total)]
     cursor = total % capacity
-    parts = []
-    if total >= capacity:
-        parts.append(RowRange("", cursor, capacity - cursor))
+    parts = [RowRange("", cursor, capacity - cursor)]
     if cursor:
         parts.append(RowRange("", 0, cursor))
     return parts

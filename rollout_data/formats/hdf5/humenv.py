@@ -59,15 +59,23 @@ class HumenvReader(Hdf5Reader):
     def _episodes_of(self, path: Path) -> list[EpisodeInfo]:
         """Return the episodes of a file."""
         with self.files.use(path) as file:
-            names = file.numbered("", HUMENV_EPISODE)
-            stated = file.attribute(file.open(""), _NUM_EPISODES)
-            if stated is not None and stated != len(names):
-                self.problem(
-                    f"{file.where} has {len(names)} episodes, but {_NUM_EPISODES!r} is {stated}. "
-                    "The number is ignored.",
-                    kind="counts",
-                )
+            names, contradiction = _episode_names(file)
+            if contradiction:
+                self.problem(f"{contradiction} The number is ignored.", kind="counts")
             return self.collect(path, "", names)
+
+
+def _episode_names(file: OpenFile) -> tuple[list[str], str]:
+    """Return the groups of the episodes, and a sentence if the file states another number.
+
+    The sentence is "" if the number is right or missing.
+    """
+    names = file.numbered("", HUMENV_EPISODE)
+    stated = file.attribute(file.open(""), _NUM_EPISODES)
+    is_number = isinstance(stated, (int, float))
+    if stated is None or (is_number and stated == len(names)):
+        return names, ""
+    return names, f"{file.where} has {len(names)} episodes, but {_NUM_EPISODES!r} is {stated!r}."
 
 
 def read_motions(path: Path) -> list[dict[str, Any]]:
@@ -84,20 +92,17 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
         UnsafeFileError: A link leads out of the file.
     """
     with Files().use(path) as file:
-        num_episodes = file.attribute(file.open(""), _NUM_EPISODES)
-        if not isinstance(num_episodes, (int, float)) or not float(num_episodes).is_integer():
-            raise CorruptFileError(
-                f"{file.where} has the attribute {_NUM_EPISODES!r} {num_episodes!r}, expected an "
-                "integer."
-            )
-
+        names, contradiction = _episode_names(file)
+        if contradiction:
+            raise CorruptFileError(contradiction, kind="counts")
         allowance = Allowance(file.num_bytes)
         episodes = []
-        for number in range(int(num_episodes)):
-            group = file.group(f"{HUMENV_EPISODE}{number}")
+        for name in names:
+            group = file.group(name)
             values = {}
-            for name, info in file.datasets(file.name(group)).items():
-                values[name] = _read_whole(file, file.open(name, group), info, allowance)
+            for path_in_group, info in file.datasets(name).items():
+                dataset = file.open(path_in_group, group)
+                values[path_in_group] = _read_whole(file, dataset, info, allowance)
             episodes.append(unflatten(values))
         return episodes
 
