@@ -33,7 +33,7 @@ from ..blocks.block_content import ArrayRows, BlockContent
 from ..blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
 from ..blocks.row_layout import RowLayout
 from ..blocks.write_block import write_block_file
-from ..sources.trajectory_checkpoints.checkpoint_file import END_FLAGS, read_trajectory
+from ..sources.trajectory_checkpoints.checkpoint_file import END_FLAGS, load_trajectory
 from ..sources.trajectory_checkpoints.checkpoint_folder import id_of_file
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
@@ -269,5 +269,6 @@ def find_block(
 
 
 def read_whole(path: Path, trusted: bool) -> Leaves:
-    """Read all leaves of a `pt` or `pkl` file. Raises the errors of `read_trajectory`."""
-    return take_apart(read_trajectory(path, trusted), END_FLAGS, (), f"of {str(path)!r}")
+    """Read all leaves of a `pt` or `pkl` file. Raises the errors of `load_trajectory`."""
+    trajectory = load_trajectory(path, trusted=trusted)
+    return take_apart(trajectory, END_FLAGS, (), f"of {str(path)!r}")

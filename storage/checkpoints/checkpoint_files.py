@@ -26,7 +26,7 @@ import torch
 from ..codecs.lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
 from ..core import arguments
 from ..core.arguments import whole
-from ..core.durable_files import crc32, replace_file
+from ..core.durable_files import crc32, open_regular, replace_file
 from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 from .allowed_types import NotLoadedError, allowed_globals, check_values, reason
@@ -152,26 +152,68 @@ def load_checkpoint_parallel(
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         for member in _members(content, found).values():
             _check_member(content, member, found, buffer)
-        content.seek(0)
-        try:
-            # Loading runs code of the file only if the caller passes `weights_only=False`.
-            with allowed_globals(content) if weights_only else nullcontext(False) as has_names:
-                loaded = torch.load(content, map_location=map_location, weights_only=weights_only)
-            if has_names:
-                check_values(loaded)
-            return loaded
-        except pickle.UnpicklingError as cause:
-            if not weights_only:
-                raise _damaged(found, f"it contains no valid pickle ({cause})") from cause
-            raise _unsafe(found, cause) from cause
-        except (RuntimeError, EOFError) as cause:
-            problem = str(cause) or "the end of the file"
-            raise DataFileError(f"{str(found)!r} cannot be loaded: {problem}.") from cause
-        except _NONSENSE as cause:
-            if isinstance(cause, AttributeError) and not weights_only:
-                raise  # A class that cannot be imported is not damage of the file.
-            problem = f"it is not a file of torch.save ({type(cause).__name__}: {cause})"
-            raise _damaged(found, problem) from cause
+        return _unpickled(content, found, content, map_location, weights_only)
+
+
+def map_checkpoint(path: Path) -> Any:
+    """Load an uncompressed checkpoint. The bytes of its tensors are mapped, not read.
+
+    Writing to a tensor does not change the file. Only tensors and plain types are loaded, as by
+    `load_checkpoint`. Sizes are checked. Checksums are not, because that would read the whole file.
+
+    Raises:
+        CorruptFileError: The file is truncated, or declared sizes exceed the file.
+        ForeignFileError: The file is no zip archive of `torch.save`.
+        UnsafeFileError: The file contains another type.
+    """
+    with open(open_regular(path), "rb") as file:
+        if _is_compressed(file, path):
+            raise ForeignFileError(f"{str(path)!r} is an LZ4 frame, which cannot be mapped.")
+        _members(file, path)
+        return _unpickled(file, path, path, "cpu", weights_only=True)
+
+
+def _unpickled(
+    content: IO[bytes],
+    path: Path,
+    source: IO[bytes] | Path,
+    map_location: Any,
+    weights_only: bool,
+) -> Any:
+    """Call `torch.load`, and convert the errors that damaged and unsafe files cause.
+
+    Args:
+        content: The zip archive, whose members were checked.
+        path: Path of the file, for errors.
+        source: `content`, or the path of the archive if its tensors are to be mapped.
+        map_location: As for `torch.load`.
+        weights_only: Whether only tensors and plain types are loaded.
+    """
+    content.seek(0)
+    try:
+        # Loading runs code of the file only if the caller passes `weights_only=False`.
+        with allowed_globals(content) if weights_only else nullcontext(False) as has_names:
+            loaded = torch.load(
+                source,
+                map_location=map_location,
+                weights_only=weights_only,
+                mmap=isinstance(source, Path),
+            )
+        if has_names:
+            check_values(loaded)
+        return loaded
+    except pickle.UnpicklingError as cause:
+        if not weights_only:
+            raise _damaged(path, f"it contains no valid pickle ({cause})") from cause
+        raise _unsafe(path, cause) from cause
+    except (RuntimeError, EOFError) as cause:
+        problem = str(cause) or "the end of the file"
+        raise DataFileError(f"{str(path)!r} cannot be loaded: {problem}.") from cause
+    except _NONSENSE as cause:
+        if isinstance(cause, AttributeError) and not weights_only:
+            raise  # A class that cannot be imported is not damage of the file.
+        problem = f"it is not a file of torch.save ({type(cause).__name__}: {cause})"
+        raise _damaged(path, problem) from cause
 
 
 def _unsafe(path: Path, cause: pickle.UnpicklingError) -> UnsafeFileError:
@@ -286,10 +328,11 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
     left = size = file.seek(0, io.SEEK_END)
     for member in members:
         left -= member.file_size
-        is_stored = (
-            member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
-        )
-        if not is_stored or left < 0 or not 0 <= member.header_offset < size:
+        if member.compress_type != zipfile.ZIP_STORED:
+            sizes = f"{member.file_size} bytes, compressed to {member.compress_size}"
+            raise _damaged(path, f"member {member.filename!r} has {sizes}")
+        is_cut = member.file_size != member.compress_size or left < 0
+        if is_cut or not 0 <= member.header_offset < size:
             raise _damaged(
                 path,
                 f"member {member.filename!r} has {member.file_size} bytes at offset "

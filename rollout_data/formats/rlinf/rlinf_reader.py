@@ -8,7 +8,6 @@ steps of a column between two dones. The last episode of a column usually has an
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -26,7 +25,7 @@ from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...sources.file_source import FileSource
 from ...sources.trajectory_checkpoints.checkpoint_file import (
     END_FLAGS,
-    map_trajectory,
+    load_trajectory,
     split_epochs,
 )
 from ...sources.trajectory_checkpoints.checkpoint_folder import (
@@ -48,16 +47,8 @@ _NEXT = "next_observation"
 _MAX_JSON_BYTES = 1 << 24
 _MAX_DEPTH = 16
 _PICKLE_ADVICE = "A pickle can run code. Save the trajectories as 'pt'."
-_DAMAGE = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    EOFError,
-    OSError,
-    zipfile.BadZipFile,
-)
+#: Errors that damaged indexes and tensors cause.
+_DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError)
 
 
 class RlinfReader(FileSource):
@@ -346,11 +337,11 @@ def _load(path: Path) -> dict[str, Any]:
 
     Raises:
         CorruptFileError: The file is damaged, or declares more data than its size.
-        UnsafeFileError: The file has objects that are neither tensors nor plain containers.
+        UnsafeFileError: The file has objects that are neither tensors nor plain values.
     """
     where = repr(str(path))
     with damage_named(where, *_DAMAGE):
-        content = map_trajectory(path)
+        content = load_trajectory(path, is_mapped=True)
         values = {}
         file_bytes = path.stat().st_size
         for stored_name, value in islice(_flat(content, ()), MAX_FIELDS):
@@ -382,7 +373,7 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, (*keys, str(key)))
 
 
-def _renamed(content: dict[str, Any], name: str) -> str:
+def _renamed(content: Mapping[Any, Any], name: str) -> str:
     """Return the field name of a stored name. `states` as the only key becomes "observation"."""
     group, _, part = name.partition("/")
     for stored, field in (("curr_obs", "observation"), ("next_obs", _NEXT)):

@@ -1,85 +1,70 @@
-"""Reading of a trajectory file: nested dicts of tensors `[T, B, ...]` and other values.
+"""Loading of a trajectory file: nested dicts of tensors `[T, B, ...]` and other values.
 
-A file of `torch.save` contains T steps of B environments. Its tensors are read or memory-mapped.
-Pickles may run code, and are read only if the caller trusts their author.
+A file of `torch.save` contains T steps of B environments. Pickles may run code, and are read only
+if the caller trusts their author.
 """
 
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from storage.checkpoints.checkpoint_files import load_checkpoint
-from storage.core.durable_files import open_regular
+from storage.checkpoints.checkpoint_files import load_checkpoint, map_checkpoint
 from storage.errors import CorruptFileError, UnsafeFileError
 
 #: Keys of flags that may have an additional row before the first step of each rollout epoch.
 END_FLAGS = ("dones", "terminations", "truncations")
-_MAX_PICKLE_BYTES = 1 << 24
 
 
-def read_trajectory(path: Path, trusted: bool) -> Mapping[Any, Any]:
-    """Read a `pt` or `pkl` file into memory. Checksums of a `pt` file are checked.
+def load_trajectory(
+    path: Path, *, trusted: bool = False, is_mapped: bool = False
+) -> Mapping[Any, Any]:
+    """Load a `pt` or `pkl` file.
+
+    Args:
+        path: The file. A file of `torch.save` has the suffix "pt"; every other file is a pickle.
+        trusted: Whether a pickle may be read.
+        is_mapped: Whether the tensors of a `pt` file are mapped. Otherwise they are read, and their
+            checksums are checked.
 
     Raises:
         UnsafeFileError: The file is a pickle and `trusted` is false, or the file has objects that
-            are neither tensors nor plain containers.
-        CorruptFileError: The file is damaged, or does not contain a dict.
+            are neither tensors nor plain values.
+        DataFileError: The file is damaged, or does not contain a dict.
     """
     where = repr(str(path))
-    if path.suffix == ".pt":
-        trajectory = load_checkpoint(path)
-    elif not trusted:
-        raise UnsafeFileError(
-            f"{where} is a pickle, which can run code. Pass trusted=True if you trust its author."
-        )
+    if path.suffix != ".pt":
+        trajectory = _load_pickle(path, trusted)
     else:
+        load = map_checkpoint if is_mapped else load_checkpoint
         try:
-            with open(path, "rb") as file:
-                trajectory = pickle.load(file)  # The user allows this with `trusted`.
-        except Exception as cause:  # Code in a pickle may raise any exception.
-            raise CorruptFileError(f"{where} is not an intact pickle: {cause}.") from cause
+            trajectory = load(path)
+        except UnsafeFileError as cause:
+            raise UnsafeFileError(
+                f"{where} contains objects that are neither tensors nor plain values. No code of "
+                "the file was run."
+            ) from cause
     if not isinstance(trajectory, Mapping):
-        got = type(trajectory).__name__
-        raise CorruptFileError(f"{where} contains a {got}, expected a dict.")
+        content = type(trajectory).__name__
+        raise CorruptFileError(f"{where} contains a {content}, expected a dict.")
     return trajectory
 
 
-def map_trajectory(path: Path) -> dict[Any, Any]:
-    """Memory-map the tensors of a `pt` file. No code is run, and no checksums are checked.
-
-    Damaged content raises errors of torch, or `ValueError`.
-
-    Raises:
-        UnsafeFileError: The file has objects that are neither tensors nor plain containers.
-    """
-    _check_members(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as cause:
-        reason = str(cause).split("\n")[0][:200].rstrip(".")
+def _load_pickle(path: Path, trusted: bool) -> Any:
+    where = repr(str(path))
+    if not trusted:
         raise UnsafeFileError(
-            f"{str(path)!r} contains more than tensors and plain containers: {reason}. No code of "
-            "the file was run."
-        ) from cause
-    if not isinstance(content, dict):
-        raise ValueError(f"it contains a {type(content).__name__}, expected a dict")
-    return content
-
-
-def _check_members(path: Path) -> None:
-    """Raise `ValueError` if a member of a `pt` archive is compressed, or its size is invalid."""
-    with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            is_pickle = member.filename.endswith(".pkl")
-            most_bytes = _MAX_PICKLE_BYTES if is_pickle else member.compress_size
-            if member.compress_type != zipfile.ZIP_STORED or member.file_size > most_bytes:
-                raise ValueError(f"{member.filename[:80]!r} is compressed or too large")
+            f"{where} is a pickle, which can run code. Pass trusted=True if you trust its author."
+        )
+    try:
+        with open(path, "rb") as file:
+            return pickle.load(file)  # The user allows this with `trusted`.
+    except Exception as cause:  # Code in a pickle may raise any exception.
+        raise CorruptFileError(f"{where} is not an intact pickle: {cause}.") from cause
 
 
 def split_epochs(rows: torch.Tensor, num_steps: int) -> torch.Tensor | None:
