@@ -27,6 +27,8 @@ from .remote.locations import DataDirs
 from .windows.window_dataset import WindowDataset
 from .writing.rollout_writer import RolloutWriter
 
+__all__ = ["read_rollouts", "write_rollouts"]
+
 # Columns that are added to the recorded fields, so that `write_rollouts` can sort the rows.
 _TRAJECTORY = "trajectory"  # int64, unique in the data set
 _FRAME = "frame"  # int64, from 0 in each trajectory

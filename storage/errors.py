@@ -14,6 +14,30 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
+__all__ = [
+    "BackgroundError",
+    "BufferEmptyError",
+    "ClosedError",
+    "CorruptFileError",
+    "DataFileError",
+    "DatasetExhausted",
+    "FieldTypeError",
+    "ForeignFileError",
+    "MissingFieldError",
+    "MissingFolderError",
+    "OutOfRangeError",
+    "RolloutDataError",
+    "RolloutDataWarning",
+    "RolloutOverflowError",
+    "SchemaError",
+    "TargetError",
+    "UnansweredError",
+    "UnsafeFileError",
+    "UsageError",
+    "WaitTimeoutError",
+    "WriteError",
+]
+
 _Self = TypeVar("_Self", bound="RolloutDataError")
 #: Maximum number of names that `nearest` compares. They take some tenths of a second.
 _MOST_COMPARED = 10_000

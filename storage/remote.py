@@ -21,6 +21,8 @@ from .ray_actors.buffer_shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard,
 from .ray_actors.packed_results import join, unpack
 from .ray_actors.shard_link import Link, LostActorError
 
+__all__ = ["LostActorError", "RemoteBuffer", "RemoteOptions"]
+
 #: Method of `RemoteBuffer` that handles the calls of each method of a buffer.
 _ACTS = {
     **dict.fromkeys(

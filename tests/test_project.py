@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import configparser
+import importlib
+import importlib.util
 import re
 import shutil
 import subprocess
+from types import ModuleType
 
 import pytest
 
@@ -150,3 +153,75 @@ def test_each_extra_that_a_document_names_exists() -> None:
         for path in (ROOT / folder).glob("*.md"):
             for names in re.findall(r"rollout-data\[([\w,]+)\]", path.read_text(encoding="utf-8")):
                 assert set(names.split(",")) <= extras, f"{path.name}: {names}"
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    """Return the module that writes the pages of the site."""
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs/pages.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_one_entry_for_each_public_object(pages: ModuleType) -> None:
+    public = pages.public_names()
+    listed = [name for _, _, names in pages.REFERENCE.values() for name in pages.paths(names)]
+    assert set(listed) <= set(public)
+    assert sorted(id(public[name]) for name in listed) == sorted(set(map(id, public.values())))
+
+
+def test_the_menu_lists_each_page_of_the_reference_by_its_title(pages: ModuleType) -> None:
+    menu = re.findall(
+        r"^ +- (.+): (reference/.+)$",
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert menu == [(title, page) for page, (title, *_) in pages.REFERENCE.items()]
+
+
+def test_each_page_of_the_reference_begins_with_one_plain_sentence(pages: ModuleType) -> None:
+    for page, (title, sentence, _) in pages.REFERENCE.items():
+        assert sentence.count(".") == 1 and sentence.endswith(".") and len(sentence.split()) <= 20
+        assert pages.reference(page).startswith(f"# {title}\n\n{sentence}")
+
+
+def test_an_entry_has_the_methods_of_private_bases_and_no_internal_or_foreign_ones(
+    pages: ModuleType,
+) -> None:
+    public = pages.public_names()
+    shown = {name: set(pages.members(public[name])) for name in public if is_class(public[name])}
+    assert {"add", "sample", "extend", "clear", "save", "load"} <= shown["storage.ZBuffer"]
+    assert {"get_batch", "state_dict", "prefetch"} <= shown["rollout_data.RolloutDataset"]
+    assert "plan_next" not in shown["rollout_data.RolloutDataset"]
+    assert "train" not in shown["rollout_data.Normalizer"]
+    assert {"keys", "count", "with_traceback"}.isdisjoint(
+        shown["storage.Schema"] | shown["storage.MiniBatch"] | shown["storage.UsageError"]
+    )
+
+
+def test_members_of_a_public_base_are_links_to_its_entry(pages: ModuleType) -> None:
+    text = pages.reference("reference/stream.md")
+    (entry,) = re.findall(r"::: rollout_data\.RolloutDataset\n(.*?)(?=\n\n:::)", text, re.DOTALL)
+    own, links = entry.split("Inherited from")
+    assert "get_batch" in own and "get_transition_batch" not in own
+    assert "[`get_transition_batch`][rollout_data.RolloutFileBase.get_transition_batch]" in links
+
+
+def test_no_guide_calls_a_member_that_the_reference_leaves_out(pages: ModuleType) -> None:
+    guides = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[rs]*/*.md")]
+    text = "".join(path.read_text(encoding="utf-8") for path in guides)
+    classes = [each for each in pages.public_names().values() if is_class(each)]
+    for path, names in pages.INTERNAL_MEMBERS.items():
+        module, name = path.rsplit(".", 1)
+        cls = getattr(importlib.import_module(module), name)
+        users = {each.__name__ for each in classes if issubclass(each, cls)}
+        for member in names.split():
+            assert hasattr(cls, member), f"{path}.{member}"
+            called = re.search(rf"\b({'|'.join(users)})\.{member}\b", text)
+            assert called is None, called
+
+
+def is_class(value: object) -> bool:
+    return isinstance(value, type)

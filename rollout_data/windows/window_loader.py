@@ -41,7 +41,7 @@ from ..sources.recordings.field_statistics import FieldStatistics, compute_stati
 from .skipped_windows import OnError
 from .window_dataset import WindowDataset
 from .window_index import arrivals, checked_windows, turn_of
-from .worker_batches import WindowBatches, collate_windows
+from .worker_batches import WindowBatches
 
 #: Version of the format of `state_dict`.
 _VERSION = 3
@@ -524,7 +524,7 @@ class WindowLoader(Shown):
 
         def read(first: int, stop: int) -> Any:
             ahead_of(first, stop)
-            return collate_windows(
+            return WindowBatches.collate(
                 windows.batch(order.take(np.arange(first, stop), mode="wrap"), self.on_error)
             )
 

@@ -47,21 +47,6 @@ _HEADER_BYTES = 4096
 _IS_LENT = 0
 
 
-def collate_windows(batch: Any) -> Any:
-    """Convert a batch to a plain dict, which torch's pytree requires; stack a list of windows."""
-    if not isinstance(batch, list):
-        return (
-            dict(batch) if type(batch) is WindowBatch else batch
-        )  # `_departing` converts a `_SharedBatch`.
-    if not batch or not all(isinstance(window, Mapping) for window in batch):
-        raise UsageError(
-            "collate requires a batch or a list of windows, got a list of "
-            f"{len(batch)} items that are not windows."
-        )
-    flat = [flatten(window) for window in batch]
-    return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
-
-
 class WindowBatch(dict[str, Any]):
     """Nested dict of tensors, with a helpful error if torch's default collate function is used."""
 
@@ -163,7 +148,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         return WindowBatch(self.read(windows, self._pool.empty))
 
     def _made_one_by_one(self, windows: Int64s) -> dict[str, Any]:
-        return WindowBatch(collate_windows([self[window] for window in windows.tolist()]))
+        return WindowBatch(self.collate([self[window] for window in windows.tolist()]))
 
     @abstractmethod
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:
@@ -188,8 +173,22 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """
         return lambda start, stop: None
 
-    #: Argument for torch: `DataLoader(dataset, collate_fn=dataset.collate)`.
-    collate = staticmethod(collate_windows)
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Convert a batch to a plain dict, which torch's pytree requires; stack a list of windows.
+
+        Argument for torch: `DataLoader(dataset, collate_fn=dataset.collate)`.
+        """
+        if not isinstance(batch, list):
+            # `_departing` converts a `_SharedBatch`.
+            return dict(batch) if type(batch) is WindowBatch else batch
+        if not batch or not all(isinstance(window, Mapping) for window in batch):
+            raise UsageError(
+                "collate requires a batch or a list of windows, got a list of "
+                f"{len(batch)} items that are not windows."
+            )
+        flat = [flatten(window) for window in batch]
+        return unflatten({name: torch.stack([window[name] for window in flat]) for name in flat[0]})
 
 
 class WorkerMemory:
