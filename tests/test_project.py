@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.test_house import CORE_DEPENDENCIES, FLOORS, ROOT
+from tests.test_house import CORE_DEPENDENCIES, PACKAGES, ROOT
 
 
 def test_the_repository_names_no_machine() -> None:
@@ -41,7 +41,7 @@ def test_no_extra_is_without_code_that_imports_it() -> None:
     config.read(ROOT / "setup.cfg")
     code = "".join(
         path.read_text()
-        for folder in (*FLOORS, "examples")
+        for folder in (*PACKAGES, "examples")
         for path in (ROOT / folder).rglob("*.py")
     )
     for extra, packages in config["options.extras_require"].items():
@@ -63,7 +63,7 @@ def test_the_project_declares_what_it_needs_and_ships_its_types() -> None:
     }
     assert names == CORE_DEPENDENCIES
     assert config["options"]["python_requires"] == ">=3.10"
-    for floor in FLOORS:
+    for floor in PACKAGES:
         assert (ROOT / floor / "py.typed").exists()
         assert "py.typed" in config["options.package_data"][floor]
 
@@ -149,7 +149,7 @@ def test_each_extra_that_a_document_names_exists() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = set(config["options.extras_require"])
-    for folder in (".", "docs", *FLOORS):
+    for folder in (".", "docs", *PACKAGES):
         for path in (ROOT / folder).glob("*.md"):
             for names in re.findall(r"rollout-data\[([\w,]+)\]", path.read_text(encoding="utf-8")):
                 assert set(names.split(",")) <= extras, f"{path.name}: {names}"
