@@ -60,7 +60,7 @@ def test_every_class_with_a_device_is_in_the_table() -> None:
 
 @without_cuda
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
-def test_a_device_that_is_not_there_is_refused_at_construction(name: str) -> None:
+def test_an_unavailable_device_raises_at_construction(name: str) -> None:
     make, arguments = getattr(storage, name), ARGUMENTS[name]
     for device in ("cuda", "cuda:1", torch.device("cuda")):
         with pytest.raises(
