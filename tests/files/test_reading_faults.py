@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -349,18 +350,28 @@ def test_a_differing_block_that_sorts_first_does_not_exclude_the_others(tmp_path
         assert numbers_of(opened(tmp_path / "a")) == [0, 1, 2]
 
 
-def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "code", "lines"),
+    [
+        (["return", "spawn"], 0, []),
+        (["exit"], 3, []),
+        (["raise"], 1, ["RuntimeError: raised by the script"]),
+    ],
+)
+def test_a_script_that_ends_with_open_iterators_prints_only_its_own_error(
+    tmp_path, options, code, lines
+):
     record(tmp_path, [50] * 4)
-    code = (
-        "import sys; from rollout_data import RolloutDataset\n"
-        "dataset = RolloutDataset(sys.argv[1], 2, 0, device='cpu')\n"
-        "iterator = iter(dataset.prefetch(3)); next(iterator)\n"
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.files.left_open", str(tmp_path), *options],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=Path(__file__).parents[2],
     )
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+    assert (ended.returncode, ended.stdout) == (code, "")
+    printed = re.sub(r"^Traceback .*\n( .*\n)*", "", ended.stderr, count=1)
+    assert printed.splitlines() == lines
 
 
 @pytest.mark.parametrize(
