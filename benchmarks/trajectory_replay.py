@@ -184,7 +184,7 @@ def _read_all(file: int, places: list[int], row_bytes: int) -> None:
 
 
 def _forget_of(buffer: TrajectoryReplayBuffer) -> None:
-    buffer._live.unmap_files()  # pages that are mapped stay in memory
+    buffer._live.gatherer.unmap_all()  # pages that are mapped stay in memory
     data.forget(FOLDER)
 
 

@@ -70,13 +70,15 @@ def save_to(
     if folder.is_dir():
         for paths in find_files(folder.resolve()).values():
             own |= {path.name for path in paths}
-    with replace_folder(folder, own) as made:
+    with replace_folder(folder, own) as new_folder:
         for entry in entries:
-            suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
-            entry.put_file(
-                made / entry.file_name(suffix), rows_of(entry) if entry.path is None else None
-            )
-        write_index(made, {entry.trajectory_id: entry for entry in entries}, counters)
+            if entry.path is None:
+                target = new_folder / entry.file_name(counters.file_format)
+                entry.put_file(target, rows_of(entry))
+            else:
+                target = new_folder / entry.file_name(entry.path.suffix[1:])
+                entry.put_file(target, None)
+        write_index(new_folder, {entry.trajectory_id: entry for entry in entries}, counters)
 
 
 def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
@@ -88,22 +90,25 @@ def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) 
         "trajectory_counter": counters.next_id,
         "seed": counters.seed,
     }
+    listed = {}
+    for id_in_file_name, entry in entries.items():
+        listed[str(id_in_file_name)] = {**entry.to_json(), "trajectory_id": id_in_file_name}
     assert counters.rng is not None
+    rng = base64.b64encode(counters.rng.numpy().tobytes()).decode()
     index = {
-        "trajectory_index": {
-            str(one): {**entry.to_json(), "trajectory_id": one} for one, entry in entries.items()
-        },
+        "trajectory_index": listed,
         "trajectory_id_list": list(entries),
         "format": _FORMAT,
         "version": _VERSION,
-        "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
+        "counters": {**summary, "rng": rng},
     }
-    for name, content in (
-        (INDEX_NAME, {**index, CHECKSUM: json_checksum(index)}),
-        (METADATA_NAME, summary),
-    ):
-        with replace_file(folder / name) as new:
-            new.write_text(json.dumps(content), encoding="utf-8")
+    _write_json(folder / INDEX_NAME, {**index, CHECKSUM: json_checksum(index)})
+    _write_json(folder / METADATA_NAME, summary)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with replace_file(path) as new:
+        new.write_text(json.dumps(content), encoding="utf-8")
 
 
 def check_json(info: Mapping[str, Any]) -> None:
@@ -133,18 +138,22 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
         raise MissingTrajectoriesError(
             f"{str(folder)!r} has no saved trajectories: {INDEX_NAME} is missing."
         )
-    found = [_read_one(one, trusted, verify) for one in folders]
-    entries = [entry for listed, _ in found for entry in listed]
-    next_id = max(
-        [counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries]
-    )
-    taken: set[int] = set()
+    entries: list[Entry] = []
+    counters_of_ranks = []
+    for rank_folder in folders:
+        entries_of_rank, counters = _read_rank(rank_folder, trusted, verify)
+        entries += entries_of_rank
+        counters_of_ranks.append(counters)
+
+    next_id = max(counters.next_id for counters in counters_of_ranks)
+    next_id = max([next_id] + [entry.trajectory_id + 1 for entry in entries])
+    used_ids: set[int] = set()
     for entry in entries:
-        if entry.trajectory_id in taken:
+        if entry.trajectory_id in used_ids:
             entry.trajectory_id = next_id
-            next_id = next_id + 1
-        taken.add(entry.trajectory_id)
-    return entries, found[0][1]._replace(next_id=next_id)
+            next_id += 1
+        used_ids.add(entry.trajectory_id)
+    return entries, counters_of_ranks[0]._replace(next_id=next_id)
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
@@ -153,33 +162,38 @@ def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry
     A share is sorted by id, because the ranks of a run use disjoint ascending ids. If ranks used
     equal ids, `read_folder` chose new ids and the share is not sorted.
     """
-    start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
+    start = len(entries) * rank // world_size
+    stop = len(entries) * (rank + 1) // world_size
     share = list(entries[start:stop])
-    is_of_several = len({entry.path.parent for entry in share if entry.path}) > 1
-    if is_of_several and all(entry.trajectory_id == entry.filed_id for entry in share):
+    folders = {entry.path.parent for entry in share if entry.path}
+    has_stored_ids = all(entry.trajectory_id == entry.id_in_file_name for entry in share)
+    if len(folders) > 1 and has_stored_ids:
         share.sort(key=lambda entry: entry.trajectory_id)
     return share
 
 
-def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+def _read_rank(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+    """Read the trajectories and counters of a folder with an index.
+
+    Trajectories whose file is missing are left out, with one warning.
+
+    Raises:
+        CorruptFileError: The index is missing or damaged, or a file is damaged.
+    """
     path_of_index = index_path(folder) or folder / LEGACY_INDEX_NAME
-    about = folder / METADATA_NAME
     try:
-        index = read_json(path_of_index, _MAX_INDEX_BYTES)
-        is_ours = index.get("format") == _FORMAT
-        counters = _counters_of(
-            (index.get("counters") if is_ours else about.exists() and read_json(about)) or {}
-        )
-        items = dict(listed_entries(index))  # `dict` removes repeated ids.
+        items, counters = _read_index(path_of_index)
         files = find_files(folder)
         entries = []
-        missing = []
+        missing_ids = []
         for trajectory_id, item in items.items():
             path = _preferred(files.get(trajectory_id, []), counters.file_format)
             if path is None:
-                missing.append(trajectory_id)
+                missing_ids.append(trajectory_id)
             else:
                 entries.append(_read_entry(path, trajectory_id, item, trusted, verify))
+    except DataFileError:
+        raise
     except (
         FileNotFoundError,
         KeyError,
@@ -188,18 +202,34 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         AttributeError,
         OverflowError,
     ) as cause:
-        if isinstance(cause, DataFileError):
-            raise
         raise CorruptFileError(
             f"{str(path_of_index)!r} is damaged: {type(cause).__name__}: {cause}."
         ) from cause
-    if missing:
-        listed = ", ".join(map(str, missing[:10]))
-        text = f"{len(missing)} of {len(items)} trajectories in the index of {str(folder)!r}"
-        warnings.warn(
-            f"{text} have no file and are skipped: {listed}", RolloutDataWarning, stacklevel=4
+    if missing_ids:
+        first_ids = ", ".join(map(str, missing_ids[:10]))
+        message = (
+            f"{len(missing_ids)} of {len(items)} trajectories in the index of {str(folder)!r} have "
+            f"no file and are skipped: {first_ids}"
         )
+        warnings.warn(message, RolloutDataWarning, stacklevel=4)
     return entries, counters
+
+
+def _read_index(path: Path) -> tuple[dict[int, dict[str, Any]], Counters]:
+    """Read an index and the counters of its folder.
+
+    Returns:
+        Map from trajectory id to its item in the index, in the order of the index.
+        Counters, which earlier systems store in `metadata.json`.
+    """
+    index = read_json(path, _MAX_INDEX_BYTES)
+    metadata_path = path.parent / METADATA_NAME
+    summary = None
+    if index.get("format") == _FORMAT:
+        summary = index.get("counters")
+    elif metadata_path.exists():
+        summary = read_json(metadata_path)
+    return dict(listed_entries(index)), _counters_of(summary or {})
 
 
 def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
@@ -214,46 +244,68 @@ def _preferred(paths: Sequence[Path], file_format: str) -> Path | None:
 def _read_entry(
     path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool
 ) -> Entry:
-    (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
-    shape = (num_steps, num_envs)
-    block = None
+    """Read the description of a trajectory from its file and its item in the index.
 
+    Raises:
+        CorruptFileError: The file is damaged, or the index contradicts it.
+    """
+    num_steps, num_envs = map(int, item["shape"][:2])
+    num_samples = int(item["num_samples"])
+    shape = (num_steps, num_envs)
     if min(shape) < 1 or num_steps * num_envs != num_samples:
         raise CorruptFileError(
             f"the index has shape {list(shape)} for {str(path)!r}, which does not match its "
             f"{num_samples} samples."
         )
+
+    block = None
     if path.suffix == ".h5":
         layout, block = find_block(path, trajectory_id, shape, verify)
         info = dict(item.get("info", {}))
     else:
-        found = read_whole(path, trusted)
-        if found.shape != shape:
+        trajectory = read_whole(path, trusted)
+        if trajectory.shape != shape:
             raise CorruptFileError(
-                f"{str(path)!r} has shape {list(found.shape)}, expected {list(shape)}."
+                f"{str(path)!r} has shape {list(trajectory.shape)}, expected {list(shape)}."
             )
-        layout = layout_of(found.tensors, f"of {str(path)!r}")
-        info = found.info
+        layout = layout_of(trajectory.tensors, f"of {str(path)!r}")
+        info = trajectory.info
     version = item.get("weights_version")
-    name = str(item.get("uuid") or uuid.uuid4().hex)
-    version = None if version is None else int(version)
-    return Entry(trajectory_id, layout, shape, info, name, version, path, block=block)
+    return Entry(
+        trajectory_id,
+        layout,
+        shape,
+        info,
+        uuid=str(item.get("uuid") or uuid.uuid4().hex),
+        weights_version=None if version is None else int(version),
+        path=path,
+        block=block,
+    )
 
 
 def _counters_of(summary: Mapping[str, Any]) -> Counters:
     """Parse the counters in an index. Raise `ValueError` if they are invalid."""
     file_format = str(summary.get("trajectory_format"))
-    seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
+    if file_format not in FORMATS:
+        file_format = FORMATS[0]
+    seed = int(summary.get("seed", 0))
+    next_id = int(summary.get("trajectory_counter", 0))
     if next_id >= MAX_ID:
         raise ValueError(f"a trajectory_counter of {next_id}")
-    rng = None
-    if (text := summary.get("rng")) is not None:
-        rng = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-        try:
-            torch.Generator().set_state(rng)
-        except RuntimeError as cause:
-            raise ValueError(f"the state of a generator: {cause}") from cause
-    return Counters(seed, next_id, file_format if file_format in FORMATS else FORMATS[0], rng)
+    text = summary.get("rng")
+    rng = None if text is None else _random_state_of(text)
+    return Counters(seed, next_id, file_format, rng)
+
+
+def _random_state_of(text: Any) -> torch.Tensor:
+    """Decode the state of a generator. Raise `ValueError` if it is invalid."""
+    state = bytearray(base64.b64decode(text, validate=True))
+    rng = torch.frombuffer(state, dtype=torch.uint8)
+    try:
+        torch.Generator().set_state(rng)
+    except RuntimeError as cause:
+        raise ValueError(f"the state of a generator: {cause}") from cause
+    return rng
 
 
 def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:

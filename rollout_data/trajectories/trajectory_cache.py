@@ -28,7 +28,7 @@ _FIRST_ROOM = 8
 _GROWTH = 1.5
 
 
-class RowBlock:
+class RowMemory:
     """Memory for the rows of trajectories with the same layout, with one piece per trajectory.
 
     Attributes:
@@ -46,7 +46,7 @@ class RowBlock:
         self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
-        """Copy rows into a free piece of this block. Returns the index of the first row."""
+        """Copy rows into a free piece of the memory. Returns the index of the first row."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
@@ -73,13 +73,13 @@ class RowBlock:
     def _place(self, num_rows: int) -> int:
         """Return the first of `num_rows` free rows. Grows the memory if necessary."""
         end = self._end
-        before = 0
         if end + num_rows <= self.capacity:
             return end
+        free_start = 0
         for first, stop in self._pieces.items():
-            if first - before >= num_rows:
-                return before
-            before = stop
+            if first - free_start >= num_rows:
+                return free_start
+            free_start = stop
         self._make_room(max(end + num_rows, int(self.capacity * _GROWTH)))
         return end
 
@@ -97,11 +97,11 @@ class Cached(NamedTuple):
     """Location of the rows of a cached trajectory, for its fields with equal numbers of steps.
 
     Attributes:
-        block: Block that contains the rows.
-        first: Index of the first row in `block`.
+        memory: Memory that contains the rows.
+        first: Index of the first row in `memory`.
     """
 
-    block: RowBlock
+    memory: RowMemory
     first: int
 
 
@@ -120,7 +120,7 @@ class TrajectoryCache(Shown):
     def __init__(self, max_size: int) -> None:
         self.max_size = whole("max_size", max_size, 0)
         self.lock = threading.RLock()
-        self._blocks: dict[RowLayout, RowBlock] = {}
+        self._memories: dict[RowLayout, RowMemory] = {}
         self._entries: dict[int, list[Cached]] = {}
         self._pool = BufferPool()
 
@@ -145,7 +145,8 @@ class TrajectoryCache(Shown):
     def nbytes(self) -> int:
         """Number of allocated bytes, including free rows."""
         with self.lock:
-            return sum(block.capacity * block.layout.frame_bytes for block in self._blocks.values())
+            memories = self._memories.values()
+            return sum(memory.capacity * memory.layout.frame_bytes for memory in memories)
 
     def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
         """Copy a trajectory into the cache. A full cache removes its oldest trajectory.
@@ -163,23 +164,7 @@ class TrajectoryCache(Shown):
                 f"trajectory must be a nested mapping of tensors, got {type(trajectory).__name__}."
             )
 
-        by_length: dict[int, dict[str, torch.Tensor]] = {}
-        for name, leaf in flatten(trajectory).items():
-            if not isinstance(leaf, (torch.Tensor, np.ndarray)):
-                raise UsageError(
-                    f"field {name!r} of trajectory {trajectory_id} must be a tensor or an array, "
-                    f"got {type(leaf).__name__}."
-                )
-            tensor = as_given(leaf)
-            if not tensor.ndim or not len(tensor):
-                raise UsageError(
-                    f"field {name!r} of trajectory {trajectory_id} has shape "
-                    f"{list(tensor.shape)}, expected [n, ...] with n >= 1."
-                )
-            by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
-        if not by_length:
-            raise UsageError(f"trajectory {trajectory_id} has no tensors.")
-
+        by_length = _by_length(trajectory_id, trajectory)
         parts = {}
         for tensors in by_length.values():
             layout = layout_of(tensors, f"of trajectory {trajectory_id}")
@@ -192,23 +177,24 @@ class TrajectoryCache(Shown):
         Returns:
             Ids of the added trajectory and, if the cache was full, of the removed trajectory.
         """
-        moved = [trajectory_id]
+        changed_ids = [trajectory_id]
         with self.lock:
             self.drop(trajectory_id)
             if self.is_full:
-                moved.append(next(iter(self._entries)))
-                self.drop(moved[-1])
+                oldest_id = next(iter(self._entries))
+                self.drop(oldest_id)
+                changed_ids.append(oldest_id)
             entry = []
             for layout, rows in parts.items():
-                if layout not in self._blocks:
+                if layout not in self._memories:
                     num_rows = len(next(iter(rows.values())))
-                    self._blocks[layout] = RowBlock(
+                    self._memories[layout] = RowMemory(
                         layout, num_rows * (self.max_size or _FIRST_ROOM)
                     )
-                block = self._blocks[layout]
-                entry.append(Cached(block, block.put(rows)))
+                memory = self._memories[layout]
+                entry.append(Cached(memory, memory.put(rows)))
             self._entries[trajectory_id] = entry
-        return moved
+        return changed_ids
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Return a copy of a cached trajectory as a nested dict of tensors `[n, ...]`.
@@ -218,10 +204,10 @@ class TrajectoryCache(Shown):
         """
         flat: dict[str, torch.Tensor] = {}
         with self.lock:
-            for block, first in self.find(trajectory_id):
-                rows = block.rows(first)
+            for memory, first in self.find(trajectory_id):
+                rows = memory.rows(first)
                 num_rows = len(next(iter(rows.values())))
-                for name, tensor in unpack(block.layout, rows, (num_rows, 1)).items():
+                for name, tensor in unpack(memory.layout, rows, (num_rows, 1)).items():
                     flat[name] = tensor.squeeze(1)
         return unflatten(flat)
 
@@ -242,11 +228,38 @@ class TrajectoryCache(Shown):
     def drop(self, trajectory_id: int) -> None:
         """Remove a trajectory from the cache. Does nothing if the trajectory is not cached."""
         with self.lock:
-            for block, first in self._entries.pop(trajectory_id, ()):
-                block.free(first)
+            for memory, first in self._entries.pop(trajectory_id, ()):
+                memory.free(first)
 
     def clear(self) -> None:
         """Remove all trajectories and free the memory."""
         with self.lock:
             self._entries.clear()
-            self._blocks.clear()
+            self._memories.clear()
+
+
+def _by_length(
+    trajectory_id: int, trajectory: Mapping[str, Any]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Map lengths n to the tensors `[n, 1, ...]` of a trajectory by flat name.
+
+    Raises:
+        UsageError: A leaf is no tensor or has no rows, or there are no leaves.
+    """
+    by_length: dict[int, dict[str, torch.Tensor]] = {}
+    for name, leaf in flatten(trajectory).items():
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+            raise UsageError(
+                f"field {name!r} of trajectory {trajectory_id} must be a tensor or an array, got "
+                f"{type(leaf).__name__}."
+            )
+        tensor = as_given(leaf)
+        if not tensor.ndim or not len(tensor):
+            raise UsageError(
+                f"field {name!r} of trajectory {trajectory_id} has shape {list(tensor.shape)}, "
+                "expected [n, ...] with n >= 1."
+            )
+        by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
+    if not by_length:
+        raise UsageError(f"trajectory {trajectory_id} has no tensors.")
+    return by_length

@@ -30,12 +30,21 @@ from storage.errors import CorruptFileError, DataFileError
 
 from ..blocks.block import Block
 from ..blocks.block_content import ArrayRows, BlockContent
-from ..blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
+from ..blocks.block_header import (
+    DATA,
+    FINAL,
+    FIRST,
+    FRAGMENT_DTYPE,
+    OPEN,
+    BlockHeader,
+    layouts_of,
+    open_block,
+)
 from ..blocks.row_layout import RowLayout
 from ..blocks.write_block import write_block_file
 from ..sources.trajectory_checkpoints.checkpoint_file import END_FLAGS, load_trajectory
 from ..sources.trajectory_checkpoints.checkpoint_folder import id_of_file
-from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
+from .trajectory_rows import FlatTrajectory, Rows, flatten_trajectory, layout_for, pack, unpack
 
 
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
@@ -43,10 +52,10 @@ class MissingTrajectoryError(DataFileError, FileNotFoundError):
 
 
 @contextmanager
-def naming(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Convert a `FileNotFoundError` about `path`, raised in a `with` block, to a clearer error.
+def missing_file_reported(trajectory_id: int, path: Path) -> Iterator[None]:
+    """Convert a `FileNotFoundError` about `path` in a `with` block to `MissingTrajectoryError`.
 
-    The `MissingTrajectoryError` names the trajectory. Errors about other files are not converted.
+    Errors about other files are not converted.
     """
     try:
         yield
@@ -74,7 +83,7 @@ class Entry:
         path: File of the trajectory; None until the file is written.
         rows: Rows in memory; None after the file is written.
         block: Locations of the rows in a block file; None for other files.
-        place: Number of trajectories that the buffer received before this trajectory.
+        position: Number of trajectories that the buffer received before this trajectory.
     """
 
     trajectory_id: int
@@ -86,7 +95,7 @@ class Entry:
     path: Path | None = None
     rows: Rows | None = None
     block: Block | None = None
-    place: int = 0
+    position: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -99,7 +108,7 @@ class Entry:
         return str(self.info.get("model_weights_id", version))
 
     @property
-    def filed_id(self) -> int:
+    def id_in_file_name(self) -> int:
         """Trajectory id in the file name, which may differ from `trajectory_id` after loading."""
         trajectory_id = None if self.path is None else id_of_file(self.path.name)
         assert trajectory_id is not None, "named by file_name() or found by find_files()"
@@ -128,7 +137,7 @@ class Entry:
         if self.rows is not None:
             return self.rows
         assert self.path is not None
-        with naming(self.trajectory_id, self.path):
+        with missing_file_reported(self.trajectory_id, self.path):
             if self.block is None:
                 return pack(self.layout, read_whole(self.path, trusted).tensors, pool)
             rows = {}
@@ -196,7 +205,7 @@ class Entry:
             self.write(target, rows)
             return
         assert self.path is not None
-        with naming(self.trajectory_id, self.path):
+        with missing_file_reported(self.trajectory_id, self.path):
             try:
                 os.link(self.path, target)
             except FileNotFoundError:
@@ -235,40 +244,44 @@ def find_block(
     Raises:
         DataFileError: The block is damaged, or contains a different trajectory.
     """
-    with naming(trajectory_id, path):
+    with missing_file_reported(trajectory_id, path):
         header = open_block(path, verify)
         status = os.stat(path)
-    num_steps, num_envs = shape
-    fragments = header.fragments
     layout = layout_for(header.schema.values())
-    is_whole = (
-        header.sequence == trajectory_id
-        # Tested before the lists below, whose length `num_envs` may be huge in a forged index.
-        and len(fragments) == num_envs
-        and layout.schema == header.schema
-        and fragments["length"].tolist() == [num_steps] * num_envs
-        and fragments["row"].tolist() == list(range(0, num_envs * num_steps, num_steps))
-        and not any(header.chunks.values())
-    )
-    if not is_whole:
+    is_expected = header.sequence == trajectory_id and layout.schema == header.schema
+    if not is_expected or not _has_shape(header, shape):
+        num_steps, num_envs = shape
+        lengths = header.fragments["length"].tolist()[:8]
         raise CorruptFileError(
-            f"{str(path)!r} has trajectory {header.sequence} with the lengths "
-            f"{fragments['length'].tolist()[:8]}, expected trajectory {trajectory_id} with "
-            f"{num_envs} x {num_steps} frames."
+            f"{str(path)!r} has trajectory {header.sequence} with the lengths {lengths}, expected "
+            f"trajectory {trajectory_id} with {num_envs} x {num_steps} frames."
         )
+    places = {(DATA, name): place for name, place in header.locations[DATA].items()}
     block = Block(
-        path,
-        header.writer,
-        trajectory_id,
-        fragments[:0],
-        {(DATA, name): place for name, place in header.locations[DATA].items()},
-        status.st_size,
-        status.st_mtime_ns,
+        path=path,
+        writer=header.writer,
+        sequence=trajectory_id,
+        fragments=header.fragments[:0],
+        places=places,
+        file_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
     )
     return layout, block
 
 
-def read_whole(path: Path, trusted: bool) -> Leaves:
+def _has_shape(header: BlockHeader, shape: tuple[int, int]) -> bool:
+    """Return whether a block has B consecutive fragments of T frames, without compression."""
+    num_steps, num_envs = shape
+    fragments = header.fragments
+    # Tested before the lists below, whose length `num_envs` may be huge in a forged index.
+    if len(fragments) != num_envs:
+        return False
+    has_lengths = fragments["length"].tolist() == [num_steps] * num_envs
+    has_rows = fragments["row"].tolist() == list(range(0, num_envs * num_steps, num_steps))
+    return has_lengths and has_rows and not any(header.chunks.values())
+
+
+def read_whole(path: Path, trusted: bool) -> FlatTrajectory:
     """Read all leaves of a `pt` or `pkl` file. Raises the errors of `load_trajectory`."""
     trajectory = load_trajectory(path, trusted=trusted)
-    return take_apart(trajectory, END_FLAGS, (), f"of {str(path)!r}")
+    return flatten_trajectory(trajectory, END_FLAGS, (), f"of {str(path)!r}")

@@ -1,7 +1,7 @@
 """`TrajectoryReplayBuffer`: store trajectories in memory or on disk and sample their steps.
 
 Every step of the newest trajectories is drawn with equal probability. `live_trajectories.py`
-gathers the rows, and `trajectory_saver.py` writes the files.
+draws the steps, `row_gatherer.py` reads the rows, and `trajectory_saver.py` writes the files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .live_trajectories import LiveTrajectories, check_fields
 from .replay_folder import Counters, check_json, folded, read_folder, save_to, share_of
 from .trajectory_cache import TrajectoryCache
 from .trajectory_files import Entry
-from .trajectory_rows import Leaves, layout_of, pack, take_apart, unpack
+from .trajectory_rows import FlatTrajectory, flatten_trajectory, layout_of, pack, unpack
 from .trajectory_saver import TrajectorySaver
 
 #: Minimum policy version. Versions may be negative: some programs use -1 for an unknown version.
@@ -216,22 +216,20 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def _add(self, trajectories: Iterable[Any], weights_version: int | None) -> list[int]:
         if weights_version is not None:
             weights_version = arguments.whole("weights_version", weights_version, _LEAST_VERSION)
-        taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
-        layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
-        for one in taken:
-            check_json(one.info)
+        checked = []
+        for trajectory in trajectories:
+            flat = flatten_trajectory(trajectory, self.drop_first, self.drop_last)
+            check_json(flat.info)
+            checked.append((flat, layout_of(flat.tensors, "of a trajectory")))
         with self._lock:
             self._check_usable()
             fields = dict(self._live.fields)
-            for layout in layouts:
+            for _, layout in checked:
                 check_fields(fields, layout.schema.values())
         if self._saver is not None:
             self._saver.warn_of_earlier()
         with self._timed("add"):
-            return [
-                self._take(one, layout, weights_version)
-                for one, layout in zip(taken, layouts, strict=True)
-            ]
+            return [self._append(flat, layout, weights_version) for flat, layout in checked]
 
     def sample(
         self,
@@ -280,15 +278,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
             MissingFieldError: The trajectory is not live (a `KeyError`).
         """
         with self._lock:
-            entry = self._find(trajectory_id)
-            return unflatten(
-                {**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)}
-            )
+            entry = self._entry(trajectory_id)
+            rows = self._live.gatherer.trajectory_rows(entry)
+            return unflatten({**entry.info, **unpack(entry.layout, rows, entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
         """Return the shape, uuid, weights version and metadata of a trajectory as a dict."""
         with self._lock:
-            return self._find(trajectory_id).to_json()
+            return self._entry(trajectory_id).to_json()
 
     def clear_cache(self) -> None:
         """Free the memory of the cache. Without `auto_save` this removes all trajectories."""
@@ -303,7 +300,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         with self._lock:
             self._live = self._empty_state()
             if self._saver is not None:
-                self._saver.name([])
+                self._saver.list_only([])
 
     def flush(self) -> None:
         """Wait until all trajectories are saved. Raises `BackgroundError` if saving failed."""
@@ -344,9 +341,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
                     # `flush` has just written the index, so the folder is a checkpoint already.
                     return
-                save_to(
-                    folder, list(self._live.entries.values()), self._counters(), self._live.rows_of
-                )
+                entries = list(self._live.entries.values())
+                save_to(folder, entries, self._counters(), self._live.gatherer.trajectory_rows)
 
     def load_checkpoint(
         self,
@@ -381,47 +377,65 @@ class TrajectoryReplayBuffer(Shown, Owned):
             UsageError: The rank or world size is invalid.
             DataFileError: A file is missing or damaged. The buffer is unchanged.
         """
-        rank, step = _rank_of(local_rank, world_size, "local_rank")
+        rank, id_step = _rank_of(local_rank, world_size, "local_rank")
         is_distributed = arguments.flag("is_distributed", is_distributed)
         verify = arguments.flag("verify", verify)
         if min_weights_version is not None:
             min_weights_version = arguments.whole(
                 "min_weights_version", min_weights_version, _LEAST_VERSION
             )
-        rank, step = (rank, step) if is_distributed else (0, 1)
+        if not is_distributed:
+            rank = 0
+            id_step = 1
         folder = arguments.path("directory", directory).absolute()
         self._check_usable()
         with self._timed("load_checkpoint"):
             if self._saver is not None:
                 self._saver.wait()
             entries, counters = read_folder(folder, self.trusted, verify)
-            entries = [one for one in entries if one.is_recent(min_weights_version)]
-            live = self._empty_state()
-            for entry in share_of(entries, rank, step)[-live.capacity or None :]:
-                live.append(entry, live.rows_of(entry) if self._saver is None else None)
+            entries = [entry for entry in entries if entry.is_recent(min_weights_version)]
+            live = self._loaded(share_of(entries, rank, id_step))
             with self._lock:
                 self._check_usable()
                 if self._saver is not None:
                     self._saver.adopt(live.entries.values(), folder, is_distributed)
                 self._live = live
                 if self._saver is not None:
-                    self._saver.name(live.entries.values())
+                    self._saver.list_only(live.entries.values())
                     self._saver.warn_of_earlier()
                 if counters.rng is not None:
-                    self.rng.set_state(
-                        folded(counters.rng, rank, step) if step > 1 else counters.rng
-                    )
+                    is_share = id_step > 1
+                    rng = folded(counters.rng, rank, id_step) if is_share else counters.rng
+                    self.rng.set_state(rng)
                 self._next_id = max(counters.next_id, self._next_id) + rank
-                self._id_step = step
+                self._id_step = id_step
 
-    def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
-        """Add a trajectory that was checked by `take_apart`, and return its id."""
-        rows = pack(layout, one.tensors, self._live.pool)
-        version = (
-            weights_version if weights_version is not None else one.info.get("weights_version")
-        )
+    def _loaded(self, entries: Sequence[Entry]) -> LiveTrajectories:
+        """Return the table of the newest entries within the capacity.
+
+        Without `auto_save` their rows are read into memory.
+        """
+        live = self._empty_state()
+        newest = entries[-live.capacity :] if live.capacity else entries
+        for entry in newest:
+            rows = None
+            if self._saver is None:
+                rows = live.gatherer.trajectory_rows(entry)
+            live.append(entry, rows)
+        return live
+
+    def _append(
+        self, trajectory: FlatTrajectory, layout: RowLayout, weights_version: int | None
+    ) -> int:
+        """Add a trajectory that was checked, and return its id."""
+        rows = pack(layout, trajectory.tensors, self._live.gatherer.pool)
+        version = weights_version
+        if version is None:
+            version = trajectory.info.get("weights_version")
         with self._lock:
-            entry = Entry(self._next_id, layout, one.shape, one.info, weights_version=version)
+            entry = Entry(
+                self._next_id, layout, trajectory.shape, trajectory.info, weights_version=version
+            )
             self._next_id += self._id_step
             self._live.append(entry, rows)
             if self._saver is not None:
@@ -431,7 +445,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self._saver.submit(entry)  # Called without the lock, because it may block.
         return entry.trajectory_id
 
-    def _find(self, trajectory_id: int) -> Entry:
+    def _entry(self, trajectory_id: int) -> Entry:
+        """Return the entry of a live trajectory; raise `MissingFieldError` for other ids."""
         self._check_usable()
         entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
         if entry is None:
@@ -452,10 +467,10 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def _counters(self) -> Counters:
         return Counters(self.seed, self._next_id, self.trajectory_format, self.rng.get_state())
 
-    def _timed(self, what: str) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self._monitor is None else self._monitor.timer(f"trajectories/{what}")
-        )
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        if self._monitor is None:
+            return nullcontext()
+        return self._monitor.timer(f"trajectories/{name}")
 
     def _check_usable(self) -> None:
         if self._is_closed:

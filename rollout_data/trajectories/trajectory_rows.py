@@ -85,7 +85,7 @@ def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, t
     return tensors
 
 
-class Leaves(NamedTuple):
+class FlatTrajectory(NamedTuple):
     """Flattened trajectory, with tensors and metadata separated.
 
     Attributes:
@@ -99,12 +99,12 @@ class Leaves(NamedTuple):
     shape: tuple[int, int]
 
 
-def take_apart(
+def flatten_trajectory(
     trajectory: Any,
     drop_first: Collection[str],
     drop_last: Collection[str],
     where: str = "of a trajectory",
-) -> Leaves:
+) -> FlatTrajectory:
     """Flatten a nested trajectory, check its shapes and remove additional rows, without copies.
 
     Args:
@@ -127,27 +127,34 @@ def take_apart(
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
     for name, leaf in flatten(tree).items():
-        is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
-        if isinstance(leaf, np.generic) or (is_array and leaf.ndim == 0):
-            leaf = leaf.item()
-            is_array = False
-        if is_array:
-            tensors[name] = as_given(leaf)
-        elif isinstance(leaf, INFO_TYPES):
-            info[name] = leaf
-        elif leaf is not None:
+        value = _without_array(leaf)
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            tensors[name] = as_given(value)
+        elif isinstance(value, INFO_TYPES):
+            info[name] = value
+        elif value is not None:
             raise SchemaError(
                 f"field {name!r} {where} must be a tensor, an array, a str, a number or a list, "
-                f"got {type(leaf).__name__}."
+                f"got {type(value).__name__}."
             )
+
     shape = _shape_of(tensors, {*drop_first, *drop_last}, where)
     for name, tensor in tensors.items():
-        if tensor.shape[:2] != shape:
-            is_declared = name in drop_first or name in drop_last
-            epochs = _epochs(name, tensor, shape, is_declared, where)
-            steps = epochs[:, 1:] if name in drop_first else epochs[:, :-1]
-            tensors[name] = steps.reshape(shape[0], *tensor.shape[1:])
-    return Leaves(tensors, info, shape)
+        if tensor.shape[:2] == shape:
+            continue
+        is_declared = name in drop_first or name in drop_last
+        epochs = _epochs(name, tensor, shape, is_declared, where)
+        steps = epochs[:, 1:] if name in drop_first else epochs[:, :-1]
+        tensors[name] = steps.reshape(shape[0], *tensor.shape[1:])
+    return FlatTrajectory(tensors, info, shape)
+
+
+def _without_array(leaf: Any) -> Any:
+    """Return the Python value of a numpy scalar or of an array without axes; other leaves as is."""
+    is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
+    if isinstance(leaf, np.generic) or (is_array and leaf.ndim == 0):
+        return leaf.item()
+    return leaf
 
 
 def _as_mapping(tree: Any) -> Any:
@@ -176,8 +183,9 @@ def _shape_of(
                 f"field {name!r} {where} has shape {list(tensor.shape)}, expected [T, B, ...]."
             )
     names = [name for name in (*LENGTH_NAMES, *tensors) if name in tensors]
-    exact = [name for name in names if name not in longer]
-    num_steps, num_envs = tensors[(exact or names)[0]].shape[:2]
+    exact_names = [name for name in names if name not in longer]
+    name = exact_names[0] if exact_names else names[0]
+    num_steps, num_envs = tensors[name].shape[:2]
     return int(num_steps), int(num_envs)
 
 
@@ -195,12 +203,12 @@ def _epochs(
     """
     num_steps, num_envs = shape
     epochs = split_epochs(tensor, num_steps) if tensor.shape[1] == num_envs else None
-    if epochs is None or not is_declared:
-        text = (
-            f"field {name!r} {where} has shape {list(tensor.shape)}, expected "
-            f"[{num_steps}, {num_envs}, ...]."
-        )
-        if epochs is not None:
-            text += f" Declare {name!r} in drop_first or drop_last."
-        raise SchemaError(text)
-    return epochs
+    if epochs is not None and is_declared:
+        return epochs
+    message = (
+        f"field {name!r} {where} has shape {list(tensor.shape)}, expected "
+        f"[{num_steps}, {num_envs}, ...]."
+    )
+    if epochs is not None:
+        message += f" Declare {name!r} in drop_first or drop_last."
+    raise SchemaError(message)

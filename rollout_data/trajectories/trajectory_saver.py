@@ -10,9 +10,8 @@ from __future__ import annotations
 import filecmp
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,13 @@ from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 from ..blocks.block import Block
 from ..sources.trajectory_checkpoints.checkpoint_folder import find_files
 from .replay_folder import Counters, write_index
-from .trajectory_files import Entry, find_block, naming
+from .trajectory_files import Entry, find_block, missing_file_reported
 
 #: Maximum share of the background thread's time for writing the index. After writing an index for
 #: 1 s, the next index is due 10 s later.
 _INDEX_SHARE = 0.1
+#: File of an entry, and the locations of its rows in a block file; None for other files.
+_Place = tuple[Path, Block | None]
 
 
 class TrajectorySaver:
@@ -71,15 +72,15 @@ class TrajectorySaver:
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
         #: Ids of files of an earlier run that were not loaded. Emptied after the warning.
-        self._earlier = set(find_files(folder))
-        self.first_free_id = max(self._earlier, default=-1) + 1
+        self._earlier_ids = set(find_files(folder))
+        self.first_free_id = max(self._earlier_ids, default=-1) + 1
         self._lock = lock
         self._on_saved = on_saved
         self._counters = counters
         self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
         #: Map from id to entry, oldest first, for the trajectories that the next index lists.
-        self._named: dict[int, Entry] = {}
+        self._listed: dict[int, Entry] = {}
         #: Map from the id of each unwritten entry to whether the index will list the entry.
         self._expected: dict[int, bool] = {}
         #: Files that the next index does not list, to delete after it is written.
@@ -94,14 +95,14 @@ class TrajectorySaver:
 
         The warning is attributed to the caller outside of this library.
         """
-        number = len(self._earlier)
-        self._earlier = set()
-        if number:
-            text = (
-                f"{str(self.folder)!r} has {number} trajectories of an earlier run, which the new "
-                "index omits. Load this folder first to continue the run"
+        num_earlier = len(self._earlier_ids)
+        self._earlier_ids = set()
+        if num_earlier:
+            message = (
+                f"{str(self.folder)!r} has {num_earlier} trajectories of an earlier run, which the "
+                "new index omits. Load this folder first to continue the run"
             )
-            warnings.warn(text, RolloutDataWarning, stacklevel=3)
+            warnings.warn(message, RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
         """Register an entry before `submit`, so that the index will list it. Requires the lock."""
@@ -114,14 +115,17 @@ class TrajectorySaver:
         """
         self._worker.submit(self._save, entry)
 
-    def name(self, entries: Iterable[Entry]) -> None:
+    def list_only(self, entries: Iterable[Entry]) -> None:
         """Make the next index list exactly the `entries` whose files are in this folder.
 
-        Call this under the lock. Files of formerly listed entries are not deleted.
+        Requires the lock. Files of formerly listed entries are not deleted.
         """
         self._expected = dict.fromkeys(self._expected, False)
-        self._named = {one.trajectory_id: one for one in entries if self._has(one)}
-        self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
+        self._listed = {}
+        for entry in entries:
+            if entry.path is not None and self._has(entry):
+                self._listed[entry.trajectory_id] = entry
+                self._superfluous.discard(entry.path)
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
         """Link or copy the files of loaded trajectories into this folder. Requires the lock.
@@ -135,30 +139,29 @@ class TrajectorySaver:
                 files of other ranks are not copied, unless `is_share` is true.
             is_share: Whether each rank has loaded its own share.
         """
-        is_own = self.folder.is_relative_to(directory.resolve())
-        others = [] if is_own and not is_share else [one for one in entries if not self._has(one)]
-        there = find_files(self.folder) if others else {}
-        made: list[Path] = []
-        try:
-            places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
-            if made:
-                sync_path(self.folder)
-        except BaseException:  # After Ctrl-C, unlisted files must not stay either.
-            for path in made:
-                path.unlink(missing_ok=True)
-            raise
-        for entry, place in zip(others, places, strict=True):
-            if place is not None:
+        is_inside = self.folder.is_relative_to(directory.resolve())
+        others: list[Entry] = []
+        if is_share or not is_inside:
+            others = [entry for entry in entries if not self._has(entry)]
+        placed = self._place_all(others)
+        num_omitted = 0
+        for entry, place in zip(others, placed, strict=True):
+            if place is None:
+                num_omitted += 1
+            else:
                 entry.path, entry.block = place
-        self._earlier -= (
-            self._earlier if is_own else {one.trajectory_id for one in entries if self._has(one)}
-        )
-        if number := places.count(None):
-            text = (
-                f"{number} trajectories of {str(directory)!r} have ids that other trajectories in "
-                f"{str(self.folder)!r} use, so its index omits them. Choose another auto_save_path"
+
+        if is_inside:
+            self._earlier_ids.clear()
+        else:
+            self._earlier_ids -= {entry.trajectory_id for entry in entries if self._has(entry)}
+        if num_omitted:
+            message = (
+                f"{num_omitted} trajectories of {str(directory)!r} have ids that other "
+                f"trajectories in {str(self.folder)!r} use, so its index omits them. Choose "
+                "another auto_save_path"
             )
-            warnings.warn(text, RolloutDataWarning, stacklevel=3)
+            warnings.warn(message, RolloutDataWarning, stacklevel=3)
 
     def check(self) -> None:
         """Raise `BackgroundError` if a save failed since the last call."""
@@ -180,11 +183,11 @@ class TrajectorySaver:
         """Write all entries, retry failed ones, and wait. Raises `BackgroundError` on failure."""
         self.wait()
         with self._lock:
-            again = self._unsaved
+            unsaved = self._unsaved
             self._unsaved = []
-            if again:
+            if unsaved:
                 self._failure = None
-        for entry in again:
+        for entry in unsaved:
             self.submit(entry)
         self._worker.submit(self._write_index)
         self.wait()
@@ -200,56 +203,62 @@ class TrajectorySaver:
     def _has(self, entry: Entry) -> bool:
         return entry.path is not None and entry.path.parent == self.folder
 
-    def _place(
-        self, entry: Entry, there: list[Path], made: list[Path]
-    ) -> tuple[Path, Block | None] | None:
+    def _place_all(self, entries: Sequence[Entry]) -> list[_Place | None]:
+        """Call `_place` for loaded entries. An error removes the files created so far."""
+        if not entries:
+            return []
+        existing = find_files(self.folder)
+        created: list[Path] = []
+        try:
+            places = []
+            for entry in entries:
+                places.append(self._place(entry, existing.get(entry.trajectory_id, []), created))
+            if created:
+                sync_path(self.folder)
+        except BaseException:  # After Ctrl-C, unlisted files must not stay either.
+            for path in created:
+                path.unlink(missing_ok=True)
+            raise
+        return places
+
+    def _place(self, entry: Entry, existing: Sequence[Path], created: list[Path]) -> _Place | None:
         """Return the file in this folder for a loaded entry, after creating it if necessary.
 
         The result is None if another trajectory in this folder has the id of the entry.
+
+        Args:
+            entry: The loaded entry, whose file is in another folder.
+            existing: Files in this folder with the id of the entry.
+            created: Paths of created files. A new path is appended.
         """
-        number = entry.trajectory_id
+        trajectory_id = entry.trajectory_id
         source = entry.path
         assert source is not None
-        path = there[0] if there else self.folder / entry.file_name(source.suffix[1:])
-        if not there and number not in self._expected:
-            made.append(path)
-            entry.put_file(path, None)
-        else:
-            with naming(number, source):
-                is_same = len(there) == 1 and path.suffix == source.suffix
-                if not is_same or not (
-                    path.samefile(source) or filecmp.cmp(path, source, shallow=False)
-                ):
+        path = self.folder / entry.file_name(source.suffix[1:])
+        if existing:
+            path = existing[0]
+        if existing or trajectory_id in self._expected:
+            with missing_file_reported(trajectory_id, source):
+                if len(existing) != 1 or not _is_copy(path, source):
                     return None
-        return path, None if entry.block is None else find_block(
-            path, number, entry.shape, verify=False
-        )[1]
+        else:
+            created.append(path)
+            entry.put_file(path, None)
+        if entry.block is None:
+            return path, None
+        _, block = find_block(path, trajectory_id, entry.shape, verify=False)
+        return path, block
 
     def _save(self, entry: Entry) -> None:
+        """Write the file of an entry, and the index if it is due. Runs in the background thread."""
         try:
-            assert entry.rows is not None
-            path = self.folder / entry.file_name(self.file_format)
-            with self._timed("write"):
-                entry.write(path, entry.rows)
-            is_block = path.suffix == ".h5"
-            block = (
-                find_block(path, entry.trajectory_id, entry.shape, verify=False)[1]
-                if is_block
-                else None
-            )
-            with self._lock:
-                entry.path = path
-                entry.block = block
-                entry.rows = None
-                is_kept = self._note_saved(entry)
-                self._on_saved(entry.trajectory_id)
-            if not is_kept:
-                path.unlink(missing_ok=True)
+            self._write(entry)
             # Writing the index after each entry would be slow. It is written after the last queued
             # entry. It is written earlier if it is due, or if files wait for deletion and the last
             # index lists fewer entries than have files.
-            is_short = self._superfluous and self._num_in_index < len(self._named)
-            if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
+            is_short = self._superfluous and self._num_in_index < len(self._listed)
+            is_due = time.monotonic() >= self._index_due_s
+            if is_short or is_due or self._worker.num_pending <= 1:
                 self._write_index()
         except BaseException as failure:  # noqa: BLE001 - handed to the caller
             self._note_failure(failure)
@@ -257,17 +266,39 @@ class TrajectorySaver:
                 with self._lock:
                     self._unsaved.append(entry)
 
+    def _write(self, entry: Entry) -> None:
+        assert entry.rows is not None
+        path = self.folder / entry.file_name(self.file_format)
+        with self._timed("write"):
+            entry.write(path, entry.rows)
+        block = None
+        if path.suffix == ".h5":
+            _, block = find_block(path, entry.trajectory_id, entry.shape, verify=False)
+        with self._lock:
+            entry.path = path
+            entry.block = block
+            entry.rows = None
+            is_kept = self._note_saved(entry)
+            self._on_saved(entry.trajectory_id)
+        if not is_kept:
+            path.unlink(missing_ok=True)
+
     def _note_saved(self, entry: Entry) -> bool:
         """Add a written entry to the next index. Returns False if its file must be deleted."""
-        if not self._expected.pop(entry.trajectory_id):
+        is_listed = self._expected.pop(entry.trajectory_id)
+        if not is_listed:
             return self._capacity is None
-        self._named[entry.trajectory_id] = entry
-        before = islice(reversed(self._named), 1, None)
-        for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            # After a failed first write, an entry is saved after newer entries. Restore the order.
-            self._named[one] = self._named.pop(one)
-        while self._capacity is not None and len(self._named) > self._capacity:
-            oldest = self._named.pop(next(iter(self._named)))
+        # After a failed first write, an entry is saved after newer entries. Restore the order.
+        newer_ids = []
+        for trajectory_id in reversed(self._listed):
+            if trajectory_id < entry.trajectory_id:
+                break
+            newer_ids.append(trajectory_id)
+        self._listed[entry.trajectory_id] = entry
+        for trajectory_id in reversed(newer_ids):
+            self._listed[trajectory_id] = self._listed.pop(trajectory_id)
+        while self._capacity is not None and len(self._listed) > self._capacity:
+            oldest = self._listed.pop(next(iter(self._listed)))
             assert oldest.path is not None
             self._superfluous.add(oldest.path)
         return True
@@ -280,12 +311,13 @@ class TrajectorySaver:
         start = time.monotonic()
         try:
             with self._lock:
-                named = {entry.filed_id: entry for entry in self._named.values()}
-                superfluous, counters = list(self._superfluous), self._counters()
-            write_index(self.folder, named, counters)
-            self._num_in_index = len(named)
+                listed = {entry.id_in_file_name: entry for entry in self._listed.values()}
+                superfluous = set(self._superfluous)
+                counters = self._counters()
+            write_index(self.folder, listed, counters)
+            self._num_in_index = len(listed)
             with self._lock:
-                # `name` may have listed files again in the meantime, which must be kept.
+                # `list_only` may have listed files again in the meantime, which must be kept.
                 for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)
@@ -293,3 +325,10 @@ class TrajectorySaver:
             self._note_failure(failure)
         stop = time.monotonic()
         self._index_due_s = stop + (stop - start) / _INDEX_SHARE
+
+
+def _is_copy(path: Path, source: Path) -> bool:
+    """Return whether two files have the same format and content."""
+    if path.suffix != source.suffix:
+        return False
+    return path.samefile(source) or filecmp.cmp(path, source, shallow=False)

@@ -455,7 +455,7 @@ def test_more_files_than_can_be_mapped_are_mapped_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Instead of 20,000
-    monkeypatch.setattr("rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4)
+    monkeypatch.setattr("rollout_data.trajectories.row_gatherer.MAX_MAPPED_FILES", 4)
     options = {
         "auto_save": True,
         "auto_save_path": tmp_path,
