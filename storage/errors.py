@@ -204,10 +204,10 @@ def _public_name(frame: FrameType, package: str) -> str:
         return name if name in public else ""
     owner: Any = frame.f_locals.get(code.co_varnames[0])
     # `isinstance` reads `__class__`, which may fail for an object that is not complete yet.
-    kind: type = owner if issubclass(type(owner), type) else type(owner)
-    if not any(base.__name__ in public for base in kind.__mro__):
+    owner_type: type = owner if issubclass(type(owner), type) else type(owner)
+    if not any(base.__name__ in public for base in owner_type.__mro__):
         return ""
-    return f"{kind.__name__}.{name}" if name else kind.__name__
+    return f"{owner_type.__name__}.{name}" if name else owner_type.__name__
 
 
 def nearest(name: object, options: Iterable[str], most: int | None = None) -> str:

@@ -82,17 +82,26 @@ class RemoteBuffer:
     def __init__(self, make: Callable[[], Any], num_shards: int = 1, **options: Any) -> None:
         import ray
 
-        told = RemoteOptions(**options)
+        remote_options = RemoteOptions(**options)
         whole("num_shards", num_shards, 1)
         for method, group in GROUPS.items():
             ray.method(concurrency_group=group)(getattr(Shard, method))
-        kind: Any = ray.remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(Shard)
-        given = {"max_restarts": 0 if told.checkpoint_dir is None else -1, **told.actor_options}
+        actor_class: Any = ray.remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(Shard)
+        actor_options = {
+            "max_restarts": 0 if remote_options.checkpoint_dir is None else -1,
+            **remote_options.actor_options,
+        }
         actors = []
         for number in range(num_shards):
-            folder = told.checkpoint_dir and _below(told.checkpoint_dir, f"shard {number:03d}")
-            actors.append(kind.options(**given).remote(make, (number, num_shards), folder, told))
-        self._set_up(actors, told)
+            folder = remote_options.checkpoint_dir and _below(
+                remote_options.checkpoint_dir, f"shard {number:03d}"
+            )
+            actors.append(
+                actor_class.options(**actor_options).remote(
+                    make, (number, num_shards), folder, remote_options
+                )
+            )
+        self._set_up(actors, remote_options)
         try:
             for link, answer in [(link, link.start("about")) for link in self._links]:
                 self._traits = link.answer(answer, _START_S)
@@ -215,7 +224,7 @@ class RemoteBuffer:
         """Request the number of rows of each shard."""
         for link in self._links:
             link.has_restarted(link.ask("hello", ""))
-        return [0 if link.told is None else link.told.num_rows for link in self._links]
+        return [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
 
     def _push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         home = self._home
@@ -236,7 +245,11 @@ class RemoteBuffer:
         self._num_pushes += 1
 
     def _draw(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        size = args[0] if args else next((options.pop(one) for one in _SIZES if one in options), 1)
+        size = (
+            args[0]
+            if args
+            else next((options.pop(option) for option in _SIZES if option in options), 1)
+        )
         # For a `BufferManager`, `size` may be a mapping of sizes by name.
         if not isinstance(size, Mapping):
             size = whole("the number of rows", size, 1)
@@ -252,7 +265,7 @@ class RemoteBuffer:
 
         If an error is raised, all received batches and requests of this kind are dropped.
         """
-        ready, requests = self._ahead.pop(kind := repr(asked), (deque(), deque()))
+        ready, requests = self._ahead.pop(key := repr(asked), (deque(), deque()))
         for link in self._links:
             link.catch_up()
         while len(requests) < self._options.prefetch + (not ready):
@@ -261,7 +274,7 @@ class RemoteBuffer:
             ready.extend(self._received(requests.popleft()))
         while len(self._ahead) >= _MAX_KINDS:
             del self._ahead[next(iter(self._ahead))]
-        self._ahead[kind] = ready, requests
+        self._ahead[key] = ready, requests
         return ready.popleft()
 
     def _request(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
@@ -280,7 +293,7 @@ class RemoteBuffer:
 
     def _parts(self, size: int, unit: int) -> list[list[int]]:
         """Draw the number of rows per shard and batch, in proportion to the rows of the shards."""
-        rows = [0 if link.told is None else link.told.num_rows for link in self._links]
+        rows = [0 if link.last_ack is None else link.last_ack.num_rows for link in self._links]
         # Pushes of this client may be unanswered, and other clients may have pushed rows.
         if not all(rows):
             self.flush()
@@ -294,7 +307,7 @@ class RemoteBuffer:
         shard = np.searchsorted(np.cumsum(rows), drawn, side="right").reshape(
             num_batches, num_units
         )
-        counts = [np.bincount(one, minlength=num_shards) for one in shard]
+        counts = [np.bincount(numbers, minlength=num_shards) for numbers in shard]
         parts: list[list[int]] = (unit * np.stack(counts, axis=1)).tolist()
         return parts
 
@@ -302,8 +315,8 @@ class RemoteBuffer:
         """Wait for the parts of the requested batches, and join them."""
         batches: list[list[Any]] = [[] for _ in range(self._options.batches_per_reply)]
         for link, reference, sizes in request:
-            told, packed = link.answer(reference)
-            if link.has_restarted(Ack(*told)):
+            ack, packed = link.answer(reference)
+            if link.has_restarted(Ack(*ack)):
                 raise LostActorError(f"The actor of {link.where} restarted during the request.")
             wanted = (batch for batch, size in zip(batches, sizes, strict=True) if size)
             for batch, part in zip(wanted, packed, strict=True):

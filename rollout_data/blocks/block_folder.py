@@ -471,7 +471,7 @@ class BlockFolder:
         """Return the checksums that each read compares with the rows; None for local files."""
         return None
 
-    def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
+    def _load_cache(self, files: Mapping[str, FileStamp]) -> None:
         """Load the blocks of unchanged files from the index cache. A damaged cache is ignored."""
         path = self.data_dir / INDEX_CACHE_NAME
         try:
@@ -505,7 +505,7 @@ class BlockFolder:
                 blocks = {}
                 for name, writer, sequence, block_fragments, block_places, stamp in columns:
                     places_of_columns = dict(zip(places, map(tuple, block_places), strict=True))
-                    if found.get(name) == stamp:
+                    if files.get(name) == stamp:
                         blocks[name] = Block(
                             self.data_dir / name,
                             self.label + writer,
@@ -519,7 +519,7 @@ class BlockFolder:
                 index = cache["index"].astype(np.int64, copy=False)
                 stops = np.cumsum(list(sizes.values()))
                 built = dict(zip(sizes, np.split(index, stops[:-1]), strict=True))
-                is_all = list(blocks) == about["names"] and len(blocks) == len(found)
+                is_all = list(blocks) == about["names"] and len(blocks) == len(files)
                 if is_all:
                     trajectories = TrajectoryIndex(list(blocks.values()), built=built)
                     if not trajectories.is_valid(*num_rows):
@@ -529,7 +529,7 @@ class BlockFolder:
         self.schema = schema
         self.blocks = blocks
         self.built = built if is_all else None
-        self._stamps = {name: found[name] for name in blocks}
+        self._stamps = {name: files[name] for name in blocks}
         self._set_edits_aside()
 
 

@@ -106,18 +106,18 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
     Returns:
         The metadata; None if the folder has neither a usable metadata.json nor a readable block.
     """
-    found = _from_file(Path(data_dir) / METADATA_NAME)
-    if found is not None and len(found.schema):
-        return found
+    metadata = _from_file(Path(data_dir) / METADATA_NAME)
+    if metadata is not None and len(metadata.schema):
+        return metadata
     for path in sorted(Path(data_dir).glob("rollout_*.h5")):
         try:
             # Whether ends are known is stated only in metadata.json. Without it, readers must also
             # look for ends in the metadata of episodes.
-            context = {ENDS: UNKNOWN} if found is None else found.context
+            context = {ENDS: UNKNOWN} if metadata is None else metadata.context
             return Metadata.of_schema(read_header(path).schema, context)
         except (RolloutDataError, OSError):
             continue
-    return found
+    return metadata
 
 
 def publish_metadata(
@@ -248,8 +248,8 @@ def _from_file(path: Path) -> Metadata | None:
 
 
 def _schema_of(path: Path) -> Schema | None:
-    found = _from_file(path)
-    return found.schema if found is not None and len(found.schema) else None
+    metadata = _from_file(path)
+    return metadata.schema if metadata is not None and len(metadata.schema) else None
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -212,10 +212,10 @@ class FrameRows:
 
     def as_type(self, column: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of a column's rows as another dtype. Views are cached."""
-        found = self._typed.get((column, dtype))
-        if found is None:
-            found = self._typed[column, dtype] = self._columns[column].view(dtype)
-        return found
+        rows = self._typed.get((column, dtype))
+        if rows is None:
+            rows = self._typed[column, dtype] = self._columns[column].view(dtype)
+        return rows
 
 
 class FrameCut:

@@ -321,11 +321,11 @@ class TrajectoryIndex:
 
     def writers_upto(self) -> dict[str, int]:
         """Map writers to the sequence number of their last existing block; edits do not count."""
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for block in self.blocks[: self.num_present]:
             if not block.is_edit:
-                found[block.writer] = max(found.get(block.writer, -1), block.sequence)
-        return found
+                numbers[block.writer] = max(numbers.get(block.writer, -1), block.sequence)
+        return numbers
 
     def edits(self) -> dict[str, int]:
         """Map writers that have an edit to the position of the edit in `blocks`."""
@@ -433,8 +433,8 @@ class TrajectoryIndex:
         is_new = _changes(writer[order], number[order]) if len(order) else np.zeros(0, bool)
         places = np.empty(len(order), np.int64)
         places[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
-        found = places[len(other) :]
-        return np.where(found < len(other), found, -1)
+        positions = places[len(other) :]
+        return np.where(positions < len(other), positions, -1)
 
     def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
         """Return the index of the trajectory with each (writer, number), int64; -1 if missing."""

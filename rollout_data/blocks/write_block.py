@@ -280,7 +280,7 @@ def _reserve_tables(
     Returns:
         Maps the names of datasets to byte offsets in the file.
     """
-    offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
+    offsets = {name: reserve(file, name, array.dtype, array.shape) for name, array in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
             shape = (content.rows[table][name].num_rows,)

@@ -100,7 +100,7 @@ def mcap_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     paths = listed(path)
-    return paths if all(one.suffix == ".mcap" for one in paths) else []
+    return paths if all(entry.suffix == ".mcap" for entry in paths) else []
 
 
 # A Minari dataset has groups `episode_<id>` in an HDF5 file, or folders with Parquet or Arrow

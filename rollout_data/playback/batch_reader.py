@@ -281,13 +281,13 @@ def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
     """Return the `text_id` of the task of each transition, int64 `[N, T]`; 0 without a task."""
     num_envs = len(plan.num_valid)
     length = plan.num_steps + 1
-    found = np.zeros(num_envs * length, np.int64)
+    tasks = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
         env, time, trajectory, _, count = part.pieces
-        found[counted_from(env * length + time, count)] = notes.tasks(part.pass_order.source)[
+        tasks[counted_from(env * length + time, count)] = notes.tasks(part.pass_order.source)[
             trajectory
         ].repeat(count)
-    return found.reshape(num_envs, length)[:, :-1]
+    return tasks.reshape(num_envs, length)[:, :-1]
 
 
 def _transition(

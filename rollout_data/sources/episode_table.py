@@ -45,7 +45,7 @@ def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Convert the values of a column to its dtype. The time 0 means unknown and becomes NaT."""
     dtype = _DTYPES.get(name)
     if name == "time":
-        return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")
+        return np.array([np.datetime64(value or "NaT", "ns") for value in values], "datetime64[ns]")
     return (
         np.array(values, dtype)
         if dtype

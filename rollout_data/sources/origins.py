@@ -118,11 +118,11 @@ class Origins:
             )
 
 
-def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+def conventions(contexts: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
     """Return the pairs (key, value) for control mode and quaternion order in all metadata."""
     stated = {
         (name, str(metadata[name]))
-        for metadata in found
+        for metadata in contexts
         for name in (MODE_KEY, ORDER_KEY)
         if name in metadata
     }

@@ -36,7 +36,11 @@ class VideoRange:
     def codec(self) -> str:
         """Name of the video codec, from the file or else from the description; "" if unknown."""
         stated = [self.about[name] for name in _DETAILS if isinstance(self.about.get(name), dict)]
-        codecs = [one["video.codec"] for one in (self.held, *stated) if one.get("video.codec")]
+        codecs = [
+            statement["video.codec"]
+            for statement in (self.held, *stated)
+            if statement.get("video.codec")
+        ]
         return str(codecs[0]) if codecs else ""
 
     @property

@@ -64,7 +64,9 @@ class Normalizer(torch.nn.Module):
     ) -> None:
         super().__init__()
         is_right = isinstance(statistics, Mapping)
-        if not is_right or not all(isinstance(one, FieldStatistics) for one in statistics.values()):
+        if not is_right or not all(
+            isinstance(value, FieldStatistics) for value in statistics.values()
+        ):
             raise UsageError(
                 "statistics must be the result of statistics() of a dataset or a recording, got "
                 f"{type(statistics).__name__}."
@@ -146,9 +148,9 @@ class Normalizer(torch.nn.Module):
                     f"name, got {type(values).__name__}{argument}."
                 )
             return self._of_batch(values, "", function)
-        if name is None or (found := self._numbers(name)) is None:
+        if name is None or (numbers := self._numbers(name)) is None:
             raise MissingFieldError(f"name must be one of {', '.join(self.fields)}, got {name!r}.")
-        return _moved(values, name, *found, function)
+        return _moved(values, name, *numbers, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
         if hasattr(values, "_asdict"):  # Statistics name fields in "extras" without a prefix.
@@ -162,8 +164,8 @@ class Normalizer(torch.nn.Module):
         for key in list(values.keys()):
             value = values[key]
             name = f"{prefix}{key}"
-            if isinstance(value, Tensor) and (found := self._numbers(name)) is not None:
-                out[key] = _moved(value, name, *found, function)
+            if isinstance(value, Tensor) and (numbers := self._numbers(name)) is not None:
+                out[key] = _moved(value, name, *numbers, function)
             elif hasattr(value, "items") and not isinstance(value, Tensor):
                 out[key] = self._of_batch(value, f"{name}/", function)
         return out
@@ -185,20 +187,20 @@ class Normalizer(torch.nn.Module):
         return None
 
 
-def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
+def _min_ranges(min_range: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
     """Check `min_range` and map each field to its minimum distance of quantiles."""
-    if given is None:
+    if min_range is None:
         return {}
-    found: dict[str, float] = {}
-    for prefix, size in (given if isinstance(given, Mapping) else {"": given}).items():
-        least = real("min_range", size, ">= 0", lambda one: 0 <= one < inf)
+    ranges: dict[str, float] = {}
+    for prefix, size in (min_range if isinstance(min_range, Mapping) else {"": min_range}).items():
+        least = real("min_range", size, ">= 0", lambda number: 0 <= number < inf)
         names = [
             name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")
         ]
         if not names:
             raise _without_statistics("min_range", prefix, statistics)
-        found |= dict.fromkeys(names, least)
-    return found
+        ranges |= dict.fromkeys(names, least)
+    return ranges
 
 
 def _without_statistics(argument: str, field: str, statistics: Any) -> MissingFieldError:

@@ -508,8 +508,10 @@ class WindowDataset(WindowBatches):
         )
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        found = (self._damage_of(number) for number in checked_windows(windows, len(self)).tolist())
-        return next((one for one in found if one is not None), problem)
+        problems = (
+            self._damage_of(number) for number in checked_windows(windows, len(self)).tolist()
+        )
+        return next((candidate for candidate in problems if candidate is not None), problem)
 
     def statistics(
         self,

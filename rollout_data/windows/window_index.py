@@ -192,14 +192,14 @@ def _poisson_bounds(mean: Fraction) -> np.ndarray:
     return np.array([bound for bound in bounds if bound < 1 << 64], np.uint64)
 
 
-def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
+def checked_windows(numbers: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
     """Check window numbers and return them as int64 `[B]`. Negative numbers count from the end.
 
     Raises:
         IndexError: A number is out of range.
-        UsageError: `given` is not a list of integers.
+        UsageError: `numbers` is not a list of integers.
     """
-    windows = np.asarray(given)
+    windows = np.asarray(numbers)
     if windows.size == 0:
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":

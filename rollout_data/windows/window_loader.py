@@ -88,12 +88,12 @@ class WindowMixture(WindowBatches):
             [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
         )
         self.datasets = [
-            one if isinstance(one, WindowDataset) else WindowDataset(one, **options)
-            for one in listed
+            member if isinstance(member, WindowDataset) else WindowDataset(member, **options)
+            for member in listed
         ]
         if not self.datasets:
             raise UsageError("datasets is empty.")
-        if options and all(isinstance(one, WindowDataset) for one in listed):
+        if options and all(isinstance(member, WindowDataset) for member in listed):
             raise UsageError(
                 f"the options {', '.join(options)} are not used, since all datasets are open. "
                 "Pass them to WindowDataset."
@@ -134,17 +134,17 @@ class WindowMixture(WindowBatches):
         if not sizes.any():
             raise UsageError("the datasets have no windows.")
         try:
-            given = np.asarray(sizes if self._given is None else self._given, np.float64)
+            weights = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
-            given = np.zeros(0)
-        if given.shape != sizes.shape or not (
-            np.isfinite(given).all() and (given >= 0).all() and given.any()
+            weights = np.zeros(0)
+        if weights.shape != sizes.shape or not (
+            np.isfinite(weights).all() and (weights >= 0).all() and weights.any()
         ):
             raise UsageError(
                 f"weights must be {len(sizes)} numbers >= 0, at least one above 0, got "
                 f"{self._given!r}."
             )
-        whole_parts = whole_weights(given)
+        whole_parts = whole_weights(weights)
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
         self.weights = whole_parts / total
@@ -191,9 +191,9 @@ class WindowMixture(WindowBatches):
         if len(self.datasets) == 1 or not used:
             return self.datasets[0].read(numbers, allocate)
         out: dict[str, torch.Tensor] = {}
-        for one in used:
-            places = np.flatnonzero(member == one)
-            part = self.datasets[one].read(numbers[places], self._pool.empty)
+        for number in used:
+            places = np.flatnonzero(member == number)
+            part = self.datasets[number].read(numbers[places], self._pool.empty)
             for name, values in flatten(part).items():
                 if name not in out:
                     out[name] = allocate((len(numbers), *values.shape[1:]), values.dtype)
@@ -210,27 +210,27 @@ class WindowMixture(WindowBatches):
     ) -> Int64s:
         member, numbers = self.locate(windows)
         kept = np.ones(len(member), bool)
-        for one in np.unique(member).tolist():
-            dataset = self.datasets[one]
-            places = np.flatnonzero(member == one)
+        for number in np.unique(member).tolist():
+            dataset = self.datasets[number]
+            places = np.flatnonzero(member == number)
             if (on_error or dataset.on_error) == "skip":
                 kept[places] = np.isin(numbers[places], dataset.readable(numbers[places]))
         return (self._first[member] + numbers)[kept]
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
         member, numbers = self.locate(windows)
-        found = (
-            self.datasets[one].damage(numbers[member == one], problem)
-            for one in np.unique(member).tolist()
+        problems = (
+            self.datasets[number].damage(numbers[member == number], problem)
+            for number in np.unique(member).tolist()
         )
-        return next((one for one in found if one is not problem), problem)
+        return next((known for known in problems if known is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
         """Return a mixture of the member snapshots in `opened_as`; see `WindowDataset.at`."""
         if self.opened_as == opened_as:
             return self
         members = [
-            each.at(one, may_lack) for each, one in zip(self.datasets, opened_as, strict=True)
+            each.at(opened, may_lack) for each, opened in zip(self.datasets, opened_as, strict=True)
         ]
         earlier: WindowMixture = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "datasets": members})
@@ -309,9 +309,9 @@ class WindowMixture(WindowBatches):
         `num_samples=None` draws as many windows as the mixture has. With shard="auto", all ranks of
         torch.distributed use the mixture of rank 0, so every rank must call this method.
         """
-        told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
-        if told != self.opened_as:
-            self.__setstate__(self.at(told).__getstate__())
+        agreed = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
+        if agreed != self.opened_as:
+            self.__setstate__(self.at(agreed).__getstate__())
         num_samples = len(self) if num_samples is None else whole("num_samples", num_samples, 0)
         return MixtureSampler(self, num_samples, seed, even, shard)
 

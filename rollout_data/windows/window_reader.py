@@ -116,18 +116,18 @@ def plan_windows(
             components to be joined have different frames.
     """
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
-    given = delta or {}
-    for name in given:
+    delta_lists = delta or {}
+    for name in delta_lists:
         _below("delta", name, known)
     chosen = (
         set(known)
         if fields is None
-        else {one for name in fields for one in _below("fields", name, known)}
+        else {field_name for name in fields for field_name in _below("fields", name, known)}
     )
     names = [name for name in known if name in chosen]
     if not names:
         raise UsageError(f"fields is empty. Choose some of {', '.join(known)}.")
-    wanted = [("", name, _deltas_of(name, given, length)) for name in names]
+    wanted = [("", name, _deltas_of(name, delta_lists, length)) for name in names]
     if next_observations:
         nexts = [
             (NEXT, name, deltas + 1)
@@ -141,7 +141,7 @@ def plan_windows(
             )
         wanted += nexts
     shapes, columns = _shapes(layout, wanted)
-    found: dict[str, WindowField] = {}
+    window_fields: dict[str, WindowField] = {}
     for prefix, source, deltas in wanted:
         group, *component = source.split("/")
         is_joined = flatten_observations and bool(component) and group in OBSERVATIONS
@@ -149,17 +149,21 @@ def plan_windows(
         rows: tuple[Any, ...] = ()
         if source in layout.schema:
             rows = (_rows(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
-        first = found.get(name)
+        first = window_fields.get(name)
         if first is None:
-            found[name] = WindowField(name, (source,), deltas, rows, bool(prefix), is_joined)
+            window_fields[name] = WindowField(
+                name, (source,), deltas, rows, bool(prefix), is_joined
+            )
         elif np.array_equal(deltas, first.deltas):
-            found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
+            window_fields[name] = replace(
+                first, sources=(*first.sources, source), rows=first.rows + rows
+            )
         else:
             raise UsageError(
                 f"flatten_observations requires equal deltas: {source!r} has {deltas.tolist()}, "
                 f"and {first.sources[0]!r} has {first.deltas.tolist()}."
             )
-    return WindowPlan(tuple(found.values()), shapes, columns)
+    return WindowPlan(tuple(window_fields.values()), shapes, columns)
 
 
 def _shapes(
@@ -192,23 +196,25 @@ def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
 
 def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
     """Return the known fields `name` and `name/...`. Raise `MissingFieldError` without any."""
-    found = [one for one in known if one == name or one.startswith(f"{name}/")]
-    if not found:
-        groups = {one.split("/")[0] for one in known}
+    names = [
+        candidate for candidate in known if candidate == name or candidate.startswith(f"{name}/")
+    ]
+    if not names:
+        groups = {candidate.split("/")[0] for candidate in known}
         raise MissingFieldError(
             f"{argument} has the unknown field {name!r}. "
             f"The fields are {nearest(name, {*known, *groups})}."
         )
-    return found
+    return names
 
 
-def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
-    """Return the deltas of a field or its nearest parent in `given`, else `0 .. length - 1`."""
+def _deltas_of(name: str, delta_lists: Mapping[str, Int64s], length: int) -> Int64s:
+    """Return the deltas of a field or its nearest parent in `delta_lists`, else `0 .. length - 1`."""
     parts = name.split("/")
     for size in range(len(parts), 0, -1):
-        found = given.get("/".join(parts[:size]))
-        if found is not None:
-            return found
+        deltas = delta_lists.get("/".join(parts[:size]))
+        if deltas is not None:
+            return deltas
     return np.arange(length)
 
 
@@ -248,12 +254,14 @@ def damaged_frame(
 
     If the file was deleted, the original error, which names the trajectories, is returned.
     """
-    one = np.array([trajectory])
+    trajectories = np.array([trajectory])
     for column, number in plan.columns.items():
         frames = np.unique(np.clip(anchor + plan.shapes[number].deltas, 0, length - 1))
         for frame in frames.tolist():
             try:
-                snapshot.column_rows(column, one, np.array([frame]), np.ones_like(one))
+                snapshot.column_rows(
+                    column, trajectories, np.array([frame]), np.ones_like(trajectories)
+                )
             except DataFileError as problem:
                 return _named_damage(snapshot, column, (trajectory, frame), problem)
     return None
@@ -385,11 +393,11 @@ class WindowReader:
         self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate
     ) -> torch.Tensor:
         """Return the values of a stored field, `[B, L, *shape]`, from the rows that were read."""
-        found, (parts, is_joined) = [], self._cuts[field.name]
+        pieces, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
             values = part(rows, Grid((num_windows, length), steps, first))
-            found.append(values if chosen is None else values.index_select(1, chosen))
-        return joined(found, 2, allocate) if is_joined else found[0]
+            pieces.append(values if chosen is None else values.index_select(1, chosen))
+        return joined(pieces, 2, allocate) if is_joined else pieces[0]
 
     def _with_finals(
         self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate
@@ -415,8 +423,8 @@ class WindowReader:
     def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
         """Return whether each next observation is a recorded final one, bool `[B, L]`."""
         has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
-        found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
-        return found
+        is_final: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
+        return is_final
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
         """Compute `done` or `timeout`, bool `[B, L]`, which are True only on last frames."""

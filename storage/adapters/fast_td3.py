@@ -139,26 +139,26 @@ class SimpleReplayBuffer:
         batch_size = arguments.whole("batch_size", batch_size, 1)
         num_draws = self.n_env * batch_size
         is_summed = self.n_steps > 1
-        found = self.buffer.sample_transitions(
+        transitions = self.buffer.sample_transitions(
             num_draws,
             next_keys=(_OBSERVATIONS, *[_CRITIC] * self.asymmetric_obs, *[_STEP] * is_summed),
             num_steps=self.n_steps,
             gamma=self.gamma if is_summed else None,
             reward_key="rewards",
         )
-        following = found["next"]
+        following = transitions["next"]
         if self.playground_mode:
-            for columns in (found, following):
+            for columns in (transitions, following):
                 columns[_CRITIC] = torch.cat([columns[_OBSERVATIONS], columns[_CRITIC]], 1)
-        following["rewards"] = found["rewards"].squeeze(1)
+        following["rewards"] = transitions["rewards"].squeeze(1)
         for name in ("dones", "truncations"):
-            following[name] = found[name].squeeze(1).long()
+            following[name] = transitions[name].squeeze(1).long()
         if is_summed:
-            num_taken = (following.pop(_STEP) - found[_STEP]).squeeze(1)
+            num_taken = (following.pop(_STEP) - transitions[_STEP]).squeeze(1)
         else:
             num_taken = torch.ones_like(following["dones"])
         following["effective_n_steps"] = num_taken
-        batch = {name: found[name] for name in self._sizes}
+        batch = {name: transitions[name] for name in self._sizes}
         batch["next"] = TensorDict(following, batch_size=[num_draws])
         return TensorDict(batch, batch_size=[num_draws])
 

@@ -149,10 +149,10 @@ class RslRlStorage(RolloutStorage):
         return [*columns, Column(_PARAMETERS, self._parameters, _PARAMETERS, f"old_{_PARAMETERS}")]
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
+        value = super().__getattr__(name)
         if name == "observations":
-            return _tensordict(found, [self.num_transitions_per_env, self.num_envs])
-        return tuple(found.values()) if name == _PARAMETERS and found is not None else found
+            return _tensordict(value, [self.num_transitions_per_env, self.num_envs])
+        return tuple(value.values()) if name == _PARAMETERS and value is not None else value
 
     def add_transition(self, transition: Any) -> None:
         """Copy one step from a transition of rsl_rl or of this library.
@@ -161,9 +161,9 @@ class RslRlStorage(RolloutStorage):
             RolloutOverflowError, SchemaError: As for `RolloutStorage`.
         """
         with self._lock:
-            given = {name: value for name, value in vars(transition).items() if value is not None}
-            given["observations"] = _plain(given.get("observations"))
-            parameters = given.pop(_PARAMETERS, None)
+            values = {name: value for name, value in vars(transition).items() if value is not None}
+            values["observations"] = _plain(values.get("observations"))
+            parameters = values.pop(_PARAMETERS, None)
             if parameters and self.training_type == "rl":
                 if not self._parameters:
                     shapes = {
@@ -171,9 +171,9 @@ class RslRlStorage(RolloutStorage):
                         for i, x in enumerate(parameters)
                     }
                     self._declare_parameters(declare_fields(_PARAMETERS, shapes))
-                given[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
-            given.setdefault("hidden_states", None)
-            self.add_transitions(SimpleNamespace(**given))  # type: ignore[arg-type]
+                values[_PARAMETERS] = {str(i): x for i, x in enumerate(parameters)}
+            values.setdefault("hidden_states", None)
+            self.add_transitions(SimpleNamespace(**values))  # type: ignore[arg-type]
 
     def generator(self) -> Iterator[Any]:
         """Yield one batch per step in the order of time, for distillation.
@@ -202,8 +202,8 @@ class RslRlStorage(RolloutStorage):
         `options` are those of `RolloutStorage.mini_batch_generator`. They are ignored if `compat`
         is True.
         """
-        given = {"reshuffle": "once"} if self.compat else options
-        return super().mini_batch_generator(num_mini_batches, num_epochs, **given)
+        options_of_call = {"reshuffle": "once"} if self.compat else options
+        return super().mini_batch_generator(num_mini_batches, num_epochs, **options_of_call)
 
     def _plan_batches(
         self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str
@@ -221,23 +221,23 @@ class RslRlStorage(RolloutStorage):
         return super()._permutation(num_rows, num_used)
 
     def _arguments(self) -> dict[str, Any]:
-        given = super()._arguments()
+        arguments = super()._arguments()
         sizes = {
-            name: given[name]
+            name: arguments[name]
             for name in ("num_envs", "num_transitions_per_env", "obs_shape", "actions_shape")
         }
         return {"training_type": self.training_type, "compat": self.compat, **sizes}
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        given = dict(arguments)
+        options = dict(arguments)
         observations = {
             path: torch.empty((0, *shape), dtype=DTYPES[dtype][0])
-            for path, shape, dtype in given.pop("obs_shape")
+            for path, shape, dtype in options.pop("obs_shape")
         }
-        ((_, actions_shape, _),) = given.pop("actions_shape")
+        ((_, actions_shape, _),) = options.pop("actions_shape")
         return cls(
-            **given,
+            **options,
             obs=unflatten(observations),
             actions_shape=tuple(actions_shape),
             device=device,

@@ -118,10 +118,10 @@ class ReplayBuffer:
         if self._pairs is None:
             return _tensordict(self.buffer.sample(size), size)
         drawn = self.buffer.sample_transitions(size, next_keys=self._observed, **self._options)
-        found = flatten(drawn)
+        fields = flatten(drawn)
         for name in self._of_next:
-            found[_NEXT + name] = found.pop(name)
-        return _tensordict(unflatten(found), size)
+            fields[_NEXT + name] = fields.pop(name)
+        return _tensordict(unflatten(fields), size)
 
     def empty(self) -> None:
         """Remove all rows."""

@@ -64,10 +64,12 @@ class TransferQueueBuffer:
         if not keys:
             raise BufferEmptyError(f"partition {self.partition!r} is empty.")
         drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)
-        found = self._queue.kv_batch_get(
+        received = self._queue.kv_batch_get(
             [keys[number] for number in drawn.tolist()], self.partition
         )
-        return unflatten({name: torch.stack(leaf.unbind())[rows] for name, leaf in found.items()})
+        return unflatten(
+            {name: torch.stack(leaf.unbind())[rows] for name, leaf in received.items()}
+        )
 
     def clear(self) -> None:
         """Delete the rows of all clients."""

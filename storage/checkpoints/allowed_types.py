@@ -71,52 +71,59 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
         held.enter_context(_loading)
         needed = get_unsafe_globals_in_checkpoint(content)
         content.seek(0)
-        found = _meanings(needed)
-        if lacking := sorted(set(needed) - found.keys()):
+        replacements = _meanings(needed)
+        if lacking := sorted(set(needed) - replacements.keys()):
             raise NotLoadedError(lacking)
-        if found:
-            added: list[Any] = [(one, name) for name, one in found.items()] + _BUILT
+        if replacements:
+            added: list[Any] = [
+                (replacement, name) for name, replacement in replacements.items()
+            ] + _BUILT
             known = get_safe_globals()
-            held.enter_context(safe_globals([one for one in added if one not in known]))
+            held.enter_context(
+                safe_globals([replacement for replacement in added if replacement not in known])
+            )
         else:
             # Without such names, no lock is needed, and other loads may run at the same time.
             held.close()
-        yield bool(found)
+        yield bool(replacements)
 
 
 def _meanings(names: list[str]) -> dict[str, Any]:
     """Map each allowed name in a file to its replacement."""
-    found: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
+    replacements: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
     inner: dict[type, Callable[..., Any]] = {}
-    for name in set(names) - found.keys():
-        kind = _imported_class(name)
-        if kind is not None and issubclass(kind, enum.Enum):
-            found[name] = partial(_member, kind)
-        elif kind is not None and _GETATTR in names:
-            lookups = {one: partial(_member, one) for one in _enums_in(kind)}
+    for name in set(names) - replacements.keys():
+        imported = _imported_class(name)
+        if imported is not None and issubclass(imported, enum.Enum):
+            replacements[name] = partial(_member, imported)
+        elif imported is not None and _GETATTR in names:
+            lookups = {
+                enum_class: partial(_member, enum_class) for enum_class in _enums_in(imported)
+            }
             if lookups:
                 inner |= lookups
-                found[name] = _Outer(kind)
+                replacements[name] = _Outer(imported)
     if inner:  # A pickle refers to an enum within a class by `getattr(class, name)`.
-        found[_GETATTR] = partial(_inner_enum, inner)
-        found |= {
-            f"{kind.__module__}.{kind.__qualname__}{_NO_NAME}": one for kind, one in inner.items()
+        replacements[_GETATTR] = partial(_inner_enum, inner)
+        replacements |= {
+            f"{enum_class.__module__}.{enum_class.__qualname__}{_NO_NAME}": lookup
+            for enum_class, lookup in inner.items()
         }
-    return found
+    return replacements
 
 
 def _imported_class(name: str) -> type | None:
     """Return the class with a name if the program already imported it, otherwise None."""
     module, _, attribute = name.rpartition(".")
-    found = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
-    return found if isinstance(found, type) else None
+    value = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    return value if isinstance(value, type) else None
 
 
 class _Outer:
     """Replacement of a class that a file refers to only because of the enums within it."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    def __init__(self, outer_class: type) -> None:
+        self.kind = outer_class
 
     def __call__(self, *_: Any) -> Any:
         raise pickle.UnpicklingError(
@@ -124,53 +131,55 @@ class _Outer:
         )
 
 
-def _enums_in(kind: type) -> list[type[enum.Enum]]:
+def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
     """Return the enums defined within a class, at any depth."""
-    found: list[type[enum.Enum]] = []
-    for one in vars(kind).values():
-        if isinstance(one, type) and one.__qualname__.startswith(f"{kind.__qualname__}."):
-            found += [one] if issubclass(one, enum.Enum) else _enums_in(one)
-    return found
+    enums: list[type[enum.Enum]] = []
+    for member in vars(outer_class).values():
+        if isinstance(member, type) and member.__qualname__.startswith(
+            f"{outer_class.__qualname__}."
+        ):
+            enums += [member] if issubclass(member, enum.Enum) else _enums_in(member)
+    return enums
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
     """Return the lookup of an enum within a class, or the nested class that contains an enum."""
-    found = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
-    if isinstance(found, type) and found in lookups:
-        return lookups[found]
-    if isinstance(found, type) and _enums_in(found):
-        return _Outer(found)
+    inner = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
+    if isinstance(inner, type) and inner in lookups:
+        return lookups[inner]
+    if isinstance(inner, type) and _enums_in(inner):
+        return _Outer(inner)
     raise pickle.UnpicklingError(f"getattr(..., {name!r}) is not an enum")
 
 
-def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
     """Return the enum member with a value. A call of the class could run its `_missing_`."""
-    for member in kind.__members__.values():
+    for member in enum_class.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return member
-    is_flag = issubclass(kind, enum.Flag) and "_missing_" not in {
-        name for one in _own(kind) for name in vars(one)
+    is_flag = issubclass(enum_class, enum.Flag) and "_missing_" not in {
+        name for base in _own(enum_class) for name in vars(base)
     }
     if is_flag and type(value) is int:
         # The value may be a combination of several flags, which is not a member.
-        return kind(value)
+        return enum_class(value)
     raise pickle.UnpicklingError(
-        f"{kind.__module__}.{kind.__qualname__} has no member with the value {value!r}"
+        f"{enum_class.__module__}.{enum_class.__qualname__} has no member with the value {value!r}"
     )
 
 
-def _own(kind: type) -> list[type]:
+def _own(enum_class: type) -> list[type]:
     """Return the base classes of an enum that are not from the standard library."""
-    return [one for one in kind.__mro__ if one.__module__ not in ("enum", "builtins")]
+    return [base for base in enum_class.__mro__ if base.__module__ not in ("enum", "builtins")]
 
 
 def _array() -> None:
     """Replacement of `numpy.ndarray` for files that refer to the class of an array."""
 
 
-def _empty_array(kind: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
+def _empty_array(array_class: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
     """Return an array whose values are set later by its pickled state."""
-    if kind is not _array or shape != (0,):
+    if array_class is not _array or shape != (0,):
         raise pickle.UnpicklingError("a subclass of numpy.ndarray")
     return np.empty(0, np.int8)
 
@@ -181,12 +190,12 @@ def _no_bytes() -> bytes:
 
 
 def _dtype(code: Any, *_: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = (
+    dtype: np.dtype[Any] = (
         np.dtype(code, copy=True) if isinstance(code, str) and code.isalnum() else np.dtype("V1")
     )
-    if found.kind not in _KINDS:
+    if dtype.kind not in _KINDS:
         raise pickle.UnpicklingError(f"the numpy dtype {code!r}")
-    return found
+    return dtype
 
 
 def _scalar(dtype: Any, value: Any) -> Any:
@@ -229,8 +238,8 @@ def refused_part(checkpoint: Any) -> tuple[str, str] | None:
     waiting: list[tuple[str, Any]] = [("checkpoint", checkpoint)]
     while waiting:
         path, part = waiting.pop()
-        kind = type(part)
-        if kind in _PLAIN or (kind is int and abs(part) < _MOST_INT) or id(part) in seen:
+        part_type = type(part)
+        if part_type in _PLAIN or (part_type is int and abs(part) < _MOST_INT) or id(part) in seen:
             continue
         seen.add(id(part))
         inner = _parts(path, part)
@@ -257,8 +266,8 @@ def check_values(loaded: Any) -> None:
 
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
     """Return the parts of an allowed container with their paths; None for other objects."""
-    kind = type(part)
-    if kind in (dict, OrderedDict, Counter):
+    part_type = type(part)
+    if part_type in (dict, OrderedDict, Counter):
         keys = [(f"key {key!r:.80} of {path}", key) for key in part]
         values = [(f"{path}[{key!r:.80}]", value) for key, value in part.items()]
         return (
@@ -266,13 +275,13 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
             + values
             + [(f"{path}.{name}", value) for name, value in getattr(part, "__dict__", {}).items()]
         )
-    if kind in (list, tuple):
+    if part_type in (list, tuple):
         return [(f"{path}[{place}]", value) for place, value in enumerate(part)]
-    if kind is set:
+    if part_type is set:
         return [(f"{path}, {value!r:.80}", value) for value in part]
-    if kind is argparse.Namespace:
+    if part_type is argparse.Namespace:
         return [(f"{path}.{name}", value) for name, value in vars(part).items()]
-    if kind is np.ndarray and part.dtype.kind == "O":
+    if part_type is np.ndarray and part.dtype.kind == "O":
         return [
             (f"{path}[{', '.join(map(str, place))}]", part[place])
             for place in np.ndindex(part.shape)
@@ -299,7 +308,7 @@ def reason(cause: BaseException) -> str:
 
 def _why_refused(part: Any) -> str:
     """Save and load a part as a test. Returns its description if the test fails, otherwise ""."""
-    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    type_name = f"{type(part).__module__}.{type(part).__qualname__}"
     content = io.BytesIO()
     try:
         torch.save(part, content)
@@ -308,7 +317,7 @@ def _why_refused(part: Any) -> str:
             check_values(torch.load(content, map_location="cpu", weights_only=True))
     except Exception as cause:  # noqa: BLE001 - Pickling runs code of the part.
         names = getattr(cause, "names", [])
-        if names and names != [kind]:
-            return f"{kind} (with {', '.join(names)})"
-        return kind if names else f"{kind} ({reason(cause)[:200]})"
+        if names and names != [type_name]:
+            return f"{type_name} (with {', '.join(names)})"
+        return type_name if names else f"{type_name} ({reason(cause)[:200]})"
     return ""

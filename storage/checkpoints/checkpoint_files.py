@@ -146,13 +146,13 @@ def load_checkpoint_parallel(
         map_location = arguments.device("device", device)
     elif isinstance(map_location, (str, torch.device)):
         map_location = arguments.device("map_location", map_location)
-    found = _find(path)
-    with open(found, "rb") as file:
-        content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
+    located = _find(path)
+    with open(located, "rb") as file:
+        content = _decoded(file, located, num_threads) if _is_compressed(file, located) else file
         buffer = memoryview(bytearray(_CHUNK_BYTES))
-        for member in _members(content, found).values():
-            _check_member(content, member, found, buffer)
-        return _unpickled(content, found, content, map_location, weights_only)
+        for member in _members(content, located).values():
+            _check_member(content, member, located, buffer)
+        return _unpickled(content, located, content, map_location, weights_only)
 
 
 def map_checkpoint(path: Path) -> Any:
@@ -234,20 +234,20 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
     Raises the errors of `load_checkpoint`.
     """
-    found = _find(path)
+    located = _find(path)
     text = None
-    with open(found, "rb") as file:
-        if _is_compressed(file, found):
+    with open(located, "rb") as file:
+        if _is_compressed(file, located):
             data = _mapped(file)
-            for frame in scan_frames(data, str(found)):
+            for frame in scan_frames(data, str(located)):
                 text = bytes(data[slice(*frame.blocks[0])]) if frame.is_skippable else text
-        elif member := _members(file, found).get(META_NAME):
-            file.seek(_check_member(file, member, found, memoryview(bytearray(_CHUNK_BYTES))))
+        elif member := _members(file, located).get(META_NAME):
+            file.seek(_check_member(file, member, located, memoryview(bytearray(_CHUNK_BYTES))))
             text = file.read(member.file_size)
     try:
         return None if text is None else json.loads(text)
     except ValueError as cause:
-        raise _damaged(found, f"its meta is not valid JSON ({cause})") from cause
+        raise _damaged(located, f"its meta is not valid JSON ({cause})") from cause
 
 
 def _find(path: str | os.PathLike[str]) -> Path:

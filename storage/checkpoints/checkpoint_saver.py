@@ -296,7 +296,7 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
     """Return the dense tensors in an object by `id`. `deepcopy` copies the other tensors."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
     while waiting:
@@ -311,7 +311,7 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
                 type(node) in (torch.Tensor, torch.nn.Parameter) and node.layout is torch.strided
             )
             if is_plain and not node.is_quantized and node.device.type != "meta":
-                found[id(node)] = node
+                tensors[id(node)] = node
         elif isinstance(node, Mapping):
             waiting.extend(node.values())
             waiting.extend(getattr(node, "__dict__", {}).values())
@@ -319,17 +319,17 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
             waiting.extend(node)
         else:
             waiting.extend(getattr(node, "__dict__", {}).values())
-    return found
+    return tensors
 
 
-def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
+def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
     """Copy tensors and return the copies by `id`.
 
     Of each storage, the bytes from its first to its last tensor are copied once.
     """
     copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
-    for key, tensor in found.items():
+    for key, tensor in tensors.items():
         # Lazy conjugates and negatives store the original numbers and a flag.
         plain = tensor.detach().resolve_conj().resolve_neg()
         if plain.numel():
@@ -353,7 +353,7 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
     for device in {span.device for span in spans if span.is_on_cuda}:
         torch.cuda.current_stream(device).synchronize()
     parameters = {
-        key: x.requires_grad for key, x in found.items() if isinstance(x, torch.nn.Parameter)
+        key: x.requires_grad for key, x in tensors.items() if isinstance(x, torch.nn.Parameter)
     }
     return copies | {
         key: torch.nn.Parameter(copies[key], needs) for key, needs in parameters.items()

@@ -32,7 +32,7 @@ _URL = re.compile(
 )
 
 
-def options(made: Any, given: Mapping[str, Any]) -> None:
+def options(made: Any, values: Mapping[str, Any]) -> None:
     """Raise `TypeError` for an option that no constructor of the classes of `made` accepts.
 
     Raises:
@@ -42,11 +42,11 @@ def options(made: Any, given: Mapping[str, Any]) -> None:
     constructors = [
         vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)
     ]
-    options_of(type(made).__name__, given, *constructors)
+    options_of(type(made).__name__, values, *constructors)
 
 
 def options_of(
-    call: str, given: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()
+    call: str, values: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()
 ) -> None:
     """Raise `TypeError` for an option that none of the functions `takers` accepts.
 
@@ -57,12 +57,16 @@ def options_of(
         TypeError: An option is unknown. The message names `call` and the known arguments, the
             nearest first.
     """
-    parameters = [one for taker in takers for one in inspect.signature(taker).parameters.values()]
+    parameters = [
+        parameter for taker in takers for parameter in inspect.signature(taker).parameters.values()
+    ]
     known = {
-        one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
     known -= {"self", *but}
-    for name in given:
+    for name in values:
         if name not in known:
             raise TypeError(
                 f"{call}() got an unexpected argument {name!r}: expected {nearest(name, known)}"
@@ -86,8 +90,8 @@ def whole(name: str, value: Any, low: int, high: int | None = None) -> int:
     if is_whole(value) and value >= low and (high is None or value <= high):
         return int(value)
     limits = f">= {low}" if high is None else f"in {low}:{high + 1}"
-    kind = "" if is_whole(value) else "an integer "
-    raise UsageError(f"{name} must be {kind}{limits}, got {value!r}.")
+    description = "" if is_whole(value) else "an integer "
+    raise UsageError(f"{name} must be {description}{limits}, got {value!r}.")
 
 
 def is_real(value: Any) -> bool:
@@ -159,26 +163,26 @@ def path(name: str, value: Any) -> Path:
 def device(name: str, value: Any) -> torch.device:
     """Check a device of torch, or its name, that this process can use."""
     try:
-        found = torch.device(value)
+        device = torch.device(value)
     except (RuntimeError, TypeError, ValueError) as cause:
         raise UsageError(
             f"{name} must be a torch device such as 'cpu' or 'cuda:0', got {value!r}."
         ) from cause
-    if found.type == "cuda":
+    if device.type == "cuda":
         num_devices = torch.cuda.device_count()
-        if (found.index or 0) >= num_devices:
+        if (device.index or 0) >= num_devices:
             raise UsageError(
-                f"{name} is {str(found)!r}, but torch finds {num_devices} CUDA devices. "
+                f"{name} is {str(device)!r}, but torch finds {num_devices} CUDA devices. "
                 "Choose 'cpu' or an existing device."
             )
-    elif found.type != "cpu":
+    elif device.type != "cpu":
         try:
-            torch.empty(0, device=found)
+            torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError, ImportError) as cause:
             raise UsageError(
-                f"{name} is {str(found)!r}, which torch cannot use here. Choose 'cpu'."
+                f"{name} is {str(device)!r}, which torch cannot use here. Choose 'cpu'."
             ) from cause
-    return found
+    return device
 
 
 def optional_device(name: str, value: Any) -> torch.device | None:
@@ -190,7 +194,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     """Check a collection of flat names; a single str is an error."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         listed = tuple(value)
-        if all(isinstance(one, str) for one in listed):
+        if all(isinstance(item, str) for item in listed):
             return listed
     raise UsageError(f"{name} must be a collection of field names, got {value!r}.")
 
@@ -211,17 +215,17 @@ def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
     The ids are a number, a sequence, an array or a tensor.
     """
     try:
-        given = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
+        numbers = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
     except ValueError as cause:
         raise UsageError(f"{name} must be integer ids: {cause}.") from cause
-    if given.size and given.dtype.kind not in "iu":
-        advice = " For a mask, pass mask.nonzero()[0]." if given.dtype.kind == "b" else ""
-        raise UsageError(f"{name} must be integer ids, got {given.dtype}.{advice}")
-    found = given.astype(np.int64)
-    wrong = found[(found < 0) | (found >= num_envs)]
+    if numbers.size and numbers.dtype.kind not in "iu":
+        advice = " For a mask, pass mask.nonzero()[0]." if numbers.dtype.kind == "b" else ""
+        raise UsageError(f"{name} must be integer ids, got {numbers.dtype}.{advice}")
+    ids = numbers.astype(np.int64)
+    wrong = ids[(ids < 0) | (ids >= num_envs)]
     if len(wrong):
         raise UsageError(f"{name} must be in 0:{num_envs}, got {wrong[:8].tolist()}.")
-    return found
+    return ids
 
 
 def _is_bool(value: Any) -> bool:

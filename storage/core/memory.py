@@ -113,11 +113,11 @@ class BufferPool:
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         # The array refers to a slice of its buffer; the storage has exactly the requested size.
-        kind = _NUMPY_DTYPES.get(dtype)
-        if kind is None:
+        numpy_dtype = _NUMPY_DTYPES.get(dtype)
+        if numpy_dtype is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
         # This takes half the time of the views above.
-        return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))
+        return torch.from_numpy(np.ndarray(tuple(shape), numpy_dtype, self._lend(num_bytes)))
 
     def clear(self) -> None:
         """Remove all buffers from the pool. Tensors and arrays over these buffers stay valid."""
@@ -146,15 +146,15 @@ class BufferPool:
         with self._lock:
             counts = _references(self._buffers)
             free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
-            found = -1
+            lent = -1
             size = 2 * num_bytes + 1
             for place in free:
                 if num_bytes <= (nbytes := self._buffers[place].nbytes) < size:
-                    found = place
+                    lent = place
                     size = nbytes
-            if found >= 0:
+            if lent >= 0:
                 self.num_reused += 1
-                return self._buffers[found][:num_bytes]
+                return self._buffers[lent][:num_bytes]
             buffer = _allocate(num_bytes)
             self.num_allocated += 1
             if len(counts) >= self.max_buffers and free:
@@ -197,8 +197,8 @@ def filled(
     if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
         return torch.full(shape, value, dtype=dtype, device=device)
     pool = BufferPool(1)
-    found = pool.empty(shape, dtype)
-    return found if value == 0 and pool.num_allocated else found.fill_(value)
+    tensor = pool.empty(shape, dtype)
+    return tensor if value == 0 and pool.num_allocated else tensor.fill_(value)
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

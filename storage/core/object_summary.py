@@ -53,8 +53,8 @@ def described(thing: Any) -> str:
     lines = list(_tensors(batch or {}))
     if batch is None and (schema := _schema_of(thing, _DEPTH)) is not None:
         lines = [
-            f"{name}: {'texts' if one.is_text else _words(one.dtype, one.shape)}"
-            for name, one in schema.items()
+            f"{name}: {'texts' if field.is_text else _words(field.dtype, field.shape)}"
+            for name, field in schema.items()
         ]
     left_out = len(lines) - _MAX_FIELDS
     lines = [*lines[:_MAX_FIELDS], *([f"and {left_out} more"] if left_out > 0 else [])]
@@ -68,8 +68,8 @@ def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
     yield from ((name, getattr(thing, name)) for name in _PROPERTIES if name in dir(type(thing)))
     yield from (
-        (name, one)
-        for name, one in vars(thing).items()
+        (name, value)
+        for name, value in vars(thing).items()
         if name[0] != "_" and name not in (most, *_PROPERTIES)
     )
 
@@ -78,7 +78,7 @@ def _is_fact(value: Any) -> bool:
     """Return whether to show a value: a short plain value that is neither False nor ""."""
     if isinstance(value, (list, tuple)):
         return 0 < len(value) <= 4 and all(
-            isinstance(one, (int, str, os.PathLike)) for one in value
+            isinstance(item, (int, str, os.PathLike)) for item in value
         )
     is_plain = isinstance(value, (int, float, str, torch.device, os.PathLike)) or hasattr(
         value, "origin"
@@ -101,14 +101,16 @@ def _words(dtype: str, shape: Any) -> str:
 def _schema_of(thing: Any, depth: int) -> Schema | None:
     """Return the schema of an object, or of an attribute at most `depth` levels down."""
     attributes = getattr(thing, "__dict__", {})
-    if isinstance(found := attributes.get("schema"), Schema) and len(found):
-        return found
+    if isinstance(schema := attributes.get("schema"), Schema) and len(schema):
+        return schema
     parts = [
-        one
+        part
         for value in attributes.values()
-        for one in (value[:1] if isinstance(value, list) else [value])
+        for part in (value[:1] if isinstance(value, list) else [value])
     ]
-    inner = [one for one in parts if type(one).__module__.startswith(("storage.", "rollout_data."))]
+    inner = [
+        part for part in parts if type(part).__module__.startswith(("storage.", "rollout_data."))
+    ]
     for value in inner if depth else ():
         if (deeper := _schema_of(value, depth - 1)) is not None:
             return deeper

@@ -52,14 +52,14 @@ class Group:
 
     def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Convert rows `[..., width]` of this group to fields, views `[..., *event]` of rows."""
-        found = {}
+        views = {}
         for part in self.parts:
             dtype = part.field.torch_dtype
             cells = rows.view(dtype)[
                 ..., part.start // dtype.itemsize : part.stop // dtype.itemsize
             ]
-            found[part.field.name] = cells.reshape(*rows.shape[:-1], *part.field.shape)
-        return found
+            views[part.field.name] = cells.reshape(*rows.shape[:-1], *part.field.shape)
+        return views
 
 
 def lay_out(schema: Schema) -> list[Group]:
@@ -243,6 +243,6 @@ class Cut:
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
     """Convert slices of packed rows to a tensor that may be changed in place despite autograd."""
-    found: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
-    found = found.contiguous() if contiguous else found
-    return found.view(torch.bfloat16) if is_bfloat16 else found
+    tensor: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
+    tensor = tensor.contiguous() if contiguous else tensor
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor

@@ -111,17 +111,17 @@ def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.i
     largest_bits = num_bits - len(values).bit_length()
     # A largest weight of m * 2**e, 0.5 <= m < 1, becomes m * 2**largest_bits.
     _, exponent = np.frexp(values.max())
-    found = np.rint(np.ldexp(values, largest_bits - int(exponent))).astype(np.int64)
-    found[(found == 0) & (values > 0)] = 1
-    return found
+    integers = np.rint(np.ldexp(values, largest_bits - int(exponent))).astype(np.int64)
+    integers[(integers == 0) & (values > 0)] = 1
+    return integers
 
 
 def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
     """Convert weights `[n]` float64 as `whole_weights` does, without a wait for the device."""
     largest_bits = RANDOM_BITS - len(weights).bit_length()
     _, exponent = torch.frexp(weights.max())
-    found = torch.ldexp(weights, largest_bits - exponent).round().long()
-    return torch.where((found == 0) & (weights > 0), 1, found)
+    integers = torch.ldexp(weights, largest_bits - exponent).round().long()
+    return torch.where((integers == 0) & (weights > 0), 1, integers)
 
 
 def scaled(bits: Any, choices: Any) -> Any:
@@ -233,14 +233,14 @@ def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch
     """
     if num_draws * 4 > num_rows:
         return torch.randperm(num_rows, generator=generator, device=generator.device)[:num_draws]
-    found = uniform(num_rows, num_draws, generator)
+    drawn = uniform(num_rows, num_draws, generator)
     while True:
         # Keep the first occurrence of each index, in the order of the draws. The kept indices are
         # still a uniform sample, because all draws are equally likely.
-        values, inverse = torch.unique(found, return_inverse=True)
+        values, inverse = torch.unique(drawn, return_inverse=True)
         if len(values) == num_draws:
-            return found
-        place = torch.arange(len(found), device=found.device)
-        first = torch.full_like(values, len(found)).scatter_reduce_(0, inverse, place, "amin")
-        found = found[first.sort().values]
-        found = torch.cat([found, uniform(num_rows, num_draws - len(found), generator)])
+            return drawn
+        place = torch.arange(len(drawn), device=drawn.device)
+        first = torch.full_like(values, len(drawn)).scatter_reduce_(0, inverse, place, "amin")
+        drawn = drawn[first.sort().values]
+        drawn = torch.cat([drawn, uniform(num_rows, num_draws - len(drawn), generator)])

@@ -385,7 +385,7 @@ class RecordReader:
         if not self._leaves:
             return None
         nodes: list[Any] = [record]
-        found: list[npt.NDArray[Any]] = []
+        arrays: list[npt.NDArray[Any]] = []
         try:
             for parent, key, kind, num_keys in self._nodes:
                 if key:
@@ -409,7 +409,7 @@ class RecordReader:
                     shape, target = self._shapes[0]
                 if array.dtype is not dtype:
                     return None
-                found.append(array if shape == target else array.reshape(target))
+                arrays.append(array if shape == target else array.reshape(target))
         except (
             AttributeError,
             KeyError,
@@ -420,11 +420,11 @@ class RecordReader:
         if self._is_converted:
             # numpy must not warn about conversions, since torch does not.
             with np.errstate(all="ignore"):
-                found = [
+                arrays = [
                     array.astype(leaf.target, copy=False)
-                    for array, leaf in zip(found, self._leaves, strict=True)
+                    for array, leaf in zip(arrays, self._leaves, strict=True)
                 ]
-        return found
+        return arrays
 
     def rows_again(self, record: Any) -> Rows | None:
         """Return `Rows` of a record that has the form of the last record, otherwise None."""
@@ -438,7 +438,7 @@ class RecordReader:
         if not self._tensor_leaves or schema is None:
             return None
         nodes: list[Any] = [record]
-        found: list[torch.Tensor] = []
+        row_tensors: list[torch.Tensor] = []
         try:
             for parent, key, kind, num_keys in self._nodes:
                 if key:
@@ -465,10 +465,10 @@ class RecordReader:
                 ):
                     return None
                 value = value.detach() if value.requires_grad else value
-                found.append(value if shape == target else value.view(target))
+                row_tensors.append(value if shape == target else value.view(target))
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return None  # For example, `view` of a transposed tensor raises RuntimeError.
-        return Rows(self._tensor_shapes[0][1][0], found, schema)
+        return Rows(self._tensor_shapes[0][1][0], row_tensors, schema)
 
     def _takes_tensor_lead(self, lead: tuple[int, ...]) -> bool:
         """Set the expected shapes for leading sizes. Return False if they do not fit the lanes."""
@@ -573,18 +573,18 @@ class RecordReader:
         """Store the form of a record that has the names of a schema, for `read_again`."""
         nodes = [(0, "", type(record), len(record.keys()))]
         waiting = [(0, "", record)]
-        found: dict[str, tuple[int, str, Any]] = {}
+        form: dict[str, tuple[int, str, Any]] = {}
         self._leaves = []
         self._tensor_leaves = []
         try:
             for number, prefix, node in waiting:
                 for key, value in node.items():
                     if isinstance(value, (torch.Tensor, np.ndarray)):
-                        found[prefix + key] = number, key, value
+                        form[prefix + key] = number, key, value
                     else:
                         nodes.append((number, key, type(value), len(value.keys())))
                         waiting.append((len(nodes) - 1, f"{prefix}{key}/", value))
-            named = [(*found[name], field) for name, field in schema.items()]
+            named = [(*form[name], field) for name, field in schema.items()]
         except (AttributeError, KeyError, RuntimeError, TypeError):
             # The record contains a list, which only `read` supports.
             return

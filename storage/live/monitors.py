@@ -174,16 +174,16 @@ class TickMonitor(Monitor):
         `ticks` counts since creation or `reset`.
         """
         with self._lock:
-            found: dict[str, int | float] = {"ticks": self._num_ticks}
+            values: dict[str, int | float] = {"ticks": self._num_ticks}
             for name, ticks in self._ticks.items():
                 numbers, sums, highs, lows = ticks.T
                 if numbers.any():
-                    found[f"{name}_mean"] = float(sums.sum() / numbers.sum())
-                    found[f"{name}_max"], found[f"{name}_min"] = (
+                    values[f"{name}_mean"] = float(sums.sum() / numbers.sum())
+                    values[f"{name}_max"], values[f"{name}_min"] = (
                         float(highs.max()),
                         float(lows.min()),
                     )
-        return found
+        return values
 
     def reset(self) -> None:
         """Remove all ticks."""
@@ -234,18 +234,18 @@ class BufferMonitor(Monitor):
         """Return the snapshots of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
         return {
             f"{part}/{name}": x
-            for part, one in self._parts.items()
-            for name, x in one.snapshot().items()
+            for part, monitor in self._parts.items()
+            for name, x in monitor.snapshot().items()
         }
 
     def text(self) -> str:
         """Return the text of all four monitors as one line."""
-        return "; ".join(f"{part}: {one.text()}" for part, one in self._parts.items())
+        return "; ".join(f"{part}: {monitor.text()}" for part, monitor in self._parts.items())
 
     def reset(self) -> None:
         """Remove all recorded values of the four monitors."""
-        for one in self._parts.values():
-            one.reset()
+        for monitor in self._parts.values():
+            monitor.reset()
 
 
 class PerformanceMonitor(Monitor):
@@ -400,11 +400,11 @@ def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.floa
         raise UsageError(f"{name!r} must be numbers, got {type(value).__name__}.") from cause
     if not values.size:
         return _NOTHING
-    found = np.array([values.size, values.sum(), values.max(), values.min()])
-    if not np.isfinite(found).all():
+    summary = np.array([values.size, values.sum(), values.max(), values.min()])
+    if not np.isfinite(summary).all():
         numbers = repr(values.reshape(-1).tolist())[:60]
         raise UsageError(f"{name!r} must be finite numbers, got {numbers}.")
-    return found
+    return summary
 
 
 def _wait_for(device: torch.device | str | None) -> None:

@@ -333,11 +333,13 @@ class BufferManager(Store):
                 # A copy is needed, since other calls change the buffer after the locks are
                 # released.
                 state = buffer.copy_state()
-                kind = next(
-                    kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type
+                type_name = next(
+                    type_name
+                    for type_name, buffer_type in _KINDS.items()
+                    if type(buffer) is buffer_type
                 )
                 cfg[name] = {
-                    "type": kind,
+                    "type": type_name,
                     **{key: x for key, x in state.arguments.items() if key != "name"},
                 }
                 numbers[name] = state.numbers
@@ -482,13 +484,13 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
         if not isinstance(options, Mapping):
             raise UsageError(f"cfg[{name!r}] must be the arguments of the buffer, got {options!r}.")
         options = {"device": device, **options}
-        kind = options.pop("type", "advanced")
-        arguments.choice(f"type of {name!r}", kind, _KINDS)
+        type_name = options.pop("type", "advanced")
+        arguments.choice(f"type of {name!r}", type_name, _KINDS)
         try:
-            buffers[name] = _KINDS[kind](**options, name=name)
+            buffers[name] = _KINDS[type_name](**options, name=name)
         except TypeError as cause:
             raise UsageError(
-                f"cfg[{name!r}] does not fit {_KINDS[kind].__name__}: {cause}."
+                f"cfg[{name!r}] does not fit {_KINDS[type_name].__name__}: {cause}."
             ) from cause
     unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:

@@ -63,8 +63,8 @@ class SegmentTree:
     def __getitem__(self, index: Any) -> Any:
         """Return the number at an index as a float, or the numbers at indices as a tensor."""
         wanted = self._indices(index)
-        found = self._tree.read(wanted.flatten()).view(wanted.shape)
-        return found if _is_many(index) else float(found)
+        values = self._tree.read(wanted.flatten()).view(wanted.shape)
+        return values if _is_many(index) else float(values)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Set one number, or the numbers at a tensor or list of indices.
@@ -147,9 +147,9 @@ class SegmentTree:
             raise UsageError(
                 f"mass must be in [0, {total}], got {float(masses[outside].flatten()[0])}."
             )
-        found = tree.find(masses.flatten())
-        assert found is not None
-        return found.view(masses.shape) if _is_many(mass) else int(found)
+        indices = tree.find(masses.flatten())
+        assert indices is not None
+        return indices.view(masses.shape) if _is_many(mass) else int(indices)
 
     def check_valid(self) -> tuple[bool, str]:
         """Check the invariants: return (whether all hold, a description of the first violation)."""

@@ -177,19 +177,19 @@ class Shard:
             raise self._failure
         return self._made
 
-    def _checked(self, made: Any) -> Any:
+    def _checked(self, buffer: Any) -> Any:
         """Check that the buffer supports draws, and make its name unique among the shards.
 
         Raises:
             UsageError: The buffer cannot be used in an actor.
         """
-        kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
+        type_name, (at, num_shards), parts = type(buffer).__name__, self._place, _parts_of(buffer)
         problem = ""
-        if not hasattr(made, "sample"):
-            problem = f"a {kind} has no method sample and cannot be used in an actor."
-        elif made not in parts and num_shards > 1:
+        if not hasattr(buffer, "sample"):
+            problem = f"a {type_name} has no method sample and cannot be used in an actor."
+        elif buffer not in parts and num_shards > 1:
             problem = (
-                f"a {kind} cannot be divided into {num_shards} shards. Create one RemoteBuffer for "
+                f"a {type_name} cannot be divided into {num_shards} shards. Create one RemoteBuffer for "
                 "each of its buffers."
             )
         elif any(getattr(part, "rate_limiter", None) for part in parts):
@@ -199,47 +199,47 @@ class Shard:
             )
         if problem:
             raise UsageError(problem)
-        if num_shards > 1 and hasattr(made, "name"):
-            self._names = [f"{made.name}_{number}" for number in range(num_shards)]
-            made.name = self._names[at]
-        return made
+        if num_shards > 1 and hasattr(buffer, "name"):
+            self._names = [f"{buffer.name}_{number}" for number in range(num_shards)]
+            buffer.name = self._names[at]
+        return buffer
 
     # Drawing.
 
     def draw(
-        self, asked: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
+        self, request: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
     ) -> Any:
         """Call a method of the buffer for each size above 0, which is its first argument.
 
         Args:
-            asked: (method, sizes, other arguments, options, policy version). A single tuple,
+            request: (method, sizes, other arguments, options, policy version). A single tuple,
                 because each argument of a Ray call takes 60 us.
 
         Returns:
             The fields of an `Ack`, and the packed results.
         """
-        name, sizes, args, options, version = asked
+        name, sizes, args, options, version = request
         method = getattr(self._buffer, name)
-        found = []
+        results = []
         limiter = self._limiter
         unit = unit_of(self._traits, name, args, options)
         for size in filter(None, sizes):
             num_rows = sum(size.values()) if isinstance(size, Mapping) else size
-            one = None
+            result = None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(
                     f"The rate limiter refused a draw of {num_rows} rows until more rows are "
                     f"pushed: {limiter.snapshot()}."
                 )
             try:
-                one = self._fresh(partial(method, size, *args, **options), unit, version)
+                result = self._fresh(partial(method, size, *args, **options), unit, version)
             finally:
-                if one is None and limiter is not None:
+                if result is None and limiter is not None:
                     limiter.undo(num_sampled=num_rows)
-            if self._place[1] > 1 and self._has_ids and isinstance(one, tuple):
-                one = *one[:-1], one[-1] * self._place[1] + self._place[0]
-            found.append(pack(one, self._pool))
-        return tuple(self.hello("")), found
+            if self._place[1] > 1 and self._has_ids and isinstance(result, tuple):
+                result = *result[:-1], result[-1] * self._place[1] + self._place[0]
+            results.append(pack(result, self._pool))
+        return tuple(self.hello("")), results
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
         """Draw until a batch is full, and drop stale rows. Other rows remain equally likely."""
@@ -250,8 +250,8 @@ class Shard:
         if limit is None or version is None:
             return draw()
         for _ in range(_MAX_DRAWS):
-            found = draw()
-            batch = found[0] if isinstance(found, tuple) else found
+            drawn = draw()
+            batch = drawn[0] if isinstance(drawn, tuple) else drawn
             fields = flatten(batch) if isinstance(batch, dict) else {}
             if key not in fields:
                 raise UsageError(
@@ -265,7 +265,7 @@ class Shard:
                 .all(1)
                 .repeat_interleave(unit)
             )
-            parts.append(_rows_of(found, fresh))
+            parts.append(_rows_of(drawn, fresh))
             num_kept += int(fresh.sum())
             if num_kept >= size:
                 return _rows_of(join(parts), slice(size))
@@ -277,13 +277,13 @@ class Shard:
     # Pushing.
 
     def push(
-        self, collector: str, number: int, given: tuple[str, Packed | None]
+        self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
         """Apply a push if its number is due. Returns the shard's `Ack` and the error of the push.
 
         A push with an empty method name is only counted.
         """
-        due, error, (name, packed) = self._due.get(collector, 0), None, given
+        due, error, (name, packed) = self._due.get(collector, 0), None, content
         if number != due:
             return self.hello(collector), None
         args, options = ((), {}) if packed is None else unpack(packed)
@@ -309,13 +309,13 @@ class Shard:
         return self.hello(collector), error
 
     def tell(
-        self, collector: str, number: int, given: tuple[str, Packed | None]
+        self, collector: str, number: int, content: tuple[str, Packed | None]
     ) -> tuple[Ack, Exception | None]:
         """Apply an update as `push` does, but in the thread of draws.
 
         Updates therefore do not wait behind a push that the rate limiter delays.
         """
-        return self.push(collector, number, given)
+        return self.push(collector, number, content)
 
     def _check_alone(self, collector: str) -> None:
         """Raise `UsageError` if two collectors push steps of trajectories alternately.
@@ -351,15 +351,15 @@ class Shard:
 
         Items of no shard go to the first shard, whose buffer raises an error for them.
         """
-        names = [str(one).rpartition("_")[0] for one in info.get(_ID) or ()]
+        names = [str(item_id).rpartition("_")[0] for item_id in info.get(_ID) or ()]
         mine = [
             (self._names.index(name) if name in self._names else 0) == self._place[0]
             for name in names
         ]
         lists = {key: info[key] for key in (_ID, "priority") if info.get(key) is not None}
         cut = {
-            key: [x for x, is_mine in zip(given, mine, strict=True) if is_mine]
-            for key, given in lists.items()
+            key: [x for x, is_mine in zip(values, mine, strict=True) if is_mine]
+            for key, values in lists.items()
         }
         return {**info, **cut}
 
@@ -378,8 +378,8 @@ class Shard:
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Packed:
         """Call a method of the buffer, or read an attribute, and return the packed result."""
         with self._applying:
-            found = getattr(self._buffer, name)
-            return pack(found(*args, **options) if callable(found) else found)
+            attribute = getattr(self._buffer, name)
+            return pack(attribute(*args, **options) if callable(attribute) else attribute)
 
     def save(self, collector: str, number: int = 0) -> Ack:
         """Save a checkpoint.
@@ -431,8 +431,8 @@ class Shard:
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
     """Return the number of consecutive rows per window of a draw."""
-    found = options.get("seq_length") or next(iter(args), None) or traits.unit
-    return found if name == "sample" and traits.unit else 1
+    unit = options.get("seq_length") or next(iter(args), None) or traits.unit
+    return unit if name == "sample" and traits.unit else 1
 
 
 def _has(made: Any, method: str, argument: str) -> bool:
@@ -446,12 +446,18 @@ def _parts_of(made: Any) -> list[Any]:
 
 def _num_rows(made: Any, name: str, args: tuple[Any, ...]) -> int:
     """Return the number of pushed items, or the size of the first axis."""
-    given = args[0] if args else None
-    if isinstance(given, list) and name != "append":
-        return len(made.as_list(given) if name == "push" and hasattr(made, "as_list") else given)
+    first_argument = args[0] if args else None
+    if isinstance(first_argument, list) and name != "append":
+        return len(
+            made.as_list(first_argument)
+            if name == "push" and hasattr(made, "as_list")
+            else first_argument
+        )
     sizes: list[int] = []
     if name not in ("append", "push", "push_data"):
-        map_tree(lambda leaf: sizes.append(len(leaf) if leaf.ndim else 1), given, is_numbers)
+        map_tree(
+            lambda leaf: sizes.append(len(leaf) if leaf.ndim else 1), first_argument, is_numbers
+        )
     return sizes[0] if sizes else 1
 
 

@@ -82,28 +82,28 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 
     The packed memory is a view, or a copy if there is a `pool`.
     """
-    given: list[Any] = []
+    leaves: list[Any] = []
 
     def mark(leaf: Any) -> Any:
-        given.append(leaf)
+        leaves.append(leaf)
         return ...
 
     marked = map_tree(mark, tree)
-    tensors = [dense(as_given(leaf), "a leaf of the tree").cpu() for leaf in given]
+    tensors = [dense(as_given(leaf), "a leaf of the tree").cpu() for leaf in leaves]
     tensors = [x if x.data_ptr() % x.element_size() == 0 else x.clone() for x in tensors]
     buffers: list[npt.NDArray[np.uint8]] = []
     places: dict[int, Place] = {}
 
     def put(group: list[int], start: int, stop: int) -> None:
         start -= start % _ALIGNMENT
-        for one in group:
-            x = tensors[one]
-            is_array = isinstance(given[one], np.ndarray)
+        for index in group:
+            x = tensors[index]
+            is_array = isinstance(leaves[index], np.ndarray)
             size = x.element_size()
             first = x.data_ptr() - start if x.numel() else 0
             strides = tuple(stride * size for stride in x.stride())
-            places[one] = len(buffers), first, _NAMES[x.dtype], tuple(x.shape), strides, is_array
-        owner = [tensors[one] for one in group]
+            places[index] = len(buffers), first, _NAMES[x.dtype], tuple(x.shape), strides, is_array
+        owner = [tensors[index] for index in group]
         buffer = (
             np.asarray(_Memory(start, stop - start, owner))
             if stop > start
@@ -116,13 +116,13 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
             buffers.append(buffer)
 
     for group, start, stop in _overlapping([_extent(x) for x in tensors]):
-        if sum(tensors[one].nbytes for one in group) >= _LEAST_SHARE * (stop - start):
+        if sum(tensors[index].nbytes for index in group) >= _LEAST_SHARE * (stop - start):
             put(group, start, stop)
             continue
-        for one in group:
-            tensors[one] = tensors[one].clone(memory_format=torch.contiguous_format)
-            put([one], *_extent(tensors[one]))
-    return buffers, [places[one] for one in range(len(given))], marked
+        for index in group:
+            tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)
+            put([index], *_extent(tensors[index]))
+    return buffers, [places[index] for index in range(len(leaves))], marked
 
 
 def unpack(packed: Packed, copy: bool = False) -> Any:
@@ -160,7 +160,7 @@ def join(trees: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(join(parts) for parts in zip(*trees, strict=True))
     if isinstance(first, list):
-        return [one for tree in trees for one in tree]
+        return [item for tree in trees for item in tree]
     if isinstance(first, np.ndarray):
         return np.concatenate(trees)
     return torch.cat(list(trees)) if isinstance(first, torch.Tensor) else first

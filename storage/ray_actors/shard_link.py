@@ -36,7 +36,7 @@ class Link:
         self._collector = collector
         self._options = options
         self._is_kept = options.checkpoint_dir is not None
-        self.told: Ack | None = None
+        self.last_ack: Ack | None = None
         #: Pushes that may be sent again, by number, oldest first: method of the shard, reference to
         #: the pushed data, and number of bytes. `_kept_bytes` is the total number of bytes.
         self._kept: dict[int, tuple[str, Any, int]] = {}
@@ -88,11 +88,11 @@ class Link:
                     raise
                 time.sleep(_PAUSE_S)
 
-    def has_restarted(self, told: Ack) -> bool:
+    def has_restarted(self, ack: Ack) -> bool:
         """Store an answer and return whether the actor has restarted since the previous answer."""
-        before = self.told
-        self.told = told
-        if before is None or before.life == told.life:
+        before = self.last_ack
+        self.last_ack = ack
+        if before is None or before.life == ack.life:
             return False
         self._sent = -1
         return True
@@ -143,9 +143,9 @@ class Link:
             if self._sent < 0:
                 self._note(self.answer(self.start("hello", self._collector)), is_back=True)
             elif self._sent < self._next and len(self._pending) < self._options.max_pending:
-                method, given, _ = self._kept[self._sent]
+                method, content, _ = self._kept[self._sent]
                 self._pending.append(
-                    (self._sent, self.start(method, self._collector, self._sent, given))
+                    (self._sent, self.start(method, self._collector, self._sent, content))
                 )
                 self._sent += 1
             else:
@@ -172,7 +172,7 @@ class Link:
 
         With `is_back`, sending resumes at the due number of the answer.
         """
-        self.told = ack
+        self.last_ack = ack
         if is_back:
             self._sent = ack.due
             self._pending.clear()

@@ -439,7 +439,7 @@ def _read(
     # If an episode has no leaf of motion ids, they are stored in `motion_ids` and not as a column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
     reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
-    found = []
+    records = []
     for number, (columns, motion_id, own_name) in enumerate(parts):
         if not keeps_ids:
             columns.pop(motion_name, None)
@@ -459,9 +459,9 @@ def _read(
             reader.freeze(rows.schema, 1)
         place = list(rows.schema).index(end_name)
         for piece in _split(rows.tensors, place, split_on_end, number):
-            found.append((piece, motion_id, names[number] or own_name))
+            records.append((piece, motion_id, names[number] or own_name))
     assert reader.schema is not None
-    return reader.schema, found
+    return reader.schema, records
 
 
 def _take_apart(
@@ -534,14 +534,14 @@ class PrefixSum:
     @property
     def lengths(self) -> Integers:
         """Length of every episode, `[len(self)]`, a new array."""
-        found: Integers = np.diff(self._ends[self._first : self._last + 1])
-        return found
+        lengths: Integers = np.diff(self._ends[self._first : self._last + 1])
+        return lengths
 
     @property
     def starts(self) -> Integers:
         """First frame of every episode, `[len(self)]`, a new array."""
-        found: Integers = self._ends[self._first : self._last] - self._ends[self._first]
-        return found
+        starts: Integers = self._ends[self._first : self._last] - self._ends[self._first]
+        return starts
 
     @property
     def ar(self) -> Integers:
@@ -551,8 +551,8 @@ class PrefixSum:
     @property
     def prefix_sum(self) -> Integers:
         """Running sum of `lengths`, `[len(self)]`: frames up to each episode's end; a new array."""
-        found: Integers = self._ends[self._first + 1 : self._last + 1] - self._ends[self._first]
-        return found
+        sums: Integers = self._ends[self._first + 1 : self._last + 1] - self._ends[self._first]
+        return sums
 
     def add(self, val: int) -> None:
         """Append an episode of `val` frames in amortized O(1).
@@ -567,8 +567,8 @@ class PrefixSum:
 
     def extend(self, lengths: Iterable[int]) -> None:
         """Append many episodes at once. If a length is invalid, no episode is appended."""
-        given = arguments.instance("lengths", lengths, "integers", Iterable)
-        values = np.asarray(given if isinstance(given, np.ndarray) else list(given))
+        integers = arguments.instance("lengths", lengths, "integers", Iterable)
+        values = np.asarray(integers if isinstance(integers, np.ndarray) else list(integers))
         if not values.size:
             return
         if values.ndim != 1 or values.dtype.kind not in "iu" or (values < 0).any():

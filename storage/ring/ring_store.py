@@ -75,13 +75,13 @@ class RingStore:
             tuple[int, int, int], tuple[torch.Tensor, Callable[..., Any] | None]
         ] = {}
         self._cuts: dict[Any, Cut] = {}
-        found: dict[str, torch.Tensor] = {}
+        columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
-            found.update(group.views(base))
+            columns.update(group.views(base))
         #: Fields as `[lanes, stride, *event]`. `_slots` and `_arrays` are time-first views of them,
         #: as tensors and, if numpy supports the dtype, as arrays.
-        self._columns = {name: found[name] for name in schema}
-        self._flat_columns = {name: found[name].flatten(0, 1) for name in schema}
+        self._columns = {name: columns[name] for name in schema}
+        self._flat_columns = {name: columns[name].flatten(0, 1) for name in schema}
         self._slots = [column.transpose(0, 1) for column in self._columns.values()]
         self._arrays: list[Any] = [_array(slots) for slots in self._slots]
         #: Whether `write` accepts arrays: the memory is on the CPU, and numpy has every dtype.
@@ -194,9 +194,9 @@ class RingStore:
             apart: Whether rows and following rows are copied separately. `windows` requires True,
                 `rows` requires False.
         """
-        asked = keys, next_keys, contiguous, nested, apart
-        found = self._cuts.get(asked)
-        if found is None:
+        cut_key = keys, next_keys, contiguous, nested, apart
+        cut = self._cuts.get(cut_key)
+        if cut is None:
             targets = [
                 Target(row, name, f"next/{name}" if row else name)
                 for row, (argument, wanted) in enumerate(
@@ -209,10 +209,10 @@ class RingStore:
                 raise UsageError("this buffer cannot return rows together with their next rows.")
             if len(self._cuts) >= _MAX_CUTS:
                 self._cuts.clear()
-            found = self._cuts[asked] = Cut(
+            cut = self._cuts[cut_key] = Cut(
                 self.groups, targets, contiguous, nested, apart, self.device
             )
-        return found
+        return cut
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
         """Copy the fields of the plan `cut` from the rows at positions and from the following rows.
@@ -248,15 +248,15 @@ class RingStore:
         if not is_one_piece:
             rows_of = self._unrolled(tensor_of(places), reach)
             starts = [rows_of[:, :length].flatten(), rows_of[:, reach - length :].flatten()]
-        found: list[Any] = [None] * (2 * len(self.groups))
+        windows: list[Any] = [None] * (2 * len(self.groups))
         for place, group in enumerate(self.groups):
             units = (length if is_one_piece else 1) * group.width
             for row in (0, 1):
                 if cut.wanted[place][row]:
                     # An offset of the source costs less than adding 1 to every position.
                     rows = self._take(place, units, row * is_one_piece, starts[row])
-                    found[place + row * len(self.groups)] = rows.reshape(-1, group.width)
-        return cut(found)
+                    windows[place + row * len(self.groups)] = rows.reshape(-1, group.width)
+        return cut(windows)
 
     def column(self, name: str) -> torch.Tensor:
         """Return a view of a field, `[lanes * stride, *event]`, indexed by position in memory."""
@@ -316,8 +316,8 @@ class RingStore:
         if items is None:
             return source.index_select(0, index)
         if num_rows * units * source.itemsize < _MIN_TORCH_BYTES:
-            found = items(index if isinstance(index, np.ndarray) else index.numpy())
-            return found.view(self._units[place]).reshape(num_rows, units)
+            rows = items(index if isinstance(index, np.ndarray) else index.numpy())
+            return rows.view(self._units[place]).reshape(num_rows, units)
         out = self._pool.empty((num_rows, units), source.dtype)
         return torch.index_select(source, 0, tensor_of(index), out=out).numpy()
 
@@ -352,14 +352,14 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
     slot = first % num_slots
     if slot + num_rows <= num_slots:  # The rows do not wrap around.
         return [(slice(slot, slot + num_rows), slice(0, num_rows))]
-    found = []
+    ranges = []
     start = max(0, num_rows - num_slots)
     while start < num_rows:
         slot = (first + start) % num_slots
         count = min(num_rows - start, num_slots - slot)
-        found.append((slice(slot, slot + count), slice(start, start + count)))
+        ranges.append((slice(slot, slot + count), slice(start, start + count)))
         start += count
-    return found
+    return ranges
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:

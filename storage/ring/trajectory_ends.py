@@ -50,8 +50,8 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
         MissingFieldError: A key of `end_key` matches no field of the schema.
     """
     names = list(schema)
-    found = [name for key in listed(end_key) for name in names_below(schema, key, "end_key")]
-    return [(names.index(name), schema[name].num_elements) for name in found]
+    paths = [name for key in listed(end_key) for name in names_below(schema, key, "end_key")]
+    return [(names.index(name), schema[name].num_elements) for name in paths]
 
 
 def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
@@ -63,20 +63,20 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
         places: Fields that end trajectories.
         num_lead: 2, or 1 if leaves and result have no axis of lanes.
     """
-    found: Any = None
+    is_end: Any = None
     for place, width in places:
         leaf = leaves[place]
         lead = leaf.shape[:num_lead]
         flags = leaf.reshape(lead) if width == 1 else (leaf.reshape((*lead, width)) != 0).any(-1)
         if flags.dtype is not _BOOL and flags.dtype is not torch.bool:
             flags = flags != 0
-        found = flags if found is None else found | flags
-    if found is None:
+        is_end = flags if is_end is None else is_end | flags
+    if is_end is None:
         like = leaves[0]
         shape = tuple(leaves[0].shape[:num_lead])
         is_array = isinstance(like, np.ndarray)
         return np.zeros(shape, np.bool_) if is_array else like.new_zeros(shape, dtype=torch.bool)
-    return found
+    return is_end
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch
 
     None if `names` is empty. The result may share memory with a field.
     """
-    found: torch.Tensor | None = None
+    is_set: torch.Tensor | None = None
     for name in names:
         leaf = rows(name).flatten(1)
         flags = leaf.squeeze(1) if leaf.shape[1] == 1 else (leaf != 0).any(1)
         flags = flags if flags.dtype is torch.bool else flags != 0
-        found = flags if found is None else found | flags
-    return found
+        is_set = flags if is_set is None else is_set | flags
+    return is_set
 
 
 class EndedRows:

@@ -269,7 +269,7 @@ class MotionReader(FileSource):
 
     def _read_json(self, path: Path) -> EpisodeInfo:
         fields, metadata = self._json(path)
-        schema = Schema(Field(name, one.shape[1:], "float64") for name, one in fields.items())
+        schema = Schema(Field(name, array.shape[1:], "float64") for name, array in fields.items())
         return EpisodeInfo(
             path.name, len(fields["observation"]), schema, metadata=metadata, source=path
         )

@@ -43,7 +43,9 @@ def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
     subtasks = numbered_texts(file, NUMBER, others[0])
     if len(subtasks) != file.num_rows:
         raise CorruptFileError(f"{str(file.path)!r} has a duplicate {NUMBER}.")
-    types = {name: describe(kind) or "string" for name, kind in file.declared_types.items()}
+    types = {
+        name: describe(type_name) or "string" for name, type_name in file.declared_types.items()
+    }
     return subtasks, {"struct": types}
 
 

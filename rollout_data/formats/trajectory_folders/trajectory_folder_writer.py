@@ -78,7 +78,8 @@ class TrajectoryFolderWriter(ForeignWriter):
 
     def begin(self) -> set[str]:
         self._folders = {
-            one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)
+            source.id: self.path / f"trajectory_{number}"
+            for number, source in enumerate(self.episodes)
         }
         self._fields = self._chosen_fields()
         for episode in self.episodes:
@@ -108,7 +109,7 @@ class TrajectoryFolderWriter(ForeignWriter):
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
             left.unlink()
-        return {one.id for one in self.episodes if self._file(one).exists()}
+        return {source.id for source in self.episodes if self._file(source).exists()}
 
     def _file(self, episode: EpisodeToWrite) -> Path:
         return self._folders[episode.id] / f"traj_{0:06d}_{episode.length:06d}.pickle"
@@ -182,7 +183,9 @@ class TrajectoryFolderWriter(ForeignWriter):
             chunk["rewards"] = self._narrowed(rewards, "reward", episode)
         else:
             widths = (
-                one.schema["reward"].num_elements for one in self.episodes if "reward" in one.schema
+                other.schema["reward"].num_elements
+                for other in self.episodes
+                if "reward" in other.schema
             )
             shape = length, next(widths, 1)
             chunk["rewards"] = np.full(shape, self.options["missing_reward"], np.float32)
@@ -215,7 +218,7 @@ class TrajectoryFolderWriter(ForeignWriter):
     def close(self) -> None:
         if not self.is_complete or self.is_finished(self.path):
             return
-        episodes = [one for one in self.episodes if one.id in self.written]
+        episodes = [episode for episode in self.episodes if episode.id in self.written]
         first = self._fields.schema if episodes else Schema([])
         components = {
             _component(name.partition("/")[2]): field
@@ -228,26 +231,26 @@ class TrajectoryFolderWriter(ForeignWriter):
             "config": metadata.get("config"),
             "env": _named("env", self.options, self.metadata),
             "policy": _named("policy", self.options, self.metadata),
-            "rollout_storage_length": max((one.length for one in episodes), default=0),
+            "rollout_storage_length": max((episode.length for episode in episodes), default=0),
             "success_traj_only": False,
             "min_timesteps": 0,
             "min_episodes": 0,
             "use_critic_obs": "privileged_observation" in first,
-            "total_timesteps": sum(one.length for one in episodes),
+            "total_timesteps": sum(episode.length for episode in episodes),
             "total_trajectories": len(episodes),
         }
-        absent = {self._folders[one.id].name: self._absent(one) for one in episodes}
+        absent = {self._folders[episode.id].name: self._absent(episode) for episode in episodes}
         if noted := {folder: names for folder, names in absent.items() if names}:
             about[ABSENT] = noted
         if components:
             about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
             coded = [
                 name
-                for name, one in components.items()
-                if _COUNTS in one.codec or one.dtype == "uint8"
+                for name, field in components.items()
+                if _COUNTS in field.codec or field.dtype == "uint8"
             ]
             about["obs_disassemble_mapping"] = dict.fromkeys(coded, _COUNTS)
-        folders = [self._folders[one.id] for one in episodes]
+        folders = [self._folders[episode.id] for episode in episodes]
         last_s = max((folder.stat().st_mtime for folder in folders), default=0)
         for number, folder in enumerate(folders):
             time_s = last_s - _STEP_S * (len(folders) - number)
@@ -257,7 +260,7 @@ class TrajectoryFolderWriter(ForeignWriter):
         with replace_file(self.path / "metadata.json") as temporary:
             temporary.write_text(json.dumps(about, indent=1), "utf-8")
             # The files are recorded again, because their modification times have changed.
-            files = {self._name(one): self._file(one) for one in episodes}
+            files = {self._name(episode): self._file(episode) for episode in episodes}
             self.note_files({**files, "metadata.json": temporary})
         self.note_finish()
 

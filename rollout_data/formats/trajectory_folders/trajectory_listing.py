@@ -201,7 +201,7 @@ def read_metadata(
         [data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)]
     )
     problems: list[DataFileError] = []
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     used_path = data_dir / METADATA_NAME
     for path in (parent / METADATA_NAME for parent in parents):
         if not os.path.lexists(path):
@@ -214,11 +214,11 @@ def read_metadata(
         except DataFileError as problem:
             problems.append(problem)
             continue
-        if not found:
-            found = content
+        if not metadata:
+            metadata = content
             used_path = path
         elif any(
-            json.dumps(found.get(key)) != json.dumps(content.get(key))
+            json.dumps(metadata.get(key)) != json.dumps(content.get(key))
             for key in (SEGMENTS, MAPPING)
         ):
             message = (
@@ -226,7 +226,7 @@ def read_metadata(
                 "second file is used. Open the folders separately to use both."
             )
             problems.append(DataFileError(message))
-    return found, problems
+    return metadata, problems
 
 
 def _read_json(path: Path) -> dict[str, Any]:

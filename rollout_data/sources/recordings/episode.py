@@ -164,8 +164,8 @@ class Episode:
     @cached_property
     def final_observation(self) -> Any:
         """Observation after the last step, without a time axis; None if it was not recorded."""
-        found = {name: self._source.read_final(self._number, name) for name in self.final}
-        return joined(OBSERVATION, found)
+        values = {name: self._source.read_final(self._number, name) for name in self.final}
+        return joined(OBSERVATION, values)
 
     def __getitem__(self, name: str) -> Any:
         """Return the field `name`, or all fields below `name` as `Fields`.
@@ -173,10 +173,10 @@ class Episode:
         Raises:
             UsageError: There is no such field.
         """
-        found = self._group(name)
-        if found is None:
+        value = self._group(name)
+        if value is None:
             raise self._unknown_field(name, self.keys())
-        return found
+        return value
 
     def keys(self) -> list[str]:
         """Return the flat names of all fields, including text fields."""
@@ -186,15 +186,15 @@ class Episode:
         return name in self.schema or name in self.texts
 
     def _group(self, name: str) -> Any:
-        names = [one for one in self.keys() if one == name or one.startswith(f"{name}/")]
-        for one in names:
-            if one not in self._read:
-                self._read[one] = self.read(one)
-        return joined(name, {one: self._read[one] for one in names})
+        names = [field for field in self.keys() if field == name or field.startswith(f"{name}/")]
+        for field in names:
+            if field not in self._read:
+                self._read[field] = self.read(field)
+        return joined(name, {field: self._read[field] for field in names})
 
 
-def joined(name: str, found: dict[str, Any]) -> Any:
+def joined(name: str, values: dict[str, Any]) -> Any:
     """Return the field `name`, or the fields below it as `Fields` without the prefix, or None."""
-    if name in found or not found:
-        return found.get(name)
-    return Fields({one[len(name) + 1 :]: value for one, value in found.items()})
+    if name in values or not values:
+        return values.get(name)
+    return Fields({field[len(name) + 1 :]: value for field, value in values.items()})

@@ -132,12 +132,12 @@ def compute_statistics(
             / "rollout_data"
         )
     path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
-    found = _load(path, about, names, checked) if use_cache else None
-    if found is None:
-        found = _compute(parts, names, checked, progress)
+    statistics = _load(path, about, names, checked) if use_cache else None
+    if statistics is None:
+        statistics = _compute(parts, names, checked, progress)
         if use_cache:
-            _save(path, about, found)
-    return found
+            _save(path, about, statistics)
+    return statistics
 
 
 def _compute(
@@ -241,19 +241,19 @@ class _Summary:
         # The variance of a constant must be 0, but rounding errors of the mean make it positive.
         self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
         with np.errstate(invalid="ignore"):
-            found = {
+            values = {
                 "mean": self._sum / self._count,
                 "std": np.sqrt(self._squares / self._count),
                 "min": self._min,
             }
-            found |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
+            values |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
         shapes = {
             name: (len(levels), *self._shape) if name == "quantiles" else self._shape
-            for name in found
+            for name in values
         }
         tensors = {
             name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype)
-            for name, value in found.items()
+            for name, value in values.items()
         }
         return FieldStatistics(
             **tensors,
@@ -284,7 +284,7 @@ def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
     for path in dict.fromkeys(block.path for block in snapshot.index.blocks):
         try:
             stamps = (
-                [stamp_of(one) for one in sorted(path.rglob("*"))]
+                [stamp_of(entry) for entry in sorted(path.rglob("*"))]
                 if path.is_dir()
                 else stamp_of(path)
             )
@@ -296,10 +296,10 @@ def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
     return f"{crc32(json.dumps(files).encode()):08x}{crc32(chosen.tobytes()):08x}"
 
 
-def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:
+def _save(path: Path, about: Mapping[str, Any], by_field: Mapping[str, FieldStatistics]) -> None:
     """Write the cache file, if its folder is writable."""
     arrays: dict[str, Any] = {}
-    for number, statistics in enumerate(found.values()):
+    for number, statistics in enumerate(by_field.values()):
         arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
         arrays[f"{number}/about"] = np.array([statistics.quantile_error, statistics.num_frames])
     try:
@@ -320,14 +320,14 @@ def _load(
         with np.load(path, allow_pickle=False) as file:
             if json.loads(bytes(file["about"])) != json.loads(json.dumps(about)):
                 return None
-            found = {}
+            statistics = {}
             for number, name in enumerate(names):
                 arrays = {part: torch.from_numpy(file[f"{number}/{part}"]) for part in _ARRAYS}
                 error, num_frames = file[f"{number}/about"].tolist()
-                found[name] = FieldStatistics(
+                statistics[name] = FieldStatistics(
                     **arrays, levels=levels, quantile_error=error, num_frames=int(num_frames)
                 )
-            return found
+            return statistics
     except BAD_CACHE:
         return None
 
@@ -347,16 +347,16 @@ class ByteCounts:
 
     def at(self, levels: Sequence[float]) -> Array:
         upto = np.cumsum(self._counts, axis=1)
-        found = np.empty((len(levels), len(upto)))
+        values = np.empty((len(levels), len(upto)))
         for column, sums in enumerate(upto):
             position = np.asarray(levels) * (sums[-1] - 1)
             below, above = (
                 np.searchsorted(sums, end(position), side="right") for end in (np.floor, np.ceil)
             )
-            found[:, column] = (
+            values[:, column] = (
                 below + (above - below) * (position - np.floor(position)) + self._lowest
             )
-        return found
+        return values
 
 
 class QuantileSketch:
@@ -422,15 +422,15 @@ class QuantileSketch:
             )
         weights = np.concatenate([np.full(len(rows), weight) for rows, weight in parts])
         wanted = np.asarray(levels) * self._count
-        found = np.empty((len(levels), self._filling.shape[1]))
-        for column in range(found.shape[1]):
+        quantiles = np.empty((len(levels), self._filling.shape[1]))
+        for column in range(quantiles.shape[1]):
             values = np.concatenate([rows[:, column] for rows, _ in parts]).astype(np.float64)
             order = np.argsort(values, kind="stable")
             place = np.searchsorted(np.cumsum(weights[order]), wanted, side="left")
-            found[:, column] = values[order[np.minimum(place, len(order) - 1)]]
+            quantiles[:, column] = values[order[np.minimum(place, len(order) - 1)]]
             if self._has_nan[column] or np.isnan(values).any():
-                found[:, column] = np.nan
-        return found
+                quantiles[:, column] = np.nan
+        return quantiles
 
 
 Quantiles = ByteCounts | QuantileSketch

@@ -149,7 +149,9 @@ class Recording(Sequence[Episode]):
         except RolloutDataError:  # Reading the episode itself raises this error.
             if len(places) == 1:
                 return np.array([np.nan])
-            single = [self._returns(places[[one]], lengths[[one]]) for one in range(len(places))]
+            single = [
+                self._returns(places[[index]], lengths[[index]]) for index in range(len(places))
+            ]
             return np.concatenate(single)
         of_frames = rewards.reshape(len(rewards), -1).sum(axis=1, dtype=np.float64)
         return np.add.reduceat(of_frames, np.cumsum(lengths) - lengths)
@@ -161,10 +163,10 @@ class Recording(Sequence[Episode]):
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """Return one column of `table` without reading rows, so returns are NaN."""
-        found: np.ndarray[Any, Any] = self._source.column(choice("name", name, COLUMNS))[
+        values: np.ndarray[Any, Any] = self._source.column(choice("name", name, COLUMNS))[
             self._numbers
         ]
-        return found
+        return values
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Return the index of each episode's schema, int64 `[num_episodes]`, and all schemas."""
@@ -243,7 +245,8 @@ class Recording(Sequence[Episode]):
         if self._origin.ids is not None:
             there = {*self._source.column("id").tolist()}
             self._origin = replace(
-                self._origin, ids=tuple(one for one in self._origin.ids if one in there)
+                self._origin,
+                ids=tuple(episode_id for episode_id in self._origin.ids if episode_id in there),
             )
         return self
 

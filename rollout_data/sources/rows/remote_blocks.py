@@ -319,13 +319,15 @@ class RemoteBlocks(RowSource):
             with self._may_be_gone(block):
                 header = self.read_header(self.index.blocks[block])
             for table, chunks in header.chunks.items():
-                self._tables |= {(block, (table, name)): found for name, found in chunks.items()}
+                self._tables |= {
+                    (block, (table, name)): chunk_table for name, chunk_table in chunks.items()
+                }
         return self._tables[block, place]
 
     def _keep(self, stock: Stock) -> None:
         self._kept.append(stock)
         limit = max(self.options.kept_bytes, 3 * stock.num_bytes)
-        while sum(one.num_bytes for one in self._kept) > limit:
+        while sum(group.num_bytes for group in self._kept) > limit:
             self._kept.popleft()
 
     def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:

@@ -379,7 +379,7 @@ def _merged_metadata(
 ) -> tuple[Metadata | None, Sequence[RolloutDataError]]:
     """Return the metadata that all sources share, and advice about different conventions."""
     metadata = _common(stated)
-    known = conventions(one.context for one in stated if one is not None)
+    known = conventions(statement.context for statement in stated if statement is not None)
     orders = {value for name, value in known if name == ORDER_KEY}
     if metadata is not None and len(orders) > 1:
         metadata = replace(metadata, context={**metadata.context, ORDER_KEY: MIXED})
