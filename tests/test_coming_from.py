@@ -69,14 +69,14 @@ def test_there_is_a_table_for_each_system_and_a_page_in_the_navigation():
 
 
 @pytest.mark.parametrize(("system", "row"), ROWS)
-def test_a_row_names_theirs_ours_and_the_difference(system, row):
+def test_a_row_has_their_name_our_name_and_the_difference(system, row):
     assert len(row) == 3 and all(row), row
     assert SPAN.findall(row[1]) and re.fullmatch(r"`[^`]+`(, `[^`]+`)*", row[1]), row[1]
     assert row[2].endswith(".")
 
 
 @pytest.mark.parametrize(("system", "span"), OURS)
-def test_what_the_page_calls_ours_is_there(system, span):
+def test_every_name_of_ours_on_the_page_exists(system, span):
     path, bracket, _ = span.partition("(")
     assert path.split(".")[0] in ("storage", "rollout_data")
     made, owner = imported(path)

@@ -39,7 +39,7 @@ def test_jobs_run_in_order_in_one_other_thread() -> None:
         worker.submit(found.append, 1)
 
 
-def test_submit_waits_while_as_many_wait_as_may() -> None:
+def test_submit_waits_while_the_queue_is_full() -> None:
     worker, gate = Worker("test", max_pending=2), threading.Event()
     for _ in range(3):
         worker.submit(gate.wait, 20)
@@ -83,9 +83,7 @@ def test_the_first_failure_is_raised_once_and_later_jobs_run() -> None:
     worker.close()
 
 
-def test_a_worker_is_drained_although_jobs_keep_coming_and_jobs_that_wait_can_be_cancelled() -> (
-    None
-):
+def test_drain_returns_although_jobs_are_added_and_pending_jobs_can_be_cancelled() -> None:
     worker, gates, started = (
         Worker("test", 9),
         [threading.Event() for _ in range(2)],
@@ -129,7 +127,7 @@ def test_jobs_run_before_the_interpreter_exits_and_in_the_caller_while_it_does()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 9])
-def test_each_gives_results_in_order_and_raises_the_first_failure(num_threads: int) -> None:
+def test_each_returns_results_in_order_and_raises_the_first_failure(num_threads: int) -> None:
     assert each(lambda x: x * x, range(20), num_threads) == [x * x for x in range(20)]
     assert each(fail, [], num_threads) == []
     done = []

@@ -221,7 +221,7 @@ CALLS = rings() | rollouts() | managed()
 @pytest.mark.each_value
 @pytest.mark.parametrize("turn", ["first calls", "last calls", "every other call", "all calls"])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_in_inference_mode_give_what_they_give_outside(name: str, turn: str) -> None:
+def test_calls_in_inference_mode_equal_calls_outside(name: str, turn: str) -> None:
     calls = CALLS[name]
     expected = [_frozen(result) for result in _made(calls, set())]
     num = len(calls)
@@ -259,7 +259,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_where_tensors_are_made_by_default_changes_nothing(name: str) -> None:
+def test_the_default_device_changes_no_result(name: str) -> None:
     first, *others = CALLS[name]
     expected = [_frozen(result) for result in _made(CALLS[name], set())]
     with torch.device("meta"):
@@ -277,7 +277,7 @@ def under(dtype: torch.dtype, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torch.dtype) -> None:
+def test_a_discount_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
     def returns() -> Any:
         storage = make_storage(4, 4)
         for step in range(4):
@@ -294,7 +294,7 @@ def test_a_discount_is_the_same_number_whatever_the_default_dtype_is(dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_numbers_in_lists_are_what_they_are_whatever_the_default_dtype_is(
+def test_numbers_in_lists_do_not_depend_on_the_default_dtype(
     dtype: torch.dtype,
 ) -> None:
     def priorities() -> Any:

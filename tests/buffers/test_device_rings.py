@@ -241,7 +241,7 @@ def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_final_observations_are_never_wrong_where_there_are_too_many(
+def test_too_many_final_observations_are_dropped_and_never_wrong(
     is_read: bool, cuda_device: PretendCuda | None
 ) -> None:
     """They are kept if the host reads their number in time; otherwise the oldest ones are not known any more."""

@@ -23,7 +23,7 @@ def rows(start: int, stop: int) -> dict:
     return {"obs": {"x": number.float(), "y": number * 10}, "done": number % 5 == 4}
 
 
-def test_capacity_device_and_separator_are_given_by_position() -> None:
+def test_capacity_device_and_separator_may_be_positional() -> None:
     buffer = DictBuffer(1000, "cpu", "+")
     assert (buffer.capacity, buffer.device.type, buffer.nested_key_separator) == (1000, "cpu", "+")
     windows = TrajectoryDictBufferMultiDim(8, "cpu", seq_length=2)
@@ -82,7 +82,7 @@ def test_ind_indexes_the_rows_of_windows(n_dim: int, start_mode: str, has_finals
     assert torch.equal(buffer.storage["obs"]["x"][buffer.ind], batch["obs"]["x"])
 
 
-def test_the_storage_of_episodes_holds_all_frames_one_after_another() -> None:
+def test_the_storage_of_episodes_has_all_frames_in_order() -> None:
     episodes = [{"observation": {"q": torch.full((length, 2), float(length))}} for length in (3, 5)]
     buffer = TrajectoryDictBuffer(episodes, seq_length=2, generator=0)
     assert buffer.storage["observation"]["q"][:, 0].tolist() == [3.0] * 3 + [5.0] * 5
@@ -150,7 +150,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_errors_name_the_class_and_the_argument_that_the_user_wrote(case: str) -> None:
+def test_errors_name_the_class_and_the_argument_of_the_caller(case: str) -> None:
     call, kind, text = WRONG_CALLS[case]
     with pytest.raises(kind, match=text):
         call()

@@ -49,12 +49,14 @@ def link_to_itself(file: Any) -> None:
         lambda file: file["ep_0"].create_dataset("x", data=h5py.Empty("f4")),
     ],
 )
-def test_a_hostile_motion_is_one_clear_error(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+def test_a_hostile_motion_raises_one_clear_error(
+    tmp_path: Path, change: Callable[[Any], Any]
+) -> None:
     with pytest.raises(CorruptFileError, match=r"^'.*a\.h5'"):
         load(tmp_path, change)
 
 
-def test_zeros_take_as_little_room_as_they_like(tmp_path: Path) -> None:
+def test_unwritten_and_highly_compressed_zeros_are_read(tmp_path: Path) -> None:
     def write(file: Any) -> None:
         declare(file, (4, 3))  # never written
         zeros = np.zeros((4, 1 << 20), np.float32)
@@ -65,7 +67,7 @@ def test_zeros_take_as_little_room_as_they_like(tmp_path: Path) -> None:
     assert not full["packed"].any()
 
 
-def test_a_list_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_motion_list_that_is_not_text_raises(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(CorruptFileError, match=r"^'.*list\.txt' is not a UTF-8 text: "):
         load_expert_trajectories(tmp_path / "list.txt", tmp_path, 2, "cpu")
@@ -76,7 +78,7 @@ def test_one_value_for_a_whole_motion_is_its_id(tmp_path: Path) -> None:
     assert loaded.motion_ids == [7]
 
 
-def test_motions_in_hdf5_need_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hdf5_motions_need_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("pyarrow", "PIL"):
         monkeypatch.setitem(sys.modules, package, None)
     assert load(tmp_path, lambda file: None).lengths.tolist() == [4]

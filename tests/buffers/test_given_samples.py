@@ -86,7 +86,7 @@ def unflat(tree: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("kind", list(makers()))
-def test_no_later_sample_writes_into_an_earlier_one(kind: str, contiguous: bool) -> None:
+def test_a_later_sample_does_not_write_into_an_earlier_sample(kind: str, contiguous: bool) -> None:
     sample = makers()[kind](contiguous)
     held: list[tuple[Any, Any]] = []
     for number, way in enumerate(itertools.islice(itertools.cycle(WAYS), 60)):
@@ -102,7 +102,7 @@ def test_no_later_sample_writes_into_an_earlier_one(kind: str, contiguous: bool)
             assert (one == copied).all()
 
 
-def test_buffers_of_equal_fields_are_sampled_by_threads_of_their_own() -> None:
+def test_threads_sample_separate_buffers_with_equal_fields() -> None:
     stop, mixed = threading.Event(), []
 
     def work(value: float) -> None:
@@ -126,7 +126,7 @@ def test_buffers_of_equal_fields_are_sampled_by_threads_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", list(makers()))
-def test_a_sample_may_be_changed_without_changing_the_buffer_or_the_next_one(kind: str) -> None:
+def test_changing_a_sample_changes_neither_the_buffer_nor_the_next_sample(kind: str) -> None:
     make = makers()[kind]
     torch.manual_seed(1)
     ours = make(False)
@@ -153,7 +153,7 @@ def mapped() -> Iterator[list[int]]:
         yield found
 
 
-def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[int]) -> None:
+def test_memory_of_samples_with_many_wide_fields_is_reused(mapped: list[int]) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({str(number): torch.randn(100, 1100) for number in range(20)})
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_memory_is_used_again_whatever_the_number_of_wide_fields(mapped: list[in
     assert not mapped
 
 
-def test_large_samples_of_many_sizes_leave_little_memory_behind(mapped: list[int]) -> None:
+def test_large_samples_of_many_sizes_retain_little_memory(mapped: list[int]) -> None:
     buffer = DictBuffer(capacity=100, generator=0)
     buffer.extend({"wide": torch.randn(100, 1100)})
     mapped.clear()

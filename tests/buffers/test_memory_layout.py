@@ -34,7 +34,7 @@ def test_memory_is_allocated_once() -> None:
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_leaves_of_a_sample_are_views_of_one_tensor_but_fields_of_4_kib(contiguous: bool) -> None:
+def test_leaves_of_a_sample_below_4_kib_are_views_of_one_tensor(contiguous: bool) -> None:
     buffer = DictBuffer(capacity=6, contiguous=contiguous, generator=0)
     buffer.extend(rows(6))
     sample = buffer.sample(5)
@@ -58,7 +58,7 @@ def test_the_age_of_a_row_takes_four_bytes() -> None:
     assert 4 <= (sizes[1] - sizes[0]) / 10_000 < 4.1
 
 
-def test_as_many_rows_as_a_window_has_are_kept_twice_in_each_lane() -> None:
+def test_seq_length_rows_of_each_environment_are_stored_twice() -> None:
     sizes = []
     for seq_length in (2, 12):
         buffer = TrajectoryDictBufferMultiDim(
@@ -87,7 +87,7 @@ def test_attributes_of_a_subclass_are_not_copied(way: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_on_the_host_travel_in_one_pinned_copy(cuda_device: PretendCuda | None) -> None:
+def test_rows_on_the_host_are_sent_in_one_pinned_copy(cuda_device: PretendCuda | None) -> None:
     if cuda_device is None:
         pytest.skip("copies are counted on the pretended device")
     buffer = DictBuffer(100, "cuda", generator=0)
@@ -102,7 +102,7 @@ def test_rows_on_the_host_travel_in_one_pinned_copy(cuda_device: PretendCuda | N
 
 
 @pytest.mark.gpu
-def test_pairs_and_vectors_on_the_host_travel_in_one_pinned_copy(
+def test_pairs_and_vectors_on_the_host_are_sent_in_one_pinned_copy(
     cuda_device: PretendCuda | None,
 ) -> None:
     if cuda_device is None:

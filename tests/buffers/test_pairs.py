@@ -21,7 +21,7 @@ NUM_DRAWS = 3000
     is_bfloat16=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_pairs_are_those_of_a_list_however_rows_are_written(
+def test_pairs_equal_those_of_a_list_for_every_way_of_adding_rows(
     num_slots: int, num_envs: int, sizes: list[int], first_draw: int, is_bfloat16: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def test_pairs_are_those_of_a_list_however_rows_are_written(
         assert _drawn(copy) == _listed(rows, num_slots)
 
 
-def test_pairs_of_rows_that_come_one_by_one_are_those_of_a_list() -> None:
+def test_pairs_of_single_rows_equal_those_of_a_list() -> None:
     buffer = DictBuffer(capacity=5, end_key="done", generator=0)
     rows: list[list[tuple[int, bool]]] = [[]]
     for step in range(30):
@@ -52,7 +52,7 @@ def test_pairs_of_rows_that_come_one_by_one_are_those_of_a_list() -> None:
         assert _drawn(buffer) == _listed(rows, 5)
 
 
-def test_pairs_after_clear_are_those_of_new_rows_alone() -> None:
+def test_pairs_after_clear_have_only_new_rows() -> None:
     buffer = DictBuffer(capacity=4, end_key="done", generator=0)
     rows: list[list[tuple[int, bool]]] = [[]]
     _extend(buffer, rows, torch.zeros(6, 1, dtype=torch.bool), torch.float32)
@@ -64,7 +64,7 @@ def test_pairs_after_clear_are_those_of_new_rows_alone() -> None:
         assert _drawn(buffer) == _listed(rows, 4)
 
 
-def test_drawing_at_first_or_late_gives_the_same_rows() -> None:
+def test_an_earlier_draw_does_not_change_later_rows() -> None:
     early, late = (DictBuffer(capacity=50, end_key="done", generator=3) for _ in range(2))
     data = {"x": torch.arange(40.0).view(-1, 1), "done": torch.arange(40).view(-1, 1) % 7 == 0}
     early.extend(data)

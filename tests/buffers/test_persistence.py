@@ -76,7 +76,7 @@ def test_a_buffer_whose_final_rows_all_died_loads(tmp_path: Path, is_cleared: bo
 
 @pytest.mark.parametrize("num_rows", [3, 6, 11])
 @pytest.mark.parametrize("num_envs", [1, 2])
-def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
+def test_a_loaded_ring_stacks_the_frames_of_a_truncated_trajectory(
     tmp_path: Path, num_envs: int, num_rows: int
 ) -> None:
     def filled() -> DictBuffer:
@@ -190,7 +190,7 @@ def save_and_load_with_little_memory(folder: Path) -> None:
     assert torch.equal(loaded.storage["x"], buffer.storage["x"])
 
 
-def test_saving_and_loading_take_the_memory_of_some_chunks(tmp_path: Path) -> None:
+def test_saving_and_loading_need_the_memory_of_a_few_chunks(tmp_path: Path) -> None:
     code = "from tests.buffers.test_persistence import save_and_load_with_little_memory as run\n"
     in_child(code + "run(Path(sys.argv[1]))", tmp_path)
 
@@ -210,7 +210,7 @@ def test_a_buffer_of_many_fields_loads_with_few_files(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_a_field_of_as_many_axes_as_there_may_be_is_saved_and_one_of_more_is_refused_at_once(
+def test_a_field_with_too_many_axes_raises_at_once(
     tmp_path: Path,
 ) -> None:
     buffer = TrajectoryDictBufferMultiDim(capacity=3, n_dim=2, seq_length=1)
@@ -271,7 +271,7 @@ def test_a_key_that_a_file_cannot_hold_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_references_are_not_taken_for_rows(tmp_path: Path) -> None:
+def test_hdf5_references_are_not_read_as_rows(tmp_path: Path) -> None:
     dict_buffer().save(tmp_path / "b")
     with h5py.File(tmp_path / "b" / "finals.hdf5", "r+") as file:
         name = next(key for key in file if key != "row_key")

@@ -70,7 +70,7 @@ FORMS = st.tuples(
     lanes=st.sampled_from([1, 2]),
     narrow=st.booleans(),
 )
-def test_rows_are_the_same_whatever_form_they_come_in(
+def test_rows_do_not_depend_on_the_type_of_the_record(
     forms: list[Any], lanes: int, narrow: bool
 ) -> None:
     buffer, num_rows = (
@@ -112,7 +112,7 @@ WRONG: list[tuple[str, Callable[[], Any], type[Exception]]] = [
 
 
 @pytest.mark.parametrize(("what", "wrong", "kind"), WRONG, ids=[what for what, *_ in WRONG])
-def test_a_record_of_another_form_is_refused_and_unchanged(
+def test_a_record_of_another_structure_raises_and_is_unchanged(
     what: str, wrong: Callable[[], Any], kind: type[Exception]
 ) -> None:
     buffer = DictBuffer(capacity=64)
@@ -140,7 +140,7 @@ def _odd() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("leaf", list(_odd()), ids=lambda leaf: f"{type(leaf).__name__}")
-def test_leaves_of_any_kind_are_taken_between_others(leaf: Any) -> None:
+def test_leaves_of_mixed_types_are_accepted(leaf: Any) -> None:
     buffer = DictBuffer(capacity=64)
     for start in (2, 4):
         buffer.extend(record(start, 2, dict, "float32", False))

@@ -61,7 +61,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @given(fields=field_lists, lanes=st.integers(1, 2), contiguous=st.booleans(), data=st.data())
-def test_every_way_out_of_a_ring_keeps_every_bit(
+def test_every_read_of_a_ring_keeps_every_bit(
     fields: list, lanes: int, contiguous: bool, data: st.DataObject
 ) -> None:
     schema = Schema([make_field(f"f{i}", shape, dtype) for i, (dtype, shape) in enumerate(fields)])
@@ -121,7 +121,7 @@ def buffers() -> dict:
 
 
 @pytest.mark.parametrize("name", list(buffers()))
-def test_a_sample_may_be_changed_in_place_also_by_what_has_gradients(name: str) -> None:
+def test_a_sample_may_be_changed_in_place_by_tensors_with_gradients(name: str) -> None:
     leaf = buffers()[name]["observation"]
     scale = torch.full((3,), 2.0, requires_grad=True)
     leaf.mul_(scale)
@@ -176,7 +176,7 @@ def test_any_flag_that_is_not_zero_ends_a_trajectory(width: int, dtype: torch.dt
     )
 
 
-def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
+def test_a_cut_has_the_requested_nesting_and_order_and_checks_name_clashes() -> None:
     ring = RingStore(
         4, 1, Schema([make_field("a/b", (2,), "float32"), make_field("c", (), "int64")])
     )
@@ -201,7 +201,7 @@ def test_a_cut_nests_and_orders_as_asked_and_refuses_names_that_clash() -> None:
         Cut(ring.groups, [Target(0, "c", "x"), Target(0, "a/b", "x/now")])
 
 
-def test_rows_that_follow_are_not_asked_of_a_ring_without_guards() -> None:
+def test_next_rows_of_a_ring_without_guards_raise() -> None:
     ring = RingStore(4, 1, Schema([make_field("a", (2,), "float32")]), num_guards=0)
     with pytest.raises(UsageError, match="rows together with their next rows"):
         ring.cut_of((), ("a",))

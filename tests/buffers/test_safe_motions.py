@@ -44,7 +44,7 @@ def load_motions(folder: Path, **options: Any) -> TrajectoryDictBuffer:
     return load_expert_trajectories(folder / "list.txt", folder, 2, "cpu", **options)
 
 
-def test_a_flipped_byte_of_a_motion_is_never_a_raw_error(tmp_path: Path) -> None:
+def test_a_flipped_byte_of_a_motion_raises_a_library_error(tmp_path: Path) -> None:
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load_motions(path).get_full_buffer(), 61, False, 96)"
     in_child(code, motions(tmp_path / "m"))
 
@@ -61,7 +61,7 @@ def test_only_floating_observations_are_narrowed(tmp_path: Path) -> None:
     assert full["info"]["observation"].dtype is full["packed"].dtype is torch.float64
 
 
-def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
+def test_a_mapper_receives_nested_observations(tmp_path: Path) -> None:
     def write(file: Any) -> None:
         del file["ep_0/observation"]
         file["ep_0/observation/a"], file["ep_0/observation/b"] = (
@@ -82,7 +82,7 @@ def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "way", ["..", "absolute", "inside and out", "link", "folder link", "spaces", "absolute link"]
 )
-def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> None:
+def test_a_motion_list_cannot_leave_its_root(tmp_path: Path, way: str) -> None:
     motions(tmp_path / "out")
     (tmp_path / "root" / "sub").mkdir(parents=True)
     shutil.copy(tmp_path / "out" / "a.h5", tmp_path / "root" / "b.h5")
@@ -125,7 +125,7 @@ def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
         load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
 
 
-def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) -> None:
+def test_a_line_is_read_as_written_and_then_without_spaces(tmp_path: Path) -> None:
     root = motions(tmp_path / "root")
     names = {"with space.h5": 1, "withspace.h5": 2, "only.h5": 3, " around.h5": 4, "inner .h5": 5}
     for name, value in names.items():
@@ -159,7 +159,7 @@ def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) 
 
 @pytest.mark.parametrize("place", ["list.txt", "a.h5"])
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_a_motion_or_list_that_is_no_file_is_refused_at_once(
+def test_a_motion_or_list_that_is_not_a_file_raises_at_once(
     tmp_path: Path, place: str, what: str
 ) -> None:
     path = motions(tmp_path / "m") / place
@@ -172,7 +172,7 @@ def test_a_motion_or_list_that_is_no_file_is_refused_at_once(
     assert place in text and ("is a folder, a pipe" in text or "leads out of" in text)
 
 
-def test_groups_that_hold_each_other_many_times_are_not_walked_for_ever(tmp_path: Path) -> None:
+def test_groups_with_circular_links_raise_quickly(tmp_path: Path) -> None:
     def write(file: Any) -> None:
         inner = file["ep_0"]
         for depth in range(40):
@@ -229,7 +229,7 @@ class Library:
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator", "object", "columns of ids", "tensors"])
-def test_motions_of_a_program_are_loaded_with_their_ids(kind: str) -> None:
+def test_motions_in_memory_are_loaded_with_their_ids(kind: str) -> None:
     listed = list(Library())
     given: Any = {"list": listed, "iterator": iter(listed), "object": Library()}.get(kind)
     if kind == "columns of ids":
@@ -264,7 +264,7 @@ def test_episodes_of_a_recording_are_loaded_as_motions(tmp_path: Path) -> None:
     assert found.get_full_buffer()["observation"][4:9, 1].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_mapper_is_given_the_observations_of_a_program(tmp_path: Path) -> None:
+def test_a_mapper_receives_observations_of_motions_in_memory(tmp_path: Path) -> None:
     def mapper(observation: Any) -> dict[str, Any]:
         return {"first": observation["state"][:, :1]}
 
@@ -282,7 +282,7 @@ def test_a_mapper_is_given_the_observations_of_a_program(tmp_path: Path) -> None
         ([1], "motion 0 of motion_lib must be a mapping, got int"),
     ],
 )
-def test_what_is_no_motion_is_named(given: Any, text: str) -> None:
+def test_an_invalid_motion_raises_with_its_name(given: Any, text: str) -> None:
     with pytest.raises(
         UsageError,
         match=f"load_expert_trajectories_from_motion_lib: .*{text}",

@@ -85,7 +85,7 @@ def read_heaps(folder: Path) -> None:
                 assert str(path) in str(error)
 
 
-def test_a_damaged_heap_of_an_earlier_save_is_not_walked_for_ever(tmp_path: Path) -> None:
+def test_a_damaged_heap_of_an_earlier_save_does_not_hang(tmp_path: Path) -> None:
     ring().save(tmp_path / "b")
     path = tmp_path / "b" / "buffer.hdf5"
     with h5py.File(path) as file:
@@ -116,7 +116,7 @@ def legacy(folder: Path, **extra: Any) -> Path:
     return folder
 
 
-def test_a_flipped_byte_of_a_folder_of_an_earlier_system_is_never_a_raw_error(
+def test_a_flipped_byte_of_an_earlier_folder_raises_a_library_error(
     tmp_path: Path,
 ) -> None:
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).get_full_buffer(), 61, False)"
@@ -177,7 +177,7 @@ def save_until_the_disk_is_full(folder: Path) -> None:
     assert len(load(folder / "b")) == 3 and [x.name for x in folder.iterdir()] == ["b"]
 
 
-def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) -> None:
+def test_a_really_full_disk_does_not_kill_the_process(tmp_path: Path) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], capture_output=True
     )
@@ -194,9 +194,7 @@ def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) 
     "kind", ["external", "soft", "virtual", "outside", "chunks", "group", "text"]
 )
 @pytest.mark.parametrize("name", MAKERS)
-def test_data_that_is_not_plainly_in_the_file_is_refused(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_external_and_virtual_datasets_raise(tmp_path: Path, name: str, kind: str) -> None:
     MAKERS[name]().save(tmp_path / "b")
     path = columns_of(tmp_path / "b")
     shutil.copy(path, tmp_path / "other.h5")
@@ -240,7 +238,7 @@ def test_data_that_is_not_plainly_in_the_file_is_refused(
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "missing"])
 @pytest.mark.parametrize("name", ["rollout", "dict", "expert", "z", "manager"])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, what: str) -> None:
+def test_a_path_that_is_not_a_file_raises_at_once(tmp_path: Path, name: str, what: str) -> None:
     MAKERS[name]().save(tmp_path / "whole")
     file_names = [path.name for path in (tmp_path / "whole").iterdir()]
     for file_name in file_names:
@@ -294,7 +292,7 @@ def load_with_little_memory(folder: Path, keeps_checksum: bool) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("keeps_checksum", [True, False])
 @pytest.mark.parametrize("name", FORGED)
-def test_a_config_that_declares_much_takes_no_memory(
+def test_a_config_with_large_declared_sizes_allocates_no_memory(
     tmp_path: Path, name: str, keeps_checksum: bool
 ) -> None:
     for folder in ("small", "b"):
@@ -351,15 +349,13 @@ def load_with_any_number(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_no_number_of_a_config_takes_memory(tmp_path: Path, name: str) -> None:
+def test_no_number_of_a_config_allocates_memory(tmp_path: Path, name: str) -> None:
     MAKERS[name]().save(tmp_path / "b")
     in_child("load_with_any_number(Path(sys.argv[1]))", tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["rollout", "dict"])
-def test_a_config_has_a_size_limit_and_a_checksum_of_what_it_says(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_config_has_a_size_limit_and_a_checksum(tmp_path: Path, name: str) -> None:
     MAKERS[name]().save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
     text = path.read_text()
@@ -405,7 +401,7 @@ def test_a_folder_of_an_earlier_system_without_its_rows_is_an_error(
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "nested"])
-def test_stores_as_earlier_releases_wrote_them_load(tmp_path: Path, kind: str) -> None:
+def test_stores_of_earlier_releases_load(tmp_path: Path, kind: str) -> None:
     store = items(NaiveReplayBuffer)
     if kind == "bfloat16":
         store = NaiveReplayBuffer(4, generator=0)
@@ -441,7 +437,9 @@ def save_trajectories_onto_a_full_disk(folder: Path, file_format: str) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["h5", "pt", "pkl"])
-def test_trajectories_on_a_full_disk_are_an_os_error(tmp_path: Path, file_format: str) -> None:
+def test_saving_trajectories_on_a_full_disk_raises_an_os_error(
+    tmp_path: Path, file_format: str
+) -> None:
     in_child(
         "save_trajectories_onto_a_full_disk(Path(sys.argv[1]), sys.argv[2])",
         tmp_path / "b",

@@ -97,7 +97,9 @@ def test_later_changes_of_a_store_change_no_state_dict(name: str) -> None:
 
 
 @every_case
-def test_a_save_replaces_the_earlier_one_and_leaves_nothing_else(tmp_path: Path, name: str) -> None:
+def test_a_save_replaces_the_earlier_save_and_leaves_no_other_file(
+    tmp_path: Path, name: str
+) -> None:
     store_of(name, "partly filled").save(tmp_path / "saved")
     store = store_of(name, "overwritten")
     store.save(tmp_path / "saved")
@@ -114,7 +116,7 @@ def test_stores_of_the_test_of_kills_have_two_states_that_differ() -> None:
         assert first != second, name
 
 
-def test_a_killed_save_leaves_the_last_complete_one_or_a_newer_one(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_the_last_complete_save_or_a_newer_one(tmp_path: Path) -> None:
     with workers(WORK) as process:
         written = []
         for seed in range(len(NAMES)):
@@ -124,7 +126,9 @@ def test_a_killed_save_leaves_the_last_complete_one_or_a_newer_one(tmp_path: Pat
 
 
 @every_class
-def test_a_flipped_byte_is_one_clear_error_or_changes_no_data(tmp_path: Path, name: str) -> None:
+def test_a_flipped_byte_raises_one_clear_error_or_changes_no_data(
+    tmp_path: Path, name: str
+) -> None:
     MAKERS[name]().save(tmp_path / "b")
     code = "flip_and_load(Path(sys.argv[1]), lambda path: load(path).state_dict(), 809, True)"
     in_child(code, tmp_path / "b")
@@ -158,7 +162,7 @@ def places_of_rows(path: Path) -> list[int]:
 
 
 @every_class
-def test_a_truncated_file_is_one_clear_error_and_changes_no_store(
+def test_a_truncated_file_raises_one_clear_error_and_changes_no_store(
     tmp_path: Path, name: str
 ) -> None:
     store = MAKERS[name]()

@@ -79,14 +79,14 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("head", BUFFERS)
-def test_a_buffer_says_how_full_it_is_and_what_it_holds(head):
+def test_the_repr_of_a_buffer_has_its_size_and_fields(head):
     make, fields = BUFFERS[head]
     first, *lines = repr(make()).splitlines()
     assert first.startswith(head) and len(first) < 250
     assert lines[: len(fields)] == [f"  {line}" for line in fields] and len(lines) <= 17
 
 
-def test_datasets_say_where_and_what(folder):
+def test_the_repr_of_a_dataset_has_its_path_and_fields(folder):
     fields = ["  observation/pose: float32[3]", "  action: float64[1]", "  mode: texts"]
     windows = rd.WindowDataset(folder, 2)
     shown = {
@@ -113,7 +113,7 @@ def test_datasets_say_where_and_what(folder):
     )
 
 
-def test_batches_say_their_fields_and_no_numbers(folder):
+def test_the_repr_of_a_batch_has_its_fields_and_no_numbers(folder):
     batches = [
         rd.RolloutDataset(folder, 2, device="cpu").get_batch(3),
         rd.WindowDataset(folder, 2).__getitems__([0, 1]),
@@ -130,7 +130,7 @@ def test_batches_say_their_fields_and_no_numbers(folder):
         assert "tensor(" not in repr(batch) and len(repr(batch).splitlines()) <= 18
 
 
-def test_many_fields_are_counted():
+def test_a_repr_counts_many_fields_instead_of_listing_them():
     buffer = storage.DictBuffer(capacity=10)
     buffer.extend({f"f{n}": torch.zeros(5, 1) for n in range(40)})
     assert repr(buffer).splitlines()[-1] == "  and 24 more" and len(repr(buffer).splitlines()) == 18

@@ -63,7 +63,7 @@ def test_prefix_sum_equals_a_list(steps: list) -> None:
                 sums.locate(wrong)
 
 
-def test_prefix_sum_counts_beyond_32_bits_and_refuses_nonsense() -> None:
+def test_prefix_sum_counts_beyond_32_bits_and_checks_its_arguments() -> None:
     sums = PrefixSum([2**40, 2**40])
     assert sums.total == 2**41 and sums.locate(2**40 + 5) == (1, 5)
     for wrong in (-1, 1.5, True):
@@ -115,7 +115,7 @@ def test_the_first_of_very_many_rows_come_no_oftener_than_the_last(num_rows: int
         )
 
 
-def test_samplers_draw_what_they_say() -> None:
+def test_samplers_draw_by_their_documented_law() -> None:
     generator = torch.Generator().manual_seed(0)
     weighted = Weighted(torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]))
     counts = torch.bincount(weighted.draw(40_000, generator), minlength=5)
@@ -125,7 +125,7 @@ def test_samplers_draw_what_they_say() -> None:
             Weighted(torch.tensor(wrong))
 
 
-def test_recorded_motions_load() -> None:
+def test_recorded_motions_can_be_loaded() -> None:
     buffer = load_expert_trajectories(MOTIONS / "motions.txt", MOTIONS, 2, "cpu")
     assert buffer.num_episodes >= 2 and buffer.lengths.sum() == len(buffer)
     assert buffer.file_names[:2] == (MOTIONS / "motions.txt").read_text().split()[:2]
@@ -177,7 +177,7 @@ def test_the_sizes_of_a_sample_must_fit() -> None:
             DictBuffer(capacity=3).sample(bad)
 
 
-def test_pytree_and_compiled_consumers_take_samples() -> None:
+def test_pytree_and_compiled_consumers_accept_samples() -> None:
     from torch.utils import _pytree
 
     buffer = DictBuffer(capacity=8, generator=0)
@@ -191,7 +191,7 @@ def test_pytree_and_compiled_consumers_take_samples() -> None:
     assert torch.allclose(compiled(batch), batch["a"]["b"].sum(-1, keepdim=True) + batch["c"])
 
 
-def test_tensordicts_come_in_and_samples_become_them() -> None:
+def test_tensordicts_can_be_added_and_samples_converted_to_them() -> None:
     tensordict = pytest.importorskip("tensordict")
     buffer = DictBuffer(capacity=8, generator=0)
     buffer.extend(
@@ -201,7 +201,7 @@ def test_tensordicts_come_in_and_samples_become_them() -> None:
     assert batch["a", "b"].shape == (4, 1)
 
 
-def test_tensordicts_of_every_kind_come_in() -> None:
+def test_every_type_of_tensordict_can_be_added() -> None:
     tensordict = pytest.importorskip("tensordict")
     flags = torch.zeros(5, 3, 1, dtype=torch.bool)
     steps = tensordict.TensorDict(
@@ -238,7 +238,7 @@ def test_tensordicts_of_every_kind_come_in() -> None:
     assert expert.lengths.tolist() == [5, 3] and expert.sample(4)["observation"].shape == (4, 2)
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+def test_arguments_may_be_numpy_numbers(tmp_path: Path) -> None:
     one, two, four = np.int64(1), np.int32(2), np.int64(4)
     rows = {"observation": torch.zeros(4, 1), "done": torch.zeros(4, 1)}
     buffer = DictBuffer(capacity=four, num_envs=one, end_key="done")
@@ -268,7 +268,7 @@ class MappingLike:
         return self.given.keys()
 
 
-def test_records_need_not_be_dicts_nor_leaves_tensors() -> None:
+def test_records_may_be_named_tuples_with_arrays() -> None:
     buffer = DictBuffer(capacity=8)
     buffer.extend(MappingLike(a=MappingLike(b=np.arange(4.0)[:, None]), c=[[1], [2], [3], [4]]))
     assert buffer.storage["a"]["b"].dtype is torch.float64 and buffer.storage["c"][
@@ -287,7 +287,7 @@ def test_records_need_not_be_dicts_nor_leaves_tensors() -> None:
     assert len(buffer) == 4
 
 
-def test_contiguous_samples_and_another_output_device() -> None:
+def test_samples_may_be_contiguous_and_on_another_device() -> None:
     for contiguous in (False, True):
         buffer = DictBuffer(capacity=8, contiguous=contiguous, output_device="cpu", end_key="done")
         buffer.extend(
@@ -304,7 +304,7 @@ def test_contiguous_samples_and_another_output_device() -> None:
         assert all(leaf.is_contiguous() for leaf in leaves) or not contiguous
 
 
-def test_the_global_random_state_is_left_alone() -> None:
+def test_the_global_random_state_does_not_change() -> None:
     state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     buffer = TrajectoryDictBufferMultiDim(capacity=9, generator=0)
     buffer.extend({"observation": torch.zeros(9, 1), "done": torch.zeros(9, 1)})
@@ -348,7 +348,7 @@ def read_only() -> np.ndarray:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", [backwards, swapped, unaligned, begins_between, read_only])
-def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path: Path) -> None:
+def test_arrays_that_torch_cannot_view_are_accepted_everywhere(make: Any, tmp_path: Path) -> None:
     array = make()
     assert as_given(array).data_ptr() % 4 == 0
     buffer, vectors, items = (
@@ -384,14 +384,14 @@ def test_arrays_that_torch_cannot_view_are_taken_everywhere(make: Any, tmp_path:
 @pytest.mark.parametrize(
     "add", [lambda x: DictBuffer(capacity=9).extend({"x": x}), lambda x: ZBuffer(9, 3).add(x)]
 )
-def test_an_array_that_holds_no_numbers_is_refused_with_the_reason(add: Any) -> None:
+def test_an_array_without_numbers_raises_with_the_reason(add: Any) -> None:
     with pytest.raises(
         FieldTypeError, match="must be a tensor or an array of numbers, got ndarray: can't convert"
     ):
         add(np.array([[None, 1, 2]], dtype=object))
 
 
-def test_indices_that_are_no_integers_are_refused_as_that() -> None:
+def test_indices_that_are_not_integers_raise() -> None:
     episodes = [{"observation": torch.zeros(3, 1)}] * 2
     with pytest.raises(
         UsageError,

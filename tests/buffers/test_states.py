@@ -57,7 +57,7 @@ def test_a_small_file_that_declares_much_is_refused_and_one_that_packs_well_load
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, float("nan"), float("inf")])
-def test_a_share_of_accepted_draws_that_cannot_be_is_refused(tmp_path: Path, share: float) -> None:
+def test_an_invalid_acceptance_rate_of_a_state_raises(tmp_path: Path, share: float) -> None:
     buffer = MAKERS["DictBuffer"]()
     with pytest.raises(
         SchemaError, match="accepted_share of the state must be above 0 and at most 1"
@@ -97,7 +97,7 @@ WRONG_FINALS: dict[
 
 
 @pytest.mark.parametrize("wrong", WRONG_FINALS)
-def test_final_rows_that_are_not_of_these_rows_are_refused(tmp_path: Path, wrong: str) -> None:
+def test_final_rows_of_other_rows_raise(tmp_path: Path, wrong: str) -> None:
     buffer = MAKERS["DictBuffer"]()
     state = buffer.state_dict()
     keys, rows = (
@@ -127,7 +127,7 @@ def of_one_value(value: float, ends: list[int]) -> DictBuffer:
 
 
 @pytest.mark.parametrize("name", ["buffer.hdf5", "finals.hdf5"])
-def test_a_file_of_another_save_is_refused_and_files_of_unknown_ones_load(
+def test_a_file_of_another_save_raises_and_files_without_a_save_id_load(
     tmp_path: Path, name: str
 ) -> None:
     mine, other = of_one_value(1.0, [0, 1, 0, 0]), of_one_value(2.0, [0, 1, 0, 0])
@@ -171,7 +171,7 @@ def finals(number: int) -> DictBuffer:
 
 
 @pytest.mark.parametrize("make", [motions, vectors, finals])
-def test_files_of_two_saves_are_refused(tmp_path: Path, make: Callable[[int], Any]) -> None:
+def test_files_of_two_saves_raise(tmp_path: Path, make: Callable[[int], Any]) -> None:
     for number in (1, 2):
         make(1).save(tmp_path / str(number))
     config = (tmp_path / "2" / "config.json").read_bytes()

@@ -40,7 +40,7 @@ def run(
     assert not errors, errors[0]
 
 
-def test_samples_hold_no_torn_row() -> None:
+def test_samples_have_no_torn_row() -> None:
     buffer = TrajectoryDictBufferMultiDim(
         capacity=40, n_dim=2, seq_length=4, generator=0, output_key_t=["observation", "c"]
     )
@@ -79,7 +79,7 @@ def test_samples_hold_no_torn_row() -> None:
     run(write, sample)
 
 
-def test_a_latent_buffer_is_shared_too() -> None:
+def test_threads_may_share_a_latent_buffer() -> None:
     buffer = ZBuffer(16, WIDTH, generator=0)
     buffer.add(torch.zeros(1, WIDTH))
 

@@ -102,7 +102,7 @@ def fill(
     at_end=st.sampled_from(["exclude", "mark"]),
     has_lane_axis=st.booleans(),
 )
-def test_transitions_equal_the_naive_ones(
+def test_transitions_equal_naive_transitions(
     lanes: int,
     slots: int,
     sizes: list[int],
@@ -224,7 +224,7 @@ def test_time_outs_of_transitions_are_those_of_their_last_step() -> None:
     assert torch.equal(batch["discount"], torch.where(batch["observation"] == 5, 0.5, 0.25))
 
 
-def test_a_marked_end_without_final_observation_has_its_discount_too() -> None:
+def test_a_marked_end_without_final_observation_has_its_discount() -> None:
     buffer = DictBuffer(capacity=8, end_key=["terminated", "truncated"], generator=0)
     row = torch.arange(8).view(8, 1)
     flags = {"terminated": row == 3, "truncated": row == 7}
@@ -288,7 +288,7 @@ def test_memory_holds_the_observation_once() -> None:
     assert buffer.num_bytes <= 1.02 * minimum * buffer.capacity
 
 
-def test_a_reset_observation_is_never_next() -> None:
+def test_a_reset_observation_is_never_a_next_observation() -> None:
     for at_end in ("exclude", "mark"):
         buffer = DictBuffer(capacity=100, end_key="done", generator=0)
         ends = (torch.arange(80) % 4 == 3).unsqueeze(1)
@@ -328,7 +328,7 @@ def test_windows_reach_the_end_of_a_trajectory_with_final_observations(at_end: s
 
 @pytest.mark.parametrize("at_end", ["exclude", "mark"])
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
-def test_final_observations_of_some_next_keys_are_none(start_mode: str, at_end: str) -> None:
+def test_final_observations_must_have_all_next_keys(start_mode: str, at_end: str) -> None:
     keys = ["observation", "privileged"]
     buffer = TrajectoryDictBufferMultiDim(
         capacity=20,
@@ -385,7 +385,7 @@ def test_windows_by_trajectory_reach_ends_that_are_known_or_marked(kind: str) ->
         assert torch.equal(~batch["next_valid"].view(-1, 3)[:, 2], at_ends.any(1))
 
 
-def test_a_request_and_options_are_not_given_together() -> None:
+def test_a_request_and_options_together_raise() -> None:
     buffer = DictBuffer(capacity=3, end_key="done")
     buffer.extend({"observation": torch.zeros(2, 1), "done": torch.zeros(2, 1)})
     with pytest.raises(
@@ -396,7 +396,7 @@ def test_a_request_and_options_are_not_given_together() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 @pytest.mark.parametrize("at_end", ["exclude", "mark"])
-def test_unsigned_observations_reach_ends(dtype: torch.dtype, at_end: str) -> None:
+def test_ends_have_final_observations_of_unsigned_integers(dtype: torch.dtype, at_end: str) -> None:
     row = torch.arange(6).view(6, 1)
     record = {"observation": row.to(dtype), "done": row % 3 == 2}
     final = {"observation": (row + 60).to(dtype)}
@@ -416,7 +416,7 @@ def test_unsigned_observations_reach_ends(dtype: torch.dtype, at_end: str) -> No
     assert stacked["next"]["observation"].shape == (50, 2, 1)
 
 
-def test_transitions_need_to_know_what_ends_them() -> None:
+def test_sample_transitions_needs_an_end_key() -> None:
     buffer = DictBuffer(capacity=3)
     buffer.extend({"observation": torch.zeros(2, 1)})
     with pytest.raises(UsageError, match="end_key"):
@@ -437,7 +437,7 @@ def test_transitions_need_to_know_what_ends_them() -> None:
         ("next/observation", {}),
     ],
 )
-def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
+def test_reserved_field_names_of_transitions_raise(taken, options):
     first, _, rest = taken.partition("/")
     rows = {
         "observation": torch.arange(6.0).view(6, 1),
@@ -454,7 +454,7 @@ def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
     assert torch.equal(given[rest] if rest else given, torch.ones(4, 1))
 
 
-def test_options_of_transitions_may_be_numbers_of_numpy():
+def test_options_of_transitions_may_be_numpy_numbers():
     buffer = TrajectoryDictBufferMultiDim(16, n_dim=2, generator=0)
     steps = torch.arange(8.0).view(8, 1, 1)
     buffer.extend(

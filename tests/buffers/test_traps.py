@@ -44,7 +44,7 @@ def test_b1_the_last_valid_start_is_drawn() -> None:
     assert starts(ring, 2) == {0, 1, 2, 3}
 
 
-def test_b2_an_episode_as_long_as_the_window_is_not_left() -> None:
+def test_b2_a_window_does_not_leave_an_episode_of_its_length() -> None:
     buffer = TrajectoryDictBuffer(
         [episode(4, 10), episode(3, 20)], "cpu", 3, output_key_tp1=[], generator=0
     )
@@ -95,7 +95,7 @@ def test_b6_priorities_are_updated_in_part_and_never_become_nan() -> None:
         assert starts(buffer, 1) == {0, 1, 10, 11, 20, 21, 30, 31}
 
 
-def test_b6_episodes_that_are_too_short_leave_their_share_to_the_others() -> None:
+def test_b6_the_share_of_too_short_episodes_is_divided_among_the_others() -> None:
     buffer = TrajectoryDictBuffer(
         [episode(2), episode(8, 10), episode(8, 30)], "cpu", 4, generator=0
     )
@@ -104,13 +104,13 @@ def test_b6_episodes_that_are_too_short_leave_their_share_to_the_others() -> Non
     assert abs((observation < 30).float().mean().item() - 0.75) < 0.02
 
 
-def test_b7_nothing_long_enough_is_a_clear_error() -> None:
+def test_b7_no_episode_of_window_length_raises_a_clear_error() -> None:
     buffer = TrajectoryDictBuffer([episode(3), episode(5)], "cpu")
     with pytest.raises(ValueError, match=r"longest episode has 5 frames, and a window needs 9"):
         buffer.sample(8, 8)
 
 
-def test_b8_one_lane_stays_one_lane() -> None:
+def test_b8_the_axis_of_a_single_environment_is_kept() -> None:
     buffer = TrajectoryDictBufferMultiDim(
         capacity=1, n_dim=2, output_key_tp1=[], end_key="done", generator=0
     )
@@ -152,7 +152,7 @@ def test_b11_an_oversized_write_keeps_the_newest_rows() -> None:
     assert buffer.storage["a"].flatten().tolist() == [9, 10, 8] and buffer.total % 3 == 2
 
 
-def test_b12_a_leaf_without_an_event_axis_is_refused_or_given_one_always() -> None:
+def test_b12_a_leaf_without_an_event_axis_raises_or_receives_one() -> None:
     for n_dim, lead in ((1, (4,)), (2, (4, 2))):
         strict = TrajectoryDictBufferMultiDim(capacity=4, n_dim=n_dim, output_key_tp1=[])
         with pytest.raises(ValueError, match="unsqueeze"):
@@ -220,7 +220,7 @@ def test_b15_every_dtype_and_an_empty_buffer_survive_saving(tmp_path: Path, dtyp
     assert len(loaded) == 0 and loaded.storage["x"].dtype is getattr(torch, dtype)
 
 
-def test_b16_classes_are_told_apart_by_their_whole_name(tmp_path: Path) -> None:
+def test_b16_classes_are_identified_by_their_whole_name(tmp_path: Path) -> None:
     TrajectoryDictBuffer([episode(3)], "cpu").save(tmp_path / "t")
     assert type(load_buffer(tmp_path / "t")) is TrajectoryDictBuffer
     config = tmp_path / "t" / "config.json"
@@ -247,7 +247,7 @@ def test_b17_the_full_buffer_is_always_a_copy() -> None:
         assert buffer.storage["a"].sum() == 0
 
 
-def test_b18_nothing_of_the_callers_is_kept() -> None:
+def test_b18_the_buffer_shares_no_memory_with_the_caller() -> None:
     buffer = DictBuffer(capacity=3)
     for _ in range(2):
         mine = torch.ones(1, 2)
@@ -285,7 +285,7 @@ def test_b20_windows_not_trajectories_are_equally_likely() -> None:
     )
 
 
-def test_b21_z_takes_any_number_and_says_when_it_is_empty() -> None:
+def test_b21_z_accepts_any_number_of_vectors_and_raises_if_empty() -> None:
     buffer = ZBuffer(4, 2)
     with pytest.raises(ValueError, match="Call add"):
         buffer.sample(1)
@@ -322,21 +322,21 @@ def test_b22_the_motion_list_keeps_spaces_and_the_files_keep_integers(tmp_path: 
         load_expert_trajectories(tmp_path / "list.txt", tmp_path, 2, "cpu", obs_dict_mapper=dict)
 
 
-def test_b23_sampling_leaves_nothing_behind_and_the_file_names_are_an_argument() -> None:
+def test_b23_sampling_adds_no_attribute_and_file_names_are_an_argument() -> None:
     buffer = TrajectoryDictBuffer([episode(3)], "cpu", file_names=["walk"])
     before = set(vars(buffer))
     buffer.sample(2, 1)
     assert set(vars(buffer)) == before and buffer.file_names == ["walk"]
 
 
-def test_warnings_are_ours() -> None:
+def test_importing_errors_raises_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert issubclass(SchemaError, RolloutDataError)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_leaves_that_memory_does_not_say_alone_are_resolved_or_refused() -> None:
+def test_conjugate_and_negative_views_are_resolved_and_quantized_tensors_raise() -> None:
     buffer = DictBuffer(capacity=8, end_key="done")
     done = torch.zeros(2, 1)
     value = torch.tensor([[1 + 2j], [3 - 4j]], dtype=torch.complex64)
@@ -388,7 +388,7 @@ def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> Non
             buffer.get_full_buffer(**options)
 
 
-def test_final_rows_that_are_no_mapping_are_refused_by_name() -> None:
+def test_final_rows_that_are_not_a_mapping_raise() -> None:
     buffer = DictBuffer(capacity=5, end_key="done")
     with pytest.raises(SchemaError, match="must be a nested mapping of tensors, got Tensor"):
         buffer.extend({"x": torch.ones(1, 1), "done": torch.ones(1, 1)}, final=torch.ones(1, 1))

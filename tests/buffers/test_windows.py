@@ -73,7 +73,7 @@ def test_draws_follow_their_law(
     start_mode=st.sampled_from(["uniform", "trajectory"]),
     has_next=st.booleans(),
 )
-def test_the_windows_drawn_are_the_valid_ones(
+def test_only_and_all_valid_windows_are_drawn(
     capacity: int,
     num_lanes: int,
     steps: list[int],
@@ -100,7 +100,7 @@ def test_the_windows_drawn_are_the_valid_ones(
 
 
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])
-def test_one_valid_window_among_very_many_rows_is_found(start_mode: str) -> None:
+def test_the_only_valid_window_among_many_rows_is_found(start_mode: str) -> None:
     buffer = TrajectoryDictBufferMultiDim(
         capacity=2000, n_dim=2, start_mode=start_mode, output_key_tp1=[], generator=0
     )
@@ -135,7 +135,7 @@ def noted(capacity: int, num_lanes: int, ends: torch.Tensor) -> Boundaries:
     return boundaries
 
 
-def test_the_ages_do_not_overflow() -> None:
+def test_ages_of_rows_do_not_overflow() -> None:
     boundaries = noted(4, 1, torch.zeros(5, 1, dtype=torch.bool))
     boundaries.next_ages.fill_(2**30 + 5)
     for _ in range(5, 15):

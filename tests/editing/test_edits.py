@@ -139,7 +139,7 @@ def test_prune_counts_kept_trajectories_and_restores_none(walk: Path) -> None:
 
 @settings(max_examples=4, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.sets(st.integers(0, 9))), max_size=6))
-def test_edits_are_those_of_a_set_and_undoing_is_the_identity(
+def test_edits_equal_set_operations_and_undoing_restores_the_recording(
     sound: Path, tmp_path_factory, steps
 ) -> None:
     walk = tmp_path_factory.mktemp("law") / "walk"
@@ -261,7 +261,7 @@ def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(
     assert all(named_edit(one.name) or int(one.stem[-6:]) < 10 for one in tmp_path.glob("*.h5"))
 
 
-def test_a_resumed_stream_skips_trajectories_dropped_before_and_since(walk: Path) -> None:
+def test_a_resumed_stream_skips_trajectories_dropped_before_and_after_its_state(walk: Path) -> None:
     order = rollout_data.open(walk).ids
     drop(walk, order[3])
     dataset = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
@@ -372,7 +372,7 @@ def test_a_tag_of_none_states_that_a_value_is_unknown(tmp_path: Path) -> None:
     assert rollout_data.open(tmp_path)[0].success is True
 
 
-def test_a_stream_plays_other_trajectories_from_its_next_look_on(walk: Path) -> None:
+def test_a_stream_follows_edits_from_its_next_scan(walk: Path) -> None:
     every = {number_of(one) for one in rollout_data.open(walk).ids}
     dataset = RolloutDataset(walk, 1, device="cpu", dataset_loops=2)
     begun = [int(dataset.get_batch(1).observation.reshape(-1)[0])]

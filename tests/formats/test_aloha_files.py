@@ -100,7 +100,7 @@ def test_bgr_pictures_are_converted_to_rgb_on_request(tmp_path: Path) -> None:
     assert turned.metadata["color_order"] == "rgb, turned from bgr"
 
 
-def test_one_file_of_aloha_is_a_recording_too(tmp_path: Path) -> None:
+def test_one_file_of_aloha_is_a_recording(tmp_path: Path) -> None:
     path = aloha(tmp_path / "x") / "episode_10.hdf5"
     assert [one.id for one in rollout_data.open(path)] == ["episode_10"]
 
@@ -149,7 +149,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
         rollout_data.open(folder, format="aloha")
 
 
-def test_a_row_that_claims_to_be_long_takes_no_memory(tmp_path: Path) -> None:
+def test_a_row_with_a_huge_declared_length_allocates_no_memory(tmp_path: Path) -> None:
     folder = aloha(tmp_path / "x", "ragged")
     with h5py.File(folder / "episode_10.hdf5") as file:
         at = file["observations/images/high"].id.get_offset()
@@ -286,7 +286,7 @@ def test_a_maniskill_file_without_its_json_is_read_and_reported(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "rows"), [("obs/agent/qpos", 4), ("rewards", 5), ("terminated", 3)]
 )
-def test_a_trajectory_with_wrong_rows_is_left_out_alone(
+def test_only_a_trajectory_with_wrong_rows_is_left_out(
     tmp_path: Path, name: str, rows: int
 ) -> None:
     change = values(10, rows) if name.startswith("obs") else np.zeros(rows)

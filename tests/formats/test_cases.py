@@ -8,6 +8,6 @@ from tests.formats.cases import CASES, check_case, load, open_case
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name.removesuffix(".case.json"))
-def test_a_file_of_another_system_gives_what_its_case_says(path: Path) -> None:
+def test_a_file_of_another_system_has_the_expected_content(path: Path) -> None:
     case = load(path)
     check_case(case, open_case(case))

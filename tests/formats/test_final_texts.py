@@ -72,7 +72,7 @@ def test_the_final_text_of_a_text_space_is_read_and_stays_in_our_format(tmp_path
 
 
 @pytest.mark.parametrize("name", ["robomimic", "rlinf", "isaaclab", "minari", "d4rl"])
-def test_what_holds_no_final_text_says_so(tmp_path, name):
+def test_formats_without_final_texts_report_their_omission(tmp_path, name):
     source = rollout_data.open(spoken(tmp_path))
     target = tmp_path / ("x.hdf5" if name in ("robomimic", "isaaclab", "d4rl") else "x")
     changes = " ".join(rollout_data.convert(source, target, name, progress=False).changes)
@@ -83,7 +83,7 @@ def test_what_holds_no_final_text_says_so(tmp_path, name):
     )
 
 
-def test_texts_below_a_name_are_recorded_with_their_final_ones(tmp_path):
+def test_nested_texts_are_recorded_with_their_final_texts(tmp_path):
     row = np.ones((2, 3), np.float32)
     with RolloutWriter(tmp_path / "a", 2, durable=False) as writer:
         for frame in range(3):

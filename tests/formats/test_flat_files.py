@@ -168,7 +168,7 @@ def test_real_files_of_d4rl_are_cut_at_their_flags() -> None:
         ("observations", 3.0),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(tmp_path: Path, name: str, array: Any) -> None:
+def test_columns_of_different_lengths_raise(tmp_path: Path, name: str, array: Any) -> None:
     path = edited(flat(tmp_path / "x.hdf5"), lambda file: replace(file, name, array))
     with pytest.raises(CorruptFileError):
         rollout_data.open(path)

@@ -68,7 +68,7 @@ STATED: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_the_rate_of_the_set_is_the_rate_that_is_stated(tmp_path: Path, name: str) -> None:
+def test_a_converted_set_has_the_stored_frame_rate(tmp_path: Path, name: str) -> None:
     options, expected = STATED[name]
     found = converted_fps(record(tmp_path / "own", **options), tmp_path / "set")
     assert found == pytest.approx(expected, rel=2e-3)
@@ -105,9 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_rate_that_is_unknown_contradicted_or_too_high_is_refused_by_name(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_unknown_contradictory_or_too_high_frame_rate_raises(tmp_path: Path, name: str) -> None:
     recorded, options, words = REFUSED[name]
     with pytest.raises(UsageError) as caught:
         converted_fps(record(tmp_path / "own", **recorded), tmp_path / "set", **options)
@@ -115,13 +113,13 @@ def test_a_rate_that_is_unknown_contradicted_or_too_high_is_refused_by_name(
     assert not (tmp_path / "set" / "meta" / "info.json").exists()
 
 
-def test_a_rate_within_one_percent_is_written_as_asked_and_named(tmp_path: Path) -> None:
+def test_a_requested_frame_rate_within_one_percent_is_written_and_reported(tmp_path: Path) -> None:
     source = record(tmp_path / "own", {"frame_rate_hz": 29.97})
     done = rollout_data.convert(source, tmp_path / "set", "lerobot", fps=30, progress=False)
     assert done.changes["frames are written as 30 a second instead of 29.97"] == ["own:0", "own:1"]
 
 
-def test_merged_episodes_keep_their_rates_and_one_rate_is_not_made_of_two(tmp_path: Path) -> None:
+def test_merged_episodes_keep_their_own_frame_rates(tmp_path: Path) -> None:
     sources = [
         record(tmp_path / "slow", {"frame_rate_hz": 20, "env": "x"}),
         record(tmp_path / "fast", {"fps": 50, "env": "x"}),
@@ -150,7 +148,7 @@ def test_merged_episodes_keep_their_rates_and_one_rate_is_not_made_of_two(tmp_pa
     assert {name: rate for name, rate in again.items() if name in rates} == rates
 
 
-def test_merged_sets_of_equal_rates_state_it_once(tmp_path: Path) -> None:
+def test_merged_sets_of_equal_frame_rates_store_one_rate(tmp_path: Path) -> None:
     sources = [record(tmp_path / name, {"frame_rate_hz": 20}) for name in ("a", "b")]
     rollout_data.merge(sources, tmp_path / "all")
     merged = rollout_data.open(tmp_path / "all")
@@ -158,7 +156,7 @@ def test_merged_sets_of_equal_rates_state_it_once(tmp_path: Path) -> None:
     assert converted_fps(merged, tmp_path / "set") == 20
 
 
-def test_a_rate_that_two_sets_state_under_other_keys_is_kept(tmp_path: Path) -> None:
+def test_an_equal_rate_under_two_metadata_keys_is_kept_in_a_merge(tmp_path: Path) -> None:
     sources = [record(tmp_path / "a", {"frame_rate_hz": 20}), record(tmp_path / "b", {"fps": 20})]
     rollout_data.merge(sources, tmp_path / "all")
     merged = rollout_data.open(tmp_path / "all")
@@ -166,7 +164,7 @@ def test_a_rate_that_two_sets_state_under_other_keys_is_kept(tmp_path: Path) -> 
     assert converted_fps(merged, tmp_path / "set") == 20
 
 
-def test_an_episode_of_unknown_rate_beside_others_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_episode_of_unknown_rate_beside_others_raises_with_its_name(tmp_path: Path) -> None:
     sources = [record(tmp_path / "a", {"frame_rate_hz": 20}), record(tmp_path / "silent")]
     rollout_data.merge(sources, tmp_path / "all")
     with pytest.raises(
@@ -185,7 +183,7 @@ def test_a_rate_from_numpy_is_recorded_as_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", ["robomimic", "minari", "d4rl", "isaaclab", "rlinf", "trajectory-folders"]
 )
-def test_a_target_keeps_the_rate_or_names_it_as_left_out(tmp_path: Path, target: str) -> None:
+def test_a_target_keeps_the_frame_rate_or_reports_its_omission(tmp_path: Path, target: str) -> None:
     source = record(tmp_path / "own", {"frame_rate_hz": 20})
     options = {} if target in ("isaaclab", "rlinf") else {"missing_reward": 0.0}
     path = tmp_path / ("set.hdf5" if target in ("robomimic", "d4rl", "isaaclab") else "set")

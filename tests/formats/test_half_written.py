@@ -12,7 +12,7 @@ from tests.formats.folders import NaiveFolder
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
-def test_a_chunk_that_is_being_written_is_no_problem_and_comes_at_the_next_pass(tmp_path, part):
+def test_a_chunk_that_is_being_written_is_read_at_the_next_pass(tmp_path, part):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 4, done=True)
     folder.chunk(1, 0, 4)
@@ -31,7 +31,7 @@ def test_a_chunk_that_is_being_written_is_no_problem_and_comes_at_the_next_pass(
 @pytest.mark.parametrize(
     "why", ["it is old", "it is not the last", "it was whole", "it is garbage"]
 )
-def test_what_no_writer_is_at_is_reported(tmp_path, why):
+def test_a_truncated_chunk_without_a_writer_is_reported(tmp_path, why):
     folder = NaiveFolder(tmp_path / "data")
     folder.chunk(0, 0, 4, done=True)
     paths = [folder.chunk(1, 0, 4), folder.chunk(1, 4, 8, done=True)]

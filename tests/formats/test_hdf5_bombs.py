@@ -19,7 +19,7 @@ from tests.formats.hdf5_files import actions, edited, robomimic, values
 from tests.formats.test_robomimic_files import check_demo
 
 
-def test_declared_sizes_take_no_memory(tmp_path: Path) -> None:
+def test_declared_sizes_allocate_no_memory(tmp_path: Path) -> None:
     def grow(file: h5py.File) -> None:
         del file["data/demo_9/actions"]
         file.create_dataset("data/demo_9/actions", (1, 1 << 40), "f8", chunks=(1, 1 << 20))
@@ -99,7 +99,9 @@ def test_valid_large_chunks_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("user_block", [0, 512])
-def test_a_text_that_claims_gigabytes_takes_no_memory(tmp_path: Path, user_block: int) -> None:
+def test_a_text_with_a_declared_size_of_gigabytes_allocates_no_memory(
+    tmp_path: Path, user_block: int
+) -> None:
     text = json.dumps({"env_name": "Lift", "type": 1, "note": "x" * 77})
     with h5py.File(tmp_path / "x.hdf5", "w", userblock_size=user_block) as file:
         file.create_group("data").attrs["env_args"] = text

@@ -30,7 +30,7 @@ LENGTHS = [3, 1, 4, 2]
 
 @pytest.mark.parametrize("row_group_rows", [None, 2, 1000])
 @pytest.mark.parametrize("files", [None, [0, 0, 1, 2]])
-def test_version_3_in_any_files_and_row_groups(
+def test_version_3_is_read_with_any_files_and_row_groups(
     tmp_path: Path, row_group_rows: int | None, files: Any
 ) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, files=files).write(row_group_rows)
@@ -62,7 +62,7 @@ def test_more_than_a_thousand_episodes_are_in_the_order_of_their_numbers(tmp_pat
     assert [episode.id for episode in recording] == [str(number) for number in range(1100)]
 
 
-def test_every_kind_of_column_is_delivered_in_its_shape_and_dtype(tmp_path: Path) -> None:
+def test_every_type_of_column_is_read_in_its_shape_and_dtype(tmp_path: Path) -> None:
     def grid(dtype: str, *shape: int) -> Callable[[int, int], Any]:
         return lambda episode, length: pa.array(
             (state(episode, length, int(np.prod(shape)), dtype).reshape(length, *shape)).tolist()
@@ -123,7 +123,7 @@ def test_every_kind_of_column_is_delivered_in_its_shape_and_dtype(tmp_path: Path
         assert json.loads(episode["language_events"][1])[0]["content"] == "стоп"
 
 
-def test_actions_in_words_are_texts_and_never_numbers(tmp_path: Path) -> None:
+def test_text_actions_are_texts_and_never_numbers(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "set", [2])
     made.tables[0] = made.tables[0].set_column(1, "action", pa.array(["left", "right"]))
     made.info["features"]["action"] = feature("string", [1])
@@ -205,7 +205,7 @@ def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(
         assert np.abs(episode.observation["images.jpeg"].astype(int) - expected).mean() < 20
 
 
-def test_only_the_frame_of_a_damaged_picture_cannot_be_read(tmp_path: Path) -> None:
+def test_a_damaged_picture_loses_only_its_frame(tmp_path: Path) -> None:
     def broken(episode: int, length: int) -> Any:
         rows = pictures("png")(episode, length).to_pylist()
         if episode == FIRST + 1:

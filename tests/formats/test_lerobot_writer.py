@@ -531,7 +531,7 @@ def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_reported(tmp_
     assert len(recording) == 2 and "when" not in recording[0].schema
 
 
-def test_names_of_joints_stay(tmp_path: Path) -> None:
+def test_names_of_joints_are_kept(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "source", [2])
     made.info["features"]["observation.state"]["names"] = ["shoulder", "elbow", "wrist"]
     written(made.write(), tmp_path / "set")
@@ -689,7 +689,7 @@ def test_a_killed_writer_leaves_complete_episodes_and_resumes(tmp_path: Path, ve
     check(recording, lengths)
 
 
-def test_lerobot_reads_what_is_written(tmp_path: Path) -> None:
+def test_lerobot_reads_the_written_set(tmp_path: Path) -> None:
     lerobot = pytest.importorskip(
         "lerobot.datasets.lerobot_dataset", reason="its tests need the package lerobot"
     )

@@ -224,14 +224,14 @@ def test_without_a_topic_the_file_s_topics_are_listed(
 @pytest.mark.parametrize(
     "options", [{"action": 3}, {"action": [ARM, 3]}, {"action": ARM, "clock": [STATE]}]
 )
-def test_what_is_no_name_of_a_topic_is_the_callers_mistake(
+def test_an_invalid_topic_name_raises_a_usage_error(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError, match="names of topics"):
         rollout_data.open(write(tmp_path / "a.mcap", session(50, 3)), **options)
 
 
-def test_texts_that_are_too_many_for_metadata_are_told(tmp_path: Path) -> None:
+def test_texts_beyond_the_limit_of_metadata_are_reported(tmp_path: Path) -> None:
     texts = [(NOTE, row, {"text": str(row)}) for row in range(5000)]
     recording = rollout_data.open(
         write(tmp_path / "a.mcap", [*session(50, 3)[1:], *texts], per_chunk=999), action=ARM
@@ -245,7 +245,7 @@ def test_texts_that_are_too_many_for_metadata_are_told(tmp_path: Path) -> None:
     ] == [True]
 
 
-def test_what_has_no_name_or_place_of_its_own_is_told(tmp_path: Path) -> None:
+def test_colliding_topics_and_too_large_metadata_are_reported(tmp_path: Path) -> None:
     twice = [("/arm", row, {"state/x": 0, "state": {"position": 1.0}}) for row in range(3)]
     path = write(tmp_path / "a.mcap", [*session(50, 3), *twice], metadata={"long": "x" * (1 << 20)})
     recording = rollout_data.open(path, action=ARM)
@@ -258,7 +258,7 @@ def test_what_has_no_name_or_place_of_its_own_is_told(tmp_path: Path) -> None:
     assert recording[0].observation["arm/state/position"].dtype == np.float64
 
 
-def test_values_keep_their_kinds(tmp_path: Path) -> None:
+def test_values_keep_their_dtypes(tmp_path: Path) -> None:
     schema = {
         "/all": {
             "properties": {
@@ -328,7 +328,7 @@ def test_an_integer_that_its_schema_cannot_hold_is_named(tmp_path: Path) -> None
     "value",
     [{"target": [1.0]}, {"target": "ab"}, {"target": None}, {}, [1], b"{", {"target": [True] * 2}],
 )
-def test_a_message_of_another_kind_is_named_when_it_is_read(tmp_path: Path, value: Any) -> None:
+def test_a_message_of_another_schema_raises_when_it_is_read(tmp_path: Path, value: Any) -> None:
     path = write(tmp_path / "a.mcap", [*session(50, 3), (ARM, 60, value)])
     episode = rollout_data.open(path, action=ARM)[0]
     np.testing.assert_array_equal(episode.read("action", 0, 3), action(50, 3))
@@ -343,7 +343,7 @@ def test_messages_of_other_encodings_name_the_package_that_reads_them(tmp_path: 
 
 
 @pytest.mark.parametrize("compression", [None, "", "lz4", "zstd"])
-def test_a_file_cut_anywhere_gives_what_is_whole_or_is_refused(
+def test_a_truncated_file_is_read_to_its_last_complete_message_or_raises(
     tmp_path: Path, compression: Any
 ) -> None:
     whole = write(tmp_path / "whole.mcap", session(50, 9), compression).read_bytes()
@@ -361,7 +361,7 @@ def test_a_file_cut_anywhere_gives_what_is_whole_or_is_refused(
 
 
 @pytest.mark.parametrize("compression", ["", "lz4", "zstd"])
-def test_one_damaged_file_costs_only_itself(tmp_path: Path, compression: str) -> None:
+def test_one_damaged_file_is_left_out_alone(tmp_path: Path, compression: str) -> None:
     for number in range(3):
         write(tmp_path / f"{number}.mcap", session(number, 4), compression)
     content = bytearray((tmp_path / "1.mcap").read_bytes())
@@ -391,7 +391,7 @@ def test_chunks_that_unpack_to_more_than_they_may_are_refused(
             rollout_data.open(path, action=ARM)
 
 
-def test_changed_bytes_raise_nothing_else(tmp_path: Path) -> None:
+def test_changed_bytes_raise_library_errors_only(tmp_path: Path) -> None:
     whole, rng = (
         write(tmp_path / "a.mcap", session(50, 4), None).read_bytes(),
         np.random.default_rng(0),

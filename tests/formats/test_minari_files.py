@@ -279,7 +279,7 @@ def test_links_out_of_the_dataset_are_refused(tmp_path: Path, kind: str, what: s
         rollout_data.open(root)
 
 
-def test_short_rows_of_bytes_are_no_pictures_if_the_space_says_so(tmp_path: Path) -> None:
+def test_short_rows_of_bytes_are_not_pictures_if_the_space_declares_numbers(tmp_path: Path) -> None:
     space = {"type": "Box", "dtype": "uint8", "shape": [5], "low": 0, "high": 255}
     root = in_groups(tmp_path / "x", jpeg_encoding=True, observation_space=json.dumps(space))
     row = np.array([0xFF, 0xD8, 0xFF, 0, 1], "u1")
@@ -292,7 +292,7 @@ def test_short_rows_of_bytes_are_no_pictures_if_the_space_says_so(tmp_path: Path
     np.testing.assert_array_equal(rollout_data.open(root)[0].observation, np.tile(row, (3, 1)))
 
 
-def test_tuples_and_texts_are_observations_too(tmp_path: Path) -> None:
+def test_observations_may_be_tuples_and_texts(tmp_path: Path) -> None:
     root = in_groups(tmp_path / "x", observation_space=None)
 
     def change(file: h5py.File) -> None:

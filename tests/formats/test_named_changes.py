@@ -57,7 +57,7 @@ def test_joined_actions_are_named(tmp_path, name, change):
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_fields_that_lerobot_has_under_another_name_are_named(tmp_path, version):
+def test_renamed_fields_of_lerobot_are_in_the_changes(tmp_path, version):
     source = record(tmp_path / "ours")
     changes = convert(source, tmp_path / "set", "lerobot", fps=10, version=version)
     back = rollout_data.open(tmp_path / "set")
@@ -81,7 +81,7 @@ def test_fields_that_lerobot_has_under_another_name_are_named(tmp_path, version)
         ("rollout-data", "copy", {}),
     ],
 )
-def test_a_number_that_becomes_a_vector_of_one_or_a_vector_that_becomes_a_number_is_named(
+def test_scalars_that_become_vectors_and_the_reverse_are_in_the_changes(
     tmp_path, name, file, shapes
 ):
     source = record(tmp_path / "ours")
@@ -206,7 +206,7 @@ def ends_of(path: Any) -> list[bool]:
     return [bool(step.timeout) for step in RolloutDataset(path, num_envs=1) if bool(step.done)]
 
 
-def test_unknown_and_open_ends_are_the_same_behind_a_network(tmp_path):
+def test_unknown_and_open_ends_are_equal_at_a_url(tmp_path):
     source = record_open_end(tmp_path / "ours")
     convert(source, tmp_path / "minari", "minari")
     convert(tmp_path / "minari", tmp_path / "open", "rollout-data")
@@ -232,7 +232,7 @@ def record_with_notes(folder: Path, metadata: dict[str, Any], task: str) -> Path
     return folder
 
 
-def test_a_task_that_is_noted_twice_is_noted_once_in_the_copy(tmp_path):
+def test_a_task_stored_twice_is_stored_once_in_the_copy(tmp_path):
     source = record_with_notes(tmp_path / "ours", {}, "open the door")
     convert(source, tmp_path / "set.hdf5", "robomimic")
     convert(tmp_path / "set.hdf5", tmp_path / "copy", "rollout-data")
@@ -250,7 +250,7 @@ def test_a_large_task_leaves_a_robomimic_file_that_opens(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rollout-data", "trajectory-folders"])
-def test_metadata_that_no_reader_takes_are_left_out_of_a_copy(tmp_path, name):
+def test_metadata_beyond_the_limits_of_readers_are_left_out_of_a_copy(tmp_path, name):
     pq = pytest.importorskip("pyarrow.parquet")
     pa = pytest.importorskip("pyarrow")
     source = record_with_notes(tmp_path / "ours", {"frame_rate_hz": 20}, "open")
@@ -270,7 +270,7 @@ def test_metadata_that_no_reader_takes_are_left_out_of_a_copy(tmp_path, name):
     assert sum(path.stat().st_size for path in (tmp_path / "copy").iterdir()) < 1 << 20
 
 
-def test_metadata_that_no_reader_takes_are_refused_by_a_writer(tmp_path):
+def test_metadata_beyond_the_limits_of_readers_raise_in_a_writer(tmp_path):
     with pytest.raises(UsageError, match=r"the metadata of .* exceed 16777216 bytes as JSON"):
         record_with_notes(tmp_path / "ours", {"notes": "x" * (17 << 20)}, "open")
     assert list((tmp_path / "ours").glob("*.h5")) == []

@@ -85,7 +85,9 @@ class TestOGBench:
     @pytest.mark.parametrize(
         ("name", "split"), [("x-v0.npz", "train"), ("x-v0-val.npz", "validation")]
     )
-    def test_the_name_tells_the_split(self, tmp_path: Path, name: str, split: str) -> None:
+    def test_the_file_name_determines_the_split(
+        self, tmp_path: Path, name: str, split: str
+    ) -> None:
         np.savez(tmp_path / name, **ogbench_arrays([2]))
         recording = rollout_data.open(tmp_path / name)
         assert recording.metadata["split"] == recording[0].metadata["split"] == split
@@ -101,7 +103,7 @@ class TestOGBench:
         assert found.dtype == np.dtype(dtype).newbyteorder("<")
         np.testing.assert_array_equal(found, arrays["observations"][:4])
 
-    def test_columns_that_follow_each_other_in_the_file_give_the_same_rows(
+    def test_adjacent_columns_of_the_file_are_read_correctly(
         self, tmp_path: Path, save: Any
     ) -> None:
         arrays = {name: np.asfortranarray(one) for name, one in ogbench_arrays([4, 2]).items()}
@@ -110,7 +112,7 @@ class TestOGBench:
             rollout_data.open(tmp_path / "a.npz")[1].observation, state(51, 2)
         )
 
-    def test_an_unfinished_trajectory_is_given_up_to_its_last_state(self, tmp_path: Path) -> None:
+    def test_an_unfinished_trajectory_is_read_up_to_its_last_state(self, tmp_path: Path) -> None:
         arrays = ogbench_arrays([3, 4])
         arrays["terminals"][-1] = 0
         np.savez(tmp_path / "a.npz", **arrays)
@@ -118,7 +120,7 @@ class TestOGBench:
         assert [len(episode) for episode in recording] == [3, 4]
         assert "its last action" in str(recording.problems[0]).lower()
 
-    def test_a_trajectory_of_one_state_costs_only_itself(self, tmp_path: Path) -> None:
+    def test_a_trajectory_of_one_state_is_left_out_alone(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "a.npz", **ogbench_arrays([3, 0, 2]))
         recording = rollout_data.open(tmp_path / "a.npz")
         assert [episode.id for episode in recording] == ["0", "2"]
@@ -138,7 +140,7 @@ class TestOGBench:
         ],
         ids=["short actions", "no flags", "complex", "empty"],
     )
-    def test_arrays_that_do_not_fit_are_refused(
+    def test_arrays_of_contradictory_shapes_raise(
         self, tmp_path: Path, change: dict[str, Any]
     ) -> None:
         np.savez(tmp_path / "a.npz", **{**ogbench_arrays([3, 4]), **change})
@@ -217,7 +219,7 @@ class TestMotion:
     @pytest.mark.parametrize(
         "option", ["deepest", 3, ["a", "b"], [1, 2, 3, 4], np.array(list("abcd"))]
     )
-    def test_an_order_of_other_bodies_is_the_callers_mistake(
+    def test_an_order_of_unknown_bodies_raises_a_usage_error(
         self, tmp_path: Path, option: Any
     ) -> None:
         np.savez(tmp_path / "a.npz", **clip_arrays())
@@ -378,7 +380,7 @@ class TestMotion:
             {"body_lin_vel_w": np.zeros((5, 4, 3), "complex64")},
         ],
     )
-    def test_one_bad_clip_costs_only_itself(self, tmp_path: Path, change: dict[str, Any]) -> None:
+    def test_one_bad_clip_is_left_out_alone(self, tmp_path: Path, change: dict[str, Any]) -> None:
         np.savez(tmp_path / "0.npz", **clip_arrays(0))
         np.savez(tmp_path / "1.npz", **{**clip_arrays(1), **change})
         np.savez(tmp_path / "2.npz", **clip_arrays(2))
@@ -435,7 +437,7 @@ class TestMotion:
             ["root", "arm"],
         )
 
-    def test_json_clips_give_poses_and_how_long_each_lasts(self) -> None:
+    def test_json_clips_have_poses_and_frame_durations(self) -> None:
         for folder in ("deepmimic_humanoid", "motion_imitation_keyframed"):
             recording = rollout_data.open(CLIPS / folder)
             assert len(recording) == 5 and recording.problems == []
@@ -485,7 +487,7 @@ class Touch:
 class TestHostileFiles:
     @pytest.mark.parametrize("format", ["ogbench", "motion"])
     @pytest.mark.parametrize("name", ["observations", "joint_pos", "extra"])
-    def test_a_pickle_is_refused_and_not_run(self, tmp_path: Path, format: str, name: str) -> None:
+    def test_a_pickle_raises_and_is_not_run(self, tmp_path: Path, format: str, name: str) -> None:
         arrays = ogbench_arrays([3]) if format == "ogbench" else clip_arrays()
         np.savez(
             tmp_path / "a.npz", **{**arrays, name: np.array([Touch(tmp_path / "run")], object)}
@@ -508,7 +510,7 @@ class TestHostileFiles:
         ):
             rollout_data.open(tmp_path / "a.npz", format="ogbench")
 
-    def test_an_archive_that_unpacks_to_gigabytes_takes_no_memory(self, tmp_path: Path) -> None:
+    def test_an_archive_that_unpacks_to_gigabytes_allocates_no_memory(self, tmp_path: Path) -> None:
         rows = 1 << 25
         head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '%b', 'fortran_order': False, 'shape': %b, }"
         with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -525,9 +527,7 @@ class TestHostileFiles:
             _ = episode.observation
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
 
-    def test_a_file_cut_or_changed_anywhere_is_refused_or_read_as_it_was(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_truncated_or_changed_file_raises_or_is_read_unchanged(self, tmp_path: Path) -> None:
         np.savez_compressed(tmp_path / "whole.npz", **ogbench_arrays([3, 2]))
         data = (tmp_path / "whole.npz").read_bytes()
         path, rng = tmp_path / "a.npz", np.random.default_rng(0)
@@ -549,7 +549,7 @@ class TestHostileFiles:
                     np.testing.assert_array_equal(observation, state(number, len(observation)))
                     np.testing.assert_array_equal(acted, action(number, len(acted)))
 
-    def test_a_folder_gives_nothing_that_lies_outside(self, tmp_path: Path) -> None:
+    def test_a_link_out_of_a_folder_of_clips_raises(self, tmp_path: Path) -> None:
         (tmp_path / "clips").mkdir()
         np.savez(tmp_path / "secret.npz", **clip_arrays())
         np.savez(tmp_path / "clips" / "a.npz", **clip_arrays())

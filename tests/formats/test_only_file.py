@@ -56,7 +56,7 @@ def test_a_folder_with_two_files_is_refused_by_their_names(tmp_path):
         rollout_data.open(tmp_path / "set")
 
 
-def test_a_block_of_ours_under_another_name_is_still_ours(tmp_path):
+def test_a_block_file_under_another_name_is_recognized(tmp_path):
     write(tmp_path / "set", "robomimic")
     ours = tmp_path / "set_ours"
     (block,) = ours.glob("*.h5")
@@ -64,7 +64,7 @@ def test_a_block_of_ours_under_another_name_is_still_ours(tmp_path):
     assert rollout_data.open(ours).format == "rollout-data"
 
 
-def test_a_damaged_file_alone_is_refused(tmp_path):
+def test_a_folder_with_one_damaged_file_raises(tmp_path):
     path = write(tmp_path / "set", "robomimic")
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(DataFileError):

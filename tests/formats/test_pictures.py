@@ -35,7 +35,7 @@ def saved(mode: str, kind: str, size: tuple[int, int] = (10, 8), **options: obje
         ((8, 10), "float32", "TIFF"),
     ],
 )
-def test_a_picture_comes_back_as_it_was(shape: tuple[int, ...], dtype: str, kind: str) -> None:
+def test_a_picture_is_decoded_unchanged(shape: tuple[int, ...], dtype: str, kind: str) -> None:
     pixels = made(shape, dtype)
     data = encode_picture(pixels)
     assert picture_format(data) == kind
@@ -51,7 +51,7 @@ def test_other_colours_become_rgb(mode: str) -> None:
     assert decode_picture(saved(mode, kind), "", (8, 10, 3)).dtype == np.uint8
 
 
-def test_grey_becomes_rgb_only_where_three_channels_are_asked_for() -> None:
+def test_grey_becomes_rgb_only_if_three_channels_are_declared() -> None:
     grey = encode_picture(made((8, 10, 1), "uint8"))
     assert (decode_picture(grey, "", (8, 10, 3)) == made((8, 10, 1), "uint8")).all()
     assert decode_picture(grey, "").shape == (8, 10, 1)
@@ -89,7 +89,7 @@ def test_every_truncated_picture_is_refused() -> None:
                 np.testing.assert_array_equal(got, pixels)
 
 
-def test_a_declared_size_costs_no_memory() -> None:
+def test_a_declared_size_allocates_no_memory() -> None:
     ihdr = b"IHDR" + (30_000).to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
     bomb = b"\x89PNG\r\n\x1a\n\0\0\0\r" + ihdr + zlib.crc32(ihdr).to_bytes(4, "big")
     for shape in (None, (8, 10, 3)):
@@ -108,7 +108,7 @@ def test_other_kinds_of_files_are_refused() -> None:
         decode_picture(saved("L", "TIFF", compression="tiff_lzw"), "")
 
 
-def test_a_name_leads_to_no_other_folder(tmp_path: Path) -> None:
+def test_a_file_name_cannot_leave_its_folder(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
     root.mkdir()
     elsewhere.write_text("{}")
@@ -136,14 +136,14 @@ def test_a_snapshot_of_the_hub_may_link_to_its_blobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "nope", "[" * 100_000, '{"a": "\\ud8"}'])
-def test_what_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_json_object_raises(tmp_path: Path, text: str) -> None:
     path = tmp_path / "info.json"
     path.write_text(text)
     with pytest.raises(CorruptFileError):
         read_object(path)
 
 
-def test_numbers_that_python_writes_are_read(tmp_path: Path) -> None:
+def test_nan_and_infinity_as_written_by_python_are_read(tmp_path: Path) -> None:
     path = tmp_path / "info.json"
     path.write_text('{"low": -Infinity, "crc32": "kept"}')
     assert read_object(path) == {"low": -np.inf, "crc32": "kept"}

@@ -71,7 +71,7 @@ def check(episode: int, rows: dict[str, Any]) -> None:
             assert pictures[:, 3, 4, 1].tolist() == (first + 20 * episode + frames).tolist()
 
 
-def test_demos_of_isaac_lab(source, tmp_path):
+def test_plain_code_reads_demos_of_isaac_lab(source, tmp_path):
     with h5py.File(convert(source, tmp_path / "x.hdf5", "isaaclab")) as file:
         data = file["data"]
         assert file.attrs["format_version"] == 0 and data.attrs["total"] == sum(LENGTHS)
@@ -84,7 +84,7 @@ def test_demos_of_isaac_lab(source, tmp_path):
             check(number, {"state": demo["obs/state"][:], "action": demo["actions"][:], **images})
 
 
-def test_flat_arrays_of_d4rl(source, tmp_path):
+def test_plain_code_reads_flat_arrays_of_d4rl(source, tmp_path):
     with h5py.File(convert(source, tmp_path / "x.hdf5", "d4rl")) as file:
         rows = {
             name: file[name][:]
@@ -116,7 +116,7 @@ def episodes_of_minari(file: h5py.File) -> Iterator[h5py.Group]:
         yield file[f"episode_{number}"]
 
 
-def test_groups_of_minari(source, tmp_path):
+def test_plain_code_reads_groups_of_minari(source, tmp_path):
     folder = convert(source, tmp_path / "lab" / "walk-v0", "minari") / "data"
     about = json.loads((folder / "metadata.json").read_text())
     assert (about["total_episodes"], about["data_format"], about["jpeg_encoding"]) == (
@@ -147,7 +147,7 @@ def test_groups_of_minari(source, tmp_path):
             assert ends == [(True, False), (False, True), (False, False)][number]
 
 
-def test_blocks_of_rlinf(source, tmp_path):
+def test_plain_code_reads_blocks_of_rlinf(source, tmp_path):
     folder = convert(source, tmp_path / "x", "rlinf")
     index = json.loads((folder / "trajectory_index.json").read_text())
     about = json.loads((folder / "metadata.json").read_text())
@@ -167,7 +167,7 @@ def test_blocks_of_rlinf(source, tmp_path):
         assert ("next_obs" in block) == (number < 2)
 
 
-def test_chunks_of_trajectory_folders(source, tmp_path):
+def test_plain_code_reads_chunks_of_trajectory_folders(source, tmp_path):
     folder = convert(source, tmp_path / "x", "trajectory-folders")
     about = json.loads((folder / "metadata.json").read_text())
     assert {*about["obs_segments"]} == {"state", "images_front", "images_wrist"}

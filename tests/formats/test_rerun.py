@@ -75,14 +75,14 @@ def chunks_of(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_a_missing_sdk_is_named_with_its_extra(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sdk_raises_with_its_extra(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rerun", None)
     with pytest.raises(UsageError, match=r"rollout-data\[rerun\]"):
         convert(walk, walk.parent / "x.rrd", to="rerun", progress=False)
     assert not (walk.parent / "x.rrd").exists()
 
 
-def test_every_value_is_there_with_its_frame_and_time(
+def test_every_value_is_logged_with_its_frame_and_time(
     walk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
@@ -138,7 +138,7 @@ def test_every_value_is_there_with_its_frame_and_time(
         assert told == {name: getattr(episode, name) for name in told}
 
 
-def test_a_stopped_conversion_goes_on_and_a_whole_one_is_not_replaced(
+def test_an_interrupted_conversion_resumes_and_a_complete_one_is_not_replaced(
     walk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
@@ -166,7 +166,7 @@ def test_a_stopped_conversion_goes_on_and_a_whole_one_is_not_replaced(
     assert target.read_bytes() == content
 
 
-def test_integers_that_no_float_holds_are_counted(tmp_path: Path) -> None:
+def test_integers_that_no_float_represents_are_counted(tmp_path: Path) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
     row = np.ones((1, 2), np.float32)
     with rollout_data.RolloutWriter(tmp_path / "ours", 1, durable=False) as writer:

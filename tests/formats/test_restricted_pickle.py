@@ -75,7 +75,7 @@ arrays = numbers.flatmap(
 
 
 @given(arrays, st.integers(3, 5), st.randoms(use_true_random=False))
-def test_what_numpy_pickles_is_read_exactly(
+def test_pickled_numpy_arrays_are_read_exactly(
     written: np.ndarray, protocol: int, chance: Any
 ) -> None:
     axes = list(range(written.ndim))
@@ -87,7 +87,7 @@ def test_what_numpy_pickles_is_read_exactly(
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_both_spellings_of_numpy_are_read(protocol: int) -> None:
+def test_both_module_names_of_numpy_are_read(protocol: int) -> None:
     written = np.arange(6, dtype=np.float32).reshape(2, 3)
     data = pickle.dumps({"a": written}, protocol=3)
     new, old = (b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
@@ -294,7 +294,7 @@ BIG = b"\x8a\x08" + struct.pack("<q", 1 << 60)
         b"\x80\x04}" + short("a") + NEW_ARRAY + b"s.",
     ],
 )
-def test_declared_sizes_are_believed_only_after_a_look_at_the_file(data: bytes) -> None:
+def test_declared_sizes_are_checked_against_the_file_before_allocation(data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptFileError):
@@ -304,7 +304,7 @@ def test_declared_sizes_are_believed_only_after_a_look_at_the_file(data: bytes) 
         tracemalloc.stop()
 
 
-def test_a_memo_at_a_huge_index_costs_nothing() -> None:
+def test_a_memo_at_a_huge_index_allocates_no_memory() -> None:
     tracemalloc.start()
     assert describe(b"\x80\x04}r\xff\xff\xff\xff.") == {}
     assert tracemalloc.get_traced_memory()[1] < MAX_PEAK_BYTES
@@ -321,7 +321,7 @@ def test_a_memo_at_a_huge_index_costs_nothing() -> None:
         b"](" + b"N" * 1000 + b"e\x94" + b"cbuiltins\nlist\nh\x00\x85R" * 200,
     ],
 )
-def test_bombs_of_nesting_memo_and_copies_are_cut_off(bomb: bytes) -> None:
+def test_bombs_of_nesting_memo_and_copies_raise(bomb: bytes) -> None:
     with pytest.raises(UnsafeFileError, match=f"has more than {MAX_OPERATIONS} pickle operations"):
         describe(b"\x80\x04" + bomb)
 
@@ -355,7 +355,7 @@ def test_every_flipped_bit_is_an_error_or_other_data_of_the_same_size(protocol: 
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_an_error_of_the_file(noise: bytes) -> None:
+def test_random_bytes_raise_a_file_error(noise: bytes) -> None:
     for data in (noise, b"\x80\x04" + noise, b"\x80\x04}(" + noise):
         try:
             assert isinstance(describe(data), dict)

@@ -185,7 +185,7 @@ def encoded(pixels: np.ndarray, kind: str) -> list[bytes]:
 @pytest.mark.parametrize(
     "data", [b"", b"a", b"123456789", bytes(100), bytes(range(256)) * 5, b"\xff" * 3001]
 )
-def test_the_checksum_is_that_of_its_definition(data: bytes) -> None:
+def test_the_checksum_equals_its_definition(data: bytes) -> None:
     assert crc32c(data) == slow_crc32c(data)
     assert crc32c(b"123456789") == 0xE3069283
 
@@ -213,7 +213,7 @@ def test_splits_and_shards_are_read_in_order(tmp_path: Path, template: str) -> N
 @pytest.mark.parametrize(
     ("flags", "ends"), [((True, True), (True, False)), ((True, False), (False, True))]
 )
-def test_ends_are_as_the_flags_of_the_last_step_tell(tmp_path: Path, flags: Any, ends: Any) -> None:
+def test_ends_follow_the_flags_of_the_last_step(tmp_path: Path, flags: Any, ends: Any) -> None:
     episode = rollout_data.open(write_set(tmp_path, {"train": [[usual_steps(50, 3, flags[1])]]}))[0]
     assert (episode.terminated, episode.truncated) == ends
 
@@ -254,7 +254,7 @@ def test_terminal_flags_on_every_last_step_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 )
-def test_integers_of_every_kind_come_back(tmp_path: Path, dtype: str) -> None:
+def test_integers_of_every_dtype_are_read(tmp_path: Path, dtype: str) -> None:
     limits = np.iinfo(dtype) if dtype != "bool" else None
     values = np.array(
         [[0, 1], [1, 0]] if limits is None else [[limits.min, 0], [1, limits.max]], dtype
@@ -270,7 +270,7 @@ def test_integers_of_every_kind_come_back(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(found, values)
 
 
-def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
+def test_pictures_texts_and_metadata_are_read(tmp_path: Path) -> None:
     observation = tree(
         state=tensor("float32", 3),
         png=pictures("png", 8, 10, 3),
@@ -320,7 +320,7 @@ def test_pictures_texts_and_metadata(tmp_path: Path) -> None:
     assert episode.metadata["path"] == "raw/ü.h5" and episode.metadata["gains"] == [0.5, 2.0]
 
 
-def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
+def test_unsupported_features_are_left_out_and_reported(tmp_path: Path) -> None:
     ragged = {
         "sequence": {"feature": tensor("float32", 2), "length": "-1"},
         "pythonClassName": "Sequence",
@@ -362,7 +362,7 @@ def test_what_cannot_be_held_is_reported_and_left_out(tmp_path: Path) -> None:
     ],
     ids=["half a step", "another kind", "no steps", "texts"],
 )
-def test_an_episode_that_is_not_as_declared_costs_only_itself(
+def test_an_episode_that_contradicts_its_declaration_is_left_out_alone(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     episodes = [usual_steps(50, 3), usual_steps(51, 3) | change, usual_steps(52, 3)]
@@ -391,7 +391,7 @@ def test_shards_that_disagree_with_the_index_are_refused_or_rebuilt(tmp_path: Pa
         rollout_data.open(folder)
 
 
-def test_several_versions_are_not_chosen_among(tmp_path: Path) -> None:
+def test_a_set_with_several_versions_raises(tmp_path: Path) -> None:
     folder = write_set(tmp_path, {"train": [[usual_steps(50, 2)]]})
     write_set(tmp_path / "b", {"train": [[usual_steps(50, 2)]]}).rename(folder.parent / "2.0.0")
     with pytest.raises(DataFileError, match=r"contains 1\.0\.0, 2\.0\.0, expected one version"):
@@ -405,7 +405,7 @@ def test_a_set_without_episodes_is_empty(tmp_path: Path) -> None:
     assert len(rollout_data.open(folder)) == 0
 
 
-def test_changed_bytes_are_refused_or_told_when_they_are_read(tmp_path: Path) -> None:
+def test_changed_bytes_raise_when_opened_or_read(tmp_path: Path) -> None:
     folder = write_set(tmp_path, {"train": [[usual_steps(50, 3), usual_steps(51, 2)]]})
     shard = next(folder.glob("*.tfrecord-*"))
     whole, rng = shard.read_bytes(), np.random.default_rng(0)
@@ -458,7 +458,7 @@ def test_a_link_to_another_place_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1 << 40,), (1 << 28,), (60_000, 60_000, 3), (-5,), (1,) * 40])
-def test_huge_shapes_take_no_memory(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_huge_declared_shapes_allocate_no_memory(tmp_path: Path, shape: tuple[int, ...]) -> None:
     bomb = [zlib.compress(bytes(1 << 28))] * 2
     for kind, values in (
         (tensor("uint8", *shape, encoding="zlib"), bomb),

@@ -111,7 +111,7 @@ def test_episodes_lie_between_the_dones_of_a_column(tmp_path: Path) -> None:
     )
 
 
-def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
+def test_a_final_observation_that_begins_the_next_episode_is_reported(
     tmp_path: Path,
 ) -> None:
     recording = rollout_data.open(write(tmp_path / "a", {0: block(0, is_reset=True)}))
@@ -125,7 +125,7 @@ def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
     ] == [True]
 
 
-def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:
+def test_next_observations_that_differ_from_the_next_rows_are_kept(tmp_path: Path) -> None:
     content = block(0)
     content["next_obs"]["main_images"] = content["next_obs"]["main_images"] + 1
     episode = rollout_data.open(write(tmp_path / "b", {0: content}))[3]
@@ -136,7 +136,7 @@ def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_a_row_more_for_each_epoch_is_before_its_steps(tmp_path: Path, epochs: int) -> None:
+def test_the_additional_row_of_each_epoch_precedes_its_steps(tmp_path: Path, epochs: int) -> None:
     content = block(0)
     for name in ("dones", "terminations", "truncations"):
         parts = content[name].reshape(epochs, 6 // epochs, 2, 1)
@@ -160,7 +160,7 @@ def test_rewards_of_chunks_of_actions_keep_their_width(tmp_path: Path) -> None:
     "missing",
     [("terminations", "truncations"), ("dones", "terminations", "truncations"), ("dones",)],
 )
-def test_ends_are_as_far_known_as_they_are_told(tmp_path: Path, missing: tuple[str, ...]) -> None:
+def test_ends_are_known_only_from_stored_flags(tmp_path: Path, missing: tuple[str, ...]) -> None:
     content = {name: one for name, one in block(0).items() if name not in missing}
     lengths = [
         (len(episode), episode.terminated)
@@ -175,7 +175,7 @@ def test_ends_are_as_far_known_as_they_are_told(tmp_path: Path, missing: tuple[s
     )
 
 
-def test_order_is_that_of_the_index_and_names_are_matched_by_their_id(tmp_path: Path) -> None:
+def test_episodes_are_in_the_order_of_the_index_and_matched_by_id(tmp_path: Path) -> None:
     folder = write(
         tmp_path / "a", {10: block(10), 2: block(2), 1: block(1)}, "trajector_index.json", "a1b2_17"
     )
@@ -213,7 +213,7 @@ def test_entries_without_a_file_and_files_without_an_entry_are_reported(tmp_path
 
 
 @pytest.mark.parametrize("ids", [[0, 0], ["a"], 3, [[0]]])
-def test_an_index_whose_ids_are_no_ids_is_refused(tmp_path: Path, ids: Any) -> None:
+def test_an_index_with_invalid_ids_raises(tmp_path: Path, ids: Any) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
     about = json.loads((folder / "trajectory_index.json").read_text())
     (folder / "trajectory_index.json").write_text(json.dumps(about | {"trajectory_id_list": ids}))
@@ -239,7 +239,7 @@ def test_an_index_of_other_sizes_is_refused_or_rebuilt(tmp_path: Path) -> None:
         {"prev_logprobs": torch.zeros(0, 2), "rewards": 3, "actions": 3},
     ],
 )
-def test_one_bad_file_costs_only_itself(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_one_bad_file_is_left_out_alone(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = write(tmp_path / "a", {0: block(0), 1: block(1)})
     torch.save(block(0) | change, folder / "trajectory_0_w0.pt")
     recording = rollout_data.open(folder)
@@ -258,7 +258,7 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_a_file_with_code_raises_and_the_code_does_not_run(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
     torch.save({**block(0), "evil": Touch(tmp_path / "run")}, folder / "trajectory_0_w0.pt")
     with pytest.raises(UnsafeFileError):
@@ -294,7 +294,7 @@ def test_a_packed_archive_is_refused(tmp_path: Path) -> None:
     ids=["repeated", "meta", "sparse"],
 )
 @pytest.mark.parametrize("name", ["dones", "prev_logprobs"])
-def test_tensors_without_values_of_their_own_are_refused(
+def test_tensors_without_stored_values_raise(
     tmp_path: Path, name: str, value: torch.Tensor
 ) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
@@ -303,7 +303,7 @@ def test_tensors_without_values_of_their_own_are_refused(
         rollout_data.open(folder)
 
 
-def test_dicts_in_dicts_that_never_end_take_no_time(tmp_path: Path) -> None:
+def test_circular_dicts_raise_quickly(tmp_path: Path) -> None:
     folder, nested = write(tmp_path / "a", {0: block(0)}), {"a": 1}
     for _ in range(60):
         nested = {"a": nested, "b": nested}
@@ -324,7 +324,7 @@ def test_a_link_to_another_place_is_refused(tmp_path: Path) -> None:
         rollout_data.open(tmp_path / "ranks")
 
 
-def test_files_cut_anywhere_are_refused(tmp_path: Path) -> None:
+def test_files_truncated_at_any_byte_raise(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", {0: block(0)})
     path = folder / "trajectory_0_w0.pt"
     whole = path.read_bytes()

@@ -123,7 +123,7 @@ def test_a_pickled_reader_and_threads_read_the_same(tmp_path: Path) -> None:
         )
 
 
-def test_a_forked_process_opens_the_file_for_itself(tmp_path: Path) -> None:
+def test_a_forked_process_opens_its_own_file_handle(tmp_path: Path) -> None:
     recording = rollout_data.open(robomimic(tmp_path / "x.hdf5", storage=STORAGE["gzip"]))
     check_all(recording)
     if (child := os.fork()) == 0:
@@ -189,7 +189,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_demo_leaves_out_that_demo_only(tmp_path: Path, what: str) -> None:
+def test_only_a_damaged_demo_is_left_out(tmp_path: Path, what: str) -> None:
     change, said = DAMAGE[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
     check_all(recording, {2: 3, 10: 4})
@@ -235,7 +235,7 @@ def test_attributes_of_other_exporters_have_the_same_meaning(tmp_path: Path, lib
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
-def test_texts_among_many_attributes_are_read_and_bounded_too(tmp_path: Path, libver: str) -> None:
+def test_texts_among_many_attributes_are_read_within_limits(tmp_path: Path, libver: str) -> None:
     path = tmp_path / "x.hdf5"
     with h5py.File(path, "w", libver=libver) as file:
         demo = file.create_group("data/demo_0")
@@ -300,7 +300,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, part: float) -> None:
         rollout_data.open(path)
 
 
-def test_fields_that_are_no_steps_are_metadata_or_left_out_by_name(tmp_path: Path) -> None:
+def test_datasets_of_another_length_are_metadata_or_left_out_by_name(tmp_path: Path) -> None:
     def add(file: h5py.File) -> None:
         demo = file["data/demo_2"]
         demo["goal"] = np.arange(5)
@@ -365,7 +365,7 @@ def test_nan_equals_nan_in_the_comparison_of_next_observations(tmp_path: Path) -
     assert recording.problems == [] and np.isnan(recording[2].observation["low"][2, 1])
 
 
-def test_dones_end_an_episode_only_on_request(tmp_path: Path) -> None:
+def test_dones_terminate_an_episode_only_on_request(tmp_path: Path) -> None:
     path = edited(
         robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/dones"].__setitem__(3, 1)
     )
@@ -504,14 +504,14 @@ def test_the_newest_files_of_isaac_lab_have_groups_of_actions(tmp_path: Path) ->
     )
 
 
-def test_real_demos_without_next_observations_have_no_final_one(tmp_path: Path) -> None:
+def test_real_demos_without_next_observations_have_no_final_observation(tmp_path: Path) -> None:
     shutil.copy(ROOT / "robomimic" / "layout_no_next_obs.hdf5", tmp_path)
     recording = rollout_data.open(tmp_path / "layout_no_next_obs.hdf5")
     assert [one.final_observation for one in recording] == [None, None, None]
     assert os.listdir(tmp_path) == ["layout_no_next_obs.hdf5"]
 
 
-def test_circular_links_of_groups_are_refused_early(tmp_path: Path) -> None:
+def test_circular_links_of_groups_raise_early(tmp_path: Path) -> None:
     def change(file: h5py.File) -> None:
         for number in range(1000):
             file[f"data/demo_2/obs/k{number}"] = h5py.Empty("f4")

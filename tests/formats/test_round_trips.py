@@ -114,7 +114,7 @@ def check_same(mine: Any, theirs: Any, where: str) -> None:
 
 
 @pytest.mark.parametrize("name", READ_BACK)
-def test_ours_as_x_is_ours(tmp_path_factory, name):
+def test_a_round_trip_through_each_format_restores_the_recording(tmp_path_factory, name):
     numbers = count()
 
     @settings(max_examples=4, deadline=None)

@@ -307,7 +307,7 @@ def record_with_gaps(folder: Path) -> Path:
     return folder
 
 
-def test_every_demo_has_every_field_and_nothing_is_made_up_but_false_and_nan(tmp_path):
+def test_missing_fields_of_a_demo_are_filled_with_false_and_nan_only(tmp_path):
     source = record_with_gaps(tmp_path / "gaps.hdf5")
     for name, key in (("robomimic", "touch"), ("isaaclab", "touch")):
         changes = convert(source, tmp_path / f"{name}.hdf5", name).changes
@@ -347,7 +347,7 @@ def test_every_demo_has_every_field_and_nothing_is_made_up_but_false_and_nan(tmp
         ) == sorted(noted[1])
 
 
-def test_rewards_that_some_demos_lack_are_those_of_missing_reward(tmp_path):
+def test_missing_rewards_of_demos_are_missing_reward(tmp_path):
     source = record_with_gaps(tmp_path / "gaps.hdf5")
     for name in ("robomimic", "d4rl", "minari"):
         target = tmp_path / ("minari" if name == "minari" else f"{name}.hdf5")
@@ -455,7 +455,7 @@ def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path)
     assert changes["the field 'is_held' is left out"] == ["demo_0", "demo_2"]
 
 
-def test_our_format_keeps_flags_as_flags_and_never_turns_integers_into_floats(tmp_path):
+def test_block_files_keep_the_dtypes_of_flags_and_integers(tmp_path):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5")
     changes = convert(source, tmp_path / "own", "rollout-data").changes
     assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
@@ -475,7 +475,7 @@ def test_our_format_keeps_flags_as_flags_and_never_turns_integers_into_floats(tm
     assert batch.extras["is_held"].dtype == torch.bool and not batch.extras["is_held"][4:8].any()
 
 
-def test_our_format_makes_up_no_rewards_actions_and_pictures(tmp_path):
+def test_block_files_have_no_invented_rewards_actions_or_pictures(tmp_path):
     source = record_with_gaps(tmp_path / "gaps.hdf5")
     with h5py.File(source, "r+") as file:
         file["data/demo_0/obs/camera"] = np.ones((4, 8, 8, 3), np.float32)
@@ -508,9 +508,7 @@ def test_our_format_makes_up_no_rewards_actions_and_pictures(tmp_path):
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_our_format_leaves_out_a_picture_that_an_episode_lacks_and_keeps_the_episode(
-    tmp_path, lacking
-):
+def test_block_files_leave_out_a_missing_picture_and_keep_the_episode(tmp_path, lacking):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5").path
     with h5py.File(source, "r+") as file:
         for number in {0, 1, 2} - {lacking}:
@@ -528,7 +526,7 @@ def test_our_format_leaves_out_a_picture_that_an_episode_lacks_and_keeps_the_epi
     assert [one["observation/low"][0, 0] for one in back] == [0, 10, 20]
 
 
-def test_our_copy_of_a_file_with_filled_fields_lacks_them_too(tmp_path):
+def test_filled_fields_are_absent_in_a_copy_to_block_files(tmp_path):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5")
     convert(source, tmp_path / "filled.hdf5", "robomimic")
     convert(tmp_path / "filled.hdf5", tmp_path / "own", "rollout-data")

@@ -37,7 +37,7 @@ def test_a_folder_without_its_first_chunk_is_skipped(folder: NaiveFolder) -> Non
     )
 
 
-def test_of_chunks_with_one_start_the_newest_is_kept(folder: NaiveFolder) -> None:
+def test_the_newest_of_several_chunks_with_the_same_start_is_kept(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 4)
     folder.chunk(0, 4, 9, actions=np.full((5, 2), 7, np.float32))
     folder.chunk(0, 4, 8, done=True)
@@ -49,7 +49,7 @@ def test_of_chunks_with_one_start_the_newest_is_kept(folder: NaiveFolder) -> Non
     )
 
 
-def test_at_equal_times_the_longer_chunk_is_kept(folder: NaiveFolder) -> None:
+def test_the_longer_of_two_chunks_of_the_same_time_is_kept(folder: NaiveFolder) -> None:
     for path in (folder.chunk(0, 0, 6), folder.chunk(0, 0, 4)):
         os.utime(path, ns=(0, 10**18))
     assert frames_of(scan_of(folder.data_dir)) == [(0, 6, OPEN)]
@@ -65,7 +65,7 @@ def test_if_the_newest_is_damaged_the_older_one_is_kept(folder: NaiveFolder) -> 
     assert "traj_000000_000006.pickle" in one_problem(scan, CorruptFileError)
 
 
-def test_the_length_of_the_arrays_rules_over_the_name(folder: NaiveFolder) -> None:
+def test_the_length_of_the_arrays_takes_precedence_over_the_file_name(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 4, name="traj_000000_000005.pickle")
     folder.chunk(0, 4, 6)
     scan = scan_of(folder.data_dir)
@@ -168,7 +168,7 @@ def test_a_hostile_chunk_is_refused_and_the_good_ones_stream(
     assert not (tmp_path / "ran").exists()
 
 
-def test_links_that_lead_out_are_refused(folder: NaiveFolder, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_raise(folder: NaiveFolder, tmp_path: Path) -> None:
     folder.chunk(0, 0, 4)
     outside = tmp_path / "outside"
     (outside / "trajectory_7").mkdir(parents=True)
@@ -217,7 +217,7 @@ def test_files_without_permission_are_reported(folder: NaiveFolder) -> None:
     assert len(scan_of(folder.data_dir).problems) == 2
 
 
-def test_a_chunk_that_is_gone_or_changed_after_the_scan_is_an_error(folder: NaiveFolder) -> None:
+def test_a_chunk_removed_or_changed_after_the_scan_raises(folder: NaiveFolder) -> None:
     path = folder.chunk(0, 0, 4)
     scan = scan_of(folder.data_dir)
     for change in ({"actions": np.zeros((3, 9), np.float32)}, {"drop": ("rewards",)}):

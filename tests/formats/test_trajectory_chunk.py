@@ -48,7 +48,7 @@ def test_a_timeout_without_done_ends_the_trajectory(folder: NaiveFolder) -> None
     assert "a timeout without a done is read as the end of a trajectory." in one_problem(scan)
 
 
-def test_an_observation_in_a_tuple_is_taken_out(folder: NaiveFolder) -> None:
+def test_an_observation_in_a_tuple_is_unpacked(folder: NaiveFolder) -> None:
     for number in range(3):
         folder.chunk(number, 0, 2, observations=(np.full((2, 3), number, np.float32),))
     scan = scan_of(folder.data_dir)
@@ -77,7 +77,7 @@ def test_privileged_observations_and_rewards_are_optional(folder: NaiveFolder) -
     assert list(scan_of(folder.data_dir).schema) == ["observation", "action"]
 
 
-def test_arrays_that_are_no_part_of_the_layout_are_named_once(folder: NaiveFolder) -> None:
+def test_unknown_arrays_are_reported_once(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 2, log_probs=np.zeros(2), infos={})
     folder.chunk(1, 0, 2, log_probs=np.zeros(2), infos={})
     text = one_problem(scan_of(folder.data_dir))
@@ -139,7 +139,7 @@ def test_a_large_field_has_a_column_of_its_own(folder: NaiveFolder) -> None:
         ({"timeouts": np.zeros(3, bool)}, "has 3 frames in 'timeouts' and 4 frames in 'dones'"),
     ],
 )  # fmt: skip
-def test_a_chunk_of_another_kind_cuts_its_trajectory_and_no_other(
+def test_a_chunk_with_other_fields_truncates_only_its_trajectory(
     folder: NaiveFolder, change: Any, text: str
 ) -> None:
     folder.chunk(0, 0, 4)
@@ -156,7 +156,9 @@ def test_a_chunk_of_another_kind_cuts_its_trajectory_and_no_other(
     assert "'traj_000008_000010.pickle'. Only the first 4 frames are read" in str(scan.problems[1])
 
 
-def test_the_odd_chunk_out_is_refused_also_where_it_comes_first(folder: NaiveFolder) -> None:
+def test_a_chunk_that_differs_from_most_is_left_out_even_if_it_is_first(
+    folder: NaiveFolder,
+) -> None:
     folder.chunk(0, 0, 4, observations=np.zeros((4, 5), np.float32))
     folder.chunk(1, 0, 9)
     scan = scan_of(folder.data_dir)
@@ -189,7 +191,7 @@ def test_metadata_keeps_order_and_unknown_keys(folder: NaiveFolder) -> None:
 @pytest.mark.parametrize(
     "text", [None, "", '{"obs_segments": {"a": [4', "[1, 2]", "\x00", "[" * 100_000]
 )
-def test_without_metadata_the_chunks_say_what_is_there(
+def test_without_metadata_the_chunks_determine_the_schema(
     folder: NaiveFolder, text: str | None
 ) -> None:
     components(folder)
@@ -209,7 +211,7 @@ def test_without_metadata_the_chunks_say_what_is_there(
     assert "metadata.json" in str(scan.problems[0])
 
 
-def test_metadata_that_is_whole_a_moment_later_is_read(
+def test_metadata_that_are_complete_a_moment_later_are_read(
     folder: NaiveFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.chunk(0, 0, 2)
@@ -251,7 +253,7 @@ def test_metadata_that_is_whole_a_moment_later_is_read(
         ),
     ],
 )
-def test_chunks_rule_over_metadata_that_contradicts_them(
+def test_chunks_take_precedence_over_contradicting_metadata(
     folder: NaiveFolder, metadata: Any, text: str
 ) -> None:
     components(folder)
@@ -264,7 +266,7 @@ def test_chunks_rule_over_metadata_that_contradicts_them(
     np.testing.assert_array_equal(read(scan)[0]["observation/b"], 5)
 
 
-def test_an_unknown_codec_is_one_clear_error(folder: NaiveFolder) -> None:
+def test_an_unknown_codec_raises_one_clear_error(folder: NaiveFolder) -> None:
     components(folder)
     write_metadata(
         folder, obs_segments={"b": [2], "a": [4]}, obs_disassemble_mapping={"a": "normalised_image"}
@@ -276,7 +278,7 @@ def test_an_unknown_codec_is_one_clear_error(folder: NaiveFolder) -> None:
         scan_trajectory_folder(folder.data_dir)
 
 
-def test_metadata_of_runs_below_counts_where_the_folder_has_none(folder: NaiveFolder) -> None:
+def test_metadata_of_subfolders_are_read_if_the_folder_has_none(folder: NaiveFolder) -> None:
     for run in "xy":
         arrays = {"obs_b": np.zeros((1, 2), np.float32), "obs_a": np.zeros((1, 4), np.float32)}
         folder.chunk(f"{run}/trajectory_0", 0, 1, **arrays, drop=("observations",))

@@ -71,7 +71,7 @@ def test_components_keep_their_order_shape_and_codec(sample: Callable[[str], Pat
     np.testing.assert_array_equal(trajectories[1]["observation/cmd"], written["obs_cmd"])
 
 
-def test_chunks_with_unpadded_names_stand_in_numeric_order(sample: Callable[[str], Path]) -> None:
+def test_chunks_with_unpadded_names_are_in_numeric_order(sample: Callable[[str], Path]) -> None:
     scan = scan_of(sample("unpadded_names"))
     names = [
         "traj_0_8.pickle",
@@ -113,19 +113,19 @@ def test_folders_are_recognized_at_any_depth(folder: NaiveFolder, tmp_path: Path
     assert frames_of(scan_of(tmp_path)) == frames_of(scan_of(path.parent)) == [(0, 2, OPEN)]
 
 
-def test_a_folder_that_is_about_to_be_filled_is_recognized_and_ignored(folder: NaiveFolder) -> None:
+def test_an_empty_trajectory_folder_is_recognized_and_ignored(folder: NaiveFolder) -> None:
     (folder.data_dir / "trajectory_0").mkdir(parents=True)
     assert is_trajectory_folder(folder.data_dir)
     scan = scan_of(folder.data_dir)
     assert (len(scan.fragments), len(scan.schema), scan.problems) == (0, 0, ())
 
 
-def test_what_is_not_a_folder_is_the_callers_mistake(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_raises_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         scan_trajectory_folder(tmp_path / "nowhere")
 
 
-def test_order_is_last_chunk_then_number_then_path(folder: NaiveFolder) -> None:
+def test_trajectories_are_ordered_by_last_chunk_then_number_then_path(folder: NaiveFolder) -> None:
     paths = {
         number: folder.chunk(name, 0, 1, actions=np.full((1, 2), 300_000 + number, np.float32))
         for number, name in enumerate(
@@ -162,7 +162,7 @@ def test_other_files_are_left_alone_and_named(folder: NaiveFolder) -> None:
     )
 
 
-def test_a_second_scan_opens_only_what_is_new(folder: NaiveFolder) -> None:
+def test_a_second_scan_opens_only_new_chunks(folder: NaiveFolder) -> None:
     folder.chunk(0, 0, 4)
     damaged = folder.chunk(1, 0, 4)
     damaged.write_bytes(b"")
@@ -186,7 +186,7 @@ def test_a_scan_can_be_sent_to_another_process(sample: Callable[[str], Path]) ->
 
 
 @pytest.mark.parametrize("num_chunks", [3, 40])
-def test_threads_change_nothing(
+def test_the_number_of_threads_changes_no_result(
     folder: NaiveFolder, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(num_chunks):
@@ -214,7 +214,7 @@ trajectories = st.lists(
     st.sampled_from(["traj_{:06d}_{:06d}.pickle", "traj_{}_{}.pkl"]),
     st.data(),
 )
-def test_whatever_a_naive_writer_wrote_comes_back(
+def test_rollouts_of_a_naive_writer_are_read_back(
     wanted: Any, protocol: int, name: str, data: Any
 ) -> None:
     from_writer = []
@@ -260,7 +260,7 @@ def test_whatever_a_naive_writer_wrote_comes_back(
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
-def test_cutting_at_ends_loses_no_frame(dones: list[bool], data: Any) -> None:
+def test_splitting_at_ends_loses_no_frame(dones: list[bool], data: Any) -> None:
     length = len(dones)
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
     with tempfile.TemporaryDirectory() as temporary:

@@ -100,7 +100,7 @@ def same(mine: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("is_nested", [True, False], ids=["parts", "one array"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_episodes_come_back_from_every_format(tmp_path, name, is_nested):
+def test_episodes_are_read_back_from_every_format(tmp_path, name, is_nested):
     if name not in FORMATS and name != "trajectory-folders":
         pytest.skip(f"{name} is not read yet")
     source = record(tmp_path / "ours", is_nested, dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_episodes_come_back_from_every_format(tmp_path, name, is_nested):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
+def test_an_interrupted_writer_is_resumed(tmp_path, name):
     source = record(tmp_path / "ours", dtype=torch.float32)
     target, whole = tmp_path / "stopped" / "set.hdf5", tmp_path / "whole" / "set.hdf5"
     writer = writer_class(name)(target, source, source.metadata, {})
@@ -172,7 +172,7 @@ def test_a_writer_that_stopped_is_taken_up(tmp_path, name):
 @pytest.mark.parametrize(
     "name", [name for name in WRITERS if not writer_class(name).is_laid_out_first]
 )
-def test_what_a_killed_writer_left_opens_with_the_episodes_that_are_whole(tmp_path, name):
+def test_the_target_of_a_killed_writer_opens_with_its_complete_episodes(tmp_path, name):
     source = record(tmp_path / "ours", dtype=torch.float32)
     writer = writer_class(name)(tmp_path / "set.hdf5", source, source.metadata, {})
     for number in (0, 1):
@@ -185,7 +185,7 @@ def test_what_a_killed_writer_left_opens_with_the_episodes_that_are_whole(tmp_pa
         )
 
 
-def test_tasks_and_texts_come_back_from_rlinf_and_what_is_reshaped_is_told(tmp_path):
+def test_tasks_and_texts_are_read_back_from_rlinf_and_reshaped_fields_reported(tmp_path):
     with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
         for frame in range(3):
             notes = (
@@ -265,7 +265,7 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(
     assert again.num_episodes == len(kept) and not again.problems
 
 
-def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):
+def test_a_missing_required_field_raises_or_is_reported(tmp_path):
     source = record(tmp_path / "ours", with_reward=False)
     for name in ("minari", "d4rl", "trajectory-folders"):
         with pytest.raises(UsageError, match="missing_reward"):
@@ -283,7 +283,7 @@ def test_what_a_format_needs_and_an_episode_lacks_is_refused_or_said(tmp_path):
         )
 
 
-def test_parts_that_would_lie_over_each_other_in_a_trajectory_folder_are_refused(tmp_path):
+def test_colliding_names_of_a_trajectory_folder_raise(tmp_path):
     with RolloutWriter(tmp_path / "ours", 1, durable=False) as recorder:
         row = torch.ones(1, 2)
         recorder.add(
@@ -313,7 +313,7 @@ def record_more(folder: Path, **fields: Any) -> Any:
     return rollout_data.open(folder)
 
 
-def test_other_fields_keep_their_names_in_d4rl_or_the_report_says_how_they_are_called(tmp_path):
+def test_extra_fields_keep_their_names_in_d4rl_or_the_report_has_their_new_names(tmp_path):
     state = torch.ones(1, 2)
     source = record_more(tmp_path / "ours", qvel=state, value=state.bfloat16())
     report = write(source, tmp_path / "x.hdf5", "d4rl").report
@@ -326,14 +326,14 @@ def test_other_fields_keep_their_names_in_d4rl_or_the_report_says_how_they_are_c
         assert report[what] == [source[0].id]
 
 
-def test_two_fields_for_one_dataset_are_refused(tmp_path):
+def test_two_fields_with_the_same_dataset_raise(tmp_path):
     arm = {"arm": torch.ones(1, 2)}
     source = record_more(tmp_path / "ours", action=arm, action_dict=arm)
     with pytest.raises(UsageError, match=r"both become dataset 'action_dict/arm'"):
         write(source, tmp_path / "x.hdf5", "robomimic")
 
 
-def test_success_and_the_dtype_of_rewards_come_back(tmp_path):
+def test_success_and_the_dtype_of_rewards_are_read_back(tmp_path):
     source = record(tmp_path / "ours", dtype=torch.float32)
     for name in ("robomimic", "minari"):
         write(source, tmp_path / f"{name}.hdf5", name)

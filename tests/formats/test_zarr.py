@@ -183,7 +183,7 @@ CODECS += [{"id": name} for name in ("zstd", "lz4", "gzip", "zlib")]
     "compressor", CODECS, ids=lambda one: "-".join(map(str, one.values())) if one else "none"
 )
 @pytest.mark.parametrize("separator", [".", "/"])
-def test_format_2_gives_every_row(
+def test_zarr_format_2_is_read_completely(
     tmp_path: Path, compressor: dict[str, Any] | None, separator: str
 ) -> None:
     check(rollout_data.open(write_2(tmp_path / "a.zarr", arrays(), compressor, separator)))
@@ -191,18 +191,18 @@ def test_format_2_gives_every_row(
 
 @pytest.mark.parametrize("rows", [1, 5, 100])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_chunks_of_any_size_and_order(tmp_path: Path, rows: int, order: str) -> None:
+def test_chunks_of_any_size_and_order_are_read(tmp_path: Path, rows: int, order: str) -> None:
     check(rollout_data.open(write_2(tmp_path / "a.zarr", arrays(), rows=rows, order=order)))
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_format_3_gives_every_row_of_its_shards(tmp_path: Path, at_end: bool) -> None:
+def test_zarr_format_3_with_shards_is_read_completely(tmp_path: Path, at_end: bool) -> None:
     check(rollout_data.open(write_3(tmp_path / "a.zarr", arrays(), at_end)))
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("write", [write_2, write_3])
-def test_a_zip_file_is_as_its_folder(tmp_path: Path, write: Any, compression: int) -> None:
+def test_a_zip_file_is_read_like_its_folder(tmp_path: Path, write: Any, compression: int) -> None:
     folder = write(tmp_path / "a.zarr", arrays())
     with zipfile.ZipFile(tmp_path / "a.zarr.zip", "w", compression) as archive:
         for path in folder.rglob("*"):
@@ -213,7 +213,7 @@ def test_a_zip_file_is_as_its_folder(tmp_path: Path, write: Any, compression: in
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))]
 )
-def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(
+def test_a_flipped_name_in_a_zip_directory_never_returns_other_values(
     tmp_path: Path, first: int
 ) -> None:
     """Every third character is flipped in turn, from number `first` on."""
@@ -275,7 +275,7 @@ def test_damaged_zip_files_beside_good_recordings_are_listed_and_the_rest_opens(
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_damaged_zip_file_raises_errors_of_ours_and_gives_no_other_rows(
+def test_a_damaged_zip_file_raises_library_errors_and_returns_no_other_rows(
     tmp_path: Path, compression: int
 ) -> None:
     folder = write_2(tmp_path / "folder", arrays(), {"id": "zlib"})
@@ -316,7 +316,7 @@ def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> Non
     np.testing.assert_array_equal(episode.observation["extra"], np.arange(4, 11))
 
 
-def test_a_single_observation_and_rewards_go_by_their_names(tmp_path: Path) -> None:
+def test_a_single_observation_and_rewards_are_found_by_name(tmp_path: Path) -> None:
     found = {
         "data/obs": state(50, 4),
         "data/reward": np.arange(4.0),
@@ -330,7 +330,7 @@ def test_a_single_observation_and_rewards_go_by_their_names(tmp_path: Path) -> N
     assert episode.action is None
 
 
-def test_an_array_whose_name_is_taken_keeps_its_own(tmp_path: Path) -> None:
+def test_an_array_with_a_reserved_name_keeps_its_name(tmp_path: Path) -> None:
     found = {
         "data/action": state(50, 4),
         "data/actions": state(51, 4),
@@ -341,7 +341,7 @@ def test_an_array_whose_name_is_taken_keeps_its_own(tmp_path: Path) -> None:
     np.testing.assert_array_equal(episode.observation["actions"], state(51, 4))
 
 
-def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path: Path) -> None:
+def test_unwritten_chunks_have_the_fill_value(tmp_path: Path) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays(), skip=("data/action/0.0", "data/action/0.1"))
     recording = rollout_data.open(folder)
     assert not recording[0].action.any() and recording[2].action.any()
@@ -355,14 +355,14 @@ def test_rows_after_the_last_end_are_dropped_and_reported(tmp_path: Path) -> Non
     assert "7 rows after the last episode" in str(recording.problems[0])
 
 
-def test_an_episode_without_rows_costs_only_itself(tmp_path: Path) -> None:
+def test_an_episode_without_rows_is_left_out_alone(tmp_path: Path) -> None:
     found = arrays() | {"meta/episode_ends": np.array([3, 3, 4, 11])}
     recording = rollout_data.open(write_2(tmp_path / "a.zarr", found))
     assert [episode.id for episode in recording] == ["0", "2", "3"] and len(recording.problems) == 1
 
 
 @pytest.mark.parametrize("ends", [[3, 2, 11], [-1, 11], [12], [2.5, 11.0], [[11]]])
-def test_ends_that_do_not_fit_are_refused(tmp_path: Path, ends: Any) -> None:
+def test_invalid_episode_ends_raise(tmp_path: Path, ends: Any) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays() | {"meta/episode_ends": np.array(ends)})
     with pytest.raises(CorruptFileError):
         rollout_data.open(folder)
@@ -459,7 +459,7 @@ def test_a_chunk_that_unpacks_to_more_than_it_may_is_refused(
         _ = episode.action
 
 
-def test_changed_and_cut_chunks_raise_nothing_else(tmp_path: Path) -> None:
+def test_changed_and_truncated_chunks_raise_library_errors_only(tmp_path: Path) -> None:
     rng, num_refused = np.random.default_rng(0), 0
     folders = [
         shutil.copytree(SAMPLES / name, tmp_path / name)
@@ -501,7 +501,7 @@ def test_very_many_arrays_are_refused(tmp_path: Path) -> None:
         rollout_data.open(folder)
 
 
-def test_a_set_that_lacks_its_ends_or_data_is_refused(tmp_path: Path) -> None:
+def test_a_set_without_episode_ends_or_data_raises(tmp_path: Path) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays())
     shutil.rmtree(folder / "data")
     with pytest.raises(DataFileError, match="'data'"):

@@ -134,7 +134,7 @@ OF_ROWS = ("stream", "windows that skip", "recording")
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))]
 )
-def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_one_error(
+def test_credentials_that_expire_at_any_request_leave_a_complete_result_or_one_error(
     folders, monkeypatch, tmp_path, capsys, place, way, first
 ):
     """Every third request is refused in turn, from number `first` on."""
@@ -155,9 +155,7 @@ def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_on
                 assert expiring.has_expired
 
 
-def test_a_push_whose_credentials_expire_at_any_request_is_one_error_and_is_finished_by_the_next(
-    folders, tmp_path
-):
+def test_a_push_whose_credentials_expire_raises_and_the_next_push_completes_it(folders, tmp_path):
     names = {path.name for path in (folders / "pushed/walk").iterdir()}
     store_at(tmp_path, "store")
     push(folders / "walk", "store://whole", remote=REMOTE)

@@ -49,7 +49,7 @@ def there(name: str) -> dict[str, bytes]:
     }
 
 
-def test_what_was_pushed_is_read_as_it_was_recorded(folder):
+def test_a_pushed_recording_is_read_unchanged(folder):
     num_blocks = len(list(folder.glob("*.h5")))
     assert push(folder, "memory://pushed") == num_blocks > 1
     blocks = {path.name for path in folder.glob("*.h5")}
@@ -60,7 +60,7 @@ def test_what_was_pushed_is_read_as_it_was_recorded(folder):
     assert push(folder, "memory://pushed") == 0
 
 
-def test_tasks_and_texts_of_what_was_pushed_are_told_at_the_url(tmp_path):
+def test_a_pushed_recording_has_its_tasks_and_texts(tmp_path):
     told = ["open the door", "close it"]
     with RolloutWriter(tmp_path / "told", 2, durable=False) as writer:
         for t in range(4):
@@ -99,7 +99,7 @@ class Failing:
         monkeypatch.setattr(kind, "put_file", failing)
 
 
-def test_a_killed_upload_leaves_whole_blocks_and_the_next_one_goes_on(folder, tmp_path):
+def test_a_killed_upload_leaves_whole_blocks_and_the_next_push_completes_it(folder, tmp_path):
     blocks = {path.name: path.read_bytes() for path in folder.glob("*.h5")}
     store_at(tmp_path, "store")
     # More than are uploaded at once
@@ -111,7 +111,7 @@ def test_a_killed_upload_leaves_whole_blocks_and_the_next_one_goes_on(folder, tm
     check_epoch(WindowDataset(folder, 4), far_windows("store://walk"))
 
 
-def test_an_upload_that_is_interrupted_ends_and_begins_no_other(folder, monkeypatch):
+def test_an_interrupted_upload_ends_and_starts_no_other(folder, monkeypatch):
     failing = Failing(monkeypatch, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         push(folder, "memory://interrupted")
@@ -120,7 +120,7 @@ def test_an_upload_that_is_interrupted_ends_and_begins_no_other(folder, monkeypa
     assert 0 < num_there < len(list(folder.glob("*.h5")))
 
 
-def test_an_upload_that_is_never_answered_is_one_error_within_its_time_out(folder, tmp_path):
+def test_an_unanswered_upload_raises_within_its_time_out(folder, tmp_path):
     released = threading.Event()
     store_at(tmp_path, "store")
     Store.fails = staticmethod(
@@ -157,15 +157,13 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
         (PermissionError("no right"), "denies access to .*: PermissionError: no right"),
     ],
 )
-def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(
-    folder, monkeypatch, error, told
-):
+def test_a_failed_upload_is_retried_and_then_raises_one_error(folder, monkeypatch, error, told):
     Failing(monkeypatch, 0, error)
     with pytest.raises(DataFileError, match=told):
         push(folder, "memory://broken", remote=RemoteOptions(num_retries=1))
 
 
-def test_another_file_of_that_name_is_never_replaced(folder, tmp_path):
+def test_another_file_of_the_same_name_is_never_replaced(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "walk")
     url, path = in_memory(folder, "taken"), min(other.glob("*.h5"))
     before = there("taken")

@@ -91,9 +91,7 @@ def played(url: str, **options) -> RolloutDataset:
 @pytest.mark.each_value
 @pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
 @pytest.mark.parametrize("moment", ["listing", "headers", "playing", "windows"])
-def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repeated(
-    folder, moment, error
-):
+def test_a_denied_request_raises_one_error_and_is_not_retried(folder, moment, error):
     url = lagging(folder)
     far, windows = played(url), far_windows(url)
     batches = iter(WindowLoader(windows, 8))
@@ -145,7 +143,7 @@ def test_credentials_that_expire_end_a_stream_of_any_length_and_new_ones_continu
 
 
 @pytest.mark.parametrize("way", ["prefetch", "workers", "windows", "skipped windows"])
-def test_threads_and_workers_hand_a_refusal_to_the_process_that_reads(folder, way):
+def test_a_denied_request_in_threads_and_workers_raises_in_the_reading_process(folder, way):
     url = lagging(folder)
     far = played(url, dataset_loops=0)
     windows = far_windows(url, on_error="skip" if way == "skipped windows" else "raise")
@@ -169,7 +167,7 @@ def test_threads_and_workers_hand_a_refusal_to_the_process_that_reads(folder, wa
         assert windows.num_lost_windows == 0
 
 
-def test_a_missing_block_is_a_refusal_where_the_folder_may_not_be_listed(folder):
+def test_a_missing_block_counts_as_denied_if_the_folder_cannot_be_listed(folder):
     far = played(lagging(folder))
     far.get_batch(3)
 
@@ -188,7 +186,7 @@ def test_a_missing_block_is_a_refusal_where_the_folder_may_not_be_listed(folder)
 
 
 @pytest.mark.parametrize("loops", [1, 0])
-def test_a_stream_whose_blocks_are_all_gone_raises_and_one_that_lost_some_goes_on(tmp_path, loops):
+def test_a_stream_raises_if_all_blocks_are_missing_and_continues_if_some_are(tmp_path, loops):
     for place in ("all", "some"):
         record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
     gone, left = (
@@ -234,7 +232,7 @@ def test_a_local_stream_of_which_every_trajectory_is_damaged_raises(tmp_path):
             near.get_batch(5)
 
 
-def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
+def test_a_denied_upload_raises_one_error(folder, tmp_path):
     store_at(tmp_path, "store")
     refused = refuse(
         ClientError("ExpiredToken", 400), lambda path, start, stop: path.endswith(".h5"), Store
@@ -260,7 +258,7 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
     ],
     ids=str,
 )
-def test_other_errors_are_no_refusals(error):
+def test_other_errors_do_not_count_as_denied(error):
     assert denial(error) is None
 
 
@@ -275,7 +273,7 @@ def test_other_errors_are_no_refusals(error):
     ],
     ids=str,
 )
-def test_refusals_that_only_a_text_names_are_recognized(error):
+def test_denied_requests_are_recognized_by_the_error_text(error):
     assert denial(error) is error
 
 
@@ -332,7 +330,7 @@ def test_calls_that_a_store_stops_raise_and_leave_nothing(tmp_path, call):
     assert [path.name for path in tmp_path.iterdir()] == ["walk"]
 
 
-def test_windows_of_which_nothing_can_be_read_raise(tmp_path):
+def test_windows_without_a_readable_row_raise(tmp_path):
     record(tmp_path / "walk", [40] * 6, num_envs=2)
     far = WindowDataset(lagging(tmp_path / "walk"), 4, on_error="skip", remote=OPTIONS)
     for path in (tmp_path / "walk").glob("*.h5"):

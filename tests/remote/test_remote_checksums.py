@@ -73,7 +73,7 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("way", ["windows", "playback", "cache", "header", "verify"])
 @pytest.mark.parametrize("chunk_bytes", [4096, pytest.param(1 << 20, marks=pytest.mark.thorough)])
-def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(
+def test_wrong_bytes_of_a_response_raise_and_are_never_returned(
     folder, tmp_path, lie, way, chunk_bytes
 ):
     if way == "header" and lie == "shifted":
@@ -106,7 +106,7 @@ def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"num_envs": 1}], ids=str)
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
-def test_playback_of_a_copy_without_checksums_is_compared_with_those_of_its_fragments(
+def test_playback_of_a_copy_without_checksums_compares_checksums_of_fragments(
     tmp_path, lie, options, chunk_bytes
 ):
     record(tmp_path / "walk", [90, 300, 40, 170], num_envs=2, with_final=True)
@@ -132,7 +132,7 @@ def test_playback_of_a_copy_without_checksums_is_compared_with_those_of_its_frag
             drain(second, 5)
 
 
-def test_workers_compare_a_copy_without_checksums_with_those_of_its_fragments(tmp_path):
+def test_workers_compare_checksums_of_fragments_without_checksums_of_pieces(tmp_path):
     record(tmp_path / "walk", [90, 300, 40, 170], num_envs=2)
     Lying.start(tmp_path, 0.0)
     fsspec.register_implementation("lying", Lying, clobber=True)
@@ -209,7 +209,7 @@ def fetched(folder, way, options) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", GROWTH)
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 16, 1 << 20])
-def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(recordings, kind, way, chunk_bytes):
+def test_checksums_add_at_most_a_twentieth_to_the_fetched_bytes(recordings, kind, way, chunk_bytes):
     options = RemoteOptions(chunk_bytes=chunk_bytes)
     before = fetched(recordings / "bare" / kind, way, options)
     growth = 100 * (fetched(recordings / "pushed" / kind, way, options) / before - 1)
@@ -263,7 +263,7 @@ def test_whole_short_episodes_of_narrow_rows_cost_at_most_a_twentieth_more(
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_other_bytes_of_whole_short_episodes_are_an_error_and_never_data(short_episodes, lie):
+def test_wrong_bytes_of_short_episodes_raise_and_are_never_returned(short_episodes, lie):
     Lying.start(short_episodes, 0.0)
     fsspec.register_implementation("lying", Lying, clobber=True)
     Lying.lie = staticmethod(lambda data, read, start, stop: data)
@@ -277,7 +277,7 @@ def test_other_bytes_of_whole_short_episodes_are_an_error_and_never_data(short_e
             assert (far.get_batch(30).observation == near.get_batch(30).observation).all()
 
 
-def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
+def test_a_copy_without_checksums_is_read_with_one_warning(folder):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         far = far_windows(lagging(folder))
@@ -288,14 +288,14 @@ def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
     assert far.problems == []
 
 
-def test_what_was_pushed_is_read_without_a_warning_and_by_workers(folder, tmp_path):
+def test_a_pushed_recording_is_read_by_workers_without_a_warning(folder, tmp_path):
     url = pushed(folder, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RolloutDataWarning)
         check_epoch(WindowDataset(folder, 4), far_windows(url))
 
 
-def test_pushing_again_adds_missing_checksums_and_mends_damaged_ones(folder, tmp_path):
+def test_pushing_again_adds_missing_checksums_and_replaces_damaged_ones(folder, tmp_path):
     system, num_blocks = fsspec.filesystem("memory"), len(list(folder.glob("*.h5")))
     push(folder, "memory://mended")
     names = [path for path in system.ls("/mended", detail=False) if path.endswith(".sums")]
@@ -335,7 +335,7 @@ def test_no_checksums_are_put_beside_another_file(folder, tmp_path):
     assert Store.root == tmp_path
 
 
-def test_pruning_a_copied_folder_takes_the_checksums_along(tmp_path):
+def test_pruning_a_copied_folder_deletes_its_checksums(tmp_path):
     record(tmp_path / "walk", [40] * 12, num_envs=2, flush_every=45)
     for path in (tmp_path / "walk").glob("*.h5"):
         (path.parent / f"{path.name}.sums").write_bytes(b"checksums")
@@ -392,9 +392,7 @@ def many_pieces(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["windows", "playback", "recording"])
-def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the_new_one(
-    tmp_path, way
-):
+def test_rows_of_a_replaced_block_do_not_match_the_new_checksums(tmp_path, way):
     for name, first in (("before", 0), ("after", 10_000)):
         with RolloutWriter(tmp_path / name, 4, durable=False, writer_name="w") as writer:
             for step in range(5000):
@@ -428,7 +426,7 @@ def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the
 @pytest.mark.each_value
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("way", ["windows", "playback", "endless playback", "recording"])
-def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(
+def test_missing_checksums_raise_and_are_not_reported_as_a_missing_block(
     many_pieces, tmp_path, way, on_error
 ):
     url = pushed(many_pieces, tmp_path)
@@ -462,7 +460,7 @@ def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(
             assert (expected.observation == got.observation).all()
 
 
-def test_checksums_that_vanish_before_the_header_is_read_hide_no_block(many_pieces, tmp_path):
+def test_checksums_deleted_before_the_header_is_read_hide_no_block(many_pieces, tmp_path):
     url = pushed(many_pieces, tmp_path)
 
     def vanish(path, start, stop):

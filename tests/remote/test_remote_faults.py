@@ -63,13 +63,13 @@ def hang():
     is_over.wait()
 
 
-def test_requests_that_fail_are_sent_again(folder):
+def test_failed_requests_are_retried(folder):
     url = lagging(folder)
     fail_by(Sometimes(refuse))
     check_epoch(WindowDataset(folder, 4), far_windows(url, remote={"num_retries": 20}))
 
 
-def test_requests_that_hang_are_given_up_and_sent_again(folder):
+def test_hanging_requests_time_out_and_are_retried(folder):
     far = far_windows(
         lagging(folder), remote={"timeout_s": 0.5, "num_retries": 20, "num_requests": 8}
     )
@@ -83,7 +83,7 @@ def test_requests_that_hang_are_given_up_and_sent_again(folder):
 @pytest.mark.each_value
 @pytest.mark.parametrize("act", [refuse, hang], ids=["fails", "hangs"])
 @pytest.mark.parametrize("read", ["open", "windows", "playback"])
-def test_what_never_comes_is_one_error_within_the_time_of_all_attempts(folder, read, act):
+def test_an_unanswered_request_raises_within_the_time_of_all_attempts(folder, read, act):
     url = lagging(folder)
     remote = {**SMALL, **QUICK}
     far = far_windows(url, remote=QUICK)
@@ -136,7 +136,7 @@ def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_i
     assert 0 < num_valid < 3 * 4 * 90 and played.num_lost_trajectories > 0
 
 
-def test_rows_that_another_thread_drops_on_their_way_are_asked_for_again(folder):
+def test_rows_dropped_by_another_thread_are_requested_again(folder):
     far = far_windows(lagging(folder), remote={"num_requests": 1})
     frames, trajectories = far.frames
     zero = np.zeros(1, np.int64)
@@ -211,7 +211,7 @@ def test_a_block_whose_size_is_shown_late_is_a_problem_until_all_of_it_is_there(
     assert len(far.source.snapshot().index) == WindowDataset(folder, 1).num_trajectories
 
 
-def test_every_checksum_is_compared_on_request(tmp_path):
+def test_verify_compares_every_checksum(tmp_path):
     folder = uneven(tmp_path / "walk", 20)
     path = max(folder.glob("*.h5"))
     data = bytearray(path.read_bytes())
@@ -241,6 +241,6 @@ def test_two_requests_open_a_block_and_large_tables_take_a_few_more(tmp_path, nu
     assert len(opened) <= (2 if num_envs <= 1000 else 6) * num_blocks
 
 
-def test_a_url_with_nothing_below_it_is_named():
+def test_an_empty_url_raises_with_the_url():
     with pytest.raises(UsageError, match="'memory://nowhere' does not exist"):
         WindowDataset("memory://nowhere")

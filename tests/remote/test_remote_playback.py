@@ -47,7 +47,7 @@ def both(folder, url, **options):
     "options", [{}, {"cache": "ram"}, {"starting_frame_range": (0, 9)}], ids=str
 )
 @pytest.mark.parametrize("num_steps", [1, 7])
-def test_batches_are_those_of_the_local_files(folder, num_steps, options):
+def test_batches_equal_those_of_the_local_files(folder, num_steps, options):
     near, far = both(folder, in_memory(folder, "played"), **options)
     for expected, got in zip(drain(near, num_steps), drain(far, num_steps), strict=True):
         assert equal(expected, got)
@@ -60,7 +60,7 @@ def test_coded_components_play_as_from_the_local_files(tmp_path):
         assert equal(expected, got)
 
 
-def test_a_state_goes_on_with_the_next_batch(folder):
+def test_a_state_resumes_with_the_next_batch(folder):
     near, far = both(folder, in_memory(folder, "played-resume"))
     for _ in range(5):
         near.get_batch(3), far.get_batch(3)
@@ -70,7 +70,7 @@ def test_a_state_goes_on_with_the_next_batch(folder):
         assert equal(expected, got)
 
 
-def test_what_envs_need_is_asked_for_before_they_need_it(tmp_path):
+def test_rows_are_prefetched_before_envs_need_them(tmp_path):
     record(tmp_path / "long", [900] * 4, num_envs=4)
     near, far = both(tmp_path / "long", lagging(tmp_path / "long"))
     far.get_batch(3)

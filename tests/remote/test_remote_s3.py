@@ -56,7 +56,7 @@ def bucket_of(server, name):
     return client
 
 
-def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
+def test_a_bucket_is_read_like_the_local_folder(server, tmp_path):
     folder = uneven(tmp_path / "walk")
     bucket_of(server, "reading")
     storage = {**KEYS, "endpoint_url": server}
@@ -81,7 +81,7 @@ def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
         assert torch.equal(played.get_batch(7).observation, expected.get_batch(7).observation)
 
 
-def test_a_block_is_put_on_the_condition_that_nothing_has_its_name(server, tmp_path):
+def test_a_block_is_uploaded_only_if_its_name_is_free(server, tmp_path):
     folder, client = uneven(tmp_path / "walk", 10), bucket_of(server, "taken")
     name = min(path.name for path in folder.glob("*.h5"))
     client.put_object(Bucket="taken", Key=f"walk/{name}", Body=b"something else")

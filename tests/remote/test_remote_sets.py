@@ -78,7 +78,7 @@ def check_same(near, far):
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_a_set_at_a_url_gives_the_numbers_of_the_local_one(own, tmp_path, form):
+def test_a_set_at_a_url_equals_the_local_set(own, tmp_path, form):
     path = converted(
         own, tmp_path / ("set.hdf5" if form in ("robomimic", "isaaclab", "d4rl") else "set"), form
     )
@@ -148,7 +148,7 @@ def test_another_format_at_a_url_is_refused_by_its_name(files, name, way):
         calls[way]()
 
 
-def test_a_copy_is_made_once_and_again_after_a_change_and_within_its_space(own, tmp_path, cache):
+def test_a_set_is_copied_once_and_again_after_a_change_within_its_space_limit(own, tmp_path, cache):
     path = converted(own, tmp_path / "set", "lerobot")
     root = tmp_path / "set"
     LaggingFileSystem.start(tmp_path, 0.0)
@@ -237,7 +237,7 @@ def replaced_in_place(own, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["blob_id", "Last-Modified", "sha", "modified", "ETag", None])
-def test_a_replaced_file_is_copied_again_whatever_its_store_calls_a_version(
+def test_a_replaced_file_is_copied_again_for_every_form_of_version(
     own, tmp_path, monkeypatch, name
 ):
     path, content = replaced_in_place(own, tmp_path)
@@ -276,9 +276,7 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_an_error_and_is_copied_wh
 
 
 @pytest.mark.parametrize("names", [(), ("set.hdf5",)])
-def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_the_copy(
-    own, tmp_path, names
-):
+def test_a_file_removed_while_it_is_copied_raises_with_the_url(own, tmp_path, names):
     path, _ = replaced_in_place(own, tmp_path)
     system = Stamped.started(path.parent)
 
@@ -295,7 +293,7 @@ def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_
 
 
 @pytest.mark.parametrize("form", ["rollout-data", "lerobot"])
-def test_a_listing_without_sizes_as_of_a_web_server_hides_nothing(own, tmp_path, form):
+def test_a_listing_without_sizes_finds_every_file(own, tmp_path, form):
     path = (
         shutil.copytree(own, tmp_path / "set")
         if form == "rollout-data"
@@ -307,7 +305,7 @@ def test_a_listing_without_sizes_as_of_a_web_server_hides_nothing(own, tmp_path,
         check_same(rollout_data.open(path), rollout_data.open("stamped://set"))
 
 
-def test_a_store_that_tells_no_size_is_refused(own, tmp_path, monkeypatch):
+def test_a_store_without_file_sizes_raises(own, tmp_path, monkeypatch):
     shutil.copytree(own, tmp_path / "set")
     system = Stamped.started(tmp_path)
     monkeypatch.setattr(
@@ -318,9 +316,7 @@ def test_a_store_that_tells_no_size_is_refused(own, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["simplecache::memory://set", "blockcache::s3:/bucket/set"])
-def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_machine(
-    url, tmp_path, monkeypatch
-):
+def test_a_url_of_chained_file_systems_raises_and_creates_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"the protocol '{url.partition(':/')[0]}'"):
         rollout_data.open(url)
@@ -329,7 +325,7 @@ def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_ma
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refusal_while_a_set_is_copied_is_one_error_and_leaves_no_half_of_it(own, tmp_path):
+def test_a_denied_request_while_copying_raises_and_leaves_no_partial_copy(own, tmp_path):
     path = converted(own, tmp_path / "set", "lerobot")
     system = Recursive.started(tmp_path)
 
@@ -412,7 +408,7 @@ def outcome(call, path, out):
 
 @pytest.mark.parametrize("call", [*SAME, *REFUSED])
 @pytest.mark.parametrize("form", ["lerobot", "robomimic"])
-def test_each_call_gives_the_local_result_or_an_error_that_names_the_url(
+def test_each_call_returns_the_local_result_or_raises_with_the_url(
     own, tmp_path, cache, form, call
 ):
     path = converted(own, tmp_path / ("set.hdf5" if form == "robomimic" else "set"), form)

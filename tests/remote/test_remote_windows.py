@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.mark.each_value
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_an_epoch_gives_every_window_once_and_as_from_the_local_files(folder, form, shuffle):
+def test_an_epoch_has_every_window_once_and_equals_the_local_files(folder, form, shuffle):
     near, far = WindowDataset(folder, 4, **FORMS[form]), far_windows(lagging(folder), **FORMS[form])
     LaggingFileSystem.requests.clear()
     loader = check_epoch(near, far, shuffle=shuffle, seed=3)
@@ -55,7 +55,7 @@ def test_an_epoch_gives_every_window_once_and_as_from_the_local_files(folder, fo
     check_epoch(near, far, shuffle=shuffle, seed=3, drop_last=False)
 
 
-def test_coded_components_are_read_as_from_the_local_files(tmp_path):
+def test_coded_components_equal_those_of_the_local_files(tmp_path):
     folder = coded(tmp_path / "images")
     near, far = WindowDataset(folder, 4), far_windows(in_memory(folder, "images"))
     check_epoch(near, far, seed=1)
@@ -83,7 +83,7 @@ def test_windows_of_one_group_of_chunks_are_all_mixed_with_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("num_before", [1, 7, 40])
-def test_a_state_goes_on_with_the_next_batch_bit_for_bit(folder, num_before):
+def test_a_state_resumes_with_the_next_batch_bit_for_bit(folder, num_before):
     url = in_memory(folder, "resume")
     loader = WindowLoader(far_windows(url), 16, seed=5)
     batches = iter(loader)
@@ -117,9 +117,7 @@ def test_a_state_of_other_chunks_is_refused(folder):
         other.load_state_dict(loader.state_dict())
 
 
-def test_a_state_whose_windows_are_gone_is_refused_and_blocks_that_came_wait_for_the_next_epoch(
-    folder, tmp_path
-):
+def test_a_state_of_deleted_windows_raises_and_new_blocks_wait_for_the_next_epoch(folder, tmp_path):
     url = in_memory(folder, "growing")
     loader = WindowLoader(far_windows(url), 16, seed=2)
     next(iter(loader))
@@ -152,7 +150,7 @@ def test_workers_read_windows_by_number(folder):
         assert same(batch, near.__getitems__(range(32 * number, min(32 * number + 32, len(near)))))
 
 
-def test_a_fork_asks_again_for_what_was_on_its_way(folder):
+def test_a_forked_process_repeats_pending_requests(folder):
     near, far = (
         WindowDataset(folder, 4),
         far_windows(lagging(folder, 0.06), remote={"num_requests": 3}),
@@ -175,7 +173,7 @@ def test_a_fork_asks_again_for_what_was_on_its_way(folder):
     child.join(10)
 
 
-def test_any_windows_are_read_whatever_was_read_before(folder):
+def test_windows_can_be_read_in_any_order(folder):
     near, far, generator = (
         WindowDataset(folder, 4),
         far_windows(in_memory(folder, "any")),
@@ -209,7 +207,7 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
     assert LaggingFileSystem.most_at_once <= 3
 
 
-def test_as_many_requests_are_under_way_as_allowed(tmp_path):
+def test_num_requests_limits_concurrent_requests(tmp_path):
     record(tmp_path / "long", [900, 900, 900])
     far = far_windows(lagging(tmp_path / "long", 0.0), remote={"num_chunks": 2, "num_requests": 3})
     lock = threading.Lock()
@@ -249,7 +247,7 @@ def test_urls_and_folders_together_are_refused(folder):
         WindowDataset([folder, in_memory(folder, "both")])
 
 
-def test_statistics_and_metadata_are_those_of_the_local_files(folder, tmp_path, monkeypatch):
+def test_statistics_and_metadata_equal_those_of_the_local_files(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     near, far = WindowDataset(folder, 4), far_windows(in_memory(folder, "about"))
     assert far.metadata == near.metadata
@@ -306,7 +304,7 @@ def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_mov
 
 
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
-def test_rows_that_were_found_damaged_are_not_read_in_another_order(damaged):
+def test_damaged_rows_raise_in_every_order_of_reading(damaged):
     lagging(damaged / "bare")
     windows = far_windows("lagging://bare", on_error="skip", remote={"chunk_bytes": 1 << 20})
     found = [one for batch in anchors(WindowLoader(windows, 8, shuffle=False)) for one in batch]

@@ -164,7 +164,7 @@ class Loop:
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("num_added", [9, 70])
-def test_transitions_are_those_of_a_slow_reference(num_steps: int, num_added: int) -> None:
+def test_transitions_equal_those_of_a_slow_reference(num_steps: int, num_added: int) -> None:
     loop = Loop(n_steps=num_steps)
     loop.run(num_added)
     expected = loop.transitions(num_steps)

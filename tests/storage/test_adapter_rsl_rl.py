@@ -162,7 +162,7 @@ def test_a_runner_learns_on_our_storage_what_it_learns_on_its_own():
 
 
 @pytest.mark.parametrize("training", ["rl", "distillation"])
-def test_a_storage_like_theirs_has_its_sizes(training):
+def test_a_storage_created_like_theirs_has_the_same_sizes(training):
     example = make(theirs.RolloutStorage, training)
     storage = RslRlStorage.like(example, compat=False)
     assert storage.training_type == training and not storage.compat
@@ -178,7 +178,7 @@ def test_mini_batches_go_into_a_compiled_learner_as_one_graph():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gru"])
-def test_without_compat_it_learns_too(kind):
+def test_a_runner_learns_without_compat(kind):
     losses = learn(make(RslRlStorage, compat=False), kind, ppo, num_updates=3)
     assert all(torch.isfinite(torch.tensor(value)) for loss in losses for value in loss.values())
 
@@ -212,7 +212,7 @@ def test_permutations_of_torchs_default_generator_are_those_of_their_own_storage
 
 
 @pytest.mark.parametrize("compat", [True, False])
-def test_no_global_generator_is_used_without_it(compat):
+def test_no_global_generator_is_used_without_compat(compat):
     before = global_states()
     torch.manual_seed(31)
     first = filled(compat=compat, generator=None)
@@ -263,7 +263,7 @@ def test_every_epoch_of_one_update_has_the_same_batches_and_every_row_once():
     )
 
 
-def test_add_rollout_records_it(tmp_path):
+def test_add_rollout_records_the_storage(tmp_path):
     with RolloutWriter(tmp_path, ENVS, durable=False) as writer:
         writer.add_rollout(filled(), include=("values",))
     batch = RolloutDataset(tmp_path, ENVS, device="cpu").get_batch(STEPS)
@@ -318,7 +318,7 @@ def test_wrong_calls_give_clear_errors():
 
 
 @pytest.mark.parametrize("training", ["rl", "distillation"])
-def test_it_is_saved_and_loaded_like_any_storage(tmp_path, training):
+def test_the_storage_is_saved_and_loaded_like_any_storage(tmp_path, training):
     storage = filled() if training == "rl" else make(RslRlStorage, training)
     storage.save(tmp_path / "kept")
     loaded = load_store(tmp_path / "kept")

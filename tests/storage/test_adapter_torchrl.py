@@ -67,7 +67,7 @@ def transitions(batch: TensorDict) -> set[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("is_one_step_a_call", [False, True])
-def test_steps_of_collectors_come_back_as_transitions(is_one_step_a_call: bool) -> None:
+def test_steps_of_collectors_are_sampled_as_transitions(is_one_step_a_call: bool) -> None:
     buffer = pairs(batch_size=400)
     for steps in (collected(0, end_at=4), collected(10)):
         parts = steps.unbind(1) if is_one_step_a_call else [steps]
@@ -103,7 +103,7 @@ def test_observations_are_stored_once() -> None:
     }  # fmt: skip
 
 
-def test_options_are_those_of_sample_transitions() -> None:
+def test_options_equal_those_of_sample_transitions() -> None:
     buffer = pairs(num_steps=3, gamma=0.5)
     buffer.extend(collected(0, end_at=4))
     batch = buffer.sample(200)
@@ -115,7 +115,7 @@ def test_options_are_those_of_sample_transitions() -> None:
     assert torch.all(batch["discount"][full] == 0.125)
 
 
-def test_one_environment_adds_steps_one_by_one_or_together() -> None:
+def test_a_single_environment_adds_steps_singly_or_together() -> None:
     for is_added in (False, True):
         buffer = ReplayBuffer(DictBuffer(50, end_key=["terminated", "truncated"], generator=0))
         steps = collected(0)[0]
@@ -127,7 +127,7 @@ def test_one_environment_adds_steps_one_by_one_or_together() -> None:
         assert transitions(buffer.sample(100)) == {(x, x + 1, 0, 0) for x in map(float, range(8))}
 
 
-def test_rows_without_end_key_come_back_as_they_are() -> None:
+def test_rows_without_end_key_are_sampled_unchanged() -> None:
     buffer = ReplayBuffer(DictBuffer(50, generator=0), batch_size=20)
     rows = collected(0)[0]
     buffer.extend(rows)
@@ -140,7 +140,7 @@ def test_rows_without_end_key_come_back_as_they_are() -> None:
     assert len(buffer) == 0
 
 
-def test_an_emptied_buffer_begins_anew() -> None:
+def test_an_emptied_buffer_accepts_other_rows() -> None:
     buffer = pairs()
     buffer.extend(collected(0))
     buffer.empty()
@@ -170,7 +170,7 @@ def test_rows_are_drawn_by_their_priorities() -> None:
     assert len(buffer) == 0
 
 
-def test_priorities_may_come_with_the_rows() -> None:
+def test_priorities_may_be_a_field_of_the_rows() -> None:
     buffer = PrioritizedReplayBuffer(
         AdvancedReplayBuffer(50, alpha=1.0, min_sample_ratio=0, generator=0)
     )

@@ -41,7 +41,7 @@ def records(num=3):
     ]
 
 
-def test_a_pipelined_collector_is_made_by_keyword():
+def test_a_pipelined_collector_accepts_keywords():
     collector = PipelinedDataCollector(base_collector=records(), device="meta", prefetch_count=2)
     assert [item["step"] for item in collector] == [0, 1, 2] == [item["step"] for item in collector]
     assert (
@@ -95,7 +95,7 @@ def test_a_compressed_collector_can_be_turned_off():
     )
 
 
-def test_a_compressed_collector_takes_named_tuples_and_is_prefetched():
+def test_a_compressed_collector_accepts_named_tuples_and_is_prefetched():
     from rollout_data import Transition as Streamed
 
     row = torch.zeros(4, 3)
@@ -108,7 +108,7 @@ def test_a_compressed_collector_takes_named_tuples_and_is_prefetched():
     assert torch.equal(found["action"], row + 1) and "reward" not in found
 
 
-def test_a_key_that_a_record_lacks_is_an_error():
+def test_a_missing_key_of_a_record_raises():
     with pytest.raises(MissingFieldError, match="'observation'"):
         list(CompressedDataCollector(records(), compress_keys=["observation"]))
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_key_that_a_record_lacks_is_an_error():
         CompressedDataCollector([], compress="lz4")
 
 
-def test_a_compressed_tensordict_is_made_by_keyword():
+def test_a_compressed_tensordict_accepts_keywords():
     found = CompressedTensorDict(tensordict=records(1)[0], compress_keys=["obs"])
     assert found.compressed_keys == ("obs",) and found["obs"].sum() == 0
     with pytest.raises(
@@ -238,7 +238,7 @@ def test_a_report_is_flat_and_in_seconds():
 
 
 @pytest.mark.parametrize("channels", [None, 1, 2, 3, 4])
-def test_an_image_comes_back_as_a_pil_image(channels):
+def test_a_pil_image_is_restored_as_a_pil_image(channels):
     Image = pytest.importorskip("PIL.Image")
     shape = (5, 7) if channels is None else (5, 7, channels)
     pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
@@ -251,7 +251,7 @@ def test_an_image_comes_back_as_a_pil_image(channels):
             assert np.array_equal(np.asarray(found), plain)
 
 
-def test_images_that_would_come_back_as_others_are_refused():
+def test_images_of_unsupported_modes_raise():
     Image = pytest.importorskip("PIL.Image")
     for mode in ("P", "1", "CMYK", "YCbCr", "HSV", "I", "F"):
         with pytest.raises(UsageError, match=f"image has mode '{mode}', expected L, LA, RGB, RGBA"):
@@ -263,7 +263,7 @@ def test_images_that_would_come_back_as_others_are_refused():
             compress_image(np.zeros(shape, np.uint8))
 
 
-def test_what_is_no_image_is_one_clear_error():
+def test_a_value_that_is_not_an_image_raises_one_clear_error():
     blob = compress_image(np.zeros((4, 4), np.uint8))
     two = compress_image_seq(np.zeros((2, 4, 4), np.uint8))
     for data in (
@@ -333,7 +333,7 @@ def test_damaged_lz4_frames_are_an_error():
             decompress_image_seq(data, (4, 5, 3), 6)
 
 
-def test_a_bomb_decodes_to_no_more_than_was_asked_for():
+def test_a_compression_bomb_decodes_to_the_requested_size_at_most():
     bomb = lz4.frame.compress(bytes(64 << 20))
     with pytest.raises(CorruptFileError, match="decodes to more than 360 bytes"):
         decompress_image_seq(bomb, (4, 5, 3), 6)
@@ -343,7 +343,7 @@ def test_a_bomb_decodes_to_no_more_than_was_asked_for():
 
 
 @pytest.mark.parametrize("level", [0, 1, 3, 9, 12, 13, 16])
-def test_levels_0_to_16_are_taken_everywhere(tmp_path, level):
+def test_levels_0_to_16_are_accepted_everywhere(tmp_path, level):
     assert np.array_equal(
         decompress_image_seq(compress_image_seq(IMAGES, level), (4, 5, 3), 6), IMAGES
     )

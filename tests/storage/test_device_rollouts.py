@@ -304,7 +304,7 @@ def test_recurrent_mini_batches_wait_once_per_update(
     assert counts.pageable_copies.total() == 0
 
 
-def test_finals_are_right_before_and_after_their_number_arrived(
+def test_final_observations_are_right_before_and_after_their_count_is_copied(
     late_device: PretendCuda | None,
 ) -> None:
     expected = filled("cpu", SarsaRolloutStorage)
@@ -323,7 +323,7 @@ def test_finals_are_right_before_and_after_their_number_arrived(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_copies_draw_what_the_storage_draws_wherever_its_generator_is(device: str) -> None:
+def test_copies_draw_the_same_rows_on_every_generator_device(device: str) -> None:
     storage = make_storage(
         NUM_ENVS, NUM_STEPS, device="cuda", generator=torch.Generator(device).manual_seed(4)
     )

@@ -75,7 +75,7 @@ def test_an_unavailable_device_raises_at_construction(name: str) -> None:
 
 
 @without_cuda
-def test_a_device_that_is_not_there_is_refused_by_adapters_and_loaders(tmp_path: Path) -> None:
+def test_an_unavailable_device_raises_in_adapters_and_loaders(tmp_path: Path) -> None:
     buffer = storage.DictBuffer(capacity=4)
     buffer.extend({"x": torch.zeros(2, 1)})
     buffer.save(tmp_path / "buffer")

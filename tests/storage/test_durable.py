@@ -87,7 +87,7 @@ def test_a_full_disk_at_the_flush_changes_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["kept"] and (tmp_path / "kept" / "a").read_text() == "old"
 
 
-def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_them(
+def test_every_file_is_flushed_before_the_rename_and_the_parent_folder_after(
     tmp_path: Path,
 ) -> None:
     events: list[tuple[str, int]] = []
@@ -108,7 +108,7 @@ def test_what_is_flushed_is_everything_before_the_renames_and_the_parent_after_t
     assert events == [("sync", file), ("sync", folder), ("replace", folder), ("sync", parent)]
 
 
-def test_a_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "notes.txt").write_text("mine")
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_folder_with_anything_else_in_it_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [put, put_file])
-def test_a_pipe_stays(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+def test_a_pipe_is_not_replaced(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
     """It stands for a device, which root could replace as well."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
@@ -151,7 +151,7 @@ def test_links_are_followed(tmp_path: Path, write: Callable[[Path, str], None]) 
 @pytest.mark.each_value
 @pytest.mark.parametrize("write", [put, put_file])
 @pytest.mark.parametrize("at", ["fsync", "replace", "rmdir", "unlink"])
-def test_a_killed_process_leaves_old_or_new_and_the_next_one_removes_its_rest(
+def test_a_kill_leaves_the_old_or_new_folder_and_the_next_save_removes_temporary_files(
     tmp_path: Path, write: Callable[[Path, str], None], at: str
 ) -> None:
     target = tmp_path / "kept[1]"  # a name that means something to glob
@@ -181,7 +181,7 @@ def test_two_savers_do_not_remove_each_others_work(tmp_path: Path) -> None:
     assert (tmp_path / "kept").read_text() == "first" and names(tmp_path) == ["kept"]
 
 
-def test_a_folder_that_is_taken_for_abandoned_at_once_is_made_again(tmp_path: Path) -> None:
+def test_a_new_temporary_folder_removed_by_another_saver_is_created_again(tmp_path: Path) -> None:
     made: list[str] = []
 
     def taken(mkdir: Any, path: str, *arguments: Any) -> None:
@@ -217,7 +217,7 @@ def test_two_savers_do_not_rename_at_the_same_time(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "a").read_text() == "second" and names(tmp_path) == ["kept"]
 
 
-def test_a_folder_that_another_saver_puts_aside_just_now_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_folder_moved_by_another_saver_does_not_prevent_a_save(tmp_path: Path) -> None:
     put(tmp_path / "kept", "old")
 
     def listed(listdir: Any, path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from storage.core.memory import MIN_HUGE_BYTES, MIN_POOLED_BYTES, BufferPool
 SIZE = MIN_POOLED_BYTES
 
 
-def test_a_dropped_buffer_is_handed_out_again():
+def test_a_dropped_buffer_is_reused():
     pool = BufferPool()
     first = pool.take(SIZE)
     address = first.data_ptr()
@@ -41,7 +41,7 @@ def test_a_dropped_buffer_is_handed_out_again():
         lambda t: torch.nn.Parameter(t.view(torch.float32)),
     ],
 )
-def test_a_buffer_is_not_reused_while_anything_over_it_lives(hold):
+def test_a_buffer_is_not_reused_while_a_view_of_it_exists(hold):
     pool = BufferPool()
     held = hold(pool.take(SIZE))
     assert pool.num_lent == 1
@@ -72,7 +72,7 @@ def test_every_size_is_exact_writable_and_contiguous(size):
     assert int(tensor.sum()) == 3 * size
 
 
-def test_empty_has_the_shape_and_dtype_asked_for():
+def test_empty_has_the_requested_shape_and_dtype():
     tensor = BufferPool().empty((100, 7, 64), torch.float64)
     assert tensor.shape == (100, 7, 64) and tensor.dtype == torch.float64 and tensor.is_contiguous()
     assert BufferPool().empty((0, 3), torch.int16).shape == (0, 3)
@@ -119,7 +119,7 @@ def test_no_two_living_tensors_ever_share_memory(steps):
             assert bool((tensor == value).all())
 
 
-def test_threads_never_get_the_same_buffer():
+def test_threads_never_receive_the_same_buffer():
     pool, failures = BufferPool(max_buffers=4), []
 
     def work(value: int) -> None:

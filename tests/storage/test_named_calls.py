@@ -309,14 +309,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("call", OPTIONS)
-def test_an_unknown_option_is_one_of_the_call_of_the_user(call):
+def test_an_unknown_option_raises_with_the_call_of_the_user(call):
     with pytest.raises(
         TypeError, match=rf"^{call}\(\) got an unexpected argument 'bogus': expected '"
     ):
         OPTIONS[call]()
 
 
-def test_the_call_is_that_of_the_user_and_of_the_users_class():
+def test_an_error_names_the_subclass_of_the_user():
     class Mine(DictBuffer):
         pass
 

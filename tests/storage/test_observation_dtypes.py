@@ -128,7 +128,7 @@ def test_another_dtype_in_a_later_step_is_refused(first, later):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_critics_and_parts_of_observations_have_dtypes_of_their_own(kind):
+def test_critic_observations_and_components_have_their_own_dtypes(kind):
     obs = {"camera": (2, 3), "state": 4, "depth": ((2, 3), "float16"), "flags": {"contact": (1,)}}
     storage = make(kind, obs, {"ids": (1,), "state": (2,)})
     seen = {
@@ -152,7 +152,7 @@ def test_critics_and_parts_of_observations_have_dtypes_of_their_own(kind):
         storage.add_transitions(transition(storage, 1, seen, critic))
 
 
-def test_a_declared_dtype_takes_all_numbers_that_fit_as_before():
+def test_a_declared_dtype_accepts_all_numbers_that_fit():
     storage = make(obs=((2, 3), "float32"))
     for step, dtype in enumerate((torch.uint8, torch.float32, torch.int64)):
         storage.add_transitions(transition(storage, step, pixels(step, dtype)))
@@ -162,7 +162,7 @@ def test_a_declared_dtype_takes_all_numbers_that_fit_as_before():
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.uint8, torch.bool, torch.float16, torch.float64]
 )
-def test_rewards_values_and_log_probabilities_are_float32_whatever_comes(dtype):
+def test_rewards_values_and_log_probabilities_are_stored_as_float32(dtype):
     storage = make()
     numbers = torch.tensor([0, 1, 1, 0]).to(dtype)
     more = {"rewards": numbers, "values": numbers.view(B, 1), "actions_log_prob": numbers}
@@ -172,7 +172,7 @@ def test_rewards_values_and_log_probabilities_are_float32_whatever_comes(dtype):
         assert kept.dtype is torch.float32 and kept.flatten().tolist() == [0.0, 1.0, 1.0, 0.0] * T
 
 
-def test_a_first_step_that_is_refused_fixes_no_dtype():
+def test_a_failed_first_step_fixes_no_dtype():
     storage = make()
     with pytest.raises(MissingFieldError):
         storage.add_transitions(transition(storage, 0, pixels(0, torch.uint8), rewards=None))
@@ -197,7 +197,7 @@ def test_a_state_of_another_dtype_is_refused_after_the_first_step():
         storage.load_state_dict(filled(RolloutStorage, torch.uint8).state_dict())
 
 
-def test_a_storage_without_steps_stays_open_in_copies():
+def test_a_copy_of_a_storage_without_steps_has_no_fixed_dtype():
     fresh = copy.deepcopy(make())
     fresh.add_transitions(transition(fresh, 0, pixels(0, torch.uint8)))
     assert fresh.observations.dtype is torch.uint8

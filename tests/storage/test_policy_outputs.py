@@ -112,7 +112,7 @@ def check_batches(storage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_generators_give_what_was_declared_in_place_of_mean_and_deviation(kind):
+def test_both_generators_return_the_declared_outputs_instead_of_mean_and_deviation(kind):
     storage = fill(make(kind))
     assert storage.mu is None and storage.sigma is None
     assert storage.policy_outputs["choice"].shape == (STEPS, ENVS)
@@ -198,7 +198,7 @@ def test_outputs_are_required_and_gaussian_ones_refused():
         gaussian.add_transitions(transition_of(gaussian, 0, policy_outputs=None))
 
 
-def test_no_outputs_at_all_may_be_declared(tmp_path):
+def test_policy_outputs_may_be_empty(tmp_path):
     storage = make(RolloutStorage, {})
     for step in range(STEPS):
         storage.add_transitions(transition_of(storage, step, policy_outputs=None))
@@ -232,7 +232,7 @@ def test_no_outputs_at_all_may_be_declared(tmp_path):
         ),
     ],
 )
-def test_what_is_no_declaration_is_refused(outputs, text):
+def test_an_invalid_declaration_raises(outputs, text):
     with pytest.raises(SchemaError, match=text):
         make(RolloutStorage, outputs)
 

@@ -83,7 +83,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_got", [0, 1, 3])
-def test_a_source_that_keeps_its_iteration_leaves_no_thread(num_got: int) -> None:
+def test_a_source_that_references_its_iterator_leaves_no_thread(num_got: int) -> None:
     source: Any = Source(3)
     source.items = iter(PipelinedDataCollector(source))
     assert [next(source.items) for _ in range(num_got)] == list(range(num_got))
@@ -100,7 +100,7 @@ def test_a_source_that_keeps_its_iteration_leaves_no_thread(num_got: int) -> Non
 
 @settings(max_examples=30)
 @given(num_items=st.integers(0, 20), prefetch_count=st.integers(1, 5))
-def test_all_items_come_once_in_order_and_then_the_end(num_items: int, prefetch_count: int) -> None:
+def test_all_items_are_yielded_once_in_order(num_items: int, prefetch_count: int) -> None:
     """Trap N6: the end is told."""
     collector = PipelinedDataCollector(
         Source(num_items), "cpu", prefetch_count, transform=lambda item: item * 2
@@ -124,7 +124,7 @@ def test_a_failure_is_raised_at_its_position(fails_at: int, prefetch_count: int)
     assert found == list(range(fails_at))
 
 
-def test_a_transform_that_raises_stop_iteration_is_no_end() -> None:
+def test_stop_iteration_in_a_transform_does_not_end_the_iteration() -> None:
     def stop(item: int) -> int:
         raise StopIteration
 
@@ -163,7 +163,7 @@ def raise_in_loop(collector: PipelinedDataCollector[int]) -> None:
 @pytest.mark.parametrize(
     "leave", [leave_loop, drop_iterator, drop_unused_iterator, close_collector, raise_in_loop]
 )
-def test_a_consumer_that_leaves_stops_a_blocked_producer(leave: Callable[[Any], None]) -> None:
+def test_a_consumer_that_stops_early_ends_a_blocked_producer(leave: Callable[[Any], None]) -> None:
     """Trap N6."""
     source = Source()
     collector = PipelinedDataCollector(source, prefetch_count=2)
@@ -209,7 +209,7 @@ def test_the_garbage_collector_does_not_wait_for_the_thread() -> None:
     assert has_passed_gate == [True]
 
 
-def test_a_second_iteration_at_once_is_refused() -> None:
+def test_a_second_concurrent_iteration_raises() -> None:
     """Trap N6."""
     collector = PipelinedDataCollector(Source())
     items = iter(collector)
@@ -221,7 +221,7 @@ def test_a_second_iteration_at_once_is_refused() -> None:
     assert next(iter(collector)) == 0
 
 
-def test_items_are_made_ahead_and_the_lag_is_told() -> None:
+def test_items_are_prefetched_and_their_lag_is_reported() -> None:
     """Trap N8."""
     source, version = Source(), [0]
     collector = PipelinedDataCollector(source, prefetch_count=3, stamp=lambda: version[0])
@@ -240,7 +240,7 @@ def test_items_are_made_ahead_and_the_lag_is_told() -> None:
     assert collector.last_lag >= 3
 
 
-def test_tensors_are_moved_wherever_they_are() -> None:
+def test_tensors_at_any_depth_are_moved() -> None:
     item = {
         "a": torch.ones(2),
         "b": [torch.ones(1), ("x", Pair(torch.zeros(1), 3))],
@@ -294,7 +294,7 @@ class Prefixed(dict):
         super().__init__({f"x_{key}": value for key, value in values.items()})
 
 
-def test_a_mapping_that_can_move_itself_does_so() -> None:
+def test_the_to_method_of_a_mapping_is_used() -> None:
     for item in PipelinedDataCollector([Sized({"a": torch.ones(3)}, [3])] * 2, "meta"):
         assert type(item) is Sized and item.batch_size == [3] and item.calls == [True]
         assert item["a"].device.type == "meta"
@@ -314,7 +314,7 @@ def test_a_mapping_that_can_move_itself_does_so() -> None:
         ({"b": torch.ones(1)}, dict),
     ],
 )
-def test_mappings_keep_their_type_where_they_can_be_made_from_a_dict(item: Any, kind: type) -> None:
+def test_mappings_keep_their_type_if_it_accepts_a_dict(item: Any, kind: type) -> None:
     before = dict(item)
     moved = to_device(item, torch.device("meta"))
     assert type(moved) is kind and list(moved) == list(item)
@@ -328,7 +328,7 @@ def test_mappings_keep_their_type_where_they_can_be_made_from_a_dict(item: Any, 
 
 
 @pytest.mark.parametrize("prefetch_count", [0, -1, True, 1.5])
-def test_the_number_of_items_ahead_is_checked(prefetch_count: Any) -> None:
+def test_prefetch_count_is_checked(prefetch_count: Any) -> None:
     with pytest.raises(UsageError, match=r"prefetch_count must be .*>= 1"):
         PipelinedDataCollector([], prefetch_count=prefetch_count)
 

@@ -166,7 +166,7 @@ def test_clear_in_the_middle_of_a_rollout_discards_and_grows_nothing():
     assert storage.step == 2 and storage.num_transitions_per_env == 4
 
 
-def test_an_empty_queue_and_a_ratio_below_one_are_refused():
+def test_an_empty_queue_and_a_ratio_below_one_raise():
     with pytest.raises(UsageError, match=r"buffer_dilation_ratio must be .*>= 1, got 0\.5"):
         queue(ratio=0.5)
     with pytest.raises(BufferEmptyError, match="the storage is empty"):

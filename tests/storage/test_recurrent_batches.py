@@ -279,7 +279,7 @@ def test_a_rollout_of_one_step_of_one_env_is_one_trajectory():
     assert batch.obs.shape[:2] == (1, 1) and batch.masks.tolist() == [[True]]
 
 
-def test_what_is_allocated_in_inference_mode_can_be_written_outside_of_it():
+def test_tensors_allocated_in_inference_mode_can_be_written_outside():
     storage = make_storage(2, 2)
     more = {"bootstrap_values": torch.ones(2), "time_outs": torch.ones(2), "done": torch.ones(2)}
     with torch.inference_mode():

@@ -49,7 +49,7 @@ def test_samples_are_uniform_pairs_from_valid_rows_only():
     assert not counts[6:].any() and (counts[:6] - 2000).abs().max() < 250
 
 
-def test_batches_are_drawn_when_asked_for_and_share_no_memory():
+def test_batches_are_drawn_lazily_and_share_no_memory():
     buffer = ReplayBuffer((2,), 4, generator=0)
     buffer.insert(*pairs(0, 4, 2))
     batches = buffer.feed_forward_generator(3, 5)
@@ -90,7 +90,7 @@ def test_states_of_other_dtypes_and_with_gradients_are_copied():
     )
 
 
-def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_name():
+def test_states_may_be_numpy_arrays_of_floats_and_integers_only():
     buffer = ReplayBuffer(np.int64(2), np.int64(4))
     buffer.insert(np.ones((3, 2)), np.full((3, 2), 2))
     assert len(buffer) == 3 and buffer.next_states[:3].eq(2).all()
@@ -111,7 +111,7 @@ def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_nam
     assert torch.equal(buffer.states, before) and buffer.step == 3
 
 
-def test_a_state_that_is_not_whole_changes_nothing():
+def test_an_incomplete_state_dict_changes_nothing():
     buffer = ReplayBuffer(2, 4, generator=0)
     buffer.insert(*pairs(0, 3, 2))
     state, before = buffer.state_dict(), buffer.states.clone()

@@ -151,7 +151,7 @@ def test_large_rollouts_equal_a_loop_of_tensors(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_take_the_torch_way(dtype):
+def test_other_dtypes_are_computed_by_torch(dtype):
     rewards, values, last_values, dones = (x.to(dtype) for x in random_rollout(9, 4))
     got = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
     expected = naive_advantage(
@@ -177,7 +177,7 @@ def test_dones_of_any_dtype_end_every_reward_head(dtype, num_rewards):
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_results_go_into_the_tensors_given_even_where_values_want_gradients():
+def test_results_are_written_into_out_even_if_values_require_gradients():
     rewards, values, last_values, dones = random_rollout(30, 4)
     expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
     out, table = torch.empty_like(rewards), torch.zeros(30, 4, 3)
@@ -196,7 +196,7 @@ def test_results_go_into_the_tensors_given_even_where_values_want_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # by numpy, by torch
-def test_targets_pass_no_gradient_to_what_they_are_computed_from(dtype):
+def test_returns_have_no_gradient(dtype):
     rewards, values, last_values, dones = (x.to(dtype) for x in random_rollout(30, 4))
 
     def targets():
@@ -214,7 +214,7 @@ def test_targets_pass_no_gradient_to_what_they_are_computed_from(dtype):
         assert not got.requires_grad and torch.equal(got, same)
 
 
-def test_a_result_with_gaps_is_refused():
+def test_a_non_contiguous_out_tensor_raises():
     rewards, values, last_values, dones = random_rollout(4, 3)
     with pytest.raises(SchemaError) as caught:
         rollout_advantage(
@@ -224,7 +224,7 @@ def test_a_result_with_gaps_is_refused():
     assert str(caught.value) == text
 
 
-def test_gamma_zero_gives_the_reward_minus_the_value():
+def test_gamma_zero_returns_the_reward_minus_the_value():
     rewards, values, last_values, dones = random_rollout(7, 5, 2)
     got = rollout_advantage(rewards, values, last_values, dones, 0.0, 0.9)
     torch.testing.assert_close(got, rewards - values)

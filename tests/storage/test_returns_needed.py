@@ -63,7 +63,7 @@ def drawn(storage):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rollout_without_returns_gives_no_mini_batches(kind):
+def test_mini_batches_of_a_rollout_without_returns_raise(kind):
     storage = add(make(kind))
     assert_refused(storage)
     drawn(compute(storage))
@@ -71,7 +71,7 @@ def test_a_rollout_without_returns_gives_no_mini_batches(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_returns_of_the_rollout_before_do_not_count(kind):
+def test_returns_of_the_earlier_rollout_do_not_count(kind):
     storage = compute(add(make(kind)))
     storage.clear()
     if kind is QueueRolloutStorage:
@@ -106,7 +106,7 @@ def write_and_normalize(storage):
 @pytest.mark.parametrize(
     "write", [assign, write_in_place, write_in_inference_mode, write_and_normalize]
 )
-def test_a_trainer_that_writes_both_itself_counts_as_having_computed(kind, write):
+def test_returns_and_advantages_written_by_a_trainer_count(kind, write):
     storage = add(make(kind))
     for first in (4, 8):
         write(storage)
@@ -120,14 +120,14 @@ def test_a_trainer_that_writes_both_itself_counts_as_having_computed(kind, write
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["returns", "advantages"])
-def test_one_of_both_is_not_enough(kind, name):
+def test_returns_without_advantages_and_the_reverse_are_not_enough(kind, name):
     storage = add(make(kind))
     setattr(storage, name, storage.values)
     assert_refused(storage)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_written_before_the_last_step_does_not_count(kind):
+def test_returns_written_before_the_last_step_do_not_count(kind):
     storage = add(make(kind), 3)
     held = storage.returns, storage.advantages
     write_in_place(storage)
@@ -140,7 +140,7 @@ def test_what_was_written_before_the_last_step_does_not_count(kind):
 
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_changes_neither_count_nor_undo(kind, written):
+def test_changes_of_other_columns_do_not_matter(kind, written):
     storage = add(make(kind))
     if written:
         assign(storage)
@@ -153,7 +153,7 @@ def test_other_changes_neither_count_nor_undo(kind, written):
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_queue_that_grows_and_rolls_knows_what_was_written(written):
+def test_a_queue_that_grows_and_rolls_tracks_written_returns(written):
     storage = add(make(QueueRolloutStorage, buffer_dilation_ratio=1.5))
     if written:
         assign(storage)
@@ -195,7 +195,7 @@ def test_a_step_that_was_refused_changes_nothing():
     drawn(storage)
 
 
-def test_a_partial_rollout_still_has_to_be_asked_for():
+def test_a_partial_rollout_still_needs_its_option():
     storage = add(make(RolloutStorage), 3)
     assign(storage)
     with pytest.raises(UsageError, match="the rollout has 3 of 4 steps"):

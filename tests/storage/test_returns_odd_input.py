@@ -50,7 +50,7 @@ def n_step_loop(rewards, values, last_values, dones, gamma, num_steps):
     "dtype", [torch.float32, torch.float64, torch.bfloat16]
 )  # by numpy, by torch
 @given(data=st.data())
-def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
+def test_steps_after_a_done_never_change_returns_before_it_even_if_they_are_nan(dtype, data):
     num_steps, num_envs = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 4))
     rate = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
     rewards, values, last_values, dones = random_rollout(num_steps, num_envs, 1, rate, num_steps)
@@ -84,7 +84,7 @@ def test_what_comes_after_a_done_never_shows_before_it_were_it_nan(dtype, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_what_comes_after_a_done_never_shows_before_it_where_time_is_cut_into_pieces(dtype, odd):
+def test_steps_after_a_done_never_change_returns_before_it_in_blockwise_computation(dtype, odd):
     rewards, values, last_values, _ = (x.to(dtype) for x in random_rollout(4, 70_000))
     dones = torch.zeros(4, 70_000, 1, dtype=torch.bool)
     dones[1] = True
@@ -96,7 +96,7 @@ def test_what_comes_after_a_done_never_shows_before_it_where_time_is_cut_into_pi
 
 
 @pytest.mark.parametrize("last", [float("nan"), float("inf")])
-def test_a_done_at_the_last_step_leaves_last_values_aside(last):
+def test_last_values_are_ignored_after_a_done_at_the_last_step(last):
     rewards, values, last_values, dones = random_rollout(5, 2)
     dones[-1] = 1
     expected = rollout_advantage(rewards, values, last_values, dones, 0.9, 0.8)
@@ -192,7 +192,7 @@ def test_wrong_arguments_of_the_functions_are_refused_and_none_is_broadcast(func
 @pytest.mark.parametrize(
     "function", [generalized_advantage, rollout_advantage, discounted_sums, n_step_returns]
 )
-def test_one_reward_needs_no_axis_of_its_own(function):
+def test_a_single_reward_needs_no_reward_axis(function):
     rewards, values, last_values, dones = random_rollout(40, 3)
     given = {
         "rewards": rewards,
@@ -221,7 +221,7 @@ def test_wrong_results_are_refused_before_either_is_written():
     assert not out.any()
 
 
-def test_discounts_come_as_lists_too():
+def test_discounts_may_be_lists_and_arrays():
     rewards, values, last_values, dones = random_rollout(6, 3, 2)
     gamma, lam = [0.9, 0.5], np.array([0.8, 0.7])
     for function, given_in in (

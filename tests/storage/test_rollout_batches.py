@@ -66,7 +66,7 @@ def test_each_epoch_visits_every_row_once(num_mini_batches, drop_last, reshuffle
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2, 3])
-def test_fewer_epochs_are_the_first_ones_of_many(num_epochs):
+def test_fewer_epochs_equal_the_first_epochs_of_many(num_epochs):
     """Wide and narrow rows, gathered side by side or apart: which way is taken must not show."""
     storages = [RolloutStorage(3, 4, (40,), (300,), (ACTIONS,), generator=7) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
@@ -157,7 +157,7 @@ def test_mini_batches_of_one_permutation_are_views():
         assert first.obs.data_ptr() == again.obs.data_ptr()
 
 
-def test_wide_and_narrow_fields_of_every_dtype_come_back_exactly():
+def test_wide_and_narrow_fields_of_every_dtype_are_returned_exactly():
     shape = {
         "image": ((8, 8, 3), "uint8"),
         "big": (400,),
@@ -243,7 +243,7 @@ def test_batches_are_delivered_on_the_output_device():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "int64"])
-def test_a_field_without_numbers_is_carried_like_any_other(dtype):
+def test_a_field_of_width_0_is_returned_like_any_other(dtype):
     storage = RolloutStorage(
         3, 2, {"none": ((2, 0), dtype), "x": (3,)}, ((0,), dtype), (ACTIONS,), generator=0
     )
@@ -301,7 +301,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_no_mini_batch_is_of_two_rollouts(name):
+def test_a_generator_raises_if_the_rollout_changes_before_its_batches_are_drawn(name):
     cls, num_steps, options, change = CHANGES[name]
     storage, batches = half_way(cls, WIDE, num_steps, **options)
     change(storage)
@@ -319,7 +319,7 @@ def test_no_mini_batch_is_of_two_rollouts(name):
 
 @pytest.mark.parametrize("reshuffle", ["epoch", "once"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_what_was_copied_goes_on_whatever_comes(width, reshuffle):
+def test_copied_mini_batches_do_not_depend_on_later_steps(width, reshuffle):
     if width == WIDE and reshuffle == "epoch":
         return
     storages = [RolloutStorage(3, 4, (width,), None, (ACTIONS,), generator=0) for _ in range(2)]

@@ -109,7 +109,7 @@ def test_wrong_arguments_of_compute_returns_change_nothing(arguments, text):
     assert_same(before, everything(storage))
 
 
-def test_partial_rollouts_need_to_be_asked_for():
+def test_returns_of_a_partial_rollout_need_an_option():
     storage = fill(make_storage(), count=4)
     for call in (
         lambda: storage.compute_returns(torch.zeros(4), 0.9, 0.9),
@@ -129,7 +129,7 @@ def test_partial_rollouts_need_to_be_asked_for():
         storage.mini_batch_generator(1, 1)
 
 
-def test_an_empty_storage_says_so_at_the_call():
+def test_compute_returns_of_an_empty_storage_raises():
     storage = make_storage()
     for call in (
         lambda: storage.mini_batch_generator(1, 1),
@@ -173,7 +173,7 @@ def test_i05_statistics_change_nothing():
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_what_comes_after_a_done_does_not_show_before_it(odd):
+def test_steps_after_a_done_do_not_change_returns_before_it(odd):
     dones = torch.tensor([[0, 0], [1, 0], [0, 1]])
     storage, other = (fill(make_storage(2, 3), dones) for _ in range(2))
     storage.values[2, 0] = storage.rewards[2, 0] = odd

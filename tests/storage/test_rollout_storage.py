@@ -73,7 +73,7 @@ def test_without_critic_observations_the_batch_carries_the_observations_twice(ab
         assert batch.critic_obs is batch.obs
 
 
-def test_what_is_added_stands_at_its_step():
+def test_each_added_transition_is_stored_at_its_step():
     storage = fill(make_storage())
     for step in range(6):
         expected = make_transition(step, 4)
@@ -85,7 +85,7 @@ def test_what_is_added_stands_at_its_step():
 @pytest.mark.parametrize(
     "make", [torch.Tensor.float, torch.Tensor.bool, torch.Tensor.long, torch.Tensor.to, np.asarray]
 )
-def test_flags_of_any_dtype_and_flat_values_are_taken(make):
+def test_flags_of_any_dtype_and_flat_values_are_accepted(make):
     done = make(
         torch.tensor([0, 3, 0, 1], dtype=torch.uint8),
         **({} if make is not torch.Tensor.to else {"dtype": torch.int8}),
@@ -111,7 +111,7 @@ def test_added_tensors_are_copied_never_aliased():
     assert not storage.observations.requires_grad
 
 
-def test_a_full_storage_refuses_one_more_and_changes_nothing():
+def test_adding_to_a_full_storage_raises_and_changes_nothing():
     storage = fill(make_storage())
     before = everything(storage)
     with pytest.raises(RolloutOverflowError) as caught:
@@ -132,7 +132,7 @@ def test_clear_moves_only_the_cursor():
     assert_same(before, everything(storage))
 
 
-def test_time_outs_of_an_earlier_rollout_do_not_stay():
+def test_time_outs_of_an_earlier_rollout_are_cleared():
     storage = make_storage(num_steps=1)
     storage.add_transitions(make_transition(0, 4, time_outs=torch.ones(4)))
     storage.clear()
@@ -141,7 +141,7 @@ def test_time_outs_of_an_earlier_rollout_do_not_stay():
 
 
 @pytest.mark.parametrize("name", REQUIRED)
-def test_a_missing_required_field_is_named(name):
+def test_a_missing_required_field_raises_with_its_name(name):
     storage = make_storage()
     before = everything(storage)
     with pytest.raises(MissingFieldError) as caught:
@@ -152,7 +152,7 @@ def test_a_missing_required_field_is_named(name):
     assert_same(before, everything(storage))
 
 
-def test_a_field_that_is_not_kept_is_refused_by_name():
+def test_an_unknown_field_raises_with_its_name():
     storage = make_storage()
     with pytest.raises(
         MissingFieldError, match=r"unknown field 'action_labels'. This storage has the fields "
@@ -160,7 +160,7 @@ def test_a_field_that_is_not_kept_is_refused_by_name():
         storage.add_transitions(make_transition(0, 4, action_labels=torch.zeros(4, ACTIONS)))
 
 
-def test_errors_of_shape_and_dtype_say_what_was_expected():
+def test_errors_of_shape_and_dtype_state_the_expected_value():
     storage = make_storage()
     for name, value, text in [
         (
@@ -304,7 +304,7 @@ def test_transitions_mini_batches_and_saved_arguments_follow_from_a_column(tmp_p
         assert torch.equal(batch.old_costs, expected.expand_as(batch.old_costs))
 
 
-def test_transition_clear_forgets_everything():
+def test_transition_clear_resets_every_field():
     transition = make_transition(0, 2, time_outs=torch.ones(2))
     transition.clear()
     assert all(value is None for value in vars(transition).values())
@@ -326,12 +326,12 @@ def test_assigning_to_a_column_writes_into_it():
     assert str(caught.value) == text
 
 
-def test_a_copied_or_pickled_transition_is_no_special_thing():
+def test_a_transition_can_be_replaced_copied_and_pickled():
     transition = make_transition(1, 3)
     assert torch.equal(dataclasses.replace(transition).actions, transition.actions)
 
 
-def test_numpy_integers_are_integers(tmp_path):
+def test_sizes_may_be_numpy_integers(tmp_path):
     storage = RolloutStorage(np.int64(2), np.int32(3), np.int64(4), None, (np.int64(2),))
     storage.save(tmp_path / "kept")
     assert storage.observations.shape == (3, 2, 4) and storage.actions.shape == (3, 2, 2)
@@ -347,7 +347,7 @@ def test_flags_assigned_from_other_dtypes_are_kept_as_zero_and_one():
 
 
 @pytest.mark.parametrize("how", ["assigned", "in place"])
-def test_time_outs_written_by_hand_do_not_stay_for_the_next_rollout(how):
+def test_time_outs_written_by_hand_are_cleared_for_the_next_rollout(how):
     storage = fill(make_storage())
     if how == "assigned":
         storage.time_outs = torch.ones(6, 4, 1)
@@ -357,7 +357,7 @@ def test_time_outs_written_by_hand_do_not_stay_for_the_next_rollout(how):
     assert not fill(storage).time_outs.any()
 
 
-def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
+def test_observations_without_a_shape_and_invalid_seeds_raise():
     with pytest.raises(SchemaError, match="the shape of 'obs_shape' must be "):
         RolloutStorage(2, 3, None, None, (2,))
     with pytest.raises(UsageError, match=r"generator must be .* a seed of 64 bits, got 'x'"):
@@ -384,7 +384,7 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
         ({"buffer_dilation_ratio": None}, "buffer_dilation_ratio must be .*>= 1, got None"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_name(options, text):
+def test_invalid_options_raise_with_their_name(options, text):
     with pytest.raises(UsageError, match=text):
         make_storage(2, 2, QueueRolloutStorage, **options)
 
@@ -402,7 +402,7 @@ def test_options_that_cannot_be_are_refused_by_name(options, text):
     ],
 )
 @pytest.mark.parametrize("name", ["observations", "actions", "critic_observations"])
-def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got):
+def test_invalid_field_names_raise_at_construction(name, shape, got):
     shapes = {"observations": (3,), "critic_observations": None, "actions": (2,), name: shape}
     if name == "critic_observations" and not shape:
         assert RolloutStorage(2, 2, *shapes.values()).critic_observations is None
@@ -418,7 +418,7 @@ def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got
     )
 
 
-def test_a_column_cannot_stand_below_another_one():
+def test_a_column_cannot_be_nested_below_another_column():
     class Below(RolloutStorage):
         def declare_columns(self):
             return [

@@ -159,7 +159,7 @@ def test_without_the_final_observation_a_done_is_marked_as_not_valid():
     assert next(filled(dones).mini_batch_generator(1, 1)).next_valid is None
 
 
-def test_strict_next_false_gives_the_plain_shift():
+def test_strict_next_false_returns_the_shifted_observations():
     dones = torch.tensor([[0, 1], [1, 0], [0, 0]], dtype=torch.bool)
     storage = filled(dones, strict_next=False, emit_next_valid=True)
     (batch,) = storage.mini_batch_generator(1, 1)
@@ -254,7 +254,7 @@ def test_a_partial_rollout_needs_the_next_observations_of_its_last_step():
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
-def test_final_observations_of_unsigned_integers_are_put_in(dtype):
+def test_final_observations_of_unsigned_integers_are_inserted(dtype):
     storage = SarsaRolloutStorage(2, 3, ((2,), dtype), None, (ACTIONS,), generator=0)
     for step in range(3):
         x = torch.full((2, 2), 10 * step).to(getattr(torch, dtype))
@@ -293,7 +293,7 @@ def test_validate_compares_numbers_of_every_dtype(dtype, shape):
     storage.add_transitions(transition)
 
 
-def test_validate_takes_nan_for_the_same_nan_and_for_no_number():
+def test_validate_treats_nan_as_equal_to_nan_only():
     storage = make_storage(2, 4, SarsaRolloutStorage, critic_obs_shape=None, validate=True)
     odd = torch.tensor([[float("nan"), 1.0, 2.0], [0.0, float("nan"), float("inf")]])
     transition = make_transition(

@@ -118,7 +118,7 @@ def test_a_state_of_another_class_or_of_other_arguments_is_refused(tmp_path):
         QueueRolloutStorage.load(tmp_path / "kept")
 
 
-def test_what_is_saved_while_another_thread_adds_is_one_moment(tmp_path):
+def test_a_state_saved_while_another_thread_adds_is_consistent(tmp_path):
     storage = make_storage(256, 64, QueueRolloutStorage, generator=0)
     is_over, added = threading.Event(), threading.Event()
 
@@ -168,7 +168,7 @@ def test_i18_every_storage_has_the_attributes_that_its_methods_read(tmp_path):
     assert type(load_store(tmp_path / "replay", device="cpu")) is ReplayBuffer
 
 
-def test_a_store_that_does_not_say_what_it_is_cannot_be_made() -> None:
+def test_a_store_without_the_state_methods_cannot_be_created() -> None:
     class Nameless(Store):
         def _get_state(self) -> State:
             return State({}, {}, {})

@@ -77,7 +77,7 @@ def test_counts_of_a_state_are_ints_in_their_range(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layout_of_states_is_one_and_fits_their_tensors(kind):
+def test_an_invalid_layout_of_hidden_states_raises(kind):
     storage = filled(kind)
     state = storage.state_dict()
     for layout in LAYOUTS:
@@ -91,7 +91,7 @@ def test_the_layout_of_states_is_one_and_fits_their_tensors(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_that_nobody_asked_for_are_refused(kind):
+def test_unknown_tensors_of_a_state_raise(kind):
     storage = filled(kind)
     state = storage.state_dict()
     for name in ("reward", "saved_hidden_states/9", "saved_hidden_states/x", "observations/a"):
@@ -99,7 +99,7 @@ def test_tensors_that_nobody_asked_for_are_refused(kind):
         refuse(storage, {**state, "tensors": strange}, f"'{name}'")
 
 
-def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
+def test_values_of_queue_and_sarsa_states_are_checked():
     queue = filled(QueueRolloutStorage)
     state = queue.state_dict()
     for value in (1, None, "yes"):
@@ -144,7 +144,7 @@ def test_what_only_a_queue_or_its_next_observations_keep_is_checked_too():
 @pytest.mark.parametrize(
     "name, value", [("step", 77), ("step", 1.5), ("num_partial_rows", True), ("states", ["q"])]
 )
-def test_a_folder_with_such_numbers_is_called_damaged(tmp_path, name, value):
+def test_a_folder_with_invalid_numbers_raises_as_damaged(tmp_path, name, value):
     filled(RolloutStorage).save(tmp_path / "kept")
     path = tmp_path / "kept" / "config.json"
     config = config_of(path)

@@ -16,7 +16,7 @@ from storage.errors import CorruptFileError
 
 
 @pytest.mark.parametrize("name", ["max_priority", "num_draws"])
-def test_a_number_that_cannot_be_is_reported(name):
+def test_an_invalid_number_of_a_state_raises(name):
     store = AdvancedReplayBuffer(4, generator=0)
     store.append({"x": torch.ones(2), "name": "a"})
     state = store.state_dict()
