@@ -34,7 +34,7 @@ from ..errors import SchemaError, UsageError
 from ..ring.ring_store import cells, keys_in
 from ..saving.saved_store import checked_count, checked_tensor
 from .priority_rules import Limits, PriorityRule
-from .sum_tree import LeastWeight, MinTree, SumTree, least_positive
+from .sum_tree import MinTree, SumTree, least_positive
 
 #: Upper limit of the sum of all weights, far below the largest float64.
 _MAX_SUM = 1e300
@@ -143,7 +143,6 @@ class PrioritizedRing:
         #: Number of leaves. A device has one more leaf, of weight 0, to which skipped entries are
         #: written.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
-        self._least = LeastWeight(self._weights)
         #: Largest priority of a row with which the sum of all weights stays below `_MAX_SUM`.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
         all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
@@ -293,7 +292,7 @@ class PrioritizedRing:
         self._counts[places] = counts
         gone = self.places(dropped)
         self._counts.index_fill_(0, gone, False)
-        self._weights.fill(gone, 0.0)
+        self._weights.put(gone, 0.0)
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
@@ -306,10 +305,9 @@ class PrioritizedRing:
             else:
                 self._num_valid = None
             self._counts[found] = False
-            old = self._weights.exchange(own(found), 0.0)
-            self._least.note(own(found), old, old * 0)
+            self._weights.put(own(found), 0.0)
             if self._oldest is not None:
-                self._oldest.fill(found, 0.0)
+                self._oldest.put(own(found), 0.0)
         return found
 
     def stale(self, iteration: int) -> torch.Tensor | None:
@@ -325,7 +323,6 @@ class PrioritizedRing:
     def clear(self) -> None:
         """Remove all rows; reset the largest priority to 1 and the number of draws to 0."""
         self._weights.clear()
-        self._least = LeastWeight(self._weights)
         self._counts.zero_()
         self._total = 0
         self._num_valid = 0
@@ -348,7 +345,7 @@ class PrioritizedRing:
         if among is None and not self._is_on_cpu:
             return self._has_mass or self._look_for_mass()
         if among is None:
-            return bool(self._least.value() < inf)
+            return bool(self._weights.least() < inf)
         return bool((self._weights.read(among) > 0).any())
 
     @writes_in_order
@@ -379,20 +376,14 @@ class PrioritizedRing:
         else:
             tree = SumTree(len(among), self.device)
             tree.rebuild(self._weights.read(among))
-        if self._is_on_cpu:
-            drawn = tree.draw_weights(num_draws, generator)
-            if drawn is None:
-                return None
-            places, weights = drawn
-            least = (
-                self._least.value() if among is None else float(least_positive(tree.leaves_view()))
-            )
-        else:
-            places, weights, least = tree.draw_on_device(num_draws, generator)
-            if among is None and self.num_draws % _DRAWS_PER_LOOK == 0:
-                self._late_mass.send((least < inf).long())
+        drawn = tree.draw_weights(num_draws, generator)
+        if drawn is None:
+            return None
+        places, weights, least = drawn
         if among is not None:
             places = own(among)[places]
+        elif not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
+            self._late_mass.send((least < inf).long())
         importance = self._importance(least, weights)
         self.num_draws += 1
         ids = keys_in(places, self._total, self._num_slots, self._num_lanes)
@@ -649,10 +640,7 @@ class PrioritizedRing:
         if counts is not None:
             weights = torch.where(counts, weights, 0.0)
         self._own_priorities[places] = priorities
-        if self._is_on_cpu:
-            self._least.note(places, self._weights.exchange(places, weights), weights)
-        else:
-            self._weights.put(places, weights)
+        self._weights.put(places, weights)
         if self._is_on_cpu:
             self._largest = max(self._largest, largest)
         elif largest is not None:
@@ -716,7 +704,6 @@ class PrioritizedRing:
         if not bool(((row_ids == self._ids(num_places)) | ~counts).all()):
             raise SchemaError("row_ids of the state do not match the slots of the rows.")
         self._weights.rebuild(weights)
-        self._least.note_first(num_places)
         self.priorities[:num_places] = tensors["priorities"]
         self._set_numbers(float(numbers["max_priority"]), int(numbers["num_dead_updates"]))
         self.num_draws = int(numbers["num_draws"])
@@ -749,8 +736,6 @@ class PrioritizedRing:
 
     def check_valid(self) -> tuple[bool, str]:
         """Check the invariants: return (whether all hold, description of the first violation)."""
-        if bool((self._weights.blocks_view().flatten()[self._num_places :] > 0).any()):
-            return False, "a place behind the last has a weight"
         weights = self._weights.leaves_view()
         if bool((weights[~self._counts] > 0).any()):
             return False, "a row that is gone has a weight"
@@ -759,8 +744,8 @@ class PrioritizedRing:
         if bool((self._ids(self._num_places)[self._counts] < 0).any()):
             return False, "a row that was never written counts"
         least = float(least_positive(weights))
-        if float(self._least.value()) != least:
-            return False, f"the least weight is {least}, not {self._least.value()}"
+        if float(self._weights.least()) != least:
+            return False, f"the least weight is {least}, not {self._weights.least()}"
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ import torch
 from ..core import arguments
 from ..core.records import numbers
 from ..errors import OutOfRangeError, UsageError
-from .sum_tree import MaxTree, MinTree, SumTree, WideTree
+from .sum_tree import BlockTree, MaxTree, MinTree, SumTree
 
 #: Relative tolerance of a mass above the sum.
 _SLACK = 1e-9
-_KINDS: dict[str, type[WideTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
+_KINDS: dict[str, type[BlockTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
 
 
 class SegmentTree:

@@ -29,7 +29,7 @@ SLACK_ULPS = 256
 
 
 def sized(data: st.DataObject) -> int:
-    """Choose a capacity; trees of more than 4096 places have two levels, of more than 65536 three."""
+    """Choose a capacity: of one block, of a full last block, and of a last block with gaps."""
     return data.draw(st.sampled_from([1, 2, 3, 31, 33, 100, 1025, 4096, 4097, 5000, 66_000]))
 
 
@@ -133,6 +133,20 @@ def test_draws_have_the_law_of_the_weights_one_per_interval() -> None:
     )
 
 
+@pytest.mark.parametrize("capacity", [3000, 300_000])
+@pytest.mark.parametrize("num_draws", [1, 500, 5000])
+def test_blocks_of_any_width_have_the_same_law(capacity: int, num_draws: int) -> None:
+    tree = SumTree(capacity)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(capacity, dtype=torch.float64, generator=generator) ** 20
+    weights[torch.arange(capacity) % 5 > 0] = 0
+    tree.write(torch.arange(capacity), weights)
+    for _ in range(10):
+        counts = torch.bincount(tree.draw(num_draws, generator), minlength=capacity)
+        assert not counts[weights == 0].any()
+        assert ((counts - num_draws * weights / weights.sum()).abs() < 2.001).all()
+
+
 def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> None:
     """Each place has a weight, and its stretch of the running sum meets its stratum, in exact numbers."""
     weights = [Fraction(x) for x in tree.leaves_view().tolist()]
@@ -141,7 +155,8 @@ def check_drawn(tree: SumTree, num_draws: int, generator: torch.Generator) -> No
     if total == 0:
         assert drawn is None
         return
-    places, found = drawn
+    places, found, least = drawn
+    assert least == float(min(weight for weight in weights if weight))
     assert len(places) == num_draws and (places >= 0).all() and (places < tree.capacity).all()
     assert (found > 0).all() and found.tolist() == [float(weights[place]) for place in places]
     slack = SLACK_ULPS * Fraction(math.ulp(float(total)))
@@ -173,7 +188,7 @@ def test_at_most_lists_the_values_up_to_a_bound() -> None:
     tree.rebuild(numbers)
     for bound in (-1.0, 0.0, 7.0, 100.0):
         assert torch.equal(tree.at_most(bound), (numbers <= bound).nonzero().squeeze(1))
-    tree.fill(torch.tensor([5, 8999]), math.inf)
+    tree.put(np.array([5, 8999]), math.inf)
     assert 5 not in tree.at_most(100.0).tolist() and len(tree.at_most(100.0)) == 8998
     tree.clear()
     assert tree.reduce() == math.inf and not len(tree.at_most(1e300))
