@@ -383,7 +383,7 @@ class BlockFolder:
     def _stamp_of(self, name: str) -> FileStamp | None:
         """Return size and modification time of a file that may be a block.
 
-        None if the file was removed or is no regular file. The latter adds an error to `problems`.
+        None if the file was removed or is not a regular file. The latter adds an error to `problems`.
         """
         path = self.data_dir / name
         try:
@@ -395,7 +395,7 @@ class BlockFolder:
             return None
         if stamp is None:  # Opening a pipe would block.
             self.problems[name] = CorruptFileError(
-                f"The block {str(path)!r} is no regular file. It is left out."
+                f"The block {str(path)!r} is not a regular file. It is left out."
             )
         return stamp
 

@@ -249,7 +249,7 @@ class OwnWriter(ForeignWriter):
             self.changed(change, episode)
         for name in self._fit.lacking.get(schema, ()):
             value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
-            self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
+            self.changed(f"field {name!r} is {value} in episodes without it", episode)
 
     def _add_steps(self, writer: RolloutWriter, episode: EpisodeToWrite) -> None:
         """Write an episode in portions; record its checksums before the last portion."""
@@ -326,7 +326,9 @@ class OwnWriter(ForeignWriter):
             if group == "observation":
                 texts.append(part)
         if any(name not in parts for name in (*fields, *texts)):
-            self.changed("the final observation is left out: it lacks a part", episode)
+            self.changed(
+                "the final observation is left out: some of its fields are missing", episode
+            )
             return None
 
         rows: dict[str, Any] = {}

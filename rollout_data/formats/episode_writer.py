@@ -672,7 +672,7 @@ class SharedFields:
         """Yield a line of the report for each filled or omitted field of an episode."""
         for name in self.filled(episode):
             value = "False" if self.schema[name].dtype == "bool" else "NaN"
-            yield f"field {name!r} is {value} in episodes that lack it"
+            yield f"field {name!r} is {value} in episodes without it"
         for name, reason in self.left_out.items():
             if name in episode.schema or name in episode.texts:
                 yield f"field {name!r} is left out: {reason}"

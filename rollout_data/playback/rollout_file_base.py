@@ -220,7 +220,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
         """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
         raise UsageError(
-            f"{type(self).__name__} cannot look frames up by time. Override reference_num_frames "
+            f"{type(self).__name__} does not support reading by time. Override reference_num_frames "
             "and read_frames_at."
         )
 

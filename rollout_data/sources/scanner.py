@@ -122,7 +122,7 @@ class Choice:
             writer, _, number = name.rpartition(":")
             if not number.isdecimal():
                 raise UsageError(
-                    f"{name!r} is no name of a trajectory of {str(origin.path)!r}, expected "
+                    f"{name!r} is not the name of a trajectory of {str(origin.path)!r}, expected "
                     "'writer:number'."
                 )
             assert self._numbers is not None

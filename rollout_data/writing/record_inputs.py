@@ -230,7 +230,7 @@ def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
     columns = {name: getattr(transition, name, None) for name in (*usual, *include)}
     missing = [name for name in include if columns[name] is None]
     if missing:
-        raise UsageError(f"include has {missing[0]!r}, which is no field of the storage.")
+        raise UsageError(f"include has {missing[0]!r}, which is not a field of the storage.")
     step = transition.step
     is_full_queue = getattr(transition, "buffer_full", False)
 

@@ -78,7 +78,7 @@ def check_file(target: Path, file: Path, noted: FileSum) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise changed_file(target, file, "it was removed") from None
     if not stat.S_ISREG(status.st_mode):
-        raise changed_file(target, file, "it is no regular file")
+        raise changed_file(target, file, "it is not a regular file")
     if status.st_size != noted.size:
         raise changed_file(target, file, f"it has {status.st_size} bytes, expected {noted.size}")
     is_read = status.st_size <= ALWAYS_READ_BYTES or status.st_mtime_ns != noted.mtime_ns

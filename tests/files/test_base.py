@@ -105,7 +105,7 @@ def test_num_steps_must_be_a_positive_whole_number(num_steps):
 
 
 def test_a_reader_without_times_raises():
-    with pytest.raises(UsageError, match="Counters cannot look frames up by time"):
+    with pytest.raises(UsageError, match="Counters does not support reading by time"):
         Counters(1).get_batch_by_time(0.0)
 
 

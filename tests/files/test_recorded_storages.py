@@ -176,5 +176,5 @@ def test_include_of_means_needs_a_gaussian_storage(tmp_path):
         name.startswith("policy_outputs") for name in found[0].fields
     )
     without = filled(RolloutStorage, policy_outputs=OUTPUTS)
-    with pytest.raises(UsageError, match="include has 'mu', which is no field of the storage"):
+    with pytest.raises(UsageError, match="include has 'mu', which is not a field of the storage"):
         record(tmp_path / "none", without, include=("mu",))

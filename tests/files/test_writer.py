@@ -97,7 +97,7 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
         storage.add_transitions(transition)
     with make(tmp_path) as writer:
         writer.add_rollout(storage, include=("values", "actions_log_prob"), policy_version=3)
-        with pytest.raises(UsageError, match="which is no field of the storage"):
+        with pytest.raises(UsageError, match="which is not a field of the storage"):
             writer.add_rollout(storage, include=("nothing",))
     found = trajectories_of(tmp_path)
     assert [(one.env, one.length, end_of(one)) for one in found] == [

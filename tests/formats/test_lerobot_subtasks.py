@@ -89,7 +89,7 @@ def test_merged_sets_get_a_joint_table_of_subtasks_and_keep_their_texts(tmp_path
     merged = rollout_data.open(tmp_path / "merged")
     assert sorted(episode["subtask"] for episode in merged) == sorted(expected)
     done = rollout_data.convert(merged, tmp_path / "set", "lerobot", progress=False)
-    assert "'subtask_index' is counted anew" in done.changes
+    assert "'subtask_index' is recomputed" in done.changes
     written = rollout_data.open(tmp_path / "set")
     assert [episode["subtask"] for episode in written] == [episode["subtask"] for episode in merged]
     assert sorted(written.metadata["subtasks"].values()) == ["lift", "place", "reach"]

@@ -368,9 +368,9 @@ def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_lef
     assert rows["next.success"].tolist() == [False] * 3 + [True] + [False] * 8
     assert rows["next.done"].tolist() == [False] * 3 + [True] + [False] * 8
     report = made.report
-    assert report["field 'contact' is False in episodes that lack it"] == ["b:0"]
-    assert report["field 'effort' is NaN in episodes that lack it"] == ["c:0"]
-    assert report["'next.success' is False in episodes that do not tell it"] == ["b:0", "c:0"]
+    assert report["field 'contact' is False in episodes without it"] == ["b:0"]
+    assert report["field 'effort' is NaN in episodes without it"] == ["c:0"]
+    assert report["'next.success' is False in episodes without this information"] == ["b:0", "c:0"]
     for name in ("count", "words", "observation/camera", "reward"):
         assert report[f"field {name!r} is left out: not all episodes have it"] == ["a:0", "b:0"]
     back = rollout_data.open(tmp_path / "set")
@@ -605,7 +605,7 @@ REPORTED: dict[str, tuple[Callable[[LeRobotSet], None], dict[str, list[str]]]] =
         lambda made: made.entries[1].update(tasks=list(TASKS[::-1])),
         {"only the first task of an episode is written": ["1"]},
     ),
-    "other times": (off_by(0.01), {"'timestamp' is counted anew": ["1"]}),
+    "other times": (off_by(0.01), {"'timestamp' is recomputed": ["1"]}),
     "times that lerobot takes for those of the frames": (off_by(0.00005), {}),
     "language": (in_words, {}),
 }

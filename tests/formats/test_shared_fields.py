@@ -159,7 +159,7 @@ END_FLAGS = {
         "the end, which is unknown, is written as a timeout",
         ["terminals", "timeouts"],
     ),
-    "lerobot": ("x", "'next.done' is False in episodes that do not tell it", ["next.done"]),
+    "lerobot": ("x", "'next.done' is False in episodes without this information", ["next.done"]),
     "trajectory-folders": (
         "x",
         "`dones` and `timeouts` are False in all steps: the end of the episode is not known",
@@ -311,8 +311,8 @@ def test_missing_fields_of_a_demo_are_filled_with_false_and_nan_only(tmp_path):
     source = record_with_gaps(tmp_path / "gaps.hdf5")
     for name, key in (("robomimic", "touch"), ("isaaclab", "touch")):
         changes = convert(source, tmp_path / f"{name}.hdf5", name).changes
-        assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
-        assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+        assert changes["field 'is_held' is False in episodes without it"] == ["demo_1"]
+        assert changes["field 'observation/touch' is NaN in episodes without it"] == ["demo_1"]
         assert changes["field 'count' is left out: not all episodes have it"] == [
             "demo_0",
             "demo_2",
@@ -362,7 +362,7 @@ def test_missing_rewards_of_demos_are_missing_reward(tmp_path):
 def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
     source = record_with_gaps(tmp_path / "gaps.hdf5")
     changes = convert(source, tmp_path / "d.hdf5", "d4rl", missing_reward=0.0).changes
-    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'is_held' is False in episodes without it"] == ["demo_1"]
     with h5py.File(tmp_path / "d.hdf5") as file:
         assert (
             file["observations"].shape == (12, 5) and np.isnan(file["observations"][4:8, 3:]).all()
@@ -377,7 +377,7 @@ def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
     back = [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "d.hdf5")]
     assert back == [noted["0"], noted["1"], noted["2"]]
     changes = convert(source, tmp_path / "m", "minari", missing_reward=0.0).changes
-    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'observation/touch' is NaN in episodes without it"] == ["demo_1"]
     back = rollout_data.open(tmp_path / "m")
     assert (
         np.isnan(back[1].observation["touch"]).all()
@@ -396,7 +396,7 @@ def gaps_with_rewards(folder: Path) -> Any:
 def test_rlinf_fills_flags_and_floats_and_leaves_integers_out(tmp_path):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5")
     changes = convert(source, tmp_path / "r", "rlinf").changes
-    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'is_held' is False in episodes without it"] == ["demo_1"]
     assert changes["field 'count' is left out: not all episodes have it"] == ["demo_0", "demo_2"]
     files = [
         torch.load(tmp_path / "r" / f"trajectory_{number}_recorded.pt", weights_only=True)
@@ -430,7 +430,7 @@ def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path)
     changes = convert(
         rollout_data.open(tmp_path / "gaps.hdf5"), tmp_path / "t", "trajectory-folders"
     ).changes
-    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'observation/touch' is NaN in episodes without it"] == ["demo_1"]
     line = "field 'observation/low' (float64) is written as float32: 1 value changes, by at most 1"
     assert changes[line] == ["demo_2"]
     paths = [
@@ -458,8 +458,8 @@ def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path)
 def test_block_files_keep_the_dtypes_of_flags_and_integers(tmp_path):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5")
     changes = convert(source, tmp_path / "own", "rollout-data").changes
-    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
-    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'is_held' is False in episodes without it"] == ["demo_1"]
+    assert changes["field 'observation/touch' is NaN in episodes without it"] == ["demo_1"]
     assert changes["field 'count' is left out: some episodes do not have it"] == [
         "demo_0",
         "demo_2",
@@ -569,7 +569,7 @@ def test_fields_that_a_conversion_filled_are_absent_in_a_copy_of_the_copy(tmp_pa
     assert {*FILLED[name]} <= lacking
     assert own[0].schema.keys() == own[2].schema.keys()
     if name == "trajectory-folders":
-        assert changes["field 'observation/hand_grip' is NaN in episodes that lack it"] == [
+        assert changes["field 'observation/hand_grip' is NaN in episodes without it"] == [
             copy.ids[1]
         ]
 

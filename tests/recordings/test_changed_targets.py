@@ -250,7 +250,7 @@ def test_a_pipe_or_folder_in_place_of_a_target_file_raises_without_waiting(tmp_p
         file = place(target, "rlinf") / "trajectory_1_recorded.pt"
         file.unlink()
         make(file)
-        with pytest.raises(UsageError, match="it is no regular file"):
+        with pytest.raises(UsageError, match="it is not a regular file"):
             convert(source, target, "rlinf")
         with suppress(OSError):
             file.unlink()

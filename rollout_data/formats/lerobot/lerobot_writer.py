@@ -622,7 +622,7 @@ class LerobotWriter(ForeignWriter):
             if name == NUMBER and self._has_subtask_texts:
                 numbers = numbers_of(self._subtasks, episode.read(TEXT, start, stop), values)
                 is_changed = (numbers != values).any()
-                self.changed(f"{NUMBER!r} is counted anew", episode, is_changed)
+                self.changed(f"{NUMBER!r} is recomputed", episode, is_changed)
                 values = numbers
             statistics.add(column.name, values)
             yield values
@@ -689,7 +689,7 @@ class LerobotWriter(ForeignWriter):
             difference = np.abs(recorded.astype(np.float64) - values)
             if not (difference > TOLERANCE_S).any():
                 return recorded.astype(values.dtype)
-        self.changed(f"{name!r} is counted anew", episode)
+        self.changed(f"{name!r} is recomputed", episode)
         return values
 
     @contextmanager
@@ -720,7 +720,7 @@ class LerobotWriter(ForeignWriter):
         earlier: Any = episode.metadata.get(ABSENT) or ()
         for name in absent:
             is_new = name in self._flags and name not in earlier
-            self.changed(f"{name!r} is False in episodes that do not tell it", episode, is_new)
+            self.changed(f"{name!r} is False in episodes without this information", episode, is_new)
         self._report_fields(episode)
         self._report_pictures(episode)
         self._report_metadata(episode)

@@ -185,7 +185,7 @@ class _Machine:
         module, _, name = named.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):
-            raise corrupt_pickle(self.path, f"{full[:80]!r} is no valid name of a global")
+            raise corrupt_pickle(self.path, f"{full[:80]!r} is not a valid name of a global")
         if (module, name) not in GLOBALS:
             raise unsafe_pickle(self.path, f"the global {full[:200]!r}")
         return GLOBALS[module, name]
