@@ -83,19 +83,15 @@ class OpenChunk(NamedTuple):
     @property
     def signature(self) -> Signature:
         """Keys, row shapes and dtypes of the arrays that become fields. Components are flat."""
-        shapes = {
-            key: array.shape[1:]
-            for key, array in self.arrays.items()
-            if key not in (DONES, *TIMEOUTS)
-        }
-        return tuple(
-            StoredField(
-                key,
-                (prod(shape),) if _is_component(key) else shape,
-                dtype_name(self.arrays[key].dtype),
-            )
-            for key, shape in shapes.items()
-        )
+        fields = []
+        for key, array in self.arrays.items():
+            if key in (DONES, *TIMEOUTS):
+                continue
+            shape = array.shape[1:]
+            if _is_component(key):
+                shape = (prod(shape),)
+            fields.append(StoredField(key, shape, dtype_name(array.dtype)))
+        return tuple(fields)
 
     def read(self, key: str) -> np.ndarray:
         return self.arrays[key].read(self.file, self.path)
@@ -124,7 +120,12 @@ def scan_chunk(file: ChunkFile) -> TrajectoryChunk:
             chunk.repairs.append("a timeout without a done is read as the end of a trajectory")
         ends = np.flatnonzero(is_done | is_timeout)
         return TrajectoryChunk(
-            file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs)
+            file=file,
+            num_frames=chunk.num_frames,
+            signature=chunk.signature,
+            ends=ends,
+            is_timeout=is_timeout[ends],
+            repairs=tuple(chunk.repairs),
         )
 
 
@@ -138,11 +139,9 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     Optional arrays with empty rows are left out, because they were not recorded.
     """
     repairs: list[str] = []
-    observations = (
-        [OBSERVATIONS]
-        if OBSERVATIONS in content
-        else [key for key in content if _is_component(key)]
-    )
+    observations = [OBSERVATIONS]
+    if OBSERVATIONS not in content:
+        observations = [key for key in content if _is_component(key)]
     required = [*observations, ACTIONS, DONES]
     keys = ", ".join(map(repr, content))[:200]
     for key in (ACTIONS, DONES):
@@ -154,7 +153,8 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
             f"{keys}."
         )
     wanted = [*observations, PRIVILEGED, ACTIONS, REWARDS, DONES, *TIMEOUTS]
-    if ignored := [key for key in content if key not in wanted and key not in _UNREAD]:
+    ignored = [key for key in content if key not in {*wanted, *_UNREAD}]
+    if ignored:
         repairs.append(f"unknown keys are ignored: {', '.join(map(repr, ignored))}"[:200])
     arrays = {}
     for key in wanted:
@@ -217,9 +217,7 @@ def join_chunks(
     """
     problems: list[DataFileError] = []
     newest: dict[int, TrajectoryChunk] = {}
-    for chunk in sorted(
-        chunks, key=lambda chunk: (chunk.file.mtime_ns, chunk.file.stop, chunk.file.path)
-    ):
+    for chunk in sorted(chunks, key=_age):
         start = chunk.file.start
         if chunk.num_frames == 0:
             message = f"{str(chunk.file.path)!r} has no frames. The file is left out."
@@ -263,6 +261,11 @@ def join_chunks(
     return kept, problems
 
 
+def _age(chunk: TrajectoryChunk) -> tuple[int, int, Path]:
+    """Return a sort key that orders chunks from the oldest to the newest."""
+    return chunk.file.mtime_ns, chunk.file.stop, chunk.file.path
+
+
 def cut_trajectories(
     folder: Path, chunks: Sequence[TrajectoryChunk]
 ) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
@@ -282,35 +285,56 @@ def cut_trajectories(
     ends = np.concatenate(
         [chunk.ends + start for chunk, start in zip(chunks, chunk_starts, strict=True)]
     )
-    kinds = np.where(np.concatenate([chunk.is_timeout for chunk in chunks]), TRUNCATED, TERMINATED)
-    stops = ends + 1
-    if not len(stops) or stops[-1] < total:
-        stops = np.append(stops, total)
-        kinds = np.append(kinds, OPEN)
-    firsts = np.append(0, stops[:-1])
-    starts = np.union1d(chunk_starts, firsts)
-    chunk = np.searchsorted(chunk_starts, starts, side="right") - 1
-    trajectory = np.searchsorted(firsts, starts, side="right") - 1
+    is_timeout = np.concatenate([chunk.is_timeout for chunk in chunks])
+
+    # First frame, stop and end flag of each trajectory.
+    trajectory_stops = ends + 1
+    end_flags = np.where(is_timeout, TRUNCATED, TERMINATED)
+    if not len(ends) or trajectory_stops[-1] < total:
+        trajectory_stops = np.append(trajectory_stops, total)
+        end_flags = np.append(end_flags, OPEN)
+    trajectory_starts = np.append(0, trajectory_stops[:-1])
+
+    # A fragment starts where a chunk or a trajectory starts.
+    starts = np.union1d(chunk_starts, trajectory_starts)
+    fragment_lengths = np.diff(np.append(starts, total))
+    chunk_of = np.searchsorted(chunk_starts, starts, side="right") - 1
+    trajectory_of = np.searchsorted(trajectory_starts, starts, side="right") - 1
+    is_first = starts == trajectory_starts[trajectory_of]
+    is_last = starts + fragment_lengths == trajectory_stops[trajectory_of]
+
     fragments = np.zeros(len(starts), FRAGMENT_DTYPE)
-    fragments["trajectory"], fragments["start"] = trajectory, starts - firsts[trajectory]
-    fragments["length"], fragments["row"] = (
-        np.diff(np.append(starts, total)),
-        starts - chunk_starts[chunk],
-    )
-    fragments["final_row"] = fragments["policy_version"] = -1
-    is_last = starts + fragments["length"] == stops[trajectory]
-    fragments["flags"] = np.where(fragments["start"] == 0, FIRST, 0) | np.where(
-        is_last, kinds[trajectory], 0
-    )
-    if len(firsts) == 1:
-        return fragments, chunk, []
-    inside = int((stops < total).sum())
-    ends_text = f"{inside} end{'' if inside == 1 else 's'} before its last frame"
-    if inside:
+    fragments["trajectory"] = trajectory_of
+    fragments["start"] = starts - trajectory_starts[trajectory_of]
+    fragments["length"] = fragment_lengths
+    fragments["row"] = starts - chunk_starts[chunk_of]
+    fragments["final_row"] = -1
+    fragments["policy_version"] = -1
+    fragments["flags"] = np.where(is_first, FIRST, 0)
+    fragments["flags"] |= np.where(is_last, end_flags[trajectory_of], 0).astype(np.uint32)
+    return fragments, chunk_of, _inner_ends(folder, ends, trajectory_stops, total)
+
+
+def _inner_ends(
+    folder: Path, ends: np.ndarray, trajectory_stops: np.ndarray, total: int
+) -> list[DataFileError]:
+    """Return an error if a folder has several trajectories; it should have one.
+
+    Args:
+        folder: The trajectory folder.
+        ends: Frames with an end, ascending.
+        trajectory_stops: Stop of each trajectory, ascending.
+        total: Number of frames.
+    """
+    if len(trajectory_stops) == 1:
+        return []
+    num_inner = int((trajectory_stops < total).sum())
+    ends_text = f"{num_inner} end{'' if num_inner == 1 else 's'} before its last frame"
+    if num_inner:
         ends_text += f", the first at frame {int(ends[0])}"
     problem = DataFileError(
-        f"{str(folder)!r} has {ends_text}. It is read as {len(firsts)} trajectories.",
+        f"{str(folder)!r} has {ends_text}. It is read as {len(trajectory_stops)} trajectories.",
         kind="inside",
         episode=folder.name,
     )
-    return fragments, chunk, [problem]
+    return [problem]

@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,17 +60,32 @@ _FIELD_OF_KEY = {
 }
 _COMPONENT = "observation/"
 
-#: Number of chunks that are first scanned without threads, and number of threads for the rest.
-#: Scanning a pickle needs the global interpreter lock. Threads cost 30 % if the files are in the
-#: page cache, and help only if the disk is slow. The first chunks are timed to decide.
-_NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
+#: Number of chunks that are first scanned without threads. Scanning a pickle needs the global
+#: interpreter lock. Threads cost 30 % if the files are in the page cache, and help only if the disk
+#: is slow. The first chunks are timed to decide.
+_NUM_TRIAL_CHUNKS = 16
+#: Number of threads for the other chunks.
+_NUM_THREADS = 8
 #: Age in ns up to which a truncated last chunk is not reported. The older writer writes chunks in
 #: place, so a recently changed chunk may still grow.
 _WRITING_NS = 10 * 10**9
-#: A trajectory folder with joined chunks: sort key, chunks, and the fragments and chunk positions
-#: from `cut_trajectories`.
-_Joined = tuple[tuple[int, int, str], list[TrajectoryChunk], np.ndarray, np.ndarray]
 _CUT = "This chunk and the later chunks of its trajectory are left out."
+
+
+class JoinedFolder(NamedTuple):
+    """A trajectory folder with joined chunks.
+
+    Attributes:
+        order: Sort key of the folder.
+        chunks: Joined chunks, by frame.
+        fragments: Fragments of `cut_trajectories`.
+        chunk_of: Position of each fragment's chunk in `chunks`.
+    """
+
+    order: tuple[int, int, str]
+    chunks: list[TrajectoryChunk]
+    fragments: np.ndarray
+    chunk_of: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +96,7 @@ class FolderScan:
         data_dir: Data folder.
         schema: Fields as users see them; empty if nothing could be read.
         metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
-        chunk_paths: TrajectoryChunk files with used frames. Fragments refer to them by position.
+        chunk_paths: Chunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
             `row` is the first row within the chunk. Trajectories are numbered by the modification
             time of their last chunk, the number of their folder and their path. `end_time_ns`
@@ -122,7 +136,7 @@ def scan_trajectory_folder(
         data_dir: Data folder. All folders below it are searched.
         previous: An earlier scan of this folder. Only new and changed chunks are opened. The fields
             of the earlier scan are kept if that scan found fields.
-        without: TrajectoryChunk files to leave out because reading them to the end failed.
+        without: Chunk files to leave out because reading them to the end failed.
 
     Raises:
         UsageError: `data_dir` is not a folder.
@@ -132,62 +146,111 @@ def scan_trajectory_folder(
     data_dir = Path(data_dir)
     folders, problems = list_trajectory_folders(data_dir)
     metadata, metadata_problems = read_metadata(data_dir, folders)
-    files = [file for folder in folders for file in folder.files if file not in without]
-    known = previous.known if previous else {}
-    known_paths = {file.path for file in known}
-    scanned = _scan_chunks([file for file in files if file not in known])
-    scanned = {file: known[file] if file in known else scanned[file] for file in files}
-    readable = {
-        file: chunk for file, chunk in scanned.items() if isinstance(chunk, TrajectoryChunk)
-    }
-    chunks = readable.values()
-    signature, schema, contradictions = _fields(
-        chunks, metadata, data_dir / METADATA_NAME, previous
-    )
-    problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
-    joined: list[_Joined] = []
-    absent = _absent_of(metadata.pop(ABSENT, None), folders)
+    files = []
     for folder in folders:
-        good = []
-        for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
-            if isinstance(found, DataFileError):
-                is_new_end = file == folder.files[-1] and file.path not in known_paths
-                is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
-                is_cut = isinstance(found.__cause__, TruncatedPickleError)
-                # The writer may still be writing this chunk. The next scan reads or reports it.
-                problems += [] if is_new_end and is_cut and is_recent else [found]
-            elif found.signature != signature:
-                expected, got = _difference(signature, found.signature)
-                message = (
-                    f"{str(file.path)!r} has {got}, but most chunks have {expected}. {_CUT} "
-                    "Move the file to a separate data folder to read it."
-                )
-                problems.append(DataFileError(message, kind="fields", episode=folder.path.name))
-            else:
-                good.append(found)
-        kept, chain_problems = join_chunks(folder.path, good)
-        problems += chain_problems
-        if kept:
-            fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
-            problems += cut_problems
-            if DONES in absent.get(folder.path, ()):
-                fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(
-                    np.uint32
-                )
-            order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
-            joined.append((order, kept, fragments, chunk_of))
-    files_known = KnownFiles({file.path: file.state for file in readable})
+        files += [file for file in folder.files if file not in without]
+    known = previous.known if previous else {}
+    scanned = _scan_chunks([file for file in files if file not in known])
+    for file in files:
+        if file in known:
+            scanned[file] = known[file]
+    readable = {}
+    for file in files:
+        chunk = scanned[file]
+        if isinstance(chunk, TrajectoryChunk):
+            readable[file] = chunk
+
+    chunks = readable.values()
+    metadata_path = data_dir / METADATA_NAME
+    signature, schema, contradictions = _fields(chunks, metadata, metadata_path, previous)
+    problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
+    absent = _absent_of(metadata.pop(ABSENT, None), folders)
+    known_paths = {file.path for file in known}
+    joined = []
+    for folder in folders:
+        usable, chunk_problems = _usable_chunks(folder, scanned, signature, known_paths)
+        joined_folder, join_problems = _join_folder(folder, usable, absent)
+        problems += chunk_problems + join_problems
+        if joined_folder is not None:
+            joined.append(joined_folder)
+    chunk_paths, fragments, chunk_of = _in_order(joined)
     return FolderScan(
         data_dir,
         schema,
         metadata,
-        *_in_order(joined),
+        chunk_paths,
+        fragments,
+        chunk_of,
         tuple(problems),
         absent,
-        readable,
-        files_known,
-        signature,
+        known=readable,
+        files=KnownFiles({file.path: file.state for file in readable}),
+        signature=signature,
     )
+
+
+def _usable_chunks(
+    folder: TrajectoryFolder,
+    scanned: Mapping[ChunkFile, TrajectoryChunk | DataFileError],
+    signature: Signature,
+    known_paths: Collection[Path],
+) -> tuple[list[TrajectoryChunk], list[DataFileError]]:
+    """Return the readable chunks of a folder with the expected arrays, and errors for the others.
+
+    Args:
+        folder: The trajectory folder.
+        scanned: Maps chunk files to chunks, or to errors of unreadable files.
+        signature: The expected arrays.
+        known_paths: Files that an earlier scan has read.
+    """
+    usable = []
+    problems = []
+    for file in folder.files:
+        chunk = scanned.get(file)
+        if isinstance(chunk, DataFileError):
+            is_new_end = file == folder.files[-1] and file.path not in known_paths
+            is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
+            is_truncated = isinstance(chunk.__cause__, TruncatedPickleError)
+            # The writer may still be writing this chunk. The next scan reads or reports it.
+            if not (is_new_end and is_recent and is_truncated):
+                problems.append(chunk)
+        elif chunk is not None and chunk.signature != signature:
+            expected, got = _difference(signature, chunk.signature)
+            message = (
+                f"{str(file.path)!r} has {got}, but most chunks have {expected}. {_CUT} Move the "
+                "file to a separate data folder to read it."
+            )
+            problems.append(DataFileError(message, kind="fields", episode=folder.path.name))
+        elif chunk is not None:
+            usable.append(chunk)
+    return usable, problems
+
+
+def _join_folder(
+    folder: TrajectoryFolder,
+    chunks: Sequence[TrajectoryChunk],
+    absent: Mapping[Path, Sequence[str]],
+) -> tuple[JoinedFolder | None, list[DataFileError]]:
+    """Join the chunks of a folder and divide them into trajectories.
+
+    Args:
+        folder: The trajectory folder.
+        chunks: Its usable chunks.
+        absent: `absent` of `FolderScan`.
+
+    Returns:
+        The joined folder, or None if no chunk can be used.
+        Errors to report.
+    """
+    kept, problems = join_chunks(folder.path, chunks)
+    if not kept:
+        return None, problems
+    fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
+    if DONES in absent.get(folder.path, ()):
+        is_open = (fragments["flags"] & OPEN) != 0
+        fragments["flags"][is_open] |= END_UNKNOWN
+    order = (kept[-1].file.mtime_ns, folder.number, str(folder.path))
+    return JoinedFolder(order, kept, fragments, chunk_of), problems + cut_problems
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
@@ -199,14 +262,15 @@ def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, li
         noted: Maps folder names to names of fields and flags that the source lacks.
         folders: All trajectory folders.
     """
-    if not isinstance(noted, dict) or len({folder.path.parent for folder in folders}) != 1:
+    parents = {folder.path.parent for folder in folders}
+    if not isinstance(noted, dict) or len(parents) != 1:
         return {}
-    listed = {folder.path: noted.get(folder.path.name) for folder in folders}
-    return {
-        path: [name for name in names if isinstance(name, str)]
-        for path, names in listed.items()
-        if isinstance(names, list)
-    }
+    absent = {}
+    for folder in folders:
+        names = noted.get(folder.path.name)
+        if isinstance(names, list):
+            absent[folder.path] = [name for name in names if isinstance(name, str)]
+    return absent
 
 
 def _fields(
@@ -244,11 +308,14 @@ def _fields(
 
 def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
     """Return the first difference of two signatures as texts (expected, got)."""
-    mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
-    for key in {**mine, **theirs}:
-        if mine.get(key) != theirs.get(key):
-            return str(mine.get(key, f"no {key}")), str(theirs.get(key, f"no {key}"))
-    return f"the order {', '.join(mine)}", ", ".join(theirs)
+    expected_fields = {field.key: field for field in expected}
+    got_fields = {field.key: field for field in got}
+    for key in {**expected_fields, **got_fields}:
+        expected_field = expected_fields.get(key)
+        got_field = got_fields.get(key)
+        if expected_field != got_field:
+            return str(expected_field or f"no {key}"), str(got_field or f"no {key}")
+    return f"the order {', '.join(expected_fields)}", ", ".join(got_fields)
 
 
 def _build_schema(
@@ -325,10 +392,11 @@ def _are_shapes(value: Any) -> bool:
 def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, TrajectoryChunk | DataFileError]:
     start_s = time.perf_counter()
     start_cpu_s = time.thread_time()
-    found = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
+    scanned = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
     is_waiting = time.perf_counter() - start_s > 2 * (time.thread_time() - start_cpu_s)
-    found += each(_try_scan, files[_NUM_TRIAL_CHUNKS:], _NUM_THREADS if is_waiting else 1)
-    return dict(zip(files, found, strict=True))
+    num_threads = _NUM_THREADS if is_waiting else 1
+    scanned += each(_try_scan, files[_NUM_TRIAL_CHUNKS:], num_threads)
+    return dict(zip(files, scanned, strict=True))
 
 
 def _try_scan(file: ChunkFile) -> TrajectoryChunk | DataFileError:
@@ -360,7 +428,7 @@ def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
     return problems
 
 
-def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
+def _in_order(joined: list[JoinedFolder]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
     """Join the chunk paths, fragments and chunk positions of all folders, sorted by their keys.
 
     Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
@@ -370,15 +438,16 @@ def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.n
     chunk_of = [np.zeros(0, np.int64)]
     num_trajectories = 0
     time_ns = -1
-    for _, chunks, fragments, chunk in sorted(joined, key=itemgetter(0)):
-        time_ns = max(time_ns + 1, chunks[-1].file.mtime_ns)
+    for folder in sorted(joined, key=lambda folder: folder.order):
+        fragments = folder.fragments
+        time_ns = max(time_ns + 1, folder.chunks[-1].file.mtime_ns)
         fragments["end_time_ns"] = time_ns + fragments["trajectory"]
         time_ns = int(fragments["end_time_ns"][-1])
         fragments["trajectory"] += num_trajectories
         num_trajectories = int(fragments["trajectory"][-1]) + 1
         tables.append(fragments)
-        chunk_of.append(chunk + len(paths))
-        paths += [chunk.file.path for chunk in chunks]
+        chunk_of.append(folder.chunk_of + len(paths))
+        paths += [chunk.file.path for chunk in folder.chunks]
     return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
 
 
