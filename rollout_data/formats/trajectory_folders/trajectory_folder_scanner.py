@@ -123,25 +123,23 @@ class TrajectoryFolderScanner(Scanner):
 
     def _report_copies(self, scan: FolderScan) -> None:
         """Report copied actions in the first fragment of 2 or more frames; see `copied_actions`."""
-        listed = np.flatnonzero(scan.fragments["length"] > 1)
-        if not len(listed):
+        candidates = np.flatnonzero(scan.fragments["length"] > 1)
+        if not len(candidates):
             return
-        one, chunk, layout = (
-            scan.fragments[listed[0]],
-            int(scan.chunk_of[listed[0]]),
-            layouts_of(scan.schema)[DATA],
-        )
+        fragment = scan.fragments[candidates[0]]
+        chunk = int(scan.chunk_of[candidates[0]])
+        layout = layouts_of(scan.schema)[DATA]
 
-        def read(name: str, count: int) -> np.ndarray:
+        def read(name: str, num_frames: int) -> np.ndarray:
             column = layout.column_of[name].name
-            rows = read_chunk_rows(scan, chunk, columns=[column])[column][
-                one["row"] : one["row"] + count
-            ]
-            found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
-            return found
+            start = fragment["row"]
+            rows = read_chunk_rows(scan, chunk, columns=[column])[column]
+            rows = rows[start : start + num_frames]
+            values: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
+            return values
 
         with suppress(DataFileError, OSError):  # Reading raises this error later.
-            for problem in copied_actions(layout.schema, int(one["length"]), read):
+            for problem in copied_actions(layout.schema, int(fragment["length"]), read):
                 path = str(scan.chunk_paths[chunk])
                 self._source.advise(DataFileError(f"{path!r}: {problem}"))
 
@@ -166,39 +164,51 @@ class TrajectoryFolderScanner(Scanner):
         for number, scan in enumerate(self._scans):
             if scan.signature:
                 self._source.check_schema(scan.schema, scan.data_dir)
-            fragments = scan.fragments.copy()
-            folder_of = [
-                path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths
-            ]
-            fragments["trajectory"] = numbers_within(
-                np.array(folder_of)[scan.chunk_of], fragments["trajectory"]
-            )
-            of_folder: list[Block] = []
-            parts = np.split(
-                fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths)))
-            )
-            found = {file.path: file for file in scan.known}
-            for chunk, path in enumerate(scan.chunk_paths):
-                file = found[path]
-                absent = scan.absent.get(path.parent)
-                note = json.dumps({ABSENT: absent})
-                numbers = np.unique(parts[chunk]["trajectory"]).tolist() if absent else []
-                block = Block(
-                    path,
-                    f"{number}:{folder_of[chunk]}",
-                    chunk,
-                    parts[chunk],
-                    file_bytes=file.num_bytes,
-                    mtime_ns=file.mtime_ns,
-                    notes=tuple((one, note) for one in numbers),
-                )
-                of_folder.append(block)
-                chunks[of_folder[-1].key] = scan, chunk
-            blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
+            blocks_of_scan = _blocks_of(scan, f"{number}:")
+            for chunk, block in enumerate(blocks_of_scan):
+                chunks[block.key] = scan, chunk
+            blocks += Choice(self._source.origins[number], f"{number}:").of(blocks_of_scan)
 
-        return ChunkRows(
-            TrajectoryIndex(blocks), layouts_of(self._source.schema or Schema([])), chunks
+        layouts = layouts_of(self._source.schema or Schema([]))
+        return ChunkRows(TrajectoryIndex(blocks), layouts, chunks)
+
+
+def _blocks_of(scan: FolderScan, label: str) -> list[Block]:
+    """Return one block per chunk of a scan. A trajectory folder is a writer of blocks.
+
+    Args:
+        scan: Scan of a data folder.
+        label: Beginning of the names of the writers.
+    """
+    folder_of_chunk = []
+    for path in scan.chunk_paths:
+        folder_of_chunk.append(path.parent.relative_to(scan.data_dir).as_posix())
+    fragments = scan.fragments.copy()
+    folder_of_fragment = np.array(folder_of_chunk)[scan.chunk_of]
+    fragments["trajectory"] = numbers_within(folder_of_fragment, fragments["trajectory"])
+    first_fragments = np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths)))
+    fragments_of_chunk = np.split(fragments, first_fragments)
+
+    files = {file.path: file for file in scan.known}
+    blocks = []
+    for chunk, path in enumerate(scan.chunk_paths):
+        notes = []
+        absent = scan.absent.get(path.parent)
+        if absent:
+            note = json.dumps({ABSENT: absent})
+            numbers = np.unique(fragments_of_chunk[chunk]["trajectory"])
+            notes = [(number, note) for number in numbers.tolist()]
+        block = Block(
+            path,
+            f"{label}{folder_of_chunk[chunk]}",
+            chunk,
+            fragments_of_chunk[chunk],
+            file_bytes=files[path].num_bytes,
+            mtime_ns=files[path].mtime_ns,
+            notes=tuple(notes),
         )
+        blocks.append(block)
+    return blocks
 
 
 class ChunkRows(UnmappedRows):

@@ -77,39 +77,47 @@ class TrajectoryFolderWriter(ForeignWriter):
         return {**options, **{name: _named(name, options, metadata) for name in ("env", "policy")}}
 
     def begin(self) -> set[str]:
-        self._folders = {
-            source.id: self.path / f"trajectory_{number}"
-            for number, source in enumerate(self.episodes)
-        }
+        self._folders = {}
+        for number, episode in enumerate(self.episodes):
+            self._folders[episode.id] = self.path / f"trajectory_{number}"
         self._fields = self._chosen_fields()
-        for episode in self.episodes:
-            if "action" not in self._fields.schema or not self._fields.schema.below("observation"):
-                reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
-                got = "; ".join(reasons) or repr(episode.schema)
-                raise UsageError(
-                    f"episode {episode.id!r} cannot be written as a trajectory folder: {got}. "
-                    "All episodes need an observation and an action with the same dtype and shape."
-                )
-            parts = Counter(
-                _component(name.partition("/")[2])
-                for name in self._fields.schema.below("observation")
-            )
-            if twice := [part for part, count in parts.items() if count > 1]:
-                raise UsageError(
-                    f"episode {episode.id!r} cannot be written as a trajectory folder, because "
-                    f"several observations are called {twice[0]!r} without '/'. Rename them."
-                )
-            if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
-                reason = self._fields.left_out.get("reward")
-                got = f"a reward that cannot be written: {reason}" if reason else "no reward"
-                raise UsageError(
-                    f"episode {episode.id!r} has {got}. Pass missing_reward=... for the episodes "
-                    "without rewards."
-                )
+        if self.episodes:
+            self._check_fields(self.episodes[0])
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(".tmp_*"):
-            left.unlink()
-        return {source.id for source in self.episodes if self._file(source).exists()}
+        for temporary in self.path.glob(".tmp_*"):
+            temporary.unlink()
+        return {episode.id for episode in self.episodes if self._file(episode).exists()}
+
+    def _check_fields(self, episode: EpisodeToWrite) -> None:
+        """Check that the chosen fields can be written. Errors name `episode`.
+
+        Raises:
+            UsageError: There is no action, no observation or no reward, or two names are equal.
+        """
+        schema = self._fields.schema
+        left_out = self._fields.left_out
+        observations = schema.below("observation")
+        if "action" not in schema or not observations:
+            reasons = [f"{name!r}: {reason}" for name, reason in left_out.items()]
+            got = "; ".join(reasons) or repr(episode.schema)
+            raise UsageError(
+                f"episode {episode.id!r} cannot be written as a trajectory folder: {got}. All "
+                "episodes need an observation and an action with the same dtype and shape."
+            )
+        names = Counter(_component(name.partition("/")[2]) for name in observations)
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise UsageError(
+                f"episode {episode.id!r} cannot be written as a trajectory folder, because several "
+                f"observations are called {repeated[0]!r} without '/'. Rename them."
+            )
+        if "reward" not in schema and self.options["missing_reward"] is None:
+            reason = left_out.get("reward")
+            got = f"a reward that cannot be written: {reason}" if reason else "no reward"
+            raise UsageError(
+                f"episode {episode.id!r} has {got}. Pass missing_reward=... for the episodes "
+                "without rewards."
+            )
 
     def _file(self, episode: EpisodeToWrite) -> Path:
         return self._folders[episode.id] / f"traj_{0:06d}_{episode.length:06d}.pickle"
@@ -126,9 +134,9 @@ class TrajectoryFolderWriter(ForeignWriter):
         """
         shared = shared_fields(self.episodes)
         coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
-        lacking = {
-            name for episode in self.episodes for name in coded if name not in episode.schema
-        }
+        lacking = set()
+        for episode in self.episodes:
+            lacking |= set(coded) - episode.schema.keys()
         left_out = {**shared.left_out, **dict.fromkeys(sorted(lacking), "not all episodes have it")}
         if self.options["missing_reward"] is not None:
             left_out.pop("reward", None)
@@ -152,59 +160,76 @@ class TrajectoryFolderWriter(ForeignWriter):
             self.changed("the observation after the last step is left out", episode)
 
     def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        length = episode.length
+        """Return the arrays of an episode by key; report what they change."""
         chunk: dict[str, Any] = {}
         for change in self._fields.changes(episode):
             self.changed(change, episode)
         for name in episode.schema:
             self.changed(f"the field {name!r} is left out", episode, not _is_written(name))
-        for name, field in self._fields.schema.items():
-            head, _, rest = name.partition("/")
-            flat = np.array(self._fields.read(episode, name)).reshape(length, -1)
-            if len(field.shape) > 1 and name in (*_KEYS, "reward"):
-                self.changed(f"{name!r} is flattened", episode)
-            elif name in (*_KEYS, "reward"):
-                self.reshaped(name, (field.num_elements,), episode)
-            if head == "observation" and rest:
-                if _COUNTS in field.codec and field.dtype != "uint8":
-                    # Values are multiples of 1/255, so the stored bytes are recovered exactly.
-                    flat = np.rint(flat * 255).astype(np.uint8)
-                chunk[f"obs_{_component(rest)}"] = self._narrowed(
-                    flat, name, episode, keeps_bytes=True
-                )
-                if field.dtype == "uint8":
-                    self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
-                if "/" in rest:
-                    self.changed(f"{name!r} is called {_component(rest)!r}", episode)
-            elif name in _KEYS:
-                chunk[_KEYS[name]] = self._narrowed(flat, name, episode)
-        if "reward" in episode.schema:
-            rewards = np.array(episode.read("reward")).reshape(length, -1)
-            chunk["rewards"] = self._narrowed(rewards, "reward", episode)
-        else:
-            widths = (
-                other.schema["reward"].num_elements
-                for other in self.episodes
-                if "reward" in other.schema
-            )
-            shape = length, next(widths, 1)
-            chunk["rewards"] = np.full(shape, self.options["missing_reward"], np.float32)
-            self.changed("rewards are made up by missing_reward", episode)
+        for name in self._fields.schema:
+            if name != "reward":
+                chunk[_key_of(name)] = self._flat_rows(episode, name)
+
+        chunk["rewards"] = self._rewards(episode)
         chunk["values"] = np.zeros_like(chunk["rewards"])
-        is_last = np.arange(length) == length - 1
+        is_last = np.arange(episode.length) == episode.length - 1
         has_end = bool(episode.terminated) or bool(episode.truncated)
         chunk["dones"] = (is_last & has_end).astype(np.uint8)[:, None]
         chunk["timeouts"] = is_last & bool(episode.truncated)
-        what = "`dones` and `timeouts` are False in all steps: the end of the episode is not known"
-        self.changed(what, episode, has_unknown_end(episode))
+        change = (
+            "`dones` and `timeouts` are False in all steps: the end of the episode is not known"
+        )
+        self.changed(change, episode, has_unknown_end(episode))
         return chunk
+
+    def _flat_rows(self, episode: EpisodeToWrite, name: str) -> Array:
+        """Return the rows of a field as `[T, num_elements]`, in a dtype of this layout."""
+        field = self._fields.schema[name]
+        rows = np.array(self._fields.read(episode, name)).reshape(episode.length, -1)
+        _, _, component = name.partition("/")
+        if not component:
+            self._report_shape(episode, name)
+            return self._narrowed(rows, name, episode)
+
+        if _COUNTS in field.codec and field.dtype != "uint8":
+            # Values are multiples of 1/255, so the stored bytes are recovered exactly.
+            rows = np.rint(rows * 255).astype(np.uint8)
+        rows = self._narrowed(rows, name, episode, keeps_bytes=True)
+        if field.dtype == "uint8":
+            self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
+        if "/" in component:
+            self.changed(f"{name!r} is called {_component(component)!r}", episode)
+        return rows
+
+    def _report_shape(self, episode: EpisodeToWrite, name: str) -> None:
+        field = self._fields.schema[name]
+        if len(field.shape) > 1:
+            self.changed(f"{name!r} is flattened", episode)
+        else:
+            self.reshaped(name, (field.num_elements,), episode)
+
+    def _rewards(self, episode: EpisodeToWrite) -> Array:
+        """Return the rewards of an episode: float32 `[T, R]`."""
+        if "reward" in self._fields.schema:
+            self._report_shape(episode, "reward")
+        if "reward" in episode.schema:
+            rewards = np.array(episode.read("reward")).reshape(episode.length, -1)
+            return self._narrowed(rewards, "reward", episode)
+
+        width = 1
+        for other in self.episodes:
+            if "reward" in other.schema:
+                width = other.schema["reward"].num_elements
+                break
+        self.changed("rewards are made up by missing_reward", episode)
+        return np.full((episode.length, width), self.options["missing_reward"], np.float32)
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
         """Return the names of the fields and flags that an episode lacks."""
-        return [
-            *self._fields.absent(episode, _read_name),
-            *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ()),
-        ]
+        names = [*self._fields.absent(episode, _read_name)]
+        if has_unknown_end(episode):
+            names += [DONES, TIMEOUTS[0]]
+        return names
 
     def _narrowed(
         self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False
@@ -219,15 +244,21 @@ class TrajectoryFolderWriter(ForeignWriter):
         if not self.is_complete or self.is_finished(self.path):
             return
         episodes = [episode for episode in self.episodes if episode.id in self.written]
-        first = self._fields.schema if episodes else Schema([])
-        components = {
-            _component(name.partition("/")[2]): field
-            for name, field in first.items()
-            if name.startswith("observation/")
-        }
+        content = self._metadata_of(episodes)
+        self._set_times(episodes)
+        with replace_file(self.path / "metadata.json") as temporary:
+            temporary.write_text(json.dumps(content, indent=1), "utf-8")
+            # The files are recorded again, because their modification times have changed.
+            files = {self._name(episode): self._file(episode) for episode in episodes}
+            self.note_files({**files, "metadata.json": temporary})
+        self.note_finish()
+
+    def _metadata_of(self, episodes: Sequence[EpisodeToWrite]) -> dict[str, Any]:
+        """Return the content of `metadata.json` for the written episodes."""
+        schema = self._fields.schema if episodes else Schema([])
         metadata = self.fitting_metadata()
-        about = {
-            **{name: value for name, value in metadata.items() if name not in DERIVED},
+        content = {name: value for name, value in metadata.items() if name not in DERIVED}
+        content |= {
             "config": metadata.get("config"),
             "env": _named("env", self.options, self.metadata),
             "policy": _named("policy", self.options, self.metadata),
@@ -235,21 +266,36 @@ class TrajectoryFolderWriter(ForeignWriter):
             "success_traj_only": False,
             "min_timesteps": 0,
             "min_episodes": 0,
-            "use_critic_obs": "privileged_observation" in first,
+            "use_critic_obs": "privileged_observation" in schema,
             "total_timesteps": sum(episode.length for episode in episodes),
             "total_trajectories": len(episodes),
         }
-        absent = {self._folders[episode.id].name: self._absent(episode) for episode in episodes}
-        if noted := {folder: names for folder, names in absent.items() if names}:
-            about[ABSENT] = noted
+
+        absent = {}
+        for episode in episodes:
+            names = self._absent(episode)
+            if names:
+                absent[self._folders[episode.id].name] = names
+        if absent:
+            content[ABSENT] = absent
+
+        components = {}
+        for name, field in schema.items():
+            if name.startswith("observation/"):
+                components[_component(name.partition("/")[2])] = field
         if components:
-            about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
-            coded = [
-                name
-                for name, field in components.items()
-                if _COUNTS in field.codec or field.dtype == "uint8"
-            ]
-            about["obs_disassemble_mapping"] = dict.fromkeys(coded, _COUNTS)
+            content["obs_segments"] = {
+                name: list(field.shape) for name, field in components.items()
+            }
+            mapping = {}
+            for name, field in components.items():
+                if _COUNTS in field.codec or field.dtype == "uint8":
+                    mapping[name] = _COUNTS
+            content["obs_disassemble_mapping"] = mapping
+        return content
+
+    def _set_times(self, episodes: Sequence[EpisodeToWrite]) -> None:
+        """Set the modification times of the folders and files in the order of the episodes."""
         folders = [self._folders[episode.id] for episode in episodes]
         last_s = max((folder.stat().st_mtime for folder in folders), default=0)
         for number, folder in enumerate(folders):
@@ -257,16 +303,16 @@ class TrajectoryFolderWriter(ForeignWriter):
             os.utime(folder, (time_s, time_s))
             for file in folder.iterdir():
                 os.utime(file, (time_s, time_s))
-        with replace_file(self.path / "metadata.json") as temporary:
-            temporary.write_text(json.dumps(about, indent=1), "utf-8")
-            # The files are recorded again, because their modification times have changed.
-            files = {self._name(episode): self._file(episode) for episode in episodes}
-            self.note_files({**files, "metadata.json": temporary})
-        self.note_finish()
 
 
 def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
     return options[name] or str(metadata.get(name, ""))
+
+
+def _key_of(name: str) -> str:
+    """Return the key of a field in a chunk."""
+    head, _, component = name.partition("/")
+    return f"obs_{_component(component)}" if component else _KEYS[head]
 
 
 def _is_written(name: str) -> bool:
