@@ -162,6 +162,8 @@ class RolloutWriter(Shown, Owned):
         self._late_ns: int | None = None
         #: Time in ns that was assigned to the last step from a GPU.
         self._last_late_ns = 0
+        #: Errors of steps from a GPU that were not raised yet.
+        self._late_errors: list[Exception] = []
         self._tally = Tally(self.num_envs)
         self._note_count = NoteCount(self.num_envs)
         self._num_accepted = 0
@@ -313,12 +315,11 @@ class RolloutWriter(Shown, Owned):
     def flush(self) -> None:
         """Publish all added steps; wait until the blocks are written."""
         self._check_usable()
-        late_error = self._record_late_steps()
+        self._record_late_steps(wait=True)
         self._hand_over()
         self._publisher.settle()
         self._publisher.check()
-        if late_error is not None:
-            raise late_error
+        self._raise_late_errors()
 
     def close(self) -> None:
         """Publish all steps, mark unfinished trajectories as open, and stop.
@@ -333,20 +334,24 @@ class RolloutWriter(Shown, Owned):
             return
         self._owner.check()
         has_to_end = not (self._is_ended or self._publisher.failure)
-        late_error = self._record_late_steps() if has_to_end else None
+        if has_to_end:
+            self._record_late_steps(wait=True)
         self._closed = True
         try:
-            if has_to_end:
-                self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
-                self._hand_over()
-                self._is_ended = True
-        except Exception:  # Not after a Ctrl-C, so that the next call can publish the steps.
+            try:
+                if has_to_end:
+                    self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
+                    self._hand_over()
+                    self._is_ended = True
+            except Exception:  # Not after a Ctrl-C, so that the next call can publish the steps.
+                self._leave_folder()
+                raise
             self._leave_folder()
+            self._publisher.check()
+        except RolloutDataError as error:  # No later call can raise the errors of late steps.
+            error.message += "".join(f" {late_error}" for late_error in self._late_errors)
             raise
-        self._leave_folder()
-        self._publisher.check()
-        if late_error is not None:
-            raise late_error
+        self._raise_late_errors()
 
     @property
     def num_frames(self) -> int:
@@ -439,8 +444,8 @@ class RolloutWriter(Shown, Owned):
         """
         self._check_usable()
         try:
-            while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
-                self._record_late_step(*late)
+            self._record_late_steps(wait=False)
+            self._raise_late_errors()
         finally:  # Also after an error of an earlier step, so that no frame is missing.
             # Each step reserves two times, since it may consist of two records.
             self._last_late_ns = max(self._last_late_ns + 2, self._newest_ns() + 1, time.time_ns())
@@ -462,23 +467,42 @@ class RolloutWriter(Shown, Owned):
             self._late_ns = None
 
     def settle(self) -> None:
-        """Wait for all pending copies from a GPU and record these steps; raise the first error."""
+        """Wait for all pending copies from a GPU and record these steps; raise their errors."""
         self._owner.check()
         if self._late_ns is not None:  # This is a nested call, while such a step is recorded.
             return
-        error = self._record_late_steps()
-        if error is not None:
-            raise error
+        self._record_late_steps(wait=True)
+        self._raise_late_errors()
 
-    def _record_late_steps(self) -> Exception | None:
-        """Wait for all pending copies from a GPU and record these steps; return the first error."""
-        errors = []
-        while (late := self._late_steps.receive(wait=True)) is not None:
+    def _record_late_steps(self, wait: bool) -> None:
+        """Record the pending steps from a GPU. `_raise_late_errors` raises their errors.
+
+        Args:
+            wait: Whether to wait for all steps. Otherwise only those that have arrived are
+                recorded, and at least one if the queue is full.
+        """
+        while True:
+            late = self._late_steps.receive(wait=wait or self._late_steps.is_full)
+            if late is None:
+                return
             try:
                 self._record_late_step(*late)
-            except Exception as error:  # noqa: BLE001 - returned after the later steps are recorded
-                errors.append(error)
-        return errors[0] if errors else None
+            except Exception as error:  # noqa: BLE001 - raised after the later steps are recorded
+                self._late_errors.append(error)
+
+    def _raise_late_errors(self) -> None:
+        """Raise the first error of steps from a GPU, with the messages of the other errors."""
+        if not self._late_errors:
+            return
+        first, *others = self._late_errors
+        self._late_errors = []
+        if others and isinstance(first, RolloutDataError):
+            steps = "Another step was" if len(others) == 1 else f"{len(others)} other steps were"
+            texts = " ".join(getattr(other, "message", str(other)) for other in others)
+            first.message += f" {steps} refused too: {texts}"
+        elif others:  # An error of the caller's function. A later call raises the others.
+            self._late_errors = others
+        raise first
 
     def _record(self, values: dict[str, Any], is_step: bool) -> None:
         """Check a record and copy it into the staging memory."""

@@ -1,54 +1,90 @@
-"""Asynchronous copies of numbers from a CUDA device to the host, and errors raised from them."""
+"""Asynchronous copies of numbers from a device to the host, and errors raised from them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class HostCopy:
-    """Asynchronous copy of a number from a CUDA device to pinned memory of the host. Never waits.
+    """Asynchronous copy of numbers from a CUDA device to pinned memory of the host.
+
+    On other devices, which have no pinned memory, the constructor waits for the copy.
 
     Args:
-        number: 0-d tensor, computed on the current stream.
+        numbers: Tensor, computed on the current stream. It may change after the call.
     """
 
-    def __init__(self, number: torch.Tensor) -> None:
-        self._pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
-        self._pinned.copy_(number, non_blocking=True)
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if numbers.device.type != "cuda":
+            self._numbers = numbers.detach().cpu()
+            return
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._numbers.copy_(numbers, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(number.device))
+        self._copied.record(torch.cuda.current_stream(numbers.device))
 
     @property
     def has_arrived(self) -> bool:
         """Whether the copy is complete, so that `int(copy)` returns the number."""
-        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def __int__(self) -> int:
-        return int(self._pinned)
+        return int(self._numbers)
+
+    def tolist(self) -> Any:
+        """Return the numbers as a list, or as one number if the tensor has no axes."""
+        return self._numbers.tolist()
 
 
 class DeferredErrors:
-    """Errors that depend on counts on a CUDA device, and are raised by a later call.
+    """Errors that depend on numbers on a CUDA device, and are raised by a later call.
 
-    The call that causes an error does not wait for the device. Errors of the last calls of a
-    program may never be raised.
+    The call that causes an error does not wait for the device. Every error is raised once, by a
+    later call of `raise_arrived`. A call raises at most one error. The other errors stay pending.
     """
 
     def __init__(self) -> None:
-        #: Pending counts, oldest first, each with a function from the count to its error.
-        self._counts: deque[tuple[HostCopy, Callable[[int], Exception]]] = deque()
+        #: Pending numbers, oldest first, each with a function from the numbers to an error or None.
+        self._copies: deque[tuple[HostCopy, Callable[[Any], Exception | None]]] = deque()
 
-    def note(self, count: torch.Tensor, error: Callable[[int], Exception]) -> None:
-        """Start to copy a 0-d count. A later `raise_arrived` raises `error(count)` if count > 0."""
-        self._counts.append((HostCopy(count), error))
+    @property
+    def num_pending(self) -> int:
+        """Number of copies that `raise_arrived` has not read."""
+        return len(self._copies)
 
-    def raise_arrived(self) -> None:
-        """Raise the error of the oldest arrived count above 0. Remove the counts up to this one."""
-        while self._counts and self._counts[0][0].has_arrived:
-            copy, error = self._counts.popleft()
-            count = int(copy)
-            if count:
-                raise error(count)
+    def note(self, numbers: torch.Tensor, read: Callable[[Any], Exception | None]) -> None:
+        """Start to copy numbers. A later `raise_arrived` calls `read` and raises its result.
+
+        Args:
+            numbers: Tensor on the device.
+            read: Function of the copied numbers, as `HostCopy.tolist` returns them. It returns an
+                error, or None. It is called once, in the order of the calls of `note`.
+        """
+        self._copies.append((HostCopy(numbers), read))
+
+    def raise_arrived(self, wait: bool = False) -> None:
+        """Read arrived numbers, oldest first, up to the first error. Raise this error.
+
+        Args:
+            wait: Whether to wait for all numbers.
+        """
+        while self._copies:
+            copy, read = self._copies[0]
+            if wait:
+                copy.wait()
+            elif not copy.has_arrived:
+                return
+            self._copies.popleft()
+            error = read(copy.tolist())
+            if error is not None:
+                raise error

@@ -28,6 +28,7 @@ import torch
 
 from ..errors import UsageError
 from . import arguments
+from .deferred import DeferredErrors
 from .fields import DTYPES
 
 #: Minimum size of a pooled buffer in bytes. The C allocator already reuses smaller memory.
@@ -307,65 +308,6 @@ class PackedCopy:
         ]
 
 
-class LateNumber:
-    """Asynchronous reader of integers from a device. `receive` returns them after their copy.
-
-    One copy is in progress at a time. Integers that are sent during a copy are kept, and `receive`
-    starts their copy. On devices other than CUDA, which have no pinned memory, `send` reads the
-    integers immediately.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_asynchronous = device.type == "cuda"
-        self._copied: torch.cuda.Event | None = None
-        self._number: torch.Tensor | None = None
-        self._about: Any = None
-        self._waiting: tuple[torch.Tensor, Any] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no copy is in progress."""
-        return self._number is None
-
-    @lasting
-    def send(self, number: torch.Tensor, about: Any = None) -> None:
-        """Start a copy of integers. During an earlier copy, keep only the newest integers.
-
-        Args:
-            number: Tensor of one integer, or of several integers `[n]`.
-            about: Any object, which `receive` returns together with the integers.
-        """
-        if self._number is not None:
-            self._waiting = number, about
-            return
-        self._about = about
-        if not self._is_asynchronous:
-            self._number = number.detach().cpu()
-            return
-        self._number = torch.empty(number.shape, dtype=torch.int64, pin_memory=True)
-        self._number.copy_(number, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(self._device))
-
-    def receive(self) -> tuple[Any, Any] | None:
-        """Return the copied integer or list, and `about`, once. None if no copy is complete."""
-        if self._number is None:
-            return None
-        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
-            return None
-        found = self._number.tolist(), self._about
-        self._number = self._copied = self._about = None
-        if self._waiting is not None:
-            number, about = self._waiting
-            self._waiting = None
-            # The number may have been computed on another stream.
-            if self._is_asynchronous:
-                number.record_stream(torch.cuda.current_stream(self._device))
-            self.send(number, about)
-        return found
-
-
 class StreamOrder:
     """Order of the writes and reads of one object's memory among CUDA streams.
 
@@ -380,10 +322,12 @@ class StreamOrder:
         is_needed: Whether the device has streams.
         reads: Context of a read.
         writes: Context of a write.
+        deferred: Errors of accesses that a later call raises, since the host does not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.deferred = DeferredErrors()
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)

@@ -272,9 +272,13 @@ def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None
     if deferred is not None:
         deferred.note(
             is_lost.sum(),
-            lambda count: FieldTypeError(
-                f"field {field.name!r} had numbers outside {limits} in an earlier call, which were "
-                f"stored as 0. Their count is {count}."
+            lambda count: (
+                FieldTypeError(
+                    f"field {field.name!r} had numbers outside {limits} in an earlier call, which were "
+                    f"stored as 0. Their count is {count}."
+                )
+                if count
+                else None
             ),
         )
         return kept.masked_fill_(is_lost, 0)

@@ -446,6 +446,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
             "enable_track_used_data": self._used is not None,
         }
 
+    def raise_deferred(self, wait: bool = False) -> None:
+        with self._lock:
+            if wait:
+                self._ring.send_draws()
+            self._ring.order.deferred.raise_arrived(wait)
+
     def _get_state(self) -> State:
         state = super()._get_state()
         numbers, tensors = self._ring.state(self._store.ring.num_live)
@@ -461,6 +467,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 f"{self._used is not None}."
             )
         super()._set_state(numbers, tensors)
+        self._ring.send_draws()
         ring = self._make_ring()
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
         self._ring = ring

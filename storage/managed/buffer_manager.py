@@ -323,6 +323,10 @@ class BufferManager(Store):
                 self[name].check_equal(type(self[name]).__name__, {**arguments, "name": name})
             self._load_buffers(places, state["numbers"], state["tensors"])
 
+    def raise_deferred(self, wait: bool = False) -> None:
+        for buffer in self._buffers.values():
+            buffer.raise_deferred(wait)
+
     def _get_state(self) -> State:
         cfg: dict[str, Any] = {"buffer_name": self.buffer_name, "sample_ratio": self.sample_ratio}
         numbers: dict[str, Any] = {}

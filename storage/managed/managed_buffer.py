@@ -308,6 +308,7 @@ class ManagedBuffer(Store):
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         store = ItemStore(self._store.capacity, self.device)
+        store.order = self._store.order  # It has the pending errors of earlier calls.
         self._store = store.restore(numbers, tensors, f"the objects of buffer {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])

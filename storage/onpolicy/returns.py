@@ -194,7 +194,11 @@ def write_returns(
         is_absent = _without_bootstrap(x, cut)
         deferred.note(
             is_absent.sum(),
-            lambda count: _missing_bootstrap(f"missing for {count} steps of an earlier call"),
+            lambda count: (
+                _missing_bootstrap(f"missing for {count} steps of an earlier call")
+                if count
+                else None
+            ),
         )
         cut = cut ^ is_absent
     if cut is not None and bootstrap is not None:
@@ -255,7 +259,9 @@ def checked_factor(
     if deferred is not None and checked.is_cuda:
         deferred.note(
             (~is_inside).sum(),
-            lambda count: UsageError(f"{name} was outside [0, 1] in an earlier call."),
+            lambda count: (
+                UsageError(f"{name} was outside [0, 1] in an earlier call.") if count else None
+            ),
         )
     elif not bool(is_inside.all()):
         raise UsageError(f"{name} must be in [0, 1], got {factor}.")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.deferred import DeferredErrors
 from ..core.memory import StreamOrder, lasting, sent
 from ..core.random_indices import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
@@ -130,7 +129,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._delivery = Delivery(self.device, output_device)
         self._order = StreamOrder(self.device)
         #: Errors that a device reports later; None on the CPU, where errors are raised at once.
-        self._deferred = DeferredErrors() if self.device.type == "cuda" else None
+        self._deferred = self._order.deferred if self.device.type == "cuda" else None
         self._factors = CheckedFactors(self.num_rewards, self.device, self._deferred)
         self._num_partial_rows = 0
         #: Dtypes in the first step of the observation fields without a declared dtype; None before
@@ -215,7 +214,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 0 and a later call raises.
         """
         with self._lock:
-            self._raise_deferred()
+            self._order.deferred.raise_arrived()
             if self.step >= self._table.num_rows:
                 raise RolloutOverflowError(
                     f"The storage is full with {self._table.num_rows} steps. Call clear() after "
@@ -297,7 +296,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             allow_partial = arguments.flag("allow_partial", allow_partial)
             rows = self._num_rows_for(allow_partial)
             self._order.wait(is_write=True)
-            self._raise_deferred()
+            self._order.deferred.raise_arrived()
             last_values = sent(
                 checked_last_values(last_values, self.num_envs, self.num_rewards), self.device
             )
@@ -400,7 +399,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         Raises an error if an argument is invalid.
         """
         with self._lock:
-            self._raise_deferred()
+            self._order.deferred.raise_arrived()
             rows = self._num_rows_for(allow_partial=False)
             num_items = self.num_envs * (rows if item == "row" else 1)
             bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
@@ -577,11 +576,6 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self._table.num_rows, self._table.num_rows
 
     # -- checks ----------------------------------------------------------------------------
-
-    def _raise_deferred(self) -> None:
-        """Raise the error of an earlier call if the device has reported one."""
-        if self._deferred is not None:
-            self._deferred.raise_arrived()
 
     def _num_rows_for(self, allow_partial: bool) -> int:
         """Return the number of steps to read.

@@ -17,7 +17,6 @@ import torch
 
 from ..core import arguments
 from ..core.memory import (
-    LateNumber,
     StreamOrder,
     filled,
     last_copies,
@@ -51,8 +50,8 @@ _MAX_ITERATION = 1 << 52
 #: Number of uses that are collected before they are counted. Counting 4096 uses at each draw would
 #: take 4 % of the time of a draw and its update.
 _MAX_WAITING = 1 << 14
-#: Number of draws on a device between two checks by the host that some weight is above 0.
-_DRAWS_PER_LOOK = 16
+#: Maximum number of draws on a device whose results reach the host in one copy.
+_DRAWS_PER_REPORT = 16
 #: Saved columns, with one number per position, and their dtypes.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
@@ -101,7 +100,8 @@ class PrioritizedRing:
 
     On a CUDA device the host does not wait for checks of priorities. A priority on the device that
     is negative, not finite or too large is skipped; a later draw or update raises the error. If a
-    draw found no row with a weight above 0, a later draw raises the error.
+    draw found no row with a weight above 0, a later draw or update raises the error. No error is
+    lost: the device keeps the results until they are copied to the host.
     """
 
     @lasting
@@ -128,11 +128,21 @@ class PrioritizedRing:
             1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         )
         #: On the CPU, number of updates of removed rows. On a device, number of updates of all
-        #: rows, from which `num_dead_updates` subtracts `_num_live[0]`.
+        #: rows, from which `num_dead_updates` subtracts `_totals[0]`.
         self._num_dead = 0
-        #: On a device: number of updates of live rows, and how many of these had a valid priority.
-        #: Invalid priorities of new rows reduce the second number.
-        self._num_live = torch.zeros(2, dtype=torch.int64, device=device)
+        #: Numbers on a device that are copied to the host together: the totals, and the least
+        #: weight above 0 that each draw since the last copy found, inf if it found none.
+        self._report = torch.zeros(2 + _DRAWS_PER_REPORT, dtype=torch.float64, device=device)
+        #: Number of updates of live rows, and number of valid priorities of all calls whose
+        #: priorities only the device has checked.
+        self._totals = self._report[:2]
+        self._least_weights = self._report[2:]
+        #: Number of draws since the last copy of the report.
+        self._num_unsent = 0
+        #: Number of priorities that only the device has checked, and number of invalid priorities
+        #: of which an error was raised.
+        self._num_unchecked = 0
+        self._num_invalid = 0
         #: Priority of skipped entries on a device, whose sum with `rule.eps` is 0.
         self._minus_eps = torch.full((1,), -rule.eps, dtype=torch.float64, device=device)
         #: Number of rows per lane that were ever written, and number of valid rows, which is None
@@ -150,12 +160,8 @@ class PrioritizedRing:
         self._counts = filled((self._num_places,), 0, torch.bool, device)
         self._own_priorities = own(all_priorities)
         self._own_counts = own(self._counts)
-        #: On a device: whether some weight may be above 0; the number of invalid priorities so far,
-        #: and that number at the last error.
+        #: On a device: whether some weight may be above 0.
         self._has_mass = False
-        self._late_mass = LateNumber(device)
-        self._num_wrong_raised = 0
-        self._late_wrong = LateNumber(device)
         self._has_limits = limits is not None
         self._columns = _COLUMNS | _USE_COLUMNS if self._has_limits else _COLUMNS
         limits = limits or Limits()
@@ -186,7 +192,7 @@ class PrioritizedRing:
     @property
     def num_dead_updates(self) -> int:
         """Number of updates of removed rows so far. On a device the host waits."""
-        return self._num_dead if self._is_on_cpu else self._num_dead - int(self._num_live[0])
+        return self._num_dead if self._is_on_cpu else self._num_dead - int(self._totals[0])
 
     def set_num_dead_updates(self, num_dead: int) -> None:
         """Set the number of updates of removed rows so far."""
@@ -264,8 +270,9 @@ class PrioritizedRing:
             is_right = self._is_right(given[0])
             priorities = torch.where(is_right, given[0], self._largest.view(1))
             self._set(places, priorities, priorities.max())
-            self._num_live[1] -= (~is_right).sum()
-            self._late_wrong.send(self._num_live)
+            self._totals[1].add_(is_right.sum())
+            self._num_unchecked += len(places)
+            self._send_report()
         if self._num_valid is not None:
             self._num_valid = min(self._total, self._num_slots) * self._num_lanes
 
@@ -367,23 +374,28 @@ class PrioritizedRing:
             generator: Random generator on the device of the ring.
             among: `[m]` positions to draw from, in time proportional to m; None for all rows.
         """
+        if not self._is_on_cpu:
+            self._order.deferred.raise_arrived()
+            # An update copies the results of draws too. Then the next draw needs no copy.
+            if not self._order.deferred.num_pending or self._num_unsent == _DRAWS_PER_REPORT:
+                self.send_draws()
         if among is None:
-            if not self._is_on_cpu:
-                self._read_numbers()
-                if not self.has_mass(None):
-                    return None
+            if not (self._is_on_cpu or self.has_mass(None)):
+                return None
             tree = self._weights
         else:
             tree = SumTree(len(among), self.device)
             tree.rebuild(self._weights.read(among))
-        drawn = tree.draw_weights(num_draws, generator)
+        slot: torch.Tensor | None = None
+        if among is None and not self._is_on_cpu:
+            slot = self._least_weights[self._num_unsent]
+            self._num_unsent += 1
+        drawn = tree.draw_weights(num_draws, generator, slot)
         if drawn is None:
             return None
         places, weights, least = drawn
         if among is not None:
             places = own(among)[places]
-        elif not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
-            self._late_mass.send((least < inf).long())
         importance = self._importance(least, weights)
         self.num_draws += 1
         ids = keys_in(places, self._total, self._num_slots, self._num_lanes)
@@ -565,26 +577,27 @@ class PrioritizedRing:
     def _update_on_device(
         self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool
     ) -> torch.Tensor:
-        self._read_numbers()
+        self._order.deferred.raise_arrived()
         stop = self._total * self._num_lanes
         start = stop - min(self._total, self._num_slots) * self._num_lanes
-        #: Whether a row is live, and whether its priority is valid too.
-        flags = torch.empty((2, len(ids)), dtype=torch.bool, device=self.device)
-        is_live = flags[0]
-        is_written = flags[1]
+        #: Whether a row is live, and whether its priority is valid.
+        flags = torch.empty(
+            (1 if is_checked else 2, len(ids)), dtype=torch.bool, device=self.device
+        )
+        is_live = is_written = flags[0]
         torch.eq(ids.clamp(start, stop - 1), ids, out=is_live)
         places = self.places(ids)
         if self._num_valid is None or not self._total:
             is_live &= self._counts.index_select(0, places)
-        if is_checked:
-            is_written.copy_(is_live)
-        else:
-            torch.logical_and(is_live, self._is_right(priorities), out=is_written)
-        num_live = flags.sum(1)
-        self._num_live += num_live
+        if not is_checked:
+            self._is_right(priorities, flags[1])
+            is_written = is_live & flags[1]
+        totals = flags.sum(1)
+        self._totals[: len(totals)].add_(totals)
         self._num_dead += len(ids)
         if not is_checked:
-            self._late_wrong.send(self._num_live)
+            self._num_unchecked += len(ids)
+            self._send_report()
         if len(ids):
             places = torch.where(is_written, places, self._num_places)
             priorities = torch.where(is_written, priorities, self._minus_eps)
@@ -594,32 +607,53 @@ class PrioritizedRing:
             # With alpha 0, the priority 0 of skipped entries would have the weight 0 ** 0 = 1.
             may_count = None if self.rule.alpha else places < self._num_places
             self._set(places, priorities, largest, may_count)
-        return num_live[0]
+        return totals[0]
 
-    def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
+    def _is_right(self, priorities: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return whether each priority is finite, >= 0 and small enough to sum: `[n]` bool."""
         largest = min(
             self._largest_priority - self.rule.eps, torch.finfo(priorities.dtype).max, _LARGEST
         )
-        return priorities.clamp(0, largest) == priorities
+        return torch.eq(priorities.clamp(0, largest), priorities, out=out)
 
-    def _read_numbers(self) -> None:
-        """Raise `UsageError` if earlier calls had invalid priorities or found no weight above 0."""
-        received = self._late_wrong.receive()
-        num_wrong = 0 if received is None else received[0][0] - received[0][1]
-        num_new = num_wrong - self._num_wrong_raised
-        if num_new > 0:
-            self._num_wrong_raised = num_wrong
-            raise UsageError(
-                f"earlier calls passed {num_new} invalid priorities, which were ignored. "
-                "Priorities must be finite and >= 0."
+    @writes_in_order
+    def send_draws(self) -> None:
+        """Start to copy the results of draws that were not copied yet, on a device."""
+        if self._num_unsent:
+            self._send_report()
+
+    def _send_report(self) -> None:
+        """Start to copy the results of all earlier draws and updates on a device."""
+        read = partial(self._read_report, self._num_unchecked, self._num_unsent)
+        self._order.deferred.note(self._report, read)
+        self._num_unsent = 0
+
+    def _read_report(
+        self, num_unchecked: int, num_draws: int, report: list[float]
+    ) -> UsageError | None:
+        """Return the error of earlier calls; None if they were right.
+
+        Args:
+            num_unchecked: Number of priorities that only the device had checked.
+            num_draws: Number of draws in the report.
+            report: Numbers of `_report`.
+        """
+        texts = []
+        num_invalid = num_unchecked - int(report[1])
+        if num_invalid > self._num_invalid:
+            texts.append(
+                f"earlier calls passed {num_invalid - self._num_invalid} invalid priorities, which "
+                "were ignored. Priorities must be finite and >= 0."
             )
-        received = self._late_mass.receive()
-        if received is not None and not received[0]:
+            self._num_invalid = num_invalid
+        num_empty = sum(map(isinf, report[2 : 2 + num_draws]))
+        if num_empty:
             self._has_mass = False
-            raise UsageError(
-                "an earlier call found no row with a weight above 0. Discard its batch."
-            )
+            calls, batches = "an earlier call", "its batch"
+            if num_empty > 1:
+                calls, batches = f"{num_empty} earlier calls", "their batches"
+            texts.append(f"{calls} found no row with a weight above 0. Discard {batches}.")
+        return UsageError(" ".join(texts)) if texts else None
 
     def _set(
         self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None
@@ -654,6 +688,7 @@ class PrioritizedRing:
 
         The tensors may share memory with the ring.
         """
+        self.send_draws()
         first = slice(num_places)
         tensors = {
             "weights": self._weights.leaves_view()[first].clone(),
@@ -729,9 +764,7 @@ class PrioritizedRing:
             self._largest = largest
         else:
             self._largest = torch.full_like(self._largest, largest)
-            self._num_live.zero_()
-            self._num_wrong_raised = 0
-            self._late_wrong = LateNumber(self.device)
+            self._totals[0].zero_()
         self._num_dead = num_dead
 
     def check_valid(self) -> tuple[bool, str]:

@@ -170,6 +170,12 @@ class PrioritizedWindows(RowFront, Store):
         with self._lock:
             return self._windows.check_valid()
 
+    def raise_deferred(self, wait: bool = False) -> None:
+        with self._lock:
+            if wait:
+                self._windows.send_draws()
+            super().raise_deferred(wait)
+
     def _new_windows(self, num_lanes: int, num_dead_updates: int) -> PrioritizedRing:
         windows = PrioritizedRing(
             self.capacity, num_lanes, self.rule, self.device, order=self._order
@@ -220,6 +226,7 @@ class PrioritizedWindows(RowFront, Store):
         return State(arguments, numbers, tensors | columns)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._windows.send_draws()
         rows = self._rows.emptied()
         num_dead_updates = int(numbers["num_dead_updates"])
         if numbers["schema"] is None:

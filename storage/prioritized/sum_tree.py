@@ -299,11 +299,14 @@ class SumTree(BlockTree):
         drawn = self.draw_weights(num_draws, generator)
         return None if drawn is None else tensor_of(drawn.places)
 
-    def draw_weights(self, num_draws: int, generator: torch.Generator) -> DrawnWeights | None:
+    def draw_weights(
+        self, num_draws: int, generator: torch.Generator, least: torch.Tensor | None = None
+    ) -> DrawnWeights | None:
         """Draw as `draw` does, and return the weights too.
 
         On other devices than the CPU the host does not wait, and the result is never None. If all
-        weights are 0 there, the least weight is inf, and the indices are arbitrary.
+        weights are 0 there, the least weight is inf, and the indices are arbitrary. It is written
+        to `least`, a 0-d float64 tensor, if this is not None.
         """
         total = self.total()
         if not self._is_on_cpu:
@@ -311,7 +314,7 @@ class SumTree(BlockTree):
             points = torch.empty(num_draws, dtype=torch.float64, device=self.device)
             points.uniform_(0, width, generator=generator)
             points.add_(self.numbers(num_draws), alpha=width)
-            return self._located_on_device(points.mul_(total))
+            return self._located_on_device(points.mul_(total), least)
         if total <= 0:
             return None
         memory = self._memory(num_draws)
@@ -334,12 +337,16 @@ class SumTree(BlockTree):
         memory.own_rows += self._own_sums[block][:, None]
         return block * self.width + (memory.own_rows > masses[:, None]).argmax(1)
 
-    def _located_on_device(self, masses: torch.Tensor) -> DrawnWeights:
+    def _located_on_device(
+        self, masses: torch.Tensor, least: torch.Tensor | None = None
+    ) -> DrawnWeights:
         """Return the index of each of `[n]` masses below the total, and its weight."""
         leaves = self.leaves_view()
         # The last index is the result if no other one matches.
         places = torch.searchsorted(self._running[: self.capacity - 1], masses, right=True)
-        least, place = torch.threshold(leaves, 0.0, inf).min(0)
+        least = leaves.new_empty(()) if least is None else least
+        place = places.new_empty(())
+        torch.min(torch.threshold(leaves, 0.0, inf), 0, out=(least, place))
         weights = leaves.index_select(0, places)
         return DrawnWeights(torch.where(weights > 0, places, place), weights, least)
 

@@ -118,6 +118,24 @@ class DictBuffer(RowBuffer):
             slots = ((first - lane * ring.stride).unsqueeze(1) + steps) % ring.num_slots
             return self._shown_index(slots.flatten(), lane.repeat_interleave(num_rows))
 
+    @property
+    def num_short_draws(self) -> int:
+        """Number of draws on a GPU that repeated rows because too few candidates were valid.
+
+        Only draws whose result has arrived are counted. Always 0 on the CPU.
+        """
+        boundaries = self._rows.boundaries
+        return 0 if boundaries is None else boundaries.num_short_draws
+
+    @property
+    def num_lost_finals(self) -> int:
+        """Number of final observations that were dropped because their places were full.
+
+        Waits for the device. Always 0 on the CPU.
+        """
+        boundaries = self._rows.boundaries
+        return 0 if boundaries is None else int(boundaries.num_lost_finals)
+
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw and copy rows, uniformly with replacement: nested dict of `[batch_size, *event]`.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import fsum
 from typing import Any, cast
@@ -19,7 +20,7 @@ import torch
 from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
-from ..core.memory import LateNumber, last_copies, lasting, sent
+from ..core.memory import last_copies, lasting, sent
 from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
@@ -83,12 +84,6 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     priorities: torch.Tensor
     motion_ids: list[Any]
     file_names: list[str | None]
-    #: Number of invalid priorities found on a device: in total, and at the last raised error.
-    _num_wrong: torch.Tensor | int
-    _num_wrong_raised: int
-    _late_wrong: LateNumber
-    #: Number read from a device: whether no long enough episode had a priority above 0.
-    _late_empty: LateNumber
 
     def __init__(
         self,
@@ -245,12 +240,11 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.priorities = torch.from_numpy(new.astype(np.float32))
 
     def _set_priorities_on_device(self, values: torch.Tensor, places: torch.Tensor) -> None:
-        self._read_numbers()
+        self._order.deferred.raise_arrived()
         values = values.double()
         places = places.long()
         is_right = values.isfinite() & (values >= 0) & (places >= 0) & (places < self.num_episodes)
-        self._num_wrong = self._num_wrong + (~is_right).sum()
-        self._late_wrong.send(self._num_wrong)
+        self._order.deferred.note((~is_right).sum(), self._invalid_entries)
         # Invalid entries are written to an extra element after the last episode.
         places = torch.where(is_right, places, self.num_episodes)
         new = torch.cat([self.priorities.double(), values.new_zeros(1)])
@@ -262,25 +256,23 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         new = torch.where(largest > 0, new / largest, new)
         self.priorities = torch.where(largest > 0, new / new.sum(), new).float()
 
-    def _read_numbers(self) -> None:
-        """Raise an error or warn about invalid priorities that earlier calls found on a device."""
-        received = self._late_wrong.receive()
-        if received is not None and received[0] > self._num_wrong_raised:
-            num_wrong = received[0] - self._num_wrong_raised
-            self._num_wrong_raised = received[0]
-            raise UsageError(
-                f"an earlier call passed {num_wrong} invalid priorities or idxs, which were ignored. "
-                f"Priorities must be finite and >= 0, and idxs in 0:{self.num_episodes}."
-            )
-        received = self._late_empty.receive()
-        if received is not None and received[0]:
-            self._warn_of_no_priority(received[1])
-
-    def _warn_of_no_priority(self, needed: int) -> None:
-        text = (
-            f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
+    def _invalid_entries(self, num_wrong: int) -> UsageError | None:
+        """Return the error of an earlier call with `num_wrong` invalid entries on a device."""
+        if not num_wrong:
+            return None
+        return UsageError(
+            f"an earlier call passed {num_wrong} invalid priorities or idxs, which were ignored. "
+            f"Priorities must be finite and >= 0, and idxs in 0:{self.num_episodes}."
         )
-        warnings.warn(text, RolloutDataWarning, stacklevel=4)
+
+    def _warn_if_empty(self, needed: int, is_empty: bool) -> None:
+        """Warn if no episode of at least `needed` frames has a priority above 0."""
+        if is_empty:
+            text = (
+                f"no episode of at least {needed} frames has a priority above 0; all are equally "
+                "likely"
+            )
+            warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
@@ -380,14 +372,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         #: Weighted draws of the episodes with at least a required number of frames, by this number.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
-        self._num_wrong = 0
-        self._num_wrong_raised = 0
-        self._late_wrong = LateNumber(self.device)
-        self._late_empty = LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:
         """Return cached weighted draws of the episodes with at least `needed` frames."""
-        self._read_numbers()
+        self._order.deferred.raise_arrived()
         if needed not in self._drawn_by:
             longest = int(self._frame_counts.max())
             if longest < needed:
@@ -397,12 +385,10 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             is_long = self.lengths >= needed
             weights = torch.where(is_long, self.priorities, 0.0)
             is_empty = weights.sum() <= 0
-            if not weights.is_cpu:
-                weights = torch.where(is_empty, is_long.to(torch.float32), weights)
-                self._late_empty.send(is_empty.long(), needed)
-            elif is_empty:
-                self._warn_of_no_priority(needed)
-                weights = is_long.to(torch.float32)
+            self._order.deferred.note(is_empty, partial(self._warn_if_empty, needed))
+            if weights.is_cpu:
+                self._order.deferred.raise_arrived()
+            weights = torch.where(is_empty, is_long.to(torch.float32), weights)
             self._drawn_by[needed] = Weighted(weights)
         return self._drawn_by[needed]
 

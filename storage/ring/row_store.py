@@ -183,7 +183,7 @@ class RowStore:
         places = self._find_ends(schema)
         ring = RingStore(options.num_slots, num_lanes, schema, self.device, options.num_guards)
         if options.find_ends is not None:
-            self.boundaries = Boundaries(ring, options.keeps_segments)
+            self.boundaries = Boundaries(ring, options.keeps_segments, self.order.deferred)
         self._end_places = places
         self.ring = ring
         self.reader.freeze(schema, num_lanes)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.deferred import HostCopy
 from ..core.fields import Schema, signed
-from ..core.memory import LateNumber, lasting
+from ..core.memory import lasting
 from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring_store import RingStore
@@ -198,7 +199,8 @@ class EndedRows:
             )
             for name, field in schema.items()
         }
-        self._late_number = LateNumber(ring.device)
+        #: On a device: copy of the number of live ended rows; None if no copy is in progress.
+        self._copied_count: HostCopy | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -225,12 +227,11 @@ class EndedRows:
                 return None
         else:
             num_more = 0
-            received = self._late_number.receive()
-            if (
-                received is None
-                or 2 * received[0] <= self.num_places
-                or self.num_places >= self._num_rows
-            ):
+            if self._copied_count is None or not self._copied_count.has_arrived:
+                return None
+            count = int(self._copied_count)
+            self._copied_count = None
+            if 2 * count <= self.num_places or self.num_places >= self._num_rows:
                 return None
         num_more = max(num_more, self.num_places)
         num_live = self.num_live()
@@ -282,8 +283,8 @@ class EndedRows:
             column = self._columns[name]
             values = signed(leaf.to(column.dtype)).flatten(0, 1)
             signed(column)[places] = values[rows] if self._is_on_cpu else values
-        if not self._is_on_cpu and self._late_number.is_free:
-            self._late_number.send(self.num_live(len(ended)))
+        if not self._is_on_cpu and self._copied_count is None:
+            self._copied_count = HostCopy(self.num_live(len(ended)))
         return rows, places, lost
 
     def num_live(self, num_more: int = 0) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import signed, unflatten
-from ..core.memory import LateNumber, lasting, library, own, sent, tensor_of
+from ..core.memory import lasting, library, own, sent, tensor_of
 from ..core.records import Key, names_below
 from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 from .trajectory_ends import EndKinds
@@ -134,7 +134,6 @@ class TransitionSampler:
             ends=boundaries.ends_for(self._next_names, request.at_end == "mark"),
         )
         self._unnamed_ends = self._end_kinds.unnamed(end_names)
-        self._num_wrong_ends = LateNumber(self._ring.device)
         self._library: Any = library(self._ring.device)
         is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
         #: Whether every transition consists of two consecutive rows of one trajectory.
@@ -173,7 +172,6 @@ class TransitionSampler:
                     lambda name: _leaf_at(found, name), self._factors[-1:]
                 )
             return found
-        self._raise_unnamed_ends()
         drawn = boundaries.draw(num_draws, self._extent, generator)
         if drawn is None:
             raise _no_transition()
@@ -262,7 +260,7 @@ class TransitionSampler:
     def _check_ends_are_named(self, drawn: Drawn) -> None:
         """Raise `UsageError` if an end flag missing from `end_key` is set within a trajectory.
 
-        On a device this call only counts such rows. A later call raises the error.
+        On a device a later draw raises the error.
         """
         steps = self._steps[:-1]
         # The row at step `num_ahead` may end the trajectory, so only earlier rows are checked.
@@ -274,20 +272,20 @@ class TransitionSampler:
             flags = self._ring.column(name).index_select(0, places).flatten(1)
             is_wrong |= (flags != 0).any(1)
         num_wrong = (is_wrong.view(is_within.shape[0], -1) & is_within).sum()
-        if self._num_wrong_ends.is_free:
-            self._num_wrong_ends.send(num_wrong)
+        deferred = self._boundaries.deferred
+        deferred.note(num_wrong, self._unnamed_end)
         if drawn.row.is_cpu:
-            self._raise_unnamed_ends()
+            deferred.raise_arrived()
 
-    def _raise_unnamed_ends(self) -> None:
-        """Raise `UsageError` if an earlier draw found a set end flag missing from `end_key`."""
-        received = self._num_wrong_ends.receive()
-        if received is not None and received[0]:
-            named = " or ".join(map(repr, self._unnamed_ends))
-            raise UsageError(
-                f"{named} is set on rows that do not end a trajectory, so the next row may belong "
-                "to another trajectory. Add it to end_key."
-            )
+    def _unnamed_end(self, num_wrong: int) -> UsageError | None:
+        """Return the error of `num_wrong` rows with an end flag missing from `end_key`."""
+        if not num_wrong:
+            return None
+        named = " or ".join(map(repr, self._unnamed_ends))
+        return UsageError(
+            f"{named} is set on rows that do not end a trajectory, so the next row may belong "
+            "to another trajectory. Add it to end_key."
+        )
 
     def _stack(
         self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..core.deferred import DeferredErrors
 from ..core.fields import Field, Schema, signed
-from ..core.memory import LateNumber, add_multiple, filled, lasting, library, own, tensor_of
+from ..core.memory import add_multiple, filled, lasting, library, own, tensor_of
 from ..core.random_indices import below, fill_uniform, random_bits, uniform
 from ..core.records import Rows
 from ..errors import UsageError
@@ -103,12 +105,13 @@ class Drawn(NamedTuple):
 class _Kind:
     """Statistics of one kind of draws on a device: the share of accepted candidates."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: Any) -> None:
+        #: Key of the kind in `Boundaries`.
+        self.name = name
         self.share = 0.0
         #: Number of candidates from which the share was computed. With 0, the next draw waits for
         #: the device.
         self.num_judged = 0
-        self.late_number = LateNumber(device)
         #: The numbers 0, 1, ..., one per draw of the first call. That call waits for the device, so
         #: that all streams may use the tensor afterwards.
         self.numbers: torch.Tensor | None = None
@@ -145,6 +148,7 @@ class Boundaries:
     Args:
         ring: Ring of the rows. `note` must be called before each write to the ring.
         keeps_segments: Whether ended trajectories are listed, for draws by trajectory.
+        deferred: Receives the errors of draws on a device.
 
     Attributes:
         ages: `[num_slots + 1, num_lanes]` int32; time first, so that a step of many lanes is
@@ -162,8 +166,14 @@ class Boundaries:
     """
 
     @lasting
-    def __init__(self, ring: RingStore, keeps_segments: bool = False) -> None:
+    def __init__(
+        self,
+        ring: RingStore,
+        keeps_segments: bool = False,
+        deferred: DeferredErrors | None = None,
+    ) -> None:
         self.ring = ring
+        self.deferred = DeferredErrors() if deferred is None else deferred
         self._num_slots = ring.num_slots + 1
         #: All ages, and a last entry that is the target of writes that must change no age.
         self._all_ages = filled(
@@ -605,11 +615,11 @@ class Boundaries:
         Returns:
             The candidates and their codes.
         """
+        self.deferred.raise_arrived()
         if isinstance(candidates, tuple) and not candidates[1]:
             return None, None
         kind = None if self._is_on_cpu else self._kind(name)
         if kind is not None:
-            self._read_number(kind)
             size = kind.num_candidates(num_draws)
             if 0 < size <= max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
                 return self._reject_without_waiting(
@@ -667,28 +677,28 @@ class Boundaries:
         if kind is None:
             if len(self._kinds) >= _MAX_KINDS:
                 self._kinds.clear()
-            kind = self._kinds[name] = _Kind(self.ring.device)
+            kind = self._kinds[name] = _Kind(name)
         return kind
 
-    def _read_number(self, kind: _Kind) -> None:
-        """Read the number of accepted candidates of an earlier draw, if it has arrived.
+    def _read_draw(
+        self, kind: _Kind, size: int, num_draws: int, num_accepted: int
+    ) -> UsageError | None:
+        """Note that an earlier draw accepted `num_accepted` of `size` candidates.
 
-        Raises:
-            UsageError: The earlier draw accepted no candidate.
+        Returns the error of the draw if it accepted no candidate.
         """
-        received = kind.late_number.receive()
-        if received is None:
-            return
-        num_accepted, (size, num_draws) = received
-        kind.note(num_accepted, size)
-        self.share = max(kind.share, _LEAST_SHARE / _WHOLE_SHARE)
-        if num_accepted < num_draws:
-            self.num_short_draws += 1
-            kind.num_judged = 0
-        if not num_accepted:
-            raise UsageError(
-                "an earlier call found no valid row or window. Discard its batch and add more rows."
-            )
+        is_short = num_accepted < num_draws
+        self.num_short_draws += is_short
+        if self._kinds.get(kind.name) is kind:
+            kind.note(num_accepted, size)
+            self.share = max(kind.share, _LEAST_SHARE / _WHOLE_SHARE)
+            if is_short:  # The next draw waits and measures the share again.
+                del self._kinds[kind.name]
+        if num_accepted:
+            return None
+        return UsageError(
+            "an earlier call found no valid row or window. Discard its batch and add more rows."
+        )
 
     def _reject_without_waiting(
         self,
@@ -705,12 +715,12 @@ class Boundaries:
         flags, codes = judge(proposed)
         rank = flags[:-1].cumsum(0)
         num_accepted = rank[-1]
-        if kind.late_number.is_free:
-            kind.late_number.send(num_accepted, (size, num_draws))
         numbers = kind.numbers
         if numbers is None or len(numbers) != num_draws:
             numbers = torch.arange(num_draws, device=rank.device)
         chosen = torch.searchsorted(rank, numbers % num_accepted.clamp(min=1), right=True)
+        # The copy follows the search, so that `kind.numbers` lives until the search is done.
+        self.deferred.note(num_accepted, partial(self._read_draw, kind, size, num_draws))
         return proposed.index_select(0, chosen), None if codes is None else codes.index_select(
             0, chosen
         )

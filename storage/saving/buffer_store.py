@@ -77,6 +77,7 @@ class BufferStore(Store):
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
                 earlier save is unchanged. Also an `OSError`.
+            UsageError: An earlier call on a GPU was wrong; the save is complete.
         """
         separator = (
             self.nested_key_separator if nested_key_separator is None else nested_key_separator
@@ -102,6 +103,7 @@ class BufferStore(Store):
                 "generator": self.rng.get_state().numpy().tobytes().hex(),
             }
             write_folder(folder, tables, about)
+            self._raise_after_save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict` from any device. After an error the buffer is unchanged.

@@ -177,6 +177,7 @@ class Store(Shown, ABC):
             DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, for example because the disk is full. The
                 earlier save is unchanged. Also an `OSError`.
+            UsageError: An earlier call on a GPU was wrong; the save is complete.
         """
         with self._lock:
             state = self._whole_state()
@@ -192,6 +193,24 @@ class Store(Shown, ABC):
             }
             about |= {"arguments": state.arguments, "numbers": state.numbers, "columns": columns}
             write_folder(folder, {COLUMNS: state.tensors}, about)
+            self._raise_after_save()
+
+    def raise_deferred(self, wait: bool = False) -> None:
+        """Raise the oldest error of an earlier call on a GPU, if there is one.
+
+        Args:
+            wait: Whether to wait for the GPU. Otherwise only errors that have arrived are raised.
+        """
+        if hasattr(self, "_order"):
+            with self._lock:
+                self._order.deferred.raise_arrived(wait)
+
+    def _raise_after_save(self) -> None:
+        try:
+            self.raise_deferred(wait=True)
+        except RolloutDataError as error:
+            error.message += " The save is complete."
+            raise
 
     @classmethod
     def load(

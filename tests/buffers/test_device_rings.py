@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from storage import DictBuffer, TrajectoryDictBufferMultiDim, UsageError
+from storage.ring import window_bounds
 from tests.pretend_cuda import PretendCuda
 
 from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
@@ -221,8 +223,7 @@ def test_a_draw_that_finds_too_few_valid_rows_repeats_valid_ones_and_is_counted(
     assert (batch["observation"].cpu() % 10 == 3).all()
     torch.cuda.synchronize()
     buffer.sample_transitions(64)
-    assert buffer._rows.boundaries is not None
-    assert buffer._rows.boundaries.num_short_draws == 1
+    assert buffer.num_short_draws == 1
 
 
 def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
@@ -238,6 +239,74 @@ def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
         buffer.sample_transitions(64, next_keys="x")
     with pytest.raises(UsageError, match="no row has a known next observation"):
         buffer.sample_transitions(64, next_keys="x")
+
+
+def without_valid_rows() -> DictBuffer:
+    """Return a ring without a valid row, of which the draws do not wait yet."""
+    buffer = DictBuffer(600, "cuda", end_key="done", generator=0)
+    rows = {"x": torch.zeros(600, 1).cuda(), "done": torch.zeros(600, 1).cuda()}
+    buffer.extend(rows)
+    for _ in range(3):
+        for num_steps in (1, 2):
+            buffer.sample_transitions(64, next_keys="x", num_steps=num_steps, reward_key="x")
+    torch.cuda.synchronize()
+    buffer.extend({**rows, "done": torch.ones(600, 1).cuda()})
+    return buffer
+
+
+def numbers_of_errors(call: Callable[[int], Any], text: str, num_calls: int) -> tuple[int, int]:
+    """Return how many of some calls return, and how many raise an error with a text."""
+    num_returned = 0
+    num_raised = 0
+    for number in range(num_calls):
+        try:
+            call(number)
+            num_returned += 1
+        except UsageError as error:
+            num_raised += text in str(error)
+    return num_returned, num_raised
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2])
+@pytest.mark.usefixtures("any_device")
+def test_each_draw_without_any_valid_row_raises_once(
+    num_kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = without_valid_rows()
+    monkeypatch.setattr(window_bounds, "_MAX_KINDS", num_kinds)  # forgotten with each new kind
+
+    def draw(number: int) -> None:
+        num_steps = 1 + number % 2
+        buffer.sample_transitions(64, next_keys="x", num_steps=num_steps, reward_key="x")
+
+    num_wrong, num_raised = numbers_of_errors(draw, "Discard its batch", 40)
+    assert num_raised == num_wrong > 0
+    assert buffer.num_short_draws == num_wrong
+
+
+@pytest.mark.parametrize("call", ["clear", "load_state_dict", "save", "raise_deferred"])
+@pytest.mark.usefixtures("any_device")
+def test_no_call_forgets_the_errors_of_draws(call: str, tmp_path: Any) -> None:
+    buffer = without_valid_rows()
+    buffer.sample_transitions(64, next_keys="x")
+    if call in ("clear", "load_state_dict"):
+        getattr(buffer, call)(*[buffer.state_dict()] * (call == "load_state_dict"))
+        buffer.extend({"x": torch.ones(9, 1).cuda(), "done": torch.zeros(9, 1).cuda()})
+        _, num_raised = numbers_of_errors(
+            lambda _: buffer.sample_transitions(4, next_keys="x"), "Discard its batch", 40
+        )
+        assert num_raised == 1
+        return
+    calls = {
+        "save": lambda: buffer.save(tmp_path / "buffer"),
+        "raise_deferred": lambda: buffer.raise_deferred(wait=True),
+    }
+    text = r"Discard its batch .*" + r"The save is complete\." * (call == "save")
+    with pytest.raises(UsageError, match=text):
+        calls[call]()
+    calls[call]()
+    if call == "save":
+        assert len(DictBuffer.load(tmp_path / "buffer")) == 600
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -257,8 +326,7 @@ def test_too_many_final_observations_are_dropped_and_never_wrong(
     batch = buffer.sample_transitions(5000, gamma=GAMMA)
     counts += steps.check(batch, 1, False)
     valid = steps.valid(900, 1, False)
-    assert buffer._rows.boundaries is not None
-    num_lost = int(buffer._rows.boundaries.num_lost_finals)
+    num_lost = buffer.num_lost_finals
     assert set(counts) <= valid
     assert (num_lost == 0) == is_read
     assert len(valid) - num_lost - 5 <= len(counts) <= len(valid) - num_lost
@@ -273,6 +341,23 @@ def test_an_end_that_end_key_does_not_name_raises_at_a_later_call() -> None:
         for _ in range(20):
             buffer.sample_transitions(64)
             torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("any_device")
+def test_each_draw_with_an_end_that_end_key_does_not_name_raises_once() -> None:
+    buffer = DictBuffer(100, "cuda", end_key="terminated", generator=0)
+    row = {name: torch.zeros(100, 1).cuda() for name in ("observation", "terminated", "reward")}
+    buffer.extend({**row, "truncated": torch.ones(100, 1).cuda()})
+    options: list[dict[str, int]] = [{}, {"num_steps": 3}, {"num_frames": 2}]
+    num_wrong, num_raised = numbers_of_errors(
+        lambda number: buffer.sample_transitions(64, **options[number % 3]), "'truncated'", 60
+    )
+    while num_raised < num_wrong:
+        with pytest.raises(UsageError, match="'truncated'"):
+            buffer.raise_deferred(wait=True)
+        num_raised += 1
+    buffer.raise_deferred(wait=True)
+    assert num_wrong > 20
 
 
 @pytest.mark.parametrize("has_finals", [False, True])

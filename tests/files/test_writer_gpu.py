@@ -11,9 +11,10 @@ import torch
 
 from rollout_data import RecordingWrapper, RolloutWriter
 from rollout_data.writing import record_environments, rollout_writer
+from rollout_data.writing.block_publisher import BlockPublisher
 from rollout_data.writing.staged_frames import Staging
 from storage.core import late_copies
-from storage.errors import SchemaError, UsageError
+from storage.errors import BackgroundError, SchemaError, UsageError
 from tests.files.readback import trajectories_of
 from tests.test_device_calls import no_waits
 
@@ -130,6 +131,48 @@ def test_an_error_of_a_gpu_step_is_raised_later_and_loses_only_that_step(any_dev
         writer.close()
     recorded = sum(one.length for one in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
     assert recorded == 1 if end == "close" else recorded >= 2
+
+
+@pytest.mark.parametrize("end", ["add", "flush", "close", "failed close"])
+def test_the_error_of_a_late_step_has_the_errors_of_the_other_late_steps(
+    cuda_device, tmp_path, monkeypatch, end
+):
+    if cuda_device is None:
+        pytest.skip("a real device completes its copies when it does")
+    cuda_device.lateness = 1 << 40
+    steps = [
+        {name: value for name, value in step.items() if name != "infos"} for step in steps_of(5)
+    ]
+    good = [on("cuda", step) for step in steps]
+    writer = RolloutWriter(tmp_path / "gpu", NUM_ENVS, durable=False)
+    writer.add(**good[0])
+    writer.flush()
+    for name in ("reward", "done"):
+        writer.add(**{**good[1], name: torch.zeros(NUM_ENVS + 1, device="cuda")})
+    writer.add(**good[2])
+    calls = {
+        "add": lambda: writer.add(**steps[3]),
+        "flush": writer.flush,
+        "close": writer.close,
+        "failed close": writer.close,
+    }
+    error = SchemaError
+    if end == "failed close":
+
+        def check(publisher):
+            raise BackgroundError("the disk is full.")
+
+        monkeypatch.setattr(BlockPublisher, "check", check)
+        error = BackgroundError
+    with pytest.raises(error) as raised:
+        calls[end]()
+    text = str(raised.value)
+    assert "field 'reward' has shape" in text and "'done' has shape" in text
+    assert ("Another step was refused too: " in text) == (end != "failed close")
+    writer.close()
+    monkeypatch.undo()
+    recorded = sum(one.length for one in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    assert recorded == {"add": 3, "failed close": 1}.get(end, 2)
 
 
 def test_a_full_queue_of_steps_waits_for_the_oldest_and_counts_it(cuda_device, tmp_path):

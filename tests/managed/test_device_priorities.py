@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +137,140 @@ def test_a_draw_without_any_weight_raises_at_a_later_call() -> None:
         buffer.sample_tensors(4)
 
 
+def numbers_in_errors(calls: Iterable[Callable[[], object]], pattern: str) -> tuple[int, int]:
+    """Make calls; return how many returned, and the sum of the numbers in errors with a pattern.
+
+    "an earlier call" is the number 1.
+    """
+    num_returned = 0
+    total = 0
+    for call in calls:
+        try:
+            call()
+            num_returned += 1
+        except UsageError as error:
+            found = re.search(pattern, str(error))
+            total += int(found[1].replace("an", "1")) if found else 0
+        except BufferEmptyError:
+            pass
+    return num_returned, total
+
+
+#: Beginning of the error of draws without a weight.
+NO_WEIGHT = r"(an|\d+) earlier calls? found no row with a weight"
+#: Beginning of the error of invalid priorities.
+INVALID = r"passed (\d+) invalid priorities"
+
+
+@pytest.mark.parametrize("has_updates", [False, True])
+@pytest.mark.usefixtures("any_device")
+def test_each_draw_without_any_weight_is_counted_in_an_error(has_updates: bool) -> None:
+    buffer = filled(8, 8)
+    ids = torch.arange(8).cuda()
+    for _ in range(3):
+        buffer.sample_tensors(4)
+    zeros = torch.zeros(8).cuda()
+    buffer.update_priorities(ids, zeros)
+    num_wrong = 0
+
+    def draw() -> None:
+        nonlocal num_wrong
+        buffer.sample_tensors(4)
+        num_wrong += 1
+
+    draws = [draw] * 60
+    if has_updates:
+        draws = [draw, lambda: buffer.update_priorities(ids, zeros)] * 30
+    _, num_counted = numbers_in_errors(draws, NO_WEIGHT)
+    reads = [lambda: buffer.raise_deferred(wait=True)] * 20
+    num_counted += numbers_in_errors(reads, NO_WEIGHT)[1]
+    assert num_counted == num_wrong > 0
+    buffer.raise_deferred(wait=True)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_each_invalid_priority_is_counted_in_an_error() -> None:
+    """Also those of removed rows, and of new rows."""
+    buffer = filled(8, 12)
+    wrong = torch.tensor([1.0, torch.nan, -1.0]).cuda()
+    ids = torch.tensor([2, 3, 9]).cuda()  # 2 and 3 are removed
+    row = {"x": torch.zeros(1, 1).cuda()}
+    invalid = torch.tensor([torch.inf]).cuda()
+    num_passed = 0
+
+    def update() -> None:
+        nonlocal num_passed
+        buffer.update_priorities(ids, wrong)
+        num_passed += 2
+
+    def extend() -> None:
+        nonlocal num_passed
+        buffer.extend_tensors(row, invalid)
+        num_passed += 1
+
+    calls = [update, extend, lambda: buffer.sample_tensors(4), update] * 10
+    _, num_counted = numbers_in_errors(calls, INVALID)
+    num_counted += numbers_in_errors([lambda: buffer.raise_deferred(wait=True)] * 40, INVALID)[1]
+    assert num_counted == num_passed > 20
+    buffer.update_priorities(ids, [1.0, 2.0, 3.0])
+    buffer.raise_deferred(wait=True)
+
+
+@pytest.mark.parametrize("call", ["clear", "load_state_dict", "save"])
+@pytest.mark.parametrize("kind", ["rows", "windows"])
+@pytest.mark.usefixtures("any_device")
+def test_no_call_forgets_the_errors_of_draws_and_priorities(
+    kind: str, call: str, tmp_path: Path
+) -> None:
+    if kind == "rows":
+        buffer = filled(8, 8)
+        steps = {"x": torch.zeros(8, 1).cuda()}
+        sample = partial(buffer.sample_tensors, 4)
+        extend = partial(buffer.extend_tensors, steps)
+    else:
+        buffer = PrioritizedWindows(8, 1, device="cuda", generator=0, eps=0.0)
+        steps = {"x": torch.zeros(8, 1, 1).cuda(), "done": torch.zeros(8, 1, 1).cuda()}
+        sample = partial(buffer.sample, 4)
+        extend = partial(buffer.extend, steps)
+        extend()
+    ids = sample()[-1]
+    buffer.update_priorities(torch.arange(8).cuda(), torch.zeros(8).cuda())
+    sample()
+    buffer.update_priorities(ids, torch.full((4,), torch.nan).cuda())
+    if call == "save":
+        calls = [partial(buffer.save, tmp_path / "buffer")] * 3
+    else:
+        getattr(buffer, call)(*[buffer.state_dict()] * (call == "load_state_dict"))
+        calls = [extend, sample] * 40
+    texts = []
+    for action in calls:
+        try:
+            action()
+        except UsageError as error:
+            texts.append(str(error))
+    for expected in ("passed 4 invalid", "Discard its batch"):
+        assert sum(text.count(expected) for text in texts) == 1
+    assert all(("The save is complete." in text) == (call == "save") for text in texts)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_each_invalid_update_of_experts_raises_once() -> None:
+    episodes = [{"observation": torch.zeros(9, 2)} for _ in range(3)]
+    expert = TrajectoryDictBuffer(episodes, "cuda", 3, generator=0)
+    wrong = torch.tensor([1.0, torch.nan, -1.0]).cuda()
+    num_passed = 0
+
+    def update() -> None:
+        nonlocal num_passed
+        expert.update_priorities(wrong)
+        num_passed += 2
+
+    _, num_counted = numbers_in_errors([update] * 10, INVALID)
+    expert.load_state_dict(expert.state_dict())
+    num_counted += numbers_in_errors([lambda: expert.sample(3)] * 40, INVALID)[1]
+    assert num_counted == num_passed > 0
+
+
 @pytest.mark.usefixtures("any_device")
 def test_windows_by_priority_equal_those_of_the_cpu() -> None:
     found = []
@@ -216,6 +355,14 @@ def test_experts_without_any_priority_are_equally_likely_on_a_device_with_a_late
     assert 0.4 < float(drawn.mean()) < 0.6
     with pytest.warns(RolloutDataWarning, match="all are equally likely"):
         expert.sample(3)
+    expert.update_priorities(torch.zeros(2).cuda())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (1, 2, 3):
+            expert.sample(length, length)
+        expert.raise_deferred(wait=True)
+    expected = {f"at least {length + 1} frames" for length in (1, 2, 3)}
+    assert {text for text in expected for one in caught if text in str(one.message)} == expected
 
 
 @pytest.mark.usefixtures("any_device")

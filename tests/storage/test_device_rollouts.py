@@ -7,6 +7,7 @@ shows.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,20 @@ def test_numbers_on_the_device_that_are_out_of_range_raise_at_a_later_call() -> 
     assert storage.step == 1
     assert storage.rewards[0].flatten().tolist() == [4, 0, 0, 0, 0]
     storage.add_transitions(transition(1))
+
+
+def test_saving_raises_the_errors_that_no_other_call_has_raised(
+    tmp_path: Path, late_device: PretendCuda | None
+) -> None:
+    storage = make_storage(NUM_ENVS, NUM_STEPS, device="cuda")
+    made = transition(0)
+    made.rewards = torch.full((NUM_ENVS, 1), 1e300, dtype=torch.float64, device="cuda")
+    storage.add_transitions(made)
+    storage.clear()
+    with pytest.raises(FieldTypeError, match=r"count is 5\. The save is complete\."):
+        storage.save(tmp_path / "storage")
+    assert RolloutStorage.load(tmp_path / "storage").step == 0
+    storage.save(tmp_path / "storage")
 
 
 #: Launches of one `compute_returns` before it was changed for GPUs, by truncation.
