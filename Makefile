@@ -10,7 +10,7 @@ TRAINERS_READY := $(TRAINERS_VENV)/.ready
 TRAINER_TESTS := tests/files/test_trainers.py tests/files/test_stable_baselines3.py tests/storage/test_adapter_rsl_rl.py \
 	tests/storage/test_adapter_fast_td3.py tests/storage/test_adapter_torchrl.py tests/storage/test_device_rollouts.py tests/buffers/test_small_parts.py tests/storage/test_described_names.py tests/test_documents.py
 INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
-# Systems whose own classes read our files; tests/readers/NAME.txt says what is installed.
+# Systems whose own classes read our files; tests/readers/NAME.txt lists the packages to install.
 READERS := minari robomimic lerobot_v21 lerobot_v30
 SOAK_S ?= 1800
 NAMES ?=

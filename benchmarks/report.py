@@ -139,7 +139,7 @@ def draw(name: str, timings: list[Timing], folder: Path = OUT) -> Path:
 
     shown = [timing for timing in timings if timing.ratio is not None and timing.role != LIMIT]
     cases = list(dict.fromkeys(timing.case for timing in shown))
-    # A gap of half a bar stands between two cases.
+    # Leave a gap of half a bar between two cases.
     positions = [number + 0.5 * cases.index(timing.case) for number, timing in enumerate(shown)]
     height = 1 + (positions[-1] if positions else 0)
     figure, axes = plt.subplots(figsize=(10, 1.4 + 0.27 * height), layout="constrained")

@@ -86,7 +86,7 @@ class TD3:
             next_value = torch.min(
                 *(critic(torch.cat([following, next_action], -1)) for critic in target_critics)
             )
-            # A truncated episode would have gone on: only a termination has no future.
+            # Only a terminated episode has no future value; a truncated one would have continued.
             target = batch["reward"] + self.settings.gamma * next_value * ~batch["terminated"]
         pair = torch.cat([observation, action], -1)
         loss = sum(nn.functional.mse_loss(critic(pair), target) for critic in self.critics)
