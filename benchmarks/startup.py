@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tqdm import trange
 
+import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
 
 from . import data
@@ -35,6 +36,8 @@ REACH_OPEN_S, REACH_RESET_S = 0.2, 0.020
 #: than 100 MB. A batch does the same work as among 10^4; as rows have only 16 bytes here, misses of
 #: the processor's caches show.
 REACH_OPEN_LARGE_S, REACH_LARGE_BYTES, REACH_GROWTH = 1.0, 100e6, 1.7
+#: Seconds for the table of 10^6 episodes, and for one filter of them.
+REACH_TABLE_S = 2.0
 #: Batches that are played before the clock counts, then played again: their pages are in memory.
 NUM_WARM = 120
 
@@ -49,6 +52,7 @@ def cases(quick: bool) -> Iterator[Case]:
         yield _opening(folder, num_trajectories)
         yield _resetting(folder, num_trajectories, num_envs)
     yield from _large(*((2000, 10, 64) if quick else (1_000_000, 1000, 4096)))
+    yield tabulating(2000 if quick else 1_000_000)
 
 
 def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
@@ -79,6 +83,34 @@ def _large(num_trajectories: int, length: int, num_envs: int) -> Iterator[Case]:
         )
     )
     yield Case(f"a batch of {num_envs} envs x 24, trajectories of {length} frames", (few, many))
+
+
+def tabulating(num_episodes: int) -> Case:
+    """Return the case of the table and a filter of a new recording of one-frame episodes."""
+    folder = data.made_once(
+        f"startup-sparse-{num_episodes}-1", lambda path: _record_zeros(path, num_episodes, 1)
+    )
+    table = rollout_data.open(folder).table
+    opened: list[rollout_data.Recording] = []
+
+    def reopen() -> None:
+        """Open the folder again, as a recording keeps its table."""
+        opened[:] = [rollout_data.open(folder)]
+
+    calls: dict[str, Call] = {
+        "table": lambda: opened[0].table,
+        "filter": lambda: opened[0].filter(ends="terminated"),
+    }
+    return Case(
+        f"table of {num_episodes:,} episodes",
+        (
+            Contender("copy the table", lambda: table.copy, LIMIT),
+            *(
+                Contender(name, lambda call=call: call, before=reopen, reach_s=REACH_TABLE_S)
+                for name, call in calls.items()
+            ),
+        ),
+    )
 
 
 def _opening_within(folder: Path) -> Call:

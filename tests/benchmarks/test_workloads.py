@@ -9,7 +9,16 @@ import h5py
 import numpy as np
 import pytest
 
-from benchmarks import baselines, data, harness, picture_sets, prioritized, record, replay
+from benchmarks import (
+    baselines,
+    data,
+    harness,
+    picture_sets,
+    prioritized,
+    record,
+    replay,
+    startup,
+)
 from benchmarks.harness import LIMIT, OURS, PEER, Case, Contender
 from benchmarks.images import record_rgb
 
@@ -43,6 +52,11 @@ def test_items_and_windows_with_priorities_are_measured() -> None:
 def test_recorded_environments_are_measured() -> None:
     pytest.importorskip("gymnasium")
     check_measured(record.wrapped(8, 5))
+
+
+def test_the_table_of_a_recording_is_measured(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(data, "DATA", tmp_path)
+    check_measured(startup.tabulating(2000))
 
 
 def test_a_picture_set_of_four_times_the_cache_decodes_only_the_needed_pictures(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +106,40 @@ def test_returns_are_a_column_to_filter_by(demos):
         "demo_30",
     ]
     assert demos.filter(length=4, task="", ends="unknown").ids == ["demo_10"]
+
+
+def num_calls(call: Callable[[], object]) -> int:
+    """Return the number of Python and C functions that a call enters."""
+    events: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def test_the_number_of_calls_for_table_and_filter_does_not_grow_with_the_episodes(tmp_path):
+    counts = []
+    for num_episodes in (100, 100, 1000):  # The first pass imports modules and fills caches.
+        ends = np.ones((1, num_episodes), bool)
+        folder = tmp_path / f"{len(counts)}"
+        with RolloutWriter(folder, num_episodes, durable=False) as writer:
+            writer.add_rollout(
+                observation=ends[..., None],
+                action=ends[..., None],
+                reward=ends * 0.5,
+                terminated=ends,
+            )
+        recording = rollout_data.open(folder)
+        columns = {"ends": "terminated", "length": [1, 2]}
+        filtering = num_calls(lambda: recording.filter(**columns))  # noqa: B023
+        tabulating = num_calls(lambda: recording.table)  # noqa: B023
+        by_return = num_calls(lambda: recording.filter(**{"return": 0.5}))  # noqa: B023
+        assert len(recording.filter(**columns, **{"return": 0.5})) == num_episodes
+        counts.append((filtering, tabulating, by_return))
+    assert counts[1] == counts[2]
 
 
 def test_a_recording_may_be_at_a_url(tmp_path):
