@@ -3,11 +3,19 @@
 A worker has several slots of shared memory. A slot is written again only after the worker and the
 consumer have deleted all its tensors. Without reuse, every batch would need a new file, a mapping
 and page faults, which take several times as long as the gather.
+
+Processor time per batch in ms, summed over the processes of a `DataLoader` with two workers, on a
+virtual machine with two cores (medians of five alternating runs):
+
+| batch | these slots | torch's own transfer |
+|---|---|---|
+| 256 windows of 10 frames, 5.0 MB | 2.6 | 14.0 |
+| 32 windows of 10 frames, 0.6 MB | 1.7 | 7.0 |
+| 1024 windows of 16 frames, 32 MB | 8.8 | 57.9 |
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +32,7 @@ from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
 from storage.core.object_summary import Shown, described
+from storage.core.threads import Owner
 from storage.errors import (
     DataFileError,
     MissingFieldError,
@@ -320,7 +329,7 @@ def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     found = mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
     part = found[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
-    weakref.finalize(part, _release, found, os.getpid()).atexit = False
+    weakref.finalize(part, _release, found, Owner("a batch")).atexit = False
 
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, _Spot):
@@ -342,6 +351,6 @@ def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
     return memory
 
 
-def _release(memory: np.ndarray, process: int) -> None:
-    if os.getpid() == process:  # A forked child must not free the slot.
+def _release(memory: np.ndarray, consumer: Owner) -> None:
+    if consumer.is_own:  # A forked child must not free the slot.
         memory[_IS_LENT] = 0
