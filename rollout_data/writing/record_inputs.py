@@ -61,16 +61,6 @@ def is_taken(name: str) -> bool:
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
-def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
-    """Extract the keyword arguments that are not None from `locals()` of `RolloutWriter.add`."""
-    extras = arguments_by_name.pop("extras")
-    del arguments_by_name["self"], arguments_by_name["transition"]
-    arguments_by_name.pop("include", None)
-    return {
-        name: value for name, value in (arguments_by_name | extras).items() if value is not None
-    }
-
-
 def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
@@ -82,12 +72,13 @@ def merged_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any
         UsageError: A value is passed twice, or it is unclear whether `done` of a batch marks first
             frames or ends.
     """
-    if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case needs no merge.
-        return dict(keywords)
+    passed = {name: value for name, value in keywords.items() if value is not None}
+    if transition is None and _NOT_OURS.isdisjoint(passed):  # The usual case needs no merge.
+        return passed
     merged: dict[str, tuple[str, Any]] = {}
     for source, ignored in (
         (_items_of(transition), _DERIVED.keys() | _CARRIED),
-        (keywords, set()),
+        (passed, set()),
     ):
         for original, value in _with_next(source).items():
             name = _ALIASES.get(original, original)

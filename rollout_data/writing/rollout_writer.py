@@ -38,7 +38,7 @@ from ..blocks.block_header import DATA, DROPPED, OPEN, layouts_of
 from ..blocks.folder_metadata import Metadata, publish_metadata
 from .annotation_checks import NoteCount
 from .block_publisher import BlockPublisher, check_storable
-from .record_inputs import keywords_of, merged_values, unpack_storage, warn_of_misspellings
+from .record_inputs import merged_values, unpack_storage, warn_of_misspellings
 from .retention import checked_limits
 from .rollout_records import RolloutReader, nonfinite_rewards
 from .staged_frames import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
@@ -258,7 +258,24 @@ class RolloutWriter(Shown, Owned):
                 Nothing is written, and the writer stays usable.
             BackgroundError: A block could not be written. The cause is the error of the disk.
         """
-        self._add(transition, keywords_of(locals()), is_step=True)
+        keywords = {
+            "observation": observation,
+            "action": action,
+            "reward": reward,
+            "done": done,
+            "timeout": timeout,
+            "terminated": terminated,
+            "truncated": truncated,
+            "privileged_observation": privileged_observation,
+            "final_observation": final_observation,
+            "final_privileged_observation": final_privileged_observation,
+            "policy_version": policy_version,
+            "env_mask": env_mask,
+            "episode": episode,
+            "infos": infos,
+            **extras,
+        }
+        self._add(transition, keywords, is_step=True)
 
     def add_rollout(
         self,
@@ -293,8 +310,24 @@ class RolloutWriter(Shown, Owned):
             episode, infos: A list of T values, each as in `add`.
             include: Additional fields of a `RolloutStorage` to record: "values", "mu", "sigma", ...
         """
-        transition = unpack_storage(transition, include)
-        self._add(transition, keywords_of(locals()), is_step=False)
+        keywords = {
+            "observation": observation,
+            "action": action,
+            "reward": reward,
+            "done": done,
+            "timeout": timeout,
+            "terminated": terminated,
+            "truncated": truncated,
+            "privileged_observation": privileged_observation,
+            "final_observation": final_observation,
+            "final_privileged_observation": final_privileged_observation,
+            "policy_version": policy_version,
+            "env_mask": env_mask,
+            "episode": episode,
+            "infos": infos,
+            **extras,
+        }
+        self._add(unpack_storage(transition, include), keywords, is_step=False)
 
     def discard(
         self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False
