@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .core.arguments import path, whole
+from .core.lru_cache import LruCache
 from .core.random_indices import generator_on, uniform
 from .errors import BufferEmptyError, ClosedError, UsageError
 from .ray_actors.buffer_shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard, Traits, unit_of
@@ -218,7 +219,7 @@ class RemoteBuffer:
             Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)
         ]
         #: Received batches and unanswered requests, by kind of draw (method and arguments).
-        self._ahead: dict[str, tuple[deque[Any], deque[Any]]] = {}
+        self._ahead: LruCache[str, tuple[deque[Any], deque[Any]]] = LruCache(_MAX_KINDS)
 
     def _num_rows(self) -> list[int]:
         """Request the number of rows of each shard."""
@@ -265,16 +266,15 @@ class RemoteBuffer:
 
         If an error is raised, all received batches and requests of this kind are dropped.
         """
-        ready, requests = self._ahead.pop(key := repr(asked), (deque(), deque()))
+        key = repr(asked)
+        ready, requests = self._ahead.pop(key) or (deque(), deque())
         for link in self._links:
             link.catch_up()
         while len(requests) < self._options.prefetch + (not ready):
             requests.append(self._request(asked))
         if not ready:
             ready.extend(self._received(requests.popleft()))
-        while len(self._ahead) >= _MAX_KINDS:
-            del self._ahead[next(iter(self._ahead))]
-        self._ahead[key] = ready, requests
+        self._ahead.put(key, (ready, requests))
         return ready.popleft()
 
     def _request(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> list[Any]:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from storage.core.lru_cache import LruCache
 from storage.errors import CorruptFileError
 
-from ..sources.rows.chunk_decoder import RowCache
+from ..sources.rows.chunk_decoder import row_cache
 from .input_checks import ARROW_DAMAGE, KnownFiles, damage_named, file_inside, optional
 
 #: Maximum bytes decoded at a time, unless a single row is larger.
@@ -355,7 +356,7 @@ class KeptRows:
             stop -= num_rows
 
 
-class ParquetFiles(dict[str, ParquetFile]):
+class ParquetFiles:
     """Parquet files of a folder by their names, opened at their first use.
 
     At most `_MAX_FOOTERS` footers are cached.
@@ -368,15 +369,17 @@ class ParquetFiles(dict[str, ParquetFile]):
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
         self._root = root
         self._known = KnownFiles() if known is None else known
-        self._groups = RowCache(_KEPT_GROUP_BYTES)
+        self._files: LruCache[str, ParquetFile] = LruCache(_MAX_FOOTERS)
+        self._groups = row_cache(_KEPT_GROUP_BYTES)
         self._large_groups: set[tuple[str, int, tuple[str, ...]]] = set()
 
-    def __missing__(self, name: str) -> ParquetFile:
-        if len(self) == _MAX_FOOTERS:
-            del self[next(iter(self))]
-        self._known.check(self._root / name)
-        self[name] = ParquetFile(file_inside(self._root, name), self._known)
-        return self[name]
+    def __getitem__(self, name: str) -> ParquetFile:
+        file = self._files.get(name)
+        if file is None:
+            self._known.check(self._root / name)
+            file = ParquetFile(file_inside(self._root, name), self._known)
+            self._files.put(name, file)
+        return file
 
     def kept_batches(
         self,

@@ -13,8 +13,6 @@ stored raw.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from ..core import arguments
 from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
+from ..core.lru_cache import LruCache
 from ..core.records import flat_name
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
 from .lz4_frames import check_level, compress, decompress
@@ -92,8 +91,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         self.level = check_level(level)
         self.cache = whole("cache", cache, 0)
         self._device = arguments.optional_device("device", device)
-        self._lock = threading.Lock()
-        self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._decoded: LruCache[str, torch.Tensor] = LruCache(self.cache)
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
             raise UsageError(
                 f"tensordict must be a nested mapping, got {type(tensordict).__name__}."
@@ -178,7 +176,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the lock and the cache."""
+        """Return the state without the cache."""
         return {
             "level": self.level,
             "cache": self.cache,
@@ -188,8 +186,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
-        self._decoded = OrderedDict()
+        self._decoded = LruCache(self.cache)
 
     def _decode(self, name: str) -> Any:
         leaf = self._leaves[name]
@@ -197,17 +194,12 @@ class CompressedTensorDict(Mapping[str, Any]):
             return leaf.to(self._device or leaf.device, copy=True)
         if not isinstance(leaf, _Packed):
             return leaf
-        with self._lock:
-            cached = self._decoded.get(name)
-            if cached is not None:
-                self._decoded.move_to_end(name)
-                return cached.clone()
+        cached = self._decoded.get(name)
+        if cached is not None:
+            return cached.clone()
         decoded = _unpack(leaf, name).to(self._device or leaf.device)
         if self.cache:
-            with self._lock:
-                self._decoded[name] = decoded.clone()
-                while len(self._decoded) > self.cache:
-                    self._decoded.popitem(last=False)
+            self._decoded.put(name, decoded.clone())
         return decoded
 
 

@@ -21,6 +21,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
+from ..core.lru_cache import LruCache
 from ..core.memory import BufferPool, add_multiple, filled, lasting, sent_together, tensor_of
 from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
@@ -74,7 +75,7 @@ class RingStore:
         self._sources: dict[
             tuple[int, int, int], tuple[torch.Tensor, Callable[..., Any] | None]
         ] = {}
-        self._cuts: dict[Any, Cut] = {}
+        self._cuts: LruCache[Any, Cut] = LruCache(_MAX_CUTS)
         columns: dict[str, torch.Tensor] = {}
         for group, base in zip(self.groups, self._bases, strict=True):
             columns.update(group.views(base))
@@ -207,11 +208,8 @@ class RingStore:
             ]
             if next_keys and not apart and not self.num_guards:
                 raise UsageError("this buffer cannot return rows together with their next rows.")
-            if len(self._cuts) >= _MAX_CUTS:
-                self._cuts.clear()
-            cut = self._cuts[cut_key] = Cut(
-                self.groups, targets, contiguous, nested, apart, self.device
-            )
+            cut = Cut(self.groups, targets, contiguous, nested, apart, self.device)
+            self._cuts.put(cut_key, cut)
         return cut
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:

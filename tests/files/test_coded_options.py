@@ -11,7 +11,7 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.blocks.block_content import BlockContent, frames_per_chunk
 from rollout_data.blocks.block_header import DATA, read_header
-from rollout_data.sources.rows.chunk_decoder import RowCache
+from rollout_data.sources.rows.chunk_decoder import row_cache
 from storage.codecs.packers import PACKERS
 from storage.core.fields import Schema, flatten
 from storage.errors import UsageError
@@ -20,7 +20,7 @@ from tests.files.readback import blocks_of
 
 
 def test_the_cache_of_decoded_chunks_has_a_byte_limit(folders):
-    cache = RowCache(1000)
+    cache = row_cache(1000)
     for key in range(10):
         cache.put(key, np.full(300, key, np.uint8))
         assert cache.get(key - 1 if key else 0) is not None

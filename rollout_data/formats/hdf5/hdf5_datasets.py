@@ -12,7 +12,6 @@ import re
 import threading
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
@@ -24,6 +23,7 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5i, h5l, h5o, h5s, h5t, h5z
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
+from storage.core.lru_cache import LruCache
 from storage.core.threads import Owner
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
@@ -108,7 +108,7 @@ class OpenFile:
         self._file = file
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._num_mapped_bytes = 0
-        self._listings: OrderedDict[str, dict[str, DatasetInfo]] = OrderedDict()
+        self._listings: LruCache[str, dict[str, DatasetInfo]] = LruCache(_MAX_LISTINGS)
         #: Maps the path of each dataset to the offsets of unchecked chunks that may expand to more
         #: than `_MAX_UNPACKED_BYTES`.
         self._heavy_chunks: dict[str, set[tuple[int, ...]]] = {}
@@ -201,11 +201,11 @@ class OpenFile:
 
     def datasets(self, path: str) -> dict[str, DatasetInfo]:
         """Map the path of each dataset in a group and its subgroups to its description."""
-        if path not in self._listings:
-            self._listings[path] = dict(self._walk(self.group(path), "", 0))
-            if len(self._listings) > _MAX_LISTINGS:
-                self._listings.popitem(last=False)
-        return self._listings[path]
+        listing = self._listings.get(path)
+        if listing is None:
+            listing = dict(self._walk(self.group(path), "", 0))
+            self._listings.put(path, listing)
+        return listing
 
     def _walk(
         self,
@@ -504,7 +504,7 @@ class Files:
         """Clear the pool in a new process."""
         self._owner = Owner("open HDF5 files")
         self._lock = threading.RLock()
-        self._open: OrderedDict[Path, tuple[ExitStack, OpenFile]] = OrderedDict()
+        self._open: LruCache[Path, tuple[ExitStack, OpenFile]] = LruCache(_MAX_OPEN_FILES)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_known": self._known}
@@ -524,13 +524,12 @@ class Files:
         if not self._owner.is_own:
             self._reset()
         with self._lock, reported(repr(str(path))):
-            if path not in self._open:
-                self._open[path] = self._opened(path)
-                if len(self._open) > _MAX_OPEN_FILES:
-                    closing, _ = self._open.popitem(last=False)[1]
+            opened = self._open.get(path)
+            if opened is None:
+                opened = self._opened(path)
+                for closing, _ in self._open.put(path, opened):
                     closing.close()
-            self._open.move_to_end(path)
-            _, file = self._open[path]
+            _, file = opened
             self._known.check(path, os.fstat(file.descriptor))
             file.allow_links()
             yield file

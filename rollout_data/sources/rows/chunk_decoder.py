@@ -6,14 +6,14 @@ the output. Other decoded chunks are cached for later calls, up to a fixed numbe
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from storage.core.lru_cache import LruCache
 from storage.core.threads import each_part
 from storage.errors import CorruptFileError
 
@@ -26,43 +26,9 @@ from .mapped_files import Arena
 CHUNK_CACHE_BYTES = 512 << 20
 
 
-class RowCache:
-    """A thread-safe LRU cache of arrays, limited by their total bytes.
-
-    Args:
-        max_bytes: Size of the cache in bytes.
-        keeps_last: Whether to cache the last array even if it is larger than `max_bytes`.
-    """
-
-    def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> None:
-        self.max_bytes = max_bytes
-        self.keeps_last = keeps_last
-        self._num_bytes = 0
-        self._kept: OrderedDict[Any, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> Any:
-        """Pickle the cache without its content, since rows can be read again."""
-        return RowCache, (self.max_bytes, self.keeps_last)
-
-    def get(self, key: Any) -> Any:
-        """Return the cached array for a key; None if there is none."""
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-            return found
-
-    def put(self, key: Any, rows: Any) -> None:
-        """Cache an array; evict the least recently used arrays if the cache is full."""
-        if rows.nbytes > self.max_bytes and not self.keeps_last:
-            return
-        with self._lock:
-            before = self._kept.pop(key, None)
-            self._num_bytes += rows.nbytes - (0 if before is None else before.nbytes)
-            self._kept[key] = rows
-            while self._num_bytes > self.max_bytes and len(self._kept) > 1:
-                self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+def row_cache(max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> LruCache[Any, Any]:
+    """Create a cache of arrays, limited by their total bytes; see `LruCache`."""
+    return LruCache(max_bytes, attrgetter("nbytes"), keeps_last)
 
 
 class ChunkFiles:
@@ -76,7 +42,7 @@ class ChunkFiles:
     """
 
     def __init__(
-        self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache
+        self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: LruCache[Any, Any]
     ) -> None:
         self.place = place
         self.row_bytes = row_bytes

@@ -15,7 +15,7 @@ from ...blocks.block_header import DATA, corrupt, read_header
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
 from . import mapped_files
-from .chunk_decoder import CHUNK_CACHE_BYTES, ChunkFiles, RowCache
+from .chunk_decoder import CHUNK_CACHE_BYTES, ChunkFiles, row_cache
 from .gather_rows import gather
 from .mapped_files import PAGE_BYTES, Arena
 from .row_source import Place, Rows, RowSource
@@ -62,7 +62,7 @@ class FileMap:
         self.arenas = {
             place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain
         }
-        cache = RowCache(chunk_cache_bytes)
+        cache = row_cache(chunk_cache_bytes)
         self.chunks = {
             place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache)
             for place in coded

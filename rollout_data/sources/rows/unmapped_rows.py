@@ -16,7 +16,7 @@ from ...blocks.block_header import DATA, read_header
 from ...blocks.missing_trajectories import is_stand_in
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
-from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
+from .chunk_decoder import CHUNK_CACHE_BYTES, row_cache
 from .row_source import GONE, Place, RowSource
 
 #: Number of rows of a large damaged block that are read as a sample. If none can be read, the other
@@ -60,8 +60,8 @@ class UnmappedRows(RowSource):
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
         #: (block, place) of damaged blocks without intact rows.
         self._broken: set[tuple[int, Place]] = set()
-        self._cache = RowCache(max_cached_bytes, keeps_last=True)
-        self._cached_groups = RowCache(max_group_bytes)
+        self._cache = row_cache(max_cached_bytes, keeps_last=True)
+        self._cached_groups = row_cache(max_group_bytes)
 
     @abstractmethod
     def read_block(self, block: Block, place: Place) -> np.ndarray:
@@ -142,8 +142,9 @@ class UnmappedRows(RowSource):
             rows = self._read_part_safely(block, place, low, high)
             for group in some:
                 begin = max(start_of[group], 0) - low
-                kept[group] = rows[begin : start_of[group] + group_rows - low].copy()
-                self._cached_groups.put((block, place, group), kept[group])
+                part = rows[begin : start_of[group] + group_rows - low].copy()
+                self._cached_groups.put((block, place, group), part)
+                kept[group] = part
         for group, rows in kept.items():
             begin = max(start_of[group], 0)
             low = max(first, begin)
