@@ -2,6 +2,9 @@
 
 The sizes declared in a file are compared with the length of the file before data are read. Rows are
 decoded in batches.
+
+pyarrow decodes the rows. Footers and page headers are also parsed here: pyarrow allocates the sizes
+that they declare, and ends the process for some contradictory footers (3 of 600 with a flipped bit).
 """
 
 from __future__ import annotations

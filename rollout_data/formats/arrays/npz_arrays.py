@@ -1,7 +1,7 @@
 """Read arrays of npz files: plain arrays are memory-mapped, deflated arrays are unpacked in parts.
 
 Declared sizes are compared with the bytes of the file before memory is allocated. Pickled objects
-raise an error.
+raise an error. `numpy.load` would decompress a complete array to read a few rows.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The complete messages of a truncated file are read. Chunks are decompressed to at most their
 declared size and compared with their checksum. A record consists of a u8 opcode, a u64 length, and
 the content.
+
+The package `mcap` has no such limits: with it, a crafted file took over 60 s.
 """
 
 from __future__ import annotations

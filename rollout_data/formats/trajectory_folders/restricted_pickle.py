@@ -5,6 +5,10 @@ them. Only globals in the table of `pickled_arrays.py` are allowed. An array bec
 `StoredArray`: dtype, shape and position in the file. A hostile file can neither run code nor
 allocate memory. Declared sizes are compared with the bytes of the file. `MAX_OPERATIONS` limits
 stack, memo and nesting.
+
+`pickle.Unpickler` with replaced globals has none of these limits, and reads every array instead of
+its position. With Python 3.11, a file of 9 bytes with the memo index 2**27 took 2 GB, and a dict of
+15,000 integers with equal hashes took 15 s.
 """
 
 from __future__ import annotations
