@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,9 @@ class UnmappedRows(RowSource):
         groups = range(
             (first + first_in_group) // group_rows, (stop - 1 + first_in_group) // group_rows + 1
         )
-        kept = {group: self._cached_groups.get((block, place, group)) for group in groups}
+        kept: dict[int, Any] = {
+            group: self._cached_groups.get((block, place, group)) for group in groups
+        }
         missing = [group for group in groups if kept[group] is None]
         for some in _neighbours(missing):
             low = max(start_of[some[0]], 0)
@@ -142,9 +145,8 @@ class UnmappedRows(RowSource):
             rows = self._read_part_safely(block, place, low, high)
             for group in some:
                 begin = max(start_of[group], 0) - low
-                part = rows[begin : start_of[group] + group_rows - low].copy()
-                self._cached_groups.put((block, place, group), part)
-                kept[group] = part
+                kept[group] = rows[begin : start_of[group] + group_rows - low].copy()
+                self._cached_groups.put((block, place, group), kept[group])
         for group, rows in kept.items():
             begin = max(start_of[group], 0)
             low = max(first, begin)
