@@ -9,7 +9,8 @@ counts per operation:
   copies) and explicit waits for events and streams. A strict device raises `WaitError` instead of
   counting.
 - *pageable copies*: asynchronous copies from or to memory that is not pinned. The driver stages
-  them, so the host may wait although the debug mode does not report it.
+  them, so the host may wait although the debug mode does not report it. A strict device refuses
+  these copies too.
 - *launches*: operations that are not views. A real device needs at least one kernel or copy for
   each.
 
@@ -480,8 +481,12 @@ class PretendCuda:
                 self._pending[self.num_copies] = _CopyFromHost(source)
 
     def _note_pageable(self, name: str) -> None:
+        """Count a copy from or to pageable memory, or refuse it on a strict device."""
+        place = f"{name} at {_caller()}"
+        if self.is_strict:
+            raise WaitError(f"the host may wait for a pageable copy: {place}")
         self.counts.pageable_copies[name] += 1
-        self.counts.places[f"{name} at {_caller()}"] += 1
+        self.counts.places[place] += 1
 
     def _check_operands(
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any]

@@ -6,17 +6,22 @@ The table `CALLS` names public calls that need no wait. Each runs with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from inspect import getclosurevars
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
+    BufferManager,
     DictBuffer,
+    EpisodeReplayBuffer,
     PrioritizedWindows,
     QueueRolloutStorage,
     ReplayBuffer,
@@ -24,12 +29,19 @@ from storage import (
     SarsaRolloutStorage,
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
+    ZBuffer,
 )
+from storage.adapters.rsl_rl import RslRlStorage, RslRlTransition
+from storage.saving.saved_store import Store
+from tests.conftest import LATENESS
 from tests.pretend_cuda import PretendCuda
+from tests.storage.rollouts import replace_tensordict
 
 pytestmark = pytest.mark.gpu
 
 NUM_ENVS, NUM_STEPS = 5, 7
+#: Calls of each row while events complete late.
+NUM_CALLS = 3
 
 
 @contextmanager
@@ -83,25 +95,81 @@ def full_storage(
 ) -> RolloutStorage:
     storage = kind(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device=device, generator=generator)
     for step in transitions(device, not_finite):
-        if kind is SarsaRolloutStorage:
-            step.next_observations = step.observations + 1
-        if kind is ActionLabelRollout:
-            step.action_labels = step.actions
-        storage.add_transitions(step)
+        storage.add_transitions(completed(storage, step))
     return storage
 
 
-def adding(device: str) -> Callable[[], Callable[[], Any]]:
+def completed(storage: RolloutStorage, step: Any) -> Any:
+    """Add the values that a step needs for a kind of storage."""
+    if isinstance(storage, SarsaRolloutStorage):
+        step.next_observations = step.observations + 1
+    if isinstance(storage, ActionLabelRollout):
+        step.action_labels = step.actions
+    return step
+
+
+def adding(device: str, kind: type = RolloutStorage) -> Callable[[], Callable[[], Any]]:
+    """Prepare `clear` and as many steps as fit into a storage. `device` is that of the steps."""
+
     def prepare() -> Callable[[], Any]:
-        storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda")
-        steps = transitions(device)
+        storage = kind(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda", generator=0)
+        steps = [completed(storage, step) for step in transitions(device)]
 
         def call() -> None:
             storage.clear()
             for step in steps:
                 storage.add_transitions(step)
+                if device == "cpu":
+                    work()
 
         return call
+
+    return prepare
+
+
+def work() -> None:
+    """Launch the operations of a policy, so that a copy of the step before has arrived."""
+    values = torch.ones(3, device="cuda")
+    for _ in range(LATENESS // 2):
+        values += 1
+
+
+def rollout_of_rsl_rl(training_type: str, call: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        observations = {"policy": torch.ones(NUM_ENVS, 3, device="cuda")}
+        storage = RslRlStorage(
+            training_type, NUM_ENVS, NUM_STEPS, observations, (2,), "cuda", generator=0
+        )
+        steps = []
+        for step in transitions("cuda"):
+            ours = RslRlTransition(
+                observations=observations,
+                actions=step.actions,
+                rewards=step.rewards,
+                dones=step.dones,
+            )
+            if training_type == "rl":
+                ours.values = step.values
+                ours.actions_log_prob = step.actions_log_prob
+                ours.distribution_params = (step.action_mean, step.action_sigma)
+            else:
+                ours.privileged_actions = step.actions
+            steps.append(ours)
+            storage.add_transition(ours)
+
+        def add() -> None:
+            storage.clear()
+            for step in steps:
+                storage.add_transition(step)
+
+        if training_type == "rl":
+            storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), 0.9, 0.8)
+        calls = {
+            "add_transition": add,
+            "generator": lambda: list(storage.generator()),
+            "mini_batch_generator": lambda: list(storage.mini_batch_generator(2, 2)),
+        }
+        return calls[call]
 
     return prepare
 
@@ -142,19 +210,6 @@ def batches(
     return prepare
 
 
-def adding_next_observations() -> Callable[[], Any]:
-    storage = full_storage("cuda", SarsaRolloutStorage)
-    steps = transitions("cuda")
-
-    def call() -> None:
-        storage.clear()
-        for step in steps:
-            step.next_observations = step.observations
-            storage.add_transitions(step)
-
-    return call
-
-
 def records() -> dict[str, torch.Tensor]:
     return {
         "observation": torch.ones(6, 3, device="cuda"),
@@ -163,7 +218,7 @@ def records() -> dict[str, torch.Tensor]:
 
 
 def extending() -> Callable[[], Any]:
-    buffer = DictBuffer(capacity=32, device="cuda")
+    buffer = DictBuffer(capacity=32, device="cuda", generator=0)
     buffer.extend(records())
     rows = records()
     return lambda: buffer.extend(rows)
@@ -171,7 +226,7 @@ def extending() -> Callable[[], Any]:
 
 def sampling(num_envs: int) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
-        buffer = DictBuffer(capacity=32, device="cuda", num_envs=num_envs)
+        buffer = DictBuffer(capacity=32, device="cuda", num_envs=num_envs, generator=0)
         buffer.extend(records())
         return lambda: buffer.sample(4)
 
@@ -314,6 +369,202 @@ def expert_priorities(is_on_host: bool) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
+def host_rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = AdvancedReplayBuffer(40, device="cuda", generator=0)
+        rows = {"x": torch.ones(30, 3), "n": np.arange(30)}
+        buffer.extend_tensors(rows)
+        ids = buffer.sample_tensors(30)[2]
+        priorities = torch.rand(30)
+        on_host = ids.cpu()
+        calls = {
+            "extend": lambda: buffer.extend_tensors(rows),
+            "extend(priorities)": lambda: buffer.extend_tensors(rows, priorities),
+            "extend(one priority)": lambda: buffer.extend_tensors(rows, 0.5),
+            "extend(collect_iter)": lambda: buffer.extend_tensors(rows, collect_iter=range(30)),
+            "extend(one collect_iter)": lambda: buffer.extend_tensors(rows, collect_iter=3),
+            "update": lambda: buffer.update_priorities(on_host, priorities),
+            "update(one priority)": lambda: buffer.update_priorities(ids, 0.5),
+            "update(a priority on the device)": lambda: buffer.update_priorities(ids, one),
+        }
+        one = torch.tensor(0.5, device="cuda")
+        return calls[call]
+
+    return prepare
+
+
+def host_windows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = PrioritizedWindows(30, 3, device="cuda", generator=0)
+        steps = {"x": torch.ones(3, 2, 1), "done": torch.zeros(3, 2, 1)}
+        for _ in range(25):
+            buffer.extend(steps)
+        ids = buffer.sample(8)[2]
+        on_host = ids.cpu()
+        priorities = torch.rand(8)
+        calls = {
+            "extend": lambda: buffer.extend(steps),
+            "update": lambda: buffer.update_priorities(on_host, priorities),
+            "update(one priority)": lambda: buffer.update_priorities(ids, 0.5),
+        }
+        return calls[call]
+
+    return prepare
+
+
+def host_steps_of_windows(has_finals: bool, start_mode: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = TrajectoryDictBufferMultiDim(
+            30, "cuda", n_dim=2, seq_length=3, start_mode=start_mode, generator=0
+        )
+        steps = {name: leaf.cpu().view(3, 2, -1) for name, leaf in steps_of_a_ring().items()}
+        final = {"observation": steps["observation"]} if has_finals else None
+        for _ in range(25):
+            buffer.extend(steps, final=final)
+        return lambda: buffer.extend(steps, final=final)
+
+    return prepare
+
+
+def transitions_of_windows(**options: Any) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = TrajectoryDictBufferMultiDim(30, "cuda", n_dim=2, seq_length=3, generator=0)
+        steps = {name: leaf.view(3, 2, -1) for name, leaf in steps_of_a_ring().items()}
+        for _ in range(25):
+            buffer.extend(steps)
+        return lambda: buffer.sample_transitions(16, **options)
+
+    return prepare
+
+
+def batches_of_pairs() -> Callable[[], Any]:
+    buffer = ReplayBuffer(3, 20, "cuda", generator=0)
+    states = torch.ones(6, 3)
+    buffer.insert(states, states)
+
+    def call() -> Any:
+        buffer.insert(states, states)
+        return list(buffer.feed_forward_generator(2, 4))
+
+    return call
+
+
+def vectors(device: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = ZBuffer(20, 3, "cuda", generator=0)
+        rows = torch.ones(6, 3, device=device)
+        buffer.add(rows)
+
+        def call() -> Any:
+            buffer.add(rows)
+            return buffer.sample(4)
+
+        return call
+
+    return prepare
+
+
+def samples_of_a_manager() -> Callable[[], Any]:
+    options = {"replay_buffer_size": 40, "generator": 0}
+    manager = BufferManager(
+        {"buffer_name": ["a", "b"], "a": options, "b": options,
+         "sample_ratio": {"a": 0.5, "b": 0.5}},
+        device="cuda",
+        generator=0,
+    )  # fmt: skip
+    rows = {"x": torch.ones(30, 3, device="cuda")}
+    priorities = torch.rand(30, device="cuda")
+    for name in manager.buffer_name:
+        manager[name].extend_tensors(rows)
+
+    def call() -> Any:
+        for name in manager.buffer_name:
+            manager[name].extend_tensors(rows)
+        samples = manager.sample_tensors(20)
+        assert samples is not None
+        ids = {name: sample[2] for name, sample in samples.items()}
+        manager.update_priorities(ids, {name: priorities[: len(x)] for name, x in ids.items()})
+        return samples
+
+    return call
+
+
+def returns_of(
+    kind: type = RolloutStorage, num_rewards: int = 1, num_steps: int = NUM_STEPS, **options: Any
+) -> Callable[[], Callable[[], Any]]:
+    """Prepare `compute_returns` of any storage, of fewer steps with `allow_partial`."""
+
+    def prepare() -> Callable[[], Any]:
+        storage = kind(
+            NUM_ENVS, NUM_STEPS, (3,), None, (2,), num_rewards, device="cuda", generator=0
+        )
+        for step in transitions("cuda")[:num_steps]:
+            for name in ("rewards", "values", "bootstrap_values"):
+                setattr(step, name, getattr(step, name).expand(-1, num_rewards).contiguous())
+            storage.add_transitions(completed(storage, step))
+        last_values = torch.ones(NUM_ENVS, num_rewards, device="cuda")
+        gamma: Any = [0.9] * num_rewards if num_rewards > 1 else 0.9
+
+        def call() -> torch.Tensor:
+            storage.compute_returns(last_values, gamma, 0.8, **options)
+            return storage.returns
+
+        return call
+
+    return prepare
+
+
+def sampling_to_the_device(call: str) -> Callable[[], Callable[[], Any]]:
+    """Prepare a sample of a buffer on the CPU whose `output_device` is the device."""
+
+    def prepare() -> Callable[[], Any]:
+        on_host = {"output_device": "cuda", "generator": 0}
+        steps = {name: leaf.cpu() for name, leaf in steps_of_a_ring().items()}
+        buffer = DictBuffer(60, num_envs=2, end_key=["terminated", "time_outs"], **on_host)
+        windows = TrajectoryDictBufferMultiDim(30, n_dim=2, seq_length=3, **on_host)
+        advanced = AdvancedReplayBuffer(40, **on_host)
+        episodes = EpisodeReplayBuffer(4, **on_host)
+        expert = TrajectoryDictBuffer(
+            [{"observation": torch.zeros(n, 2)} for n in (9, 5)], seq_length=3, **on_host
+        )
+        episodes.push({"x": torch.ones(9, 3)})
+        advanced.extend_tensors(steps)
+        for _ in range(25):
+            buffer.extend(steps)
+            windows.extend({name: leaf.view(3, 2, -1) for name, leaf in steps.items()})
+        calls = {
+            "DictBuffer.sample": lambda: buffer.sample(4),
+            "DictBuffer.sample_transitions": lambda: buffer.sample_transitions(4, num_steps=2),
+            "TrajectoryDictBufferMultiDim.sample": lambda: windows.sample(6),
+            "TrajectoryDictBufferMultiDim.get_full_buffer": windows.get_full_buffer,
+            "TrajectoryDictBuffer.sample": lambda: expert.sample(6),
+            "AdvancedReplayBuffer.sample_tensors": lambda: advanced.sample_tensors(4),
+            "EpisodeReplayBuffer.sample_windows": lambda: episodes.sample_windows(2, 3),
+            "EpisodeReplayBuffer.sample": lambda: episodes.sample(1),
+        }
+        return calls[call]
+
+    return prepare
+
+
+def batches_to_the_device(**options: Any) -> Callable[[], Callable[[], Any]]:
+    """Prepare mini-batches of a storage on the CPU whose `output_device` is the device."""
+
+    def prepare() -> Callable[[], Any]:
+        storage = RolloutStorage(
+            NUM_ENVS, NUM_STEPS, (3,), None, (2,), generator=0, output_device="cuda"
+        )
+        for step in transitions("cpu"):
+            step.hidden_states = torch.ones(1, NUM_ENVS, 4)
+            storage.add_transitions(step)
+        storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+        if options.get("recurrent"):
+            return lambda: list(storage.recurrent_mini_batch_generator(2, 2))
+        return lambda: list(storage.mini_batch_generator(2, 2, **options))
+
+    return prepare
+
+
 #: Call -> function that prepares it and returns it.
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.add_transitions": adding("cuda"),
@@ -333,7 +584,6 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     ),
     "RolloutStorage.mini_batch_generator(reshuffle='once')": batches(reshuffle="once"),
     "RolloutStorage.mini_batch_generator(drop_last=False)": batches(drop_last=False),
-    "SarsaRolloutStorage.add_transitions": adding_next_observations,
     "SarsaRolloutStorage.mini_batch_generator": batches(kind=SarsaRolloutStorage),
     "QueueRolloutStorage.mini_batch_generator": batches(kind=QueueRolloutStorage),
     "ActionLabelRollout.mini_batch_generator": batches(kind=ActionLabelRollout),
@@ -345,7 +595,67 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ReplayBuffer.sample(generator on the CPU)": pairs_of_states("cpu"),
     "DictBuffer.extend(end_key)": extending_trajectories(False),
     "DictBuffer.extend(final=)": extending_trajectories(True),
+    "ReplayBuffer.feed_forward_generator": batches_of_pairs,
+    "ZBuffer.add and sample": vectors("cuda"),
+    "ZBuffer.add and sample(host)": vectors("cpu"),
+    "BufferManager.sample_tensors and update_priorities": samples_of_a_manager,
+    "RolloutStorage.compute_returns(2 rewards)": returns_of(num_rewards=2),
+    "RolloutStorage.compute_returns(2 rewards, per reward)": returns_of(
+        num_rewards=2, normalize="per_reward"
+    ),
+    "RolloutStorage.compute_returns(normalize=None)": returns_of(normalize=None),
+    "RolloutStorage.compute_returns(allow_partial=True)": returns_of(
+        num_steps=4, allow_partial=True
+    ),
+    "SarsaRolloutStorage.compute_returns": returns_of(SarsaRolloutStorage),
+    "QueueRolloutStorage.compute_returns": returns_of(QueueRolloutStorage),
+    "QueueRolloutStorage.compute_returns(a part)": returns_of(QueueRolloutStorage, num_steps=4),
+    "ActionLabelRollout.compute_returns": returns_of(ActionLabelRollout),
+    "RolloutStorage.mini_batch_generator(output_device)": batches_to_the_device(),
+    "RolloutStorage.mini_batch_generator(output_device, once)": batches_to_the_device(
+        reshuffle="once"
+    ),
+    "RolloutStorage.recurrent_mini_batch_generator(output_device)": batches_to_the_device(
+        recurrent=True
+    ),
 }
+for kind in (SarsaRolloutStorage, QueueRolloutStorage, ActionLabelRollout):
+    CALLS[f"{kind.__name__}.add_transitions"] = adding("cuda", kind)
+    CALLS[f"{kind.__name__}.add_transitions(tensors on the host)"] = adding("cpu", kind)
+for training_type, call in (
+    ("rl", "add_transition"),
+    ("rl", "mini_batch_generator"),
+    ("distillation", "generator"),
+):
+    CALLS[f"RslRlStorage.{call}"] = rollout_of_rsl_rl(training_type, call)
+for num_steps in (1, 3):
+    CALLS[f"TrajectoryDictBufferMultiDim.sample_transitions({num_steps} steps)"] = (
+        transitions_of_windows(num_steps=num_steps)
+    )
+for call in (
+    "extend",
+    "extend(priorities)",
+    "extend(one priority)",
+    "extend(collect_iter)",
+    "extend(one collect_iter)",
+    "update",
+    "update(one priority)",
+    "update(a priority on the device)",
+):
+    CALLS[f"AdvancedReplayBuffer.{call}, host rows"] = host_rows_by_priority(call)
+for call in ("extend", "update", "update(one priority)"):
+    CALLS[f"PrioritizedWindows.{call}, host rows"] = host_windows_by_priority(call)
+for call in (
+    "DictBuffer.sample",
+    "DictBuffer.sample_transitions",
+    "TrajectoryDictBufferMultiDim.sample",
+    "TrajectoryDictBufferMultiDim.get_full_buffer",
+    "TrajectoryDictBuffer.sample",
+    "AdvancedReplayBuffer.sample_tensors",
+    "EpisodeReplayBuffer.sample_windows",
+    "EpisodeReplayBuffer.sample",
+):
+    CALLS[f"{call}(output_device)"] = sampling_to_the_device(call)
 for truncation in ("cut", "value", "final"):
     for factors in ("cpu", "cuda"):
         CALLS[f"RolloutStorage.compute_returns({truncation!r}, factors: {factors})"] = returns(
@@ -383,6 +693,7 @@ for has_finals in (False, True):
         )
     for mode in ("uniform", "trajectory"):
         name = f"TrajectoryDictBufferMultiDim({mode!r}){of_finals}"
+        CALLS[f"{name}.extend(host)"] = host_steps_of_windows(has_finals, mode)
         CALLS[f"{name}.extend"] = windows_of_a_ring(has_finals, is_extended=True, start_mode=mode)
         for end in ("exclude", "mark"):
             CALLS[f"{name}.sample({end!r})"] = windows_of_a_ring(
@@ -412,12 +723,79 @@ def test_a_call_needs_few_launches(name: str) -> None:
     assert device.counts.num_launches <= MAX_LAUNCHES[name], device.counts.launches
 
 
+@pytest.fixture(autouse=True)
+def no_tensordict(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_tensordict(monkeypatch)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_host_does_not_wait(name: str) -> None:
     call = CALLS[name]()
     call()  # the first call may allocate
     with no_waits():
         call()
+
+
+#: Calls whose draws depend on when the share of valid candidates arrives on the host, or on the
+#: number of objects so far. Only the shapes of their results are compared.
+DRAWS = {"RolloutStorage.mini_batch_generator(generator=None)"} | {
+    name for name in CALLS if ".sample_transitions(" in name or ".sample('" in name
+}
+
+
+def stores_of(call: Any) -> list[Store]:
+    """Return the buffers and storages that a prepared call uses."""
+    used = [call.__self__] if hasattr(call, "__self__") else getclosurevars(call).nonlocals.values()
+    return [value for value in used if isinstance(value, Store)]
+
+
+def on_host(value: Any) -> Any:
+    """Copy nested results to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {name: on_host(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [on_host(part) for part in value]
+    if isinstance(value, str):
+        return list(value.encode())
+    return on_host(vars(value)) if is_dataclass(value) else value
+
+
+def shapes_of(value: Any) -> Any:
+    """Replace the tensors of nested results by zeros."""
+    if isinstance(value, Mapping):
+        return {name: shapes_of(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [shapes_of(part) for part in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def results_of_calls(name: str) -> Any:
+    """Return the results of some calls that may not wait, and the states after them."""
+    torch.manual_seed(0)
+    call = CALLS[name]()
+    call()
+    with no_waits():
+        results = [call() for _ in range(NUM_CALLS)]
+    torch.cuda.synchronize()
+    states = [on_host(store.state_dict()["tensors"]) for store in stores_of(call)]
+    if name in DRAWS:
+        results = shapes_of(on_host(results))
+        for state in states:
+            del state["rng"]
+    return on_host(results), states
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="events of a real device are not delayed")
+@pytest.mark.parametrize("name", CALLS)
+def test_events_that_complete_after_further_calls_change_no_result(
+    name: str, cuda_device: PretendCuda
+) -> None:
+    expected = results_of_calls(name)
+    cuda_device.lateness = LATENESS
+    late = results_of_calls(name)
+    torch.testing.assert_close(late, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("not_finite", [False, True])

@@ -87,11 +87,13 @@ def test_values_equal_those_of_the_cpu() -> None:
     assert torch.equal(copied, here)
 
 
-def test_pageable_copies_are_counted_apart() -> None:
-    with PretendCuda() as device, device.strict():
+def test_pageable_copies_are_counted_and_refused_by_a_strict_device() -> None:
+    with PretendCuda() as device:
         torch.ones(4).to("cuda", non_blocking=True)
         assert device.counts.pageable_copies.total() == 1
         assert device.counts.num_waits == 0
+        with device.strict(), pytest.raises(WaitError, match="pageable"):
+            torch.ones(4).to("cuda", non_blocking=True)
 
 
 def test_tensors_on_the_device_do_not_become_arrays() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from ..core.fields import unflatten
+from ..core.memory import StreamOrder
 from ..core.records import flat_name, listed
 from ..replay.dict_buffer import DictBuffer
 
@@ -38,6 +39,8 @@ class StepPairs:
         self._cut_names = set(cut_names)
         self._end_names = {flat_name(key) for key in listed(buffer.end_key)}
         self._lock = threading.Lock()
+        #: Order of the accesses to `_waiting` among CUDA streams.
+        self._order = StreamOrder(buffer.device)
         self._waiting: tuple[_Columns, _Columns] | None = None
 
     @property
@@ -56,8 +59,10 @@ class StepPairs:
             steps: Fields `[T, num_envs, *event]` of T steps by flat name.
             following: Observations `[T, num_envs, *event]` after these steps, by flat name.
         """
-        with self._lock:
+        with self._lock, self._order.writes:
             earlier = self._waiting or ({}, {})
+            for columns in earlier:
+                self._order.keep(columns.values())
             steps = {name: _joined(earlier[0].get(name), x) for name, x in steps.items()}
             following = {name: _joined(earlier[1].get(name), x) for name, x in following.items()}
             differences = [following[name][:-1] != steps[name][1:] for name in following]

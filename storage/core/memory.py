@@ -29,7 +29,7 @@ import torch
 from ..errors import UsageError
 from . import arguments
 from .deferred import DeferredErrors
-from .fields import DTYPES
+from .fields import DTYPES, map_leaves
 
 #: Minimum size of a pooled buffer in bytes. The C allocator already reuses smaller memory.
 MIN_POOLED_BYTES = 128 * 1024
@@ -236,6 +236,20 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
     torch._foreach_copy_(parts(pinned), on_host)
     there = iter(parts(pinned.to(device, non_blocking=True)))
     return [next(there) if tensor.is_cpu else tensor.to(device) for tensor in tensors]
+
+
+def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Copy a nested dict of tensors to a device. With `device=None`, return `tree` unchanged.
+
+    Host tensors are sent to CUDA by one asynchronous copy.
+    """
+    if device is None:
+        return tree
+    leaves: list[torch.Tensor] = []
+    map_leaves(leaves.append, tree)
+    moved = iter(sent_together(leaves, device))
+    found: dict[str, Any] = map_leaves(lambda _: next(moved), tree)
+    return found
 
 
 class PackedCopy:

@@ -28,17 +28,19 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
 
     Other leaves are unchanged. With `pin`, copies from the CPU to CUDA use pinned memory, since
     other copies are synchronous. Mappings keep their type if its constructor accepts a dict; other
-    mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by
-    `item.to(device, non_blocking=True)`.
+    mappings become dicts. A mapping with a method `to`, such as a `TensorDict`, is moved by this
+    method.
     """
+    # The host would read a result on the CPU before an asynchronous copy has finished.
+    is_async = device.type != "cpu"
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
             item = item.pin_memory()
-        return item.to(device, non_blocking=True)
+        return item.to(device, non_blocking=is_async)
     is_tree = callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
     # The method `to` of a `TensorDict` or a tensorclass keeps the batch size.
     if is_tree and not isinstance(item, (dict, type)):
-        return item.to(device, non_blocking=True)
+        return item.to(device, non_blocking=is_async)
     if isinstance(item, Mapping):
         moved = {key: to_device(value, device, pin) for key, value in item.items()}
         return moved if type(item) is dict else _made_like(item, moved)

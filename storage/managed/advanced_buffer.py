@@ -16,7 +16,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import flatten
-from ..core.memory import float32_of, own, sent
+from ..core.memory import float32_of, on_device, own, sent
 from ..core.records import numbers
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.prioritized_ring import UNKNOWN, Draw, PrioritizedRing
@@ -339,19 +339,24 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return self._store.items(drawn.places, extra, self.output_device)
 
     def _batch_of(self, drawn: Draw) -> _Batch:
-        device = self.output_device or self.device
-        batch = self._store.columns(drawn.places, self.output_device, nested=True)
+        batch = self._store.columns(drawn.places, nested=True)
         objects = self._store.objects(drawn.places)
+        lists = {}
         for name in dict.fromkeys(name for of_item in objects for name in of_item):
             values = [of_item.get(name) for of_item in objects]
-            is_number = all(isinstance(value, (bool, int, float)) for value in values)
-            put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
-        weights = float32_of(drawn.importance)
-        ids = drawn.ids
-        if device != self.device:
-            weights = weights.to(device)
-            ids = ids.to(device)
-        return batch, weights, ids
+            if all(isinstance(value, (bool, int, float)) for value in values):
+                put_leaf(batch, name, sent(torch.tensor(values, device="cpu"), self.device))
+            else:
+                lists[name] = values
+        sample: dict[str, Any] = {
+            "batch": batch,
+            "weights": float32_of(drawn.importance),
+            "ids": drawn.ids,
+        }
+        sample = on_device(sample, self.output_device)
+        for name, values in lists.items():
+            put_leaf(sample["batch"], name, values)
+        return sample["batch"], sample["weights"], sample["ids"]
 
     # Updating.
 

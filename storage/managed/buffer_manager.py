@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..core import arguments
+from ..core.memory import StreamOrder
 from ..core.random_indices import generator_on
 from ..errors import ClosedError, SchemaError, UsageError, nearest
 from ..saving.saved_store import State, Store
@@ -79,6 +80,7 @@ class BufferManager(Store):
         self.device = arguments.device("device", device)
         self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
+        self._order = StreamOrder(torch.device("cpu"))  # Each buffer has its own order.
         #: Lock held while a call chooses buffers and calls their limiters, but not while a thread
         #: waits for a limiter.
         self._choice_lock = threading.Lock()

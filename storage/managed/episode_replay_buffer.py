@@ -58,7 +58,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
         arguments.options(self, options)
         super().__init__(replay_buffer_size, **options)
-        self._store = ItemStore(_FIRST_STEPS, self.device)
+        self._store = self._make_store(_FIRST_STEPS)
         self._episodes: deque[_Episode] = deque()
         #: Number of episodes added since the creation or the last `clear`.
         self._total = 0
@@ -219,5 +219,5 @@ class EpisodeReplayBuffer(ManagedBuffer):
         self._episodes = deque(
             _Episode(stop - length, length, bool(is_stack)) for stop, (length, is_stack) in places
         )
-        self._store = ItemStore(max(_FIRST_STEPS, total), self.device)
+        self._store = self._make_store(max(_FIRST_STEPS, total))
         super()._set_state(numbers, tensors)

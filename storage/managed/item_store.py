@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from ..core.fields import Schema, check_same_names, flatten, map_leaves, unflatten
-from ..core.memory import StreamOrder, as_given, sent_together
+from ..core.fields import Schema, check_same_names, flatten, unflatten
+from ..core.memory import StreamOrder, as_given, on_device, sent_together
 from ..core.records import dense, fit, make_field
 from ..errors import (
     CorruptFileError,
@@ -164,10 +164,17 @@ class ItemStore:
     Args:
         capacity: Number of items.
         device: Device of the columns.
+        order: Order of reads and writes among CUDA streams.
         form: Form of the columns; None to use the form of the first items.
     """
 
-    def __init__(self, capacity: int, device: torch.device, form: Form | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        device: torch.device,
+        order: StreamOrder,
+        form: Form | None = None,
+    ) -> None:
         self.capacity = capacity
         self.device = device
         self.form = form
@@ -177,8 +184,7 @@ class ItemStore:
         )
         #: Objects by flat name, for each slot whose item has objects.
         self._objects: dict[int, dict[str, Any]] = {}
-        #: Order of reads and writes among CUDA streams.
-        self.order = StreamOrder(device)
+        self.order = order
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
         """Return the ids of the next `num_rows` items, at most the last `capacity` of them.
@@ -226,7 +232,7 @@ class ItemStore:
             return {}
         with self.order.reads:
             columns = self.ring.gather(slots, contiguous, nested)
-        return columns if device is None else map_leaves(lambda leaf: leaf.to(device), columns)
+        return on_device(columns, device)
 
     def as_pushed(self, name: str, column: torch.Tensor) -> Any:
         """Convert a copied column to the type of its pushed leaf: a numpy array or a tensor."""
@@ -278,11 +284,13 @@ class ItemStore:
 
     def moved(self, first: int, capacity: int) -> ItemStore:
         """Copy the items from id `first` on to a new store, in which ids start at 0."""
-        store = ItemStore(capacity, self.device, self.form)
+        store = ItemStore(capacity, self.device, self.order, self.form)
         if self.form is not None:
-            slots = self.ring.slot(torch.arange(first, self.ring.total, device=self.device))
-            columns = list(self.columns(slots).values())
-            store.write(Items(len(slots), columns, self.objects(slots) or None, self.form))
+            with self.order.writes:
+                slots = self.ring.slot(torch.arange(first, self.ring.total, device=self.device))
+                columns = list(self.columns(slots).values())
+                store.write(Items(len(slots), columns, self.objects(slots) or None, self.form))
+                self.order.keep(self.ring.slots_view(name) for name in self.form.schema)
         return store
 
     def state(self, subject: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..core import arguments
+from ..core.memory import StreamOrder
 from ..core.random_indices import distinct, generator_on, uniform
 from ..errors import ClosedError, UsageError
 from ..live.monitors import BufferMonitor
@@ -110,7 +111,8 @@ class ManagedBuffer(Store):
             arguments.instance("rate_limiter", self.rate_limiter, expected, RateLimiter)
         self._lock = threading.RLock()
         self._is_closed = False
-        self._store = ItemStore(self.replay_buffer_size, self.device)
+        self._order = StreamOrder(self.device)
+        self._store = self._make_store(self.replay_buffer_size)
 
     def push(self, data: Any) -> None:
         """Add copies of an item, or of a list of items.
@@ -227,7 +229,7 @@ class ManagedBuffer(Store):
             self.rate_limiter.close()
         with self._lock:
             self._clear()
-            self._store = ItemStore(self.replay_buffer_size, self.device)
+            self._store = self._make_store(self.replay_buffer_size)
 
     def __enter__(self: _Self) -> _Self:
         self.start()
@@ -307,13 +309,16 @@ class ManagedBuffer(Store):
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        store = ItemStore(self._store.capacity, self.device)
-        store.order = self._store.order  # It has the pending errors of earlier calls.
+        store = self._make_store(self._store.capacity)
         self._store = store.restore(numbers, tensors, f"the objects of buffer {self.name!r}")
         if self.rate_limiter is not None and numbers["rate_limiter"] is not None:
             self.rate_limiter.load_state_dict(numbers["rate_limiter"])
 
     # Methods for subclasses.
+
+    def _make_store(self, capacity: int) -> ItemStore:
+        """Return an empty store with this buffer's order of CUDA streams."""
+        return ItemStore(capacity, self.device, self._order)
 
     def _clear(self) -> None:
         self._store.clear()

@@ -50,6 +50,11 @@ class Delivery:
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
 
+    @property
+    def shared_device(self) -> torch.device:
+        """Device on which several mini-batches share memory: the CUDA device, if there is one."""
+        return self.output_device if self.output_device.type == "cuda" else self.device
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a result, on `device`."""
         if self.device.type != "cpu":
@@ -60,10 +65,9 @@ class Delivery:
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
         """Copy `x` to `output_device` on a separate stream; return `x` if it is there already."""
-        if x.device == self.output_device:
-            return x
-        if self.output_device.type != "cuda" or not x.is_pinned():
+        if self.output_device.type != "cuda" or not x.is_cpu:
             return x.to(self.output_device)
+        x = x.pin_memory()  # Returns pinned memory as it is.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.output_device)  # type: ignore[no-untyped-call]
         consumer = torch.cuda.current_stream(self.output_device)

@@ -416,7 +416,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         table = self._table
         num_used = bounds[-1][1]
         # Several mini-batches read these tensors, possibly on different streams.
-        shared = StreamOrder(self.device)
+        shared = StreamOrder(self._delivery.shared_device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
             self._put_in_order()
@@ -459,7 +459,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _env_batches(
         self, rows: int, bounds: list[tuple[int, int]], num_epochs: int
     ) -> Iterator[Any]:
-        shared = StreamOrder(self.device)
+        shared = StreamOrder(self._delivery.shared_device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
             self._put_in_order()
@@ -533,7 +533,6 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def _get_state(self) -> State:
         with self._lock:
-            self._order.wait(is_write=False)
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
@@ -554,7 +553,6 @@ class RolloutStorage(Store, is_saved_whole=True):
             # A new table, so that the previous one is unchanged if the state does not fit.
             before = self._table
             self._make_table(before.num_rows, before.own_tensors())
-            self._order.wait(is_write=True)
             leaves = self._states.check_loaded(numbers["states"], tensors, num_rows)
             self._table.replace(tensors, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
@@ -563,7 +561,6 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._num_partial_rows = num_partial_rows
             # Generators that still read the previous table must detect the change.
             before.num_changes += 1
-            self._order.record(is_write=True)
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
         # A generator on the CPU serves storages on every device.

@@ -10,6 +10,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
+from ..core.memory import on_device, sent
 from ..core.records import Key, RecordReader, as_tensor, listed, normal
 from ..errors import SchemaError, UsageError
 from ..ring.ring_store import RingStore
@@ -18,7 +19,7 @@ from ..ring.trajectory_ends import end_places
 from ..ring.transition_sampler import TransitionRequest, TransitionSampler
 from ..saving.buffer_store import KEY_SEPARATOR
 from ..saving.hdf5_columns import Table
-from .row_buffer import RowBuffer, on_device
+from .row_buffer import RowBuffer
 
 _PLAIN = TransitionRequest()
 #: Name of the only field of a `ZBuffer`.
@@ -99,6 +100,7 @@ class DictBuffer(RowBuffer):
             ring = self._rows.ring
             if ring is None:
                 return None
+            self._order.wait(is_write=False)
             return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
 
     @property
@@ -305,7 +307,7 @@ class ZBuffer(RowBuffer):
             with self._order.reads:
                 places = draw_uniformly(ring, num, self._rows.generator)
                 vectors: torch.Tensor = ring.gather(places, contiguous=True)[_NAME]
-        return vectors if device is None else vectors.to(device)
+        return vectors if device is None else sent(vectors, device)
 
     def _arguments(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}

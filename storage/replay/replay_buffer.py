@@ -27,10 +27,6 @@ class ReplayBuffer(RowFront, Store):
         device: Device of the pairs.
         generator: Random generator of the samples: a `torch.Generator` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects created since that seed changed.
-
-    Attributes:
-        states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples`
-            are valid.
     """
 
     def __init__(
@@ -53,8 +49,18 @@ class ReplayBuffer(RowFront, Store):
             RowStore(RowOptions(self.buffer_size, num_guards=0), reader, self.device, generator)
         )
         self._ring = self._rows.create(Schema(Field(name, self.obs_dim) for name in _NAMES), 1)
-        self.states = self._ring.slots_view("states")[:, 0]
-        self.next_states = self._ring.slots_view("next_states")[:, 0]
+
+    @property
+    def states(self) -> torch.Tensor:
+        """Memory of the states: `[buffer_size, *obs_dim]` float32, valid below row `num_samples`."""
+        self._order.wait(is_write=False)
+        return self._ring.slots_view("states")[:, 0]
+
+    @property
+    def next_states(self) -> torch.Tensor:
+        """Memory of the next states, in the form of `states`."""
+        self._order.wait(is_write=False)
+        return self._ring.slots_view("next_states")[:, 0]
 
     @property
     def step(self) -> int:
@@ -133,5 +139,5 @@ class ReplayBuffer(RowFront, Store):
         total = checked_count(numbers, "total", 0, 1 << 62)
         shape = [min(total, self.buffer_size), 1, *self.obs_dim]
         columns = {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES}
-        # Load into the existing memory, because `states` and `next_states` are views of it.
+        # Load into the existing memory, because callers may keep views of it.
         self._rows.load(self._ring.schema, 1, total, [(0, columns)], {})

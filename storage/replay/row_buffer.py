@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..core import arguments
-from ..core.fields import map_leaves
 from ..core.random_indices import generator_on
 from ..core.records import RecordReader
 from ..errors import BufferEmptyError, SchemaError
@@ -175,15 +174,3 @@ def lane_parts(table: Table, num_lead: int) -> Iterator[tuple[int, dict[str, tor
     """Yield the parts of a table as pairs: the first row, and columns `[n, lanes, *event]`."""
     for first, part in table.rows():
         yield first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()}
-
-
-def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """Copy a nested dict of tensors to a device. With `device=None`, return `tree` unchanged."""
-    if device is None:
-        return tree
-    # The host would read the result before an asynchronous copy has finished.
-    is_to_host = device.type == "cpu"
-    moved: dict[str, Any] = map_leaves(
-        lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree
-    )
-    return moved

@@ -20,7 +20,7 @@ import torch
 from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
-from ..core.memory import last_copies, lasting, sent
+from ..core.memory import last_copies, lasting, on_device, sent
 from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
@@ -29,7 +29,7 @@ from ..saving.buffer_store import KEY_SEPARATOR, BufferStore
 from ..saving.hdf5_columns import Table
 from ..saving.saved_folder import ROWS
 from ..saving.saved_store import State
-from .row_buffer import lane_parts, on_device
+from .row_buffer import lane_parts
 from .trajectory_window_buffer import as_list, check_length, count_windows
 
 _OPTIONS = (
@@ -141,6 +141,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
         Tensors share memory with the buffer. Do not write to them.
         """
+        self._order.wait(is_write=False)
         return unflatten(self._columns())
 
     @property
@@ -297,7 +298,6 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         return {}
 
     def _get_state(self) -> State:
-        self._order.wait(is_write=False)
         numbers: dict[str, Any] = {"capacity": self.capacity, "_idx": 0, "_is_full": True}
         numbers |= {name: getattr(self, name) for name in _OPTIONS}
         numbers |= {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}

@@ -11,6 +11,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
+from ..core.memory import on_device
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import SchemaError, UsageError
 from ..ring.row_store import RowOptions
@@ -18,7 +19,6 @@ from ..ring.trajectory_ends import Places, end_places
 from ..ring.window_sampler import WindowRequest, draw_windows, list_windows
 from ..saving.buffer_store import KEY_SEPARATOR
 from .dict_buffer import DictBuffer
-from .row_buffer import on_device
 
 #: Default end flags. Fields missing from the rows are ignored.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")

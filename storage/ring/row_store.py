@@ -205,7 +205,6 @@ class RowStore:
         ring = self.ring
         if ring is None:
             return None
-        self.order.wait(is_write=False)
         columns = {name: ring.slots_view(name)[: ring.num_live] for name in ring.schema}
         boundaries = self.boundaries
         if boundaries is None:

@@ -86,7 +86,7 @@ class BufferStore(Store):
             raise SchemaError(
                 f"nested_key_separator must be a non-empty str without '/', got {separator!r}."
             )
-        with self._lock:
+        with self._lock, self._order.reads:
             state = self._get_state()
             tables = {}
             for table, columns in _tables(state.tensors).items():
@@ -160,7 +160,8 @@ class BufferStore(Store):
             for table, path in paths.items():
                 names = partial(column_name, separator=separator, table=table)
                 tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
-            made._set_tables(config, tables)
+            with made._order.writes:
+                made._set_tables(config, tables)
         drawn = torch.tensor(
             list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu"
         )

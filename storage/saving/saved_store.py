@@ -82,16 +82,17 @@ class Store(Shown, ABC):
     """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
     A subclass sets the attributes below and implements `_get_state` and `_set_state`. The lock is
-    held during both methods. A subclass whose constructor does not accept `State.arguments`,
-    `device` and `generator` also overrides `_from_arguments`. Copies are made from the state:
-    additional attributes of a subclass are copied only if the state contains them.
+    held during both methods, and `_order` orders them among CUDA streams. A subclass whose
+    constructor does not accept `State.arguments`, `device` and `generator` also overrides
+    `_from_arguments`. Copies are made from the state: additional attributes of a subclass are
+    copied only if the state contains them.
 
     Attributes:
         device: Device of the rows.
         rng: Random generator of the samples.
         _lock: Lock held by every method that reads or writes rows.
-        _order: Order of reads and writes of rows among CUDA streams. Absent if the parts of the
-            store have separate orders.
+        _order: Order of reads and writes of rows among CUDA streams. A store whose parts have
+            separate orders has an order of the CPU, which does nothing.
     """
 
     #: Whether the state contains the whole memory, including rows that were never written.
@@ -179,7 +180,7 @@ class Store(Shown, ABC):
                 earlier save is unchanged. Also an `OSError`.
             UsageError: An earlier call on a GPU was wrong; the save is complete.
         """
-        with self._lock:
+        with self._lock, self._order.reads:
             state = self._whole_state()
             columns = [
                 {"name": name, "dtype": name_of(x), "shape": list(x.shape)}
@@ -231,12 +232,10 @@ class Store(Shown, ABC):
 
     def copy_state(self) -> State:
         """Return a consistent copy of the state on this device."""
-        with self._lock:
+        with self._lock, self._order.reads:
             state = self._whole_state()
             for name, x in state.tensors.items():
                 state.tensors[name] = x.detach().clone(memory_format=torch.contiguous_format)
-            if hasattr(self, "_order"):
-                self._order.record(is_write=False)
             return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -318,7 +317,7 @@ class Store(Shown, ABC):
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load a state whose arguments were checked. After an error the store is unchanged."""
-        with self._lock, self.unchanged_on_failure():
+        with self._lock, self._order.writes, self.unchanged_on_failure():
             try:
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from storage import RolloutStorage, Transition
@@ -93,3 +96,23 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
 def broken(transition: Transition, name: str, value: Any) -> Transition:
     """Copy a transition with one field replaced."""
     return dataclasses.replace(transition, **{name: value})
+
+
+class Wrapped(dict[Any, Any]):
+    """A substitute for `TensorDict` without the package."""
+
+    def __init__(self, tree: dict[str, torch.Tensor], batch_size: Any = None) -> None:
+        super().__init__(tree)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            return Wrapped({name: leaf[key] for name, leaf in self.items()})
+        return super().__getitem__(key)
+
+    def clone(self) -> Wrapped:
+        return Wrapped({name: leaf.clone() for name, leaf in self.items()})
+
+
+def replace_tensordict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `RslRlStorage` wrap its observations without the package `tensordict`."""
+    monkeypatch.setitem(sys.modules, "tensordict", SimpleNamespace(TensorDict=Wrapped))

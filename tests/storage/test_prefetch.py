@@ -279,6 +279,12 @@ class Sized(Mapping):
         return moved
 
 
+@pytest.mark.gpu
+def test_items_that_come_from_a_device_to_the_host_are_complete(any_device: None) -> None:
+    item = torch.arange(5.0, device="cuda")
+    assert torch.equal(to_device({"a": item}, torch.device("cpu"))["a"], torch.arange(5.0))
+
+
 class Named(OrderedDict):
     """A dict that cannot be made from one."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from storage.core.durable_files import crc32
-from storage.core.memory import BufferPool, sent
+from storage.core.memory import BufferPool, StreamOrder, sent
 from storage.errors import UsageError
 
 from ...blocks.block_header import DATA, FINAL
@@ -92,6 +92,7 @@ class CachedRows(RowSource):
             _check_room(num_rows[DATA] * self.layouts[DATA].frame_bytes)
         self._memory = self._shared_memory(shapes.values()) if is_shared else memory
         self._rows: dict[Place, torch.Tensor] = {}
+        self._order = StreamOrder(device)
         rows_of_all = Rows(trajectories, np.zeros_like(lengths), lengths, first_row)
         for (table, name), shape in shapes.items():
             memory_rows = self._empty(shape)
@@ -99,7 +100,8 @@ class CachedRows(RowSource):
                 _copy_column(source, name, rows_of_all, memory_rows)
             elif memory is None:
                 memory_rows.copy_(source.final_rows(name, has_final).view(torch.int32))
-            self._rows[table, name] = memory_rows.to(device)
+            with self._order.writes:
+                self._rows[table, name] = memory_rows.to(device)
 
     @classmethod
     def mapped(cls, source: RowSource, shared: SharedRows | None) -> CachedRows | None:
@@ -165,10 +167,15 @@ class CachedRows(RowSource):
 
     def final_rows(self, column: str, episodes: Int64s) -> torch.Tensor:
         rows = sent(torch.from_numpy(self._final_row[episodes]), self.device)
-        return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
+        with self._order.reads:
+            finals = torch.index_select(self._rows[FINAL, column], 0, rows)
+            self._order.keep([self._rows[FINAL, column]])
+        return finals.view(torch.uint8)
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        gather(self._rows[place], runs, runs.row, length, out)
+        with self._order.reads:
+            gather(self._rows[place], runs, runs.row, length, out)
+            self._order.keep([self._rows[place]])
 
 
 def _copy_column(source: RowSource, name: str, rows: Rows, out: torch.Tensor) -> None:
