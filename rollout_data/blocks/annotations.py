@@ -20,7 +20,6 @@ from storage.errors import CorruptFileError
 from .annotation_table import EPISODES, TASK, TEXTS, text_id
 from .block import Block, Identity
 from .block_header import BlockHeader, corrupt
-from .missing_trajectories import is_stand_in
 from .trajectory_index import Int64s, TrajectoryIndex
 
 
@@ -198,8 +197,6 @@ class Notes:
     def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
         """Return the header of a block, cached; None if the block has no annotations."""
         if block.identity not in self._headers:
-            if is_stand_in(block):
-                raise FileNotFoundError(str(block.path))
             # Blocks without `places` are files of other formats, which have no annotations.
             header = noted.read_header(block) if block.places else None
             has_notes = header is not None and header.notes

@@ -339,18 +339,8 @@ class TrajectoryIndex:
             reason: First sentence of the message; "" states that the file was removed.
             is_gone: Whether to advise users of windows to open the dataset again.
         """
-        path = str(self.blocks[block].path)
         keys = self.keys(self.trajectories_in([block]))
-        named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
-        named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
-        advice = "A stream continues with the other trajectories."
-        if is_gone:
-            advice += " For windows, open the dataset again."
-        message = f"{reason or f'{path!r} was removed.'} {advice}"
-        if named:
-            noun = "Trajectory" if len(keys) == 1 else "Trajectories"
-            message = f"{noun} {', '.join(named)} cannot be read. {message}"
-        lost = LostBlockError(message)
+        lost = lost_trajectories(keys, self.blocks[block].path, reason, is_gone)
         lost.key = self.blocks[block].key
         lost.block = block
         return lost
@@ -476,6 +466,29 @@ class TrajectoryIndex:
             start = low
         row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
         return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+def lost_trajectories(
+    keys: Sequence[tuple[str, int]], path: Path, reason: str = "", is_gone: bool = True
+) -> LostBlockError:
+    """Build the error for trajectories in a deleted or damaged file.
+
+    Args:
+        keys: (writer, number) of each trajectory.
+        path: The file.
+        reason: See `TrajectoryIndex.lost_block`.
+        is_gone: See `TrajectoryIndex.lost_block`.
+    """
+    named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
+    named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
+    advice = "A stream continues with the other trajectories."
+    if is_gone:
+        advice += " For windows, open the dataset again."
+    message = f"{reason or f'{str(path)!r} was removed.'} {advice}"
+    if named:
+        noun = "Trajectory" if len(keys) == 1 else "Trajectories"
+        message = f"{noun} {', '.join(named)} cannot be read. {message}"
+    return LostBlockError(message)
 
 
 def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:

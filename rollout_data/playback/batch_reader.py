@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import FrameRows, Grid, RowLayout, leaves_of, put
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from
 from ..sources.rows.row_source import Rows, RowSource
-from .step_planner import Bools, PassOrder, Pieces, Plan, PlanPart, StreamState, plan_steps
+from .step_planner import Bools, Ends, PassOrder, Pieces, Plan, PlanPart, StreamState, plan_steps
 from .transition import Transition
 
 OBSERVATION = "observation"
@@ -119,7 +119,8 @@ class BatchReader:
         parts: list[tuple[RowSource, Rows]] = []
         num_lost = 0
         for source, pieces in ((part.pass_order.source, part.pieces) for part in plan.parts):
-            lost = source.is_lost[pieces.trajectory]
+            lost = pieces.trajectory >= len(source.index)
+            lost[~lost] = source.is_lost[pieces.trajectory[~lost]]
             if lost.any():
                 for env, time, _, _, count in zip(
                     *(column[lost] for column in pieces), strict=True
@@ -164,7 +165,7 @@ class BatchReader:
         """
         snapshot: RowSource = part.pass_order.source
         index = snapshot.index
-        ends = part.ends
+        ends = _listed(part.ends, part)
         if not len(ends.trajectory):
             return
         which = (
@@ -259,17 +260,30 @@ class BatchReader:
         return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
 
 
+_PiecesOrEnds = TypeVar("_PiecesOrEnds", Pieces, Ends)
+
+
+def _listed(rows: _PiecesOrEnds, part: PlanPart) -> _PiecesOrEnds:
+    """Return the rows of a part without missing trajectories; see `PassScheduler.missing`."""
+    is_listed = rows.trajectory < len(part.pass_order.source.index)
+    return rows if is_listed.all() else type(rows)(*(column[is_listed] for column in rows))
+
+
 def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
     """Return the flags of a plan: bool `[F, T, N]`, the first F of `_FLAGS`."""
     has_unknown = any(part.pass_order.source.index.has_unknown_ends for part in plan.parts)
     flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
     done, timeout, is_first, valid, is_last = flags[:5]
-    for pass_order, _, (env, time, trajectory) in plan.parts:
+    for part in plan.parts:
+        env, time, _ = part.ends
         if len(env):
-            done[time, env] = is_last[time, env] = True
-            timeout[time, env] = pass_order.source.index.is_timeout(trajectory)
+            # The last frame of a missing trajectory is a timeout, as if the trajectory was cut.
+            done[time, env] = is_last[time, env] = timeout[time, env] = True
+            env, time, trajectory = _listed(part.ends, part)
+            index = part.pass_order.source.index
+            timeout[time, env] = index.is_timeout(trajectory)
             if has_unknown:
-                flags[5, time, env] = pass_order.source.index.is_end_unknown(trajectory)
+                flags[5, time, env] = index.is_end_unknown(trajectory)
     if len(plan.first_env):
         is_first[plan.first_time, plan.first_env] = True
         done[plan.first_time, plan.first_env] |= mark_first_frame
@@ -283,7 +297,7 @@ def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
     length = plan.num_steps + 1
     tasks = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
-        env, time, trajectory, _, count = part.pieces
+        env, time, trajectory, _, count = _listed(part.pieces, part)
         tasks[counted_from(env * length + time, count)] = notes.tasks(part.pass_order.source)[
             trajectory
         ].repeat(count)
@@ -369,7 +383,7 @@ class ReadAhead:
             source = part.pass_order.source
             self._probe(source)
             if not self._is_warm:
-                self._prefetch(source, part.pieces)
+                self._prefetch(source, _listed(part.pieces, part))
 
     def _probe(self, source: RowSource) -> None:
         """Check every few batches whether the files are in the page cache."""

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from storage.core.random_indices import RANDOM_BITS, scaled
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
-from ..blocks.missing_trajectories import Lengths, lacking
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, stable_order
 from ..sources.epoch import Epoch, num_upto
 from ..sources.live_source import LiveSource
@@ -294,6 +293,9 @@ class PassScheduler:
             to pass.
         is_shared: Whether several processes share frames in memory. One process copies them, and
             the other processes map the copy.
+        missing: Trajectories that a loaded state plays and that are missing now, or have lost
+            frames: (writer, number) -> number of frames. They are numbered after the trajectories
+            of a snapshot. Their envs count the remaining frames, which are not `valid`.
     """
 
     source: LiveSource
@@ -304,6 +306,7 @@ class PassScheduler:
     agree: Agree
     is_cut_off: bool
     is_shared: bool
+    missing: dict[tuple[str, int], int] = field(default_factory=dict)
     _listings: ListingMessages = field(default_factory=ListingMessages)
     _last_scan_s: float = 0.0
     _last_synchronized_s: float = 0.0
@@ -334,14 +337,52 @@ class PassScheduler:
         """Return the number of a pass among the passes of all epochs."""
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
-    def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> RowSource:
-        """Return a snapshot with all `played` trajectories, for a pass that began in another process."""
+    def resumed(
+        self, turn: int, upto: Mapping[str, int], played: Mapping[tuple[str, int], int]
+    ) -> RowSource:
+        """Return the snapshot of a pass that began in another process; set `missing`.
+
+        Args:
+            turn: Number of earlier scans that the processes synchronized.
+            upto: Writer -> number of the last block of the snapshot.
+            played: Played trajectories: (writer, number) -> number of frames.
+        """
         self._synchronize(turn, 0, tuple)
         snapshot = self.source.snapshot(upto)
-        missing = lacking(snapshot.index, played)
-        if missing and len(snapshot.index):
-            return self.source.snapshot(upto, missing)
+        if self.source.holds_blocks and len(snapshot.index):
+            numbers = snapshot.index.find(list(played)).tolist()
+            for (key, length), number in zip(played.items(), numbers, strict=True):
+                if number < 0 or snapshot.index.lengths[number] < length:
+                    self.missing[key] = length
         return snapshot
+
+    def numbers_of(self, index: TrajectoryIndex, keys: Sequence[tuple[str, int]]) -> Int64s:
+        """Return the number of each trajectory, int64; -1 if it is neither listed nor `missing`."""
+        number_of = {key: len(index) + place for place, key in enumerate(self.missing)}
+        pairs = zip(keys, index.find(keys).tolist(), strict=True)
+        return np.array([number_of.get(key, number) for key, number in pairs], np.int64)
+
+    def keys_of(self, index: TrajectoryIndex, numbers: Int64s) -> list[tuple[str, int]]:
+        """Return (writer, number) of trajectories, listed or `missing`."""
+        missing = list(self.missing)
+        listed = iter(index.keys(numbers[numbers < len(index)]))
+        return [
+            missing[number - len(index)] if number >= len(index) else next(listed)
+            for number in numbers.tolist()
+        ]
+
+    def _lengths(self, index: TrajectoryIndex) -> Int64s:
+        """Return the lengths of all trajectories of a snapshot, then of the `missing` ones."""
+        if not self.missing:
+            return index.lengths
+        return np.append(index.lengths, list(self.missing.values()))
+
+    def _without_missing(self, index: TrajectoryIndex, pool: Int64s, in_use: Int64s) -> Int64s:
+        """Leave out the rests of trajectories that have lost frames while envs play them."""
+        if not self.missing:
+            return pool
+        played = self.keys_of(index, in_use[in_use >= len(index)])
+        return np.setdiff1d(pool, index.find(played))
 
     def rest_of_pass(
         self,
@@ -355,25 +396,23 @@ class PassScheduler:
         """Return the rest of pass `number`: the section of the last scan, then the other section."""
         rest, fresh = sections
         ordinal = self.number_of(number)
-        order, starts = self._left_of(snapshot.index, rest, ordinal)
-        new, new_starts = self._left_of(snapshot.index, fresh, ordinal)
+        order, starts = self._left_of(snapshot.index, rest, ordinal, in_use)
+        new, new_starts = self._left_of(snapshot.index, fresh, ordinal, in_use)
         if len(new):
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
         snapshot = self._with_cached_rows(turn, snapshot, (order, in_use), before)
-        return PassOrder(
-            snapshot.index.lengths, order, starts, number, snapshot, turn, sections, len(new)
-        )
+        lengths = self._lengths(snapshot.index)
+        return PassOrder(lengths, order, starts, number, snapshot, turn, sections, len(new))
 
     def _left_of(
-        self, index: TrajectoryIndex, section: Section | None, number: int
+        self, index: TrajectoryIndex, section: Section | None, number: int, in_use: Int64s
     ) -> tuple[Int64s, Int64s]:
         """Return the unassigned trajectories of a section, in order, and their first frames."""
         if section is None or section.bounds is None:
             return _NONE, _NONE
-        order, starts = order_trajectories(
-            index, members(index, self.options, section), self.options, number
-        )
+        pool = self._without_missing(index, members(index, self.options, section), in_use)
+        order, starts = order_trajectories(index, pool, self.options, number)
         done = (
             0
             if section.last_assigned is None
@@ -393,7 +432,8 @@ class PassScheduler:
             if self.options.refresh_s is not None
             else _NONE
         )
-        return np.union1d(played[played >= 0], rest)
+        is_listed = (played >= 0) & (played < len(position.pass_order.source.index))
+        return np.union1d(played[is_listed], rest)
 
     def is_due(self, position: Position, is_alone: bool) -> bool:
         """Return whether a scan within the pass is due.
@@ -434,6 +474,9 @@ class PassScheduler:
         new = self.rest_of_pass(
             pass_order.number, pass_order.turn + 1, snapshot, in_use, sections, pass_order
         )
+        # Exhausted envs repeat a frame that is not valid, of any trajectory that can be read.
+        is_deleted = state.is_exhausted & (in_use < 0)
+        in_use = np.where(is_deleted, len(snapshot.index) - 1, in_use)
         return switch_pass_order(state, pass_order, new, in_use, self.following)._replace(left=left)
 
     def _begin(
@@ -443,15 +486,14 @@ class PassScheduler:
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
         snapshot, in_use, _ = self._next_snapshot(turn, wanted, before, in_use)
-        pool = choose(snapshot.index, self.options)
+        pool = self._without_missing(snapshot.index, choose(snapshot.index, self.options), in_use)
         order, starts = order_trajectories(
             snapshot.index, pool, self.options, self.number_of(number)
         )
         sections = (Section(_bounds(snapshot.index, pool)), None)
         snapshot = self._with_cached_rows(turn, snapshot, (order, in_use), before)
-        return PassOrder(
-            snapshot.index.lengths, order, starts, number, snapshot, turn, sections, 0
-        ), in_use
+        lengths = self._lengths(snapshot.index)
+        return PassOrder(lengths, order, starts, number, snapshot, turn, sections), in_use
 
     def _next_snapshot(
         self, turn: int, wanted: int, before: PassOrder | None, in_use: Int64s
@@ -464,7 +506,9 @@ class PassScheduler:
         """
         index = before.source.index if before is not None else None
         blocks_in_use = (
-            partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
+            partial(index.blocks_of, in_use[(in_use >= 0) & (in_use < len(index))])
+            if index is not None
+            else tuple
         )
         left = self._synchronize(turn, wanted, blocks_in_use)
         snapshot = self.source.snapshot()
@@ -481,9 +525,13 @@ class PassScheduler:
                 "Use rollout_data.loader(dataset, num_workers=...)."
             )
         if before is not None and index is not None and index is not snapshot.index:
-            was_lost = before.source.is_lost[in_use]
-            in_use = _numbers_in(index, snapshot.index, in_use)
-            snapshot.is_lost[in_use[was_lost & (in_use >= 0)]] = True
+            is_missing = in_use >= len(index)
+            listed = in_use[~is_missing]
+            was_lost = before.source.is_lost[listed]
+            listed = _numbers_in(index, snapshot.index, listed)
+            snapshot.is_lost[listed[was_lost & (listed >= 0)]] = True
+            in_use = in_use + len(snapshot.index) - len(index)
+            in_use[~is_missing] = listed
         return snapshot, in_use, left
 
     def _synchronize(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
@@ -528,6 +576,7 @@ class PassScheduler:
         if device is None:
             return snapshot
         trajectories = np.setdiff1d(np.concatenate(used), -1)
+        trajectories = trajectories[trajectories < len(snapshot.index)]
         last = before.source if before is not None else None
         copies: list[CachedRows] = []
         if (

@@ -49,7 +49,7 @@ from .step_planner import (
 )
 from .stream_state import Misfit, check_settings, position_in, state_at
 from .transition import Transition
-from .unreadable_trajectories import ReadableCheck, leave_out
+from .unreadable_trajectories import ReadableCheck, leave_out, report_missing
 
 
 class RolloutStream(RolloutFileBase[Transition]):
@@ -368,6 +368,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     ) -> Transition:
         """Read the frames of a plan. Then release deleted files that `position` does not need."""
         chosen = plan if envs is None else share_of(plan, envs)
+        self.losses += report_missing(self._scheduler, chosen)
         while True:
             try:
                 self._readahead.before(plan)
@@ -433,7 +434,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         is_between_epochs = not self._is_started or (not self._is_used and self.is_over())
         if is_between_epochs:
             return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
-        state = state_at(self.position, self._passes, self._scheduler.epoch)
+        state = state_at(self.position, self._scheduler)
         return state if current_worker().total == 1 else {**state, "skip": self._skip}
 
     @property

@@ -27,7 +27,8 @@ class PassOrder:
     """The trajectories of a pass, in the order in which they are assigned to envs.
 
     Attributes:
-        lengths: Frames of every trajectory of the snapshot, int64 `[M]`.
+        lengths: Frames of every trajectory of the snapshot, then of the trajectories that are
+            missing (`PassScheduler.missing`), int64 `[M]`.
         trajectories: Trajectories of this pass in order, int64 `[K]`.
         starts: First frame of each of these trajectories, int64 `[K]`.
         number: Number of the pass, from 0.
@@ -155,12 +156,12 @@ def switch_pass_order(
 ) -> Position:
     """Return the position in another order of the same pass.
 
-    `numbers` are the numbers of the played trajectories in the new order; -1 if deleted. Exhausted
-    envs, and envs with a deleted trajectory, get the next trajectories at once.
+    `numbers` are the numbers of the played trajectories in the new order; -1 if deleted, except for
+    exhausted envs. Exhausted envs, and envs with a deleted trajectory, get the next trajectories at
+    once.
     """
     walk = _Walk(state, before, next_pass, 0, share=slice(0))
-    shown = np.where(state.is_exhausted & (numbers < 0), len(pass_order.lengths) - 1, numbers)
-    walk.refill(walk.enter(pass_order, shown, state.is_exhausted.nonzero()[0], 0), 0)
+    walk.refill(walk.enter(pass_order, numbers, state.is_exhausted.nonzero()[0], 0), 0)
     return Position(walk.state_after(), walk.pass_order)
 
 

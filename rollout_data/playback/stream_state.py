@@ -26,8 +26,9 @@ _KEYS = {
 }  # fmt: skip
 
 
-def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, Any]:
+def state_at(position: Position, scheduler: PassScheduler) -> dict[str, Any]:
     """Return a position as plain data (numbers, strings, lists, dicts)."""
+    options = scheduler.options
     state, pass_order, left = position
     index = pass_order.source.index
     rest, fresh = sections_at(pass_order, state.position)
@@ -37,20 +38,20 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
         "upto": rest.upto,
         "fresh": fresh and [fresh.bounds, fresh.last_assigned, fresh.since],
     }
-    keys = index.keys(state.trajectory)
+    keys = scheduler.keys_of(index, state.trajectory)
     writers = sorted({writer for writer, _ in keys})
     return {
         "version": _VERSION,
         "is_started": True,
         "settings": {"num_envs": len(keys), **_settings(options)},
-        "epoch": epoch,
+        "epoch": scheduler.epoch,
         "pass": pass_order.number,
         "upto": index.writers_upto(),
         "bounds": rest.bounds,
         "dealt": rest.last_assigned,
         "writers": writers,
         "trajectory": [[writers.index(writer), number] for writer, number in keys],
-        "length": index.lengths[state.trajectory].tolist(),
+        "length": pass_order.lengths[state.trajectory].tolist(),
         "frame": state.frames(pass_order).tolist(),
         "is_first": state.is_first.tolist(),
         "is_exhausted": state.is_exhausted.tolist(),
@@ -106,7 +107,7 @@ def position_in(saved: Mapping[str, Any], scheduler: PassScheduler) -> Position:
     frame = np.array(saved["frame"], np.int64)
     is_first = np.array(saved["is_first"], bool)
     is_exhausted = np.array(saved["is_exhausted"], bool)
-    trajectory = snapshot.index.find(keys)
+    trajectory = scheduler.numbers_of(snapshot.index, keys)
     shapes = {column.shape for column in (trajectory, frame, is_first, is_exhausted)}
     if shapes != {(saved["settings"]["num_envs"],)}:
         raise Misfit(

@@ -9,8 +9,24 @@ import numpy as np
 from storage.errors import DataFileError, UnansweredError
 
 from ..sources.live_source import LiveSource
+from .passes import PassScheduler
 from .step_planner import Plan, Position
 from .transition import Transition
+
+
+def report_missing(scheduler: PassScheduler, plan: Plan) -> list[Any]:
+    """Report the missing trajectories of a plan that were not reported before.
+
+    Returns:
+        The names of the trajectories and their errors, for `LiveSource.note_loss`.
+    """
+    losses = []
+    for part in plan.parts if scheduler.missing else ():
+        index = part.pass_order.source.index
+        numbers = np.unique(part.pieces.trajectory)
+        for key in scheduler.keys_of(index, numbers[numbers >= len(index)]):
+            losses += [([key], error) for error in scheduler.source.note_missing([key])]
+    return losses
 
 
 def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: bool) -> list[Any]:
@@ -25,6 +41,7 @@ def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: boo
     for part in plan.parts:
         played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
         snapshot = part.pass_order.source
+        played = played[played < len(snapshot.index)]
         try:
             lost = source.leave_out(snapshot, played, problem, skips)
         except UnansweredError:
@@ -50,7 +67,8 @@ class ReadableCheck:
             or bool(batch.valid.any())
         ):
             return
-        playing = state.trajectory[state.trajectory >= 0]
+        num_listed = len(pass_order.source.index)
+        playing = state.trajectory[(state.trajectory >= 0) & (state.trajectory < num_listed)]
         source.check_readable(
             pass_order.source, np.union1d(playing, pass_order.trajectories), skips
         )

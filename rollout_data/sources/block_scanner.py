@@ -27,13 +27,6 @@ from ..blocks.block_folder import (
 )
 from ..blocks.block_header import DATA, layouts_of
 from ..blocks.folder_metadata import load_metadata
-from ..blocks.missing_trajectories import (
-    NONE_GONE,
-    Lengths,
-    beside_stand_ins,
-    is_stand_in,
-    with_stand_ins,
-)
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
 from ..remote.locations import RemoteFiles
@@ -68,7 +61,7 @@ class BlockScanner(Scanner):
             None if origin.opened is None else _Opened(origin.opened, label)
             for origin, label in zip(source.origins, source.labels, strict=True)
         ]
-        #: Deleted blocks whose trajectories are still being read, and placeholders.
+        #: Deleted blocks whose trajectories are still being read.
         self._pinned: list[Block] = []
         #: Blocks that another process has listed; None if this process lists the blocks.
         self._adopted: list[Block] | None = None
@@ -187,7 +180,7 @@ class BlockScanner(Scanner):
             )
         mapped = self._files.mapped if self._files is not None else ()
         deleted = [block for block in in_use() if block.key not in present]
-        pinned = [block for block in deleted if block.identity in mapped or is_stand_in(block)]
+        pinned = [block for block in deleted if block.identity in mapped]
         if (
             pinned != self._pinned
             or before is None
@@ -249,15 +242,9 @@ class BlockScanner(Scanner):
             blocks += choice.of(listed)
         return blocks
 
-    def snapshot(
-        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
-    ) -> RowSource:
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         if self._last is not None and upto is None:
             return self._last
-        if upto is not None:
-            folders = {folder.label: folder.data_dir for folder in self._folders}
-            self._pinned = with_stand_ins(self._pinned, folders, gone)
-            self._last = None if gone else self._last
         for folder, opened in zip(self._folders, self._opened, strict=True):
             if opened is not None and opened.blocks:
                 self._source.check_schema(opened.schema, folder.data_dir)
@@ -271,7 +258,7 @@ class BlockScanner(Scanner):
                 for block in blocks
                 if block.is_edit or block.sequence <= upto.get(block.writer, -1)
             ]
-        snapshot = self._rows_of(beside_stand_ins(blocks, self._pinned), layouts)
+        snapshot = self._rows_of(blocks, layouts)
         if upto is None:
             self._report_broken(snapshot.index)
             self._last = snapshot
@@ -280,7 +267,7 @@ class BlockScanner(Scanner):
     def _rows_of(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
         if not self._source.is_remote and can_map([*blocks, *self._pinned]):
             return self._mapped(blocks, layouts)
-        index = self._index(blocks, list(filter(is_stand_in, self._pinned)))
+        index = self._index(blocks, [])
         if self._source.is_remote:
             return RemoteBlocks(index, layouts, self._remote_folders)
         return BlockFiles(index, layouts)

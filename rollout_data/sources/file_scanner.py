@@ -16,7 +16,6 @@ from typing import Any
 from storage.core.fields import Field, Schema
 from storage.errors import DataFileError, UsageError, nearest
 
-from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..remote.locations import Origin
 from .common_fields import RESERVED, Fit, common_fields
 from .episode_info import EpisodeInfo
@@ -73,9 +72,7 @@ class FileScanner(Scanner):
     def refresh(self, in_use: BlocksInUse) -> None:
         """Do nothing, since files of other systems are listed only when they are opened."""
 
-    def snapshot(
-        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
-    ) -> RowSource:
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         return self._snapshot
 
     def listing(self) -> Any:

@@ -19,8 +19,12 @@ from storage.errors import DataFileError, MissingFolderError, UnansweredError, U
 
 from ..blocks.block_folder import block_entries, entries_of, read_metadata
 from ..blocks.block_header import METADATA_NAME, layouts_of
-from ..blocks.missing_trajectories import NONE_GONE, Lengths
-from ..blocks.trajectory_index import Int64s, LostBlockError, TrajectoryIndex
+from ..blocks.trajectory_index import (
+    Int64s,
+    LostBlockError,
+    TrajectoryIndex,
+    lost_trajectories,
+)
 from ..remote.locations import DataDirs, Origin, RemoteOptions
 from .block_scanner import BlockScanner
 from .file_scanner import FileScanner
@@ -124,20 +128,16 @@ class LiveSource(Origins):
         if self._scanner is not None:
             self._scanner.release(in_use)
 
-    def snapshot(
-        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
-    ) -> RowSource:
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         """Return a snapshot of the episodes that the last scan found.
 
         Args:
             upto: Maps writers to the sequence number of the last block to include; None includes
                 all blocks.
-            gone: Deleted trajectories to include as placeholders: maps (writer, number) to the
-                number of frames.
         """
         if self._scanner is None:
             return BlockFiles(TrajectoryIndex([]), layouts_of(Schema([])))
-        return self._scanner.snapshot(upto, gone)
+        return self._scanner.snapshot(upto)
 
     def listing(self) -> Any:
         """Return the result of the last scan, which another process passes to `adopt`.
@@ -182,6 +182,24 @@ class LiveSource(Origins):
             if self._scanner is not None:
                 self._scanner.leave_out(problem.key)
         self.report(problem)
+
+    def note_missing(self, keys: Iterable[tuple[str, int]]) -> list[LostBlockError]:
+        """Count and report trajectories that are missing, each once; return the new errors.
+
+        Args:
+            keys: (writer, number) of trajectories that a saved state plays.
+        """
+        errors = []
+        for writer, number in keys:
+            if (writer, number) in self._lost_with_blocks:
+                continue
+            place = next((k for k, label in enumerate(self.labels) if writer.startswith(label)), 0)
+            name = f"rollout_{writer.removeprefix(self.labels[place])}_*.h5"
+            error = lost_trajectories([(writer, number)], self.paths[place] / name)
+            error.key = self.paths[place] / name, f"trajectory {number}"
+            self.forget(error, [(writer, number)])
+            errors.append(error)
+        return errors
 
     def leave_out(
         self, snapshot: RowSource, trajectories: Int64s, problem: DataFileError, skips: bool
@@ -263,7 +281,10 @@ class LiveSource(Origins):
             problem: Error that the other process raised.
         """
         numbers = snapshot.index.find(keys)
-        is_new = [number < 0 or not snapshot.is_lost[number] for number in numbers.tolist()]
+        is_new = [
+            key not in self._lost_with_blocks if number < 0 else not snapshot.is_lost[number]
+            for key, number in zip(keys, numbers.tolist(), strict=True)
+        ]
         snapshot.is_lost[numbers[numbers >= 0]] = True
         if any(is_new):
             self.forget(problem, [key for key, new in zip(keys, is_new, strict=True) if new])

@@ -17,7 +17,6 @@ from ..blocks.annotations import parsed
 from ..blocks.block import Block, Identity, Key
 from ..blocks.block_header import END_UNKNOWN, OPEN, TRUNCATED, BlockHeader
 from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN
-from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..remote.locations import Origin
 from .origins import Origins
 from .processes.shared_memory import Spot
@@ -66,9 +65,7 @@ class Scanner(ABC):
         """Scan the files again. Deleted blocks that `in_use` returns stay readable."""
 
     @abstractmethod
-    def snapshot(
-        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
-    ) -> RowSource:
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         """Return a snapshot of the episodes of the last scan; see `LiveSource.snapshot`."""
 
     @abstractmethod

@@ -17,7 +17,6 @@ from storage.errors import DataFileError
 from ...blocks.block import Block, Key
 from ...blocks.block_folder import block_entries
 from ...blocks.block_header import DATA, layouts_of
-from ...blocks.missing_trajectories import NONE_GONE, Lengths
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import TrajectoryIndex
 from ...sources.episode_info import ABSENT
@@ -116,9 +115,7 @@ class TrajectoryFolderScanner(Scanner):
             file for scan in self._scans for file in scan.known if file.path == key[0]
         )
 
-    def snapshot(
-        self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE
-    ) -> RowSource:
+    def snapshot(self, upto: Mapping[str, int] | None = None) -> RowSource:
         return self._last
 
     def _report_copies(self, scan: FolderScan) -> None:

@@ -24,7 +24,6 @@ from storage.errors import CorruptFileError
 
 from ...blocks.block_header import DATA, FINAL, corrupt, row_ranges
 from ...blocks.chunk_table import ChunkTable
-from ...blocks.missing_trajectories import is_stand_in
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
 from ...remote.fetcher import Request
@@ -230,8 +229,6 @@ class RemoteBlocks(RowSource):
         """
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
-        if is_stand_in(at):
-            raise self.index.lost_block(block)
         ask = partial(self._folders[at.path.parent].files.ask, at.path)
         sums = self._sums_of(block)
         column = self.layouts[place[0]].columns[place[1]]

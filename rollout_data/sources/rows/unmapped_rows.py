@@ -14,7 +14,6 @@ from storage.errors import DataFileError, UnansweredError
 
 from ...blocks.block import Block
 from ...blocks.block_header import DATA, read_header
-from ...blocks.missing_trajectories import is_stand_in
 from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
 from .chunk_decoder import CHUNK_CACHE_BYTES, row_cache
@@ -257,8 +256,6 @@ class BlockFiles(UnmappedRows):
     has_local_blocks = True
 
     def read_block(self, block: Block, place: Place) -> np.ndarray:
-        if is_stand_in(block):
-            raise FileNotFoundError(str(block.path))
         offset, num_rows = block.places[place]
         column = self.layouts[place[0]].columns[place[1]]
         if column.is_coded:
