@@ -67,8 +67,7 @@ class ReadableCheck:
             or bool(batch.valid.any())
         ):
             return
-        num_listed = len(pass_order.source.index)
-        playing = state.trajectory[(state.trajectory >= 0) & (state.trajectory < num_listed)]
+        playing = state.trajectory[state.trajectory >= 0]
         source.check_readable(
             pass_order.source, np.union1d(playing, pass_order.trajectories), skips
         )

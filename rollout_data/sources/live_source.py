@@ -256,7 +256,8 @@ class LiveSource(Origins):
             DataFileError: No trajectory can be read, or a store denies access or does not answer.
         """
         for trajectory in trajectories.tolist():
-            if snapshot.is_lost[trajectory]:
+            is_missing = trajectory >= len(snapshot.index)
+            if is_missing or snapshot.is_lost[trajectory]:
                 continue
             try:
                 snapshot.probe(trajectory)
