@@ -147,7 +147,6 @@ ABOUT_FILES = {
 ROOT_FILES = {"__init__.py", "py.typed"}
 #: Folder -> number of its files, if more than `MAX_FILES`.
 TOO_MANY_FILES: dict[str, int] = {
-    "rollout_data/blocks": 15,
     "rollout_data/formats": 16,
     "rollout_data/formats/hdf5": 17,
     "rollout_data/writing": 16,
