@@ -175,8 +175,7 @@ INTERNAL_MEMBERS = {
     "storage.managed.managed_buffer.ManagedBuffer": "as_list passes prepare_push prepare_sample "
     "prepare_update",
     "storage.managed.advanced_buffer.AdvancedReplayBuffer": "prepare_priorities",
-    "storage.prioritized.sum_tree.WideTree": "numbers blocks_view exchange",
-    "storage.prioritized.sum_tree.SumTree": "draw_on_device",
+    "storage.prioritized.sum_tree.BlockTree": "numbers",
     "storage.ring.transition_sampler.TransitionRequest": "of",
     "rollout_data.playback.rollout_stream.RolloutStream": "source new_source position plan_next "
     "read release commit next_position is_over follow wait_for_abandoned_reader",
