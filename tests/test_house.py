@@ -613,6 +613,32 @@ def test_no_file_uses_private_names_of_another() -> None:
     ]
 
 
+#: Words that say nothing about a value. Names of variables are nouns of the domain.
+NOT_NAMES = {
+    "found",
+    "given",
+    "gone",
+    "look",
+    "one",
+    "said",
+    "sights",
+    "stand_ins",
+    "told",
+    "traps",
+}
+
+
+def test_variables_have_names_that_describe_their_values() -> None:
+    wrong = []
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(tree_of(path)):
+            is_written = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_written else getattr(node, "arg", None)
+            if name in NOT_NAMES:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert wrong == []
+
+
 def test_asserts_change_nothing() -> None:
     # `python -O` removes asserts and their calls.
     allowed = {"isinstance", "len", "any", "all", "count"}

@@ -268,9 +268,9 @@ class TrajectoryIndex:
         """Return which trajectories have frames only in blocks whose files exist, bool `[M]`."""
         present = np.ones(len(self), bool)
         if self.num_present < len(self.blocks):
-            gone = np.flatnonzero(self.fragment_block >= self.num_present)
+            missing = np.flatnonzero(self.fragment_block >= self.num_present)
             present[
-                np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1
+                np.searchsorted(self.first_frame, self.fragment_frame[missing], side="right") - 1
             ] = False
         return present
 

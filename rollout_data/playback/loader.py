@@ -24,7 +24,7 @@ from storage.core.threads import Owner, Unique
 from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
-from ..sources.processes.process_group import Board, Look
+from ..sources.processes.process_group import Board, ScanFolders
 from ..sources.rows.cached_rows import CachedRows
 from .passes import Undecided
 from .rollout_stream import RolloutStream
@@ -32,7 +32,7 @@ from .step_planner import Plan, Position
 from .transition import Transition
 
 #: Prefix of the messages from the planning process to its workers.
-_MESSAGE = "told"
+_MESSAGE = "scan"
 #: Returned by `next` at the end of an iterator.
 _END = object()
 #: Iterators of the parent of a forked process. They are kept alive, since deleting an iterator would
@@ -199,14 +199,14 @@ class RolloutLoader(Shown):
         agree = dataset.agree
         board = Board()
 
-        def agree_and_send(number: int | str, look: Look) -> Any:
+        def agree_and_send(number: int | str, scan: ScanFolders) -> Any:
             """Scan, or receive the result of a scan, and send it to the workers."""
-            result = agree(number, look)
+            result = agree(number, scan)
             board.write(f"{_MESSAGE}_{number}", (result, None))
             return result
 
         readers = copy.deepcopy(dataset)
-        readers.follow(dataset.state_dict(), partial(board.agree, _MESSAGE, is_told=True))
+        readers.follow(dataset.state_dict(), partial(board.agree, _MESSAGE, loader_scans=True))
         pass_order = dataset.position.pass_order
         last_scan = (dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot()))
         board.write(f"{_MESSAGE}_{pass_order.turn}", (last_scan, None))

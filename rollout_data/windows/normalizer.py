@@ -173,16 +173,15 @@ class Normalizer(torch.nn.Module):
     def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Return offset and scale of a field, a next observation or joined components, or None."""
         names = self.fields
-        for own in (name, name.removeprefix(_NEXT)):
-            parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]
-            found = [
-                [getattr(self, kind + part.replace(".", _DOT)) for part in parts]
-                for kind in (_OFFSET, _SCALE)
-            ]
-            if parts == [own]:
-                return found[0][0], found[1][0]
-            if parts and all(one.dim() <= 1 for one in found[0]):
-                offset, scale = (torch.cat([one.reshape(-1) for one in kind]) for kind in found)
+        for field in (name, name.removeprefix(_NEXT)):
+            parts = [part for part in names if part == field or part.startswith(f"{field}/")]
+            offsets = [getattr(self, _OFFSET + part.replace(".", _DOT)) for part in parts]
+            scales = [getattr(self, _SCALE + part.replace(".", _DOT)) for part in parts]
+            if parts == [field]:
+                return offsets[0], scales[0]
+            if parts and field not in parts and all(offset.dim() <= 1 for offset in offsets):
+                offset = torch.cat([offset.reshape(-1) for offset in offsets])
+                scale = torch.cat([scale.reshape(-1) for scale in scales])
                 return offset, scale
         return None
 

@@ -112,8 +112,8 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             raise
         except DataFileError as problem:
             raise self.damage([window], problem) from problem
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], batch)
-        return found
+        sample: dict[str, Any] = map_leaves(lambda tensor: tensor[0], batch)
+        return sample
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Return a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`.
@@ -217,7 +217,7 @@ class WorkerMemory:
         """Return the nested dict from `read(allocate)`, in a slot of shared memory if possible."""
         place, num_bytes = self._free_place(), 0  # Bytes required by the batch.
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
-        given = {memory.data_ptr()}  # Addresses of allocated storages.
+        allocated = {memory.data_ptr()}  # Addresses of allocated storages.
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             """Allocate a tensor in the slot, or in ordinary memory if the slot is full."""
@@ -228,12 +228,12 @@ class WorkerMemory:
             if size and num_bytes <= len(memory):
                 return memory[start : start + size].view(dtype).view(tuple(shape))
             tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-            given.add(tensor.untyped_storage().data_ptr())
+            allocated.add(tensor.untyped_storage().data_ptr())
             return tensor
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
             """Copy a tensor that is not in the slot into the slot, if it fits."""
-            if tensor.untyped_storage().data_ptr() in given:
+            if tensor.untyped_storage().data_ptr() in allocated:
                 return tensor
             inside = empty(tensor.shape, tensor.dtype)
             return inside.copy_(tensor) if num_bytes <= len(memory) else tensor
@@ -326,10 +326,12 @@ mapped: dict[Spot, np.ndarray] = {}
 
 def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
     """Return the batch in a slot as views. The slot becomes free when all views are deleted."""
-    found = mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
-    part = found[_HEADER_BYTES:]
+    memory = (
+        mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
+    )
+    part = memory[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
-    weakref.finalize(part, _release, found, Owner("a batch")).atexit = False
+    weakref.finalize(part, _release, memory, Owner("a batch")).atexit = False
 
     def view(leaf: Any) -> Any:
         if not isinstance(leaf, _Spot):

@@ -248,8 +248,8 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
     leaves: list[torch.Tensor] = []
     map_leaves(leaves.append, tree)
     moved = iter(sent_together(leaves, device))
-    found: dict[str, Any] = map_leaves(lambda _: next(moved), tree)
-    return found
+    tensors: dict[str, Any] = map_leaves(lambda _: next(moved), tree)
+    return tensors
 
 
 class PackedCopy:

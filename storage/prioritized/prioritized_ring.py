@@ -212,8 +212,8 @@ class PrioritizedRing:
     @writes_in_order
     def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
         """Return the positions that have a valid row, in the order of `places`, `[n]`."""
-        found: torch.Tensor = places[self._counts[places]]
-        return found
+        valid: torch.Tensor = places[self._counts[places]]
+        return valid
 
     # Adding and removing rows.
 
@@ -222,7 +222,7 @@ class PrioritizedRing:
         self,
         ids: torch.Tensor,
         total: int,
-        given: tuple[Any, float] | None = None,
+        priorities: tuple[Any, float] | None = None,
         collected: torch.Tensor | None = None,
     ) -> None:
         """Allow draws of new rows. Each new row replaces the row at its position.
@@ -230,7 +230,7 @@ class PrioritizedRing:
         Args:
             ids: `[n]` int64, of different positions.
             total: Rows per lane that were ever written, the new rows included.
-            given: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
+            priorities: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
                 largest priority so far.
             collected: `[n]` int64, learner iterations in which the rows were collected; None if
                 unknown.
@@ -240,16 +240,16 @@ class PrioritizedRing:
             return
         places = self.places(ids)
         if self._is_on_cpu:
-            if given is None:
-                given = (
+            if priorities is None:
+                priorities = (
                     own(torch.full(ids.shape, self._largest, dtype=torch.float64, device="cpu")),
                     0.0,
                 )
-            self._set(own(places), *given)
+            self._set(own(places), *priorities)
             assert self._num_valid is not None
             self._num_valid += len(ids) - int(self._counts[places].sum())
         else:
-            self._register_on_device(places, given)
+            self._register_on_device(places, priorities)
         self._counts.index_fill_(0, places, True)
         if self._uses is not None:
             self._count_uses().index_fill_(0, places, 0)
@@ -262,13 +262,13 @@ class PrioritizedRing:
             self._oldest.write(places, whens.double())
 
     def _register_on_device(
-        self, places: torch.Tensor, given: tuple[Any, float | None] | None
+        self, places: torch.Tensor, priorities_and_largest: tuple[Any, float | None] | None
     ) -> None:
-        if given is None:
+        if priorities_and_largest is None:
             self._set(places, self._largest.expand(len(places)), None)
         else:
-            is_right = self._is_right(given[0])
-            priorities = torch.where(is_right, given[0], self._largest.view(1))
+            is_right = self._is_right(priorities_and_largest[0])
+            priorities = torch.where(is_right, priorities_and_largest[0], self._largest.view(1))
             self._set(places, priorities, priorities.max())
             self._totals[1].add_(is_right.sum())
             self._num_unchecked += len(places)
@@ -297,25 +297,25 @@ class PrioritizedRing:
         places = self.places(ids)
         self._set(places, self._largest.expand(len(ids)), None, counts)
         self._counts[places] = counts
-        gone = self.places(dropped)
-        self._counts.index_fill_(0, gone, False)
-        self._weights.put(gone, 0.0)
+        dropped_places = self.places(dropped)
+        self._counts.index_fill_(0, dropped_places, False)
+        self._weights.put(dropped_places, 0.0)
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
         """Remove the rows at `[n]` positions. Return the positions of removed rows, each once."""
-        found: torch.Tensor = torch.unique(self.those_that_count(places))
-        if len(found):
+        valid: torch.Tensor = torch.unique(self.those_that_count(places))
+        if len(valid):
             if self._is_on_cpu:
                 assert self._num_valid is not None
-                self._num_valid -= len(found)
+                self._num_valid -= len(valid)
             else:
                 self._num_valid = None
-            self._counts[found] = False
-            self._weights.put(own(found), 0.0)
+            self._counts[valid] = False
+            self._weights.put(own(valid), 0.0)
             if self._oldest is not None:
-                self._oldest.put(own(found), 0.0)
-        return found
+                self._oldest.put(own(valid), 0.0)
+        return valid
 
     def stale(self, iteration: int) -> torch.Tensor | None:
         """Return the positions of rows that are stale at a learner iteration; None for no row."""
@@ -410,9 +410,9 @@ class PrioritizedRing:
         """
         if self._is_on_cpu:
             return ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
-        found = torch.empty(weights.shape, dtype=torch.float32, device=self.device)
-        torch.pow(least / weights, self.beta, out=found)
-        return found.clamp_(_LEAST_IMPORTANCE, 1.0)
+        importance = torch.empty(weights.shape, dtype=torch.float32, device=self.device)
+        torch.pow(least / weights, self.beta, out=importance)
+        return importance.clamp_(_LEAST_IMPORTANCE, 1.0)
 
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
         """Count one use per entry of `[n]` positions. Return the positions that reached `max_use`.
@@ -469,8 +469,8 @@ class PrioritizedRing:
         if self._flipped_collected is None:
             return torch.full_like(places, -1)
         collected = self._flipped_collected[places] ^ UNKNOWN
-        found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
-        return found
+        staleness: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
+        return staleness
 
     # Priorities.
 
@@ -488,47 +488,47 @@ class PrioritizedRing:
                 of priorities is wrong.
         """
         try:
-            given = priorities
-            if not isinstance(given, torch.Tensor):
-                given = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+            tensor = priorities
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.as_tensor(tensor, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
             raise UsageError(
                 f"priorities must be numbers, got {type(priorities).__name__}."
             ) from cause
-        if given.is_complex() or given.layout is not torch.strided:
+        if tensor.is_complex() or tensor.layout is not torch.strided:
             raise UsageError(
-                f"priorities must be real and dense, got {given.dtype}, {given.layout}."
+                f"priorities must be real and dense, got {tensor.dtype}, {tensor.layout}."
             )
-        if not given.is_cpu and given.device != self.device:
-            given = given.to(self.device)
+        if not tensor.is_cpu and tensor.device != self.device:
+            tensor = tensor.to(self.device)
         if self._is_on_cpu:
-            found = own_float64(given)
-        elif given.is_cpu or not given.is_floating_point():
-            found = given.detach().double()
+            values = own_float64(tensor)
+        elif tensor.is_cpu or not tensor.is_floating_point():
+            values = tensor.detach().double()
         else:
-            found = given.detach()  # A later operation on the device converts it.
-        if found.ndim and found.shape != (num_rows,):
-            if prod(found.shape) != num_rows:
+            values = tensor.detach()  # A later operation on the device converts it.
+        if values.ndim and values.shape != (num_rows,):
+            if prod(values.shape) != num_rows:
                 raise UsageError(
-                    f"priorities has shape {list(found.shape)}, expected [{num_rows}]."
+                    f"priorities has shape {list(values.shape)}, expected [{num_rows}]."
                 )
-            found = found.reshape(num_rows)
+            values = values.reshape(num_rows)
         if not num_rows:
             return own(torch.zeros(0, dtype=torch.float64, device=self.device)), 0.0
-        if not given.is_cpu:
-            return found.expand(num_rows), None
-        least = float(found.min())
-        largest = float(found.max())
+        if not tensor.is_cpu:
+            return values.expand(num_rows), None
+        least = float(values.min())
+        largest = float(values.max())
         if not 0 <= least <= largest < inf:  # With a NaN, `least` and `largest` are NaN.
-            wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
+            wrong = next(x for x in values.reshape(-1).tolist() if not 0 <= x < inf)
             raise UsageError(f"priorities must be finite and >= 0, got {wrong}.")
         if largest + self.rule.eps > self._largest_priority:
             raise UsageError(
                 f"the priority {largest} is too large, since the sum of all weights would overflow."
             )
         if not self._is_on_cpu:
-            return sent(found, self.device).expand(num_rows), largest
-        return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
+            return sent(values, self.device).expand(num_rows), largest
+        return values if values.ndim else own(tensor_of(values).expand(num_rows)), largest
 
     def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], Any]:
         """Check `[n]` integer ids and finite priorities >= 0, `[n]` or one number for all rows.
@@ -540,15 +540,17 @@ class PrioritizedRing:
         Raises:
             UsageError: The ids or the priorities are invalid.
         """
-        found = ids if isinstance(ids, torch.Tensor) else numbers("ids", ids)
-        if found.dim() != 1 or (
-            len(found) and (found.is_floating_point() or found.dtype is torch.bool)
+        row_ids = ids if isinstance(ids, torch.Tensor) else numbers("ids", ids)
+        if row_ids.dim() != 1 or (
+            len(row_ids) and (row_ids.is_floating_point() or row_ids.dtype is torch.bool)
         ):
-            raise UsageError(f"ids must be integers [n], got {found.dtype} {list(found.shape)}.")
-        found = found if found.dtype is torch.int64 else found.long()
-        if found.device != self.device:
-            found = sent(found, self.device)
-        return partial(self._update, own(found), *self.checked(priorities, len(found)))
+            raise UsageError(
+                f"ids must be integers [n], got {row_ids.dtype} {list(row_ids.shape)}."
+            )
+        row_ids = row_ids if row_ids.dtype is torch.int64 else row_ids.long()
+        if row_ids.device != self.device:
+            row_ids = sent(row_ids, self.device)
+        return partial(self._update, own(row_ids), *self.checked(priorities, len(row_ids)))
 
     @writes_in_order
     def _update(self, ids: Any, priorities: Any, largest: float | None) -> Any:
@@ -784,8 +786,8 @@ class PrioritizedRing:
     def _ids(self, num_places: int) -> torch.Tensor:
         """Return the ids at the first `num_places` positions; below 0 where no row was written."""
         places = torch.arange(num_places, device=self.device)
-        found: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
-        return found
+        ids: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
+        return ids
 
 
 def _since_first(collected: torch.Tensor) -> torch.Tensor:

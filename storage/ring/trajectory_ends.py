@@ -310,8 +310,8 @@ class EndedRows:
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the slots of live ended rows. `number` 0 is the oldest of `num_live` rows."""
-        found: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
-        return found
+        places: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
+        return places
 
     def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the lanes and the ids of the rows in slots `place`."""

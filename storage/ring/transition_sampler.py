@@ -166,12 +166,12 @@ class TransitionSampler:
             places = boundaries.draw_places(num_draws, 2, generator)
             if places is None:
                 raise _no_transition()
-            found = ring.rows(places, ring.cut_of(names, self._next_names, contiguous))
+            transitions = ring.rows(places, ring.cut_of(names, self._next_names, contiguous))
             if self._has_discount:
-                found["discount"] = self._discount(
-                    lambda name: _leaf_at(found, name), self._factors[-1:]
+                transitions["discount"] = self._discount(
+                    lambda name: _leaf_at(transitions, name), self._factors[-1:]
                 )
-            return found
+            return transitions
         drawn = boundaries.draw(num_draws, self._extent, generator)
         if drawn is None:
             raise _no_transition()
@@ -184,30 +184,30 @@ class TransitionSampler:
         )
         if request.num_steps == 1:
             places = ring.place(drawn.lane, drawn.row)
-            found = ring.rows(
+            transitions = ring.rows(
                 places, ring.cut_of(names, self._next_names, contiguous, nested=False)
             )
-            following = {name: found.pop(f"next/{name}") for name in self._next_names}
+            following = {name: transitions.pop(f"next/{name}") for name in self._next_names}
         else:
             # Steps beyond the end of a trajectory repeat its last row; their weight is 0.
             steps = self._own_steps
             if drawn.ended is not None:
                 steps = self._library.minimum(steps, own(drawn.num_ahead))
             places = ring.place(own(drawn.lane), own(drawn.row) + steps)
-            found = ring.gather(places[0], contiguous)
+            transitions = ring.gather(places[0], contiguous)
             cut = ring.cut_of(self._next_names, (), contiguous, nested=False)
             following = ring.rows(places[-1], cut)
-            self._sum_rewards(found, places[:-1], factors)
+            self._sum_rewards(transitions, places[:-1], factors)
         if self._has_discount:
-            found["discount"] = self._discount(found.__getitem__, factors)
-        own_rows = _rows_of(found) if request.num_steps == 1 else None
+            transitions["discount"] = self._discount(transitions.__getitem__, factors)
+        own_rows = _rows_of(transitions) if request.num_steps == 1 else None
         follows = boundaries.put_finals(following, own_rows, drawn, request.at_end == "mark")
         if request.num_frames > 1:
-            self._stack(found, following, drawn)
-        found.update((f"next/{name}", x) for name, x in following.items())
+            self._stack(transitions, following, drawn)
+        transitions.update((f"next/{name}", x) for name, x in following.items())
         if follows is not None:
-            found["next_valid"] = follows.unsqueeze(1)
-        return unflatten(found)
+            transitions["next_valid"] = follows.unsqueeze(1)
+        return unflatten(transitions)
 
     @lasting
     def _set_factors(self, gamma: float) -> None:
@@ -231,12 +231,12 @@ class TransitionSampler:
         )
 
     def _sum_rewards(
-        self, found: dict[str, torch.Tensor], places: Any, factors: torch.Tensor
+        self, transitions: dict[str, torch.Tensor], places: Any, factors: torch.Tensor
     ) -> None:
         """Replace rewards by their discounted sums, and end flags by the flags of the last step.
 
         Args:
-            found: Fields of the first rows, changed in place.
+            transitions: Fields of the first rows, changed in place.
             places: Positions in memory of the rows of each step, `[num_steps, n]`: array or tensor.
             factors: Reward weights and, in the last column, discounts: `[n or 1, num_steps + 1]`.
         """
@@ -244,9 +244,13 @@ class TransitionSampler:
         rewards = self._ring.column(name).index_select(0, tensor_of(places.T.reshape(-1)))
         rewards = rewards.view(-1, self._request.num_steps, *rewards.shape[1:])
         weights = factors[:, :-1].to(rewards.dtype)
-        found[name] = (rewards * weights.view(*weights.shape, *[1] * (rewards.dim() - 2))).sum(1)
+        transitions[name] = (
+            rewards * weights.view(*weights.shape, *[1] * (rewards.dim() - 2))
+        ).sum(1)
         for flag_name in self._flag_names:
-            found[flag_name] = self._ring.column(flag_name).index_select(0, tensor_of(places[-1]))
+            transitions[flag_name] = self._ring.column(flag_name).index_select(
+                0, tensor_of(places[-1])
+            )
 
     def _discount(self, rows: Callable[[str], torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
         """Return the discounts `[n, 1]` float32: 0 for transitions that terminated.
@@ -288,7 +292,7 @@ class TransitionSampler:
         )
 
     def _stack(
-        self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn
+        self, transitions: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn
     ) -> None:
         """Replace observations and next observations by stacks of `num_frames` frames."""
         first = own(drawn.row)[:, None]
@@ -301,7 +305,7 @@ class TransitionSampler:
         places = self._ring.place(lane, self._library.maximum(frames, start))
         next_places = self._ring.place(lane, self._library.maximum(frames + num_taken, start))
         for name in self._next_names:
-            found[name] = self._frames(name, places)
+            transitions[name] = self._frames(name, places)
             stack = self._frames(name, next_places)
             # `following` has the final observation where a trajectory ended; the ring does not.
             stack[:, -1] = following[name]
@@ -324,10 +328,10 @@ def _rows_of(
 
 def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:
     """Return the leaf with a flat name from a nested record."""
-    found: Any = tree
+    node: Any = tree
     for key in name.split("/"):
-        found = found[key]
-    leaf: torch.Tensor = found
+        node = node[key]
+    leaf: torch.Tensor = node
     return leaf
 
 

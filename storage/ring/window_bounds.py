@@ -255,8 +255,8 @@ class Boundaries:
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Return the ages of live rows, or of the next rows to be written."""
         index = row_id % self._num_slots * self.ring.num_lanes + lane
-        found = self._all_ages.take(index)
-        return found if self.finals is None else found.clamp(min=0)
+        ages = self._all_ages.take(index)
+        return ages if self.finals is None else ages.clamp(min=0)
 
     def ended(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Return whether each live row is the last of its trajectory."""
@@ -629,7 +629,7 @@ class Boundaries:
                 kind.numbers = torch.arange(num_draws, device=self.ring.device)
         num_proposed = 0
         missing = num_draws
-        found: list[tuple[Any, Any]] = []
+        parts: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
             # Extra candidates of four standard deviations cost less than a second round.
             share = max(1, int(self.share * _WHOLE_SHARE))
@@ -644,9 +644,9 @@ class Boundaries:
             self.share = max(share, _LEAST_SHARE) / _WHOLE_SHARE
             if kind is not None:
                 kind.note(num_accepted, size)
-            found.append((accepted[:missing], None if codes is None else codes[flags][:missing]))
+            parts.append((accepted[:missing], None if codes is None else codes[flags][:missing]))
             if num_accepted >= missing:
-                return found[0] if len(found) == 1 else _joined(found)
+                return parts[0] if len(parts) == 1 else _joined(parts)
             num_proposed += size
             missing -= num_accepted
         if not isinstance(candidates, tuple):
@@ -656,8 +656,8 @@ class Boundaries:
         if not len(listed):
             return None, None
         chosen = own(uniform(len(listed), missing, generator))
-        found.append((listed[chosen], None if codes is None else codes[chosen]))
-        return _joined(found)
+        parts.append((listed[chosen], None if codes is None else codes[chosen]))
+        return _joined(parts)
 
     def _propose(
         self, size: int, candidates: tuple[int, int] | _Propose, generator: torch.Generator
@@ -730,8 +730,10 @@ class Boundaries:
         """Return reused memory for candidates. New memory takes 2 of 24 us of a small draw."""
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
-        found = self._memories[size] = torch.empty(size, dtype=torch.int64, device=self.ring.device)
-        return found
+        memory = self._memories[size] = torch.empty(
+            size, dtype=torch.int64, device=self.ring.device
+        )
+        return memory
 
 
 def _replace(
@@ -761,16 +763,16 @@ def _with_codes(
 
 def _list(candidates: tuple[int, int], judge: _Judge, device: torch.device) -> tuple[Any, Any]:
     """Return all accepted candidates in order, and their codes."""
-    found: list[tuple[Any, Any]] = []
+    parts: list[tuple[Any, Any]] = []
     start = candidates[0]
     end = sum(candidates)
-    while start < end or not found:
+    while start < end or not parts:
         stop = min(start + _NUM_LISTED, end)
         listed = own(torch.arange(start, stop, device=device))
         flags, codes = judge(listed)
-        found.append((listed[flags], None if codes is None else codes[flags]))
+        parts.append((listed[flags], None if codes is None else codes[flags]))
         start = stop
-    return _joined(found)
+    return _joined(parts)
 
 
 def _joined(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:

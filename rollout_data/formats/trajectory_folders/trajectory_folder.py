@@ -480,8 +480,8 @@ def read_chunk_rows(
         used = scan.fragments[scan.chunk_of == chunk]
         there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
         is_same = all(
-            there.get(_key_of(one.name)) == (one.dtype, one.num_elements)
-            for one in layout.stored.values()
+            there.get(_key_of(array.name)) == (array.dtype, array.num_elements)
+            for array in layout.stored.values()
         )
         num_rows = int((used["row"] + used["length"]).max(initial=0))
         if opened.num_frames < num_rows or not is_same:

@@ -50,7 +50,8 @@ class TrajectoryFolderScanner(Scanner):
         self._mixed: set[Path] = set()
         #: Scan of each folder that an open recording has already made; None for other folders.
         self._opened = [
-            None if one.opened is None else one.opened.listing[1][0] for one in source.origins
+            None if origin.opened is None else origin.opened.listing[1][0]
+            for origin in source.origins
         ]
         self._scans = [
             scan_trajectory_folder(path) if scan is None else scan
@@ -145,8 +146,8 @@ class TrajectoryFolderScanner(Scanner):
             for problem in scan.problems:
                 self._source.report(problem)
         for path in self._source.paths:
-            found = [] if path in self._mixed else block_entries(path)
-            if count := sum(entry.name.startswith("rollout_") for entry in found):
+            entries = [] if path in self._mixed else block_entries(path)
+            if count := sum(entry.name.startswith("rollout_") for entry in entries):
                 self._mixed.add(path)
                 problem = DataFileError(
                     f"{str(path)!r} contains trajectory folders and {count} block "

@@ -34,16 +34,16 @@ from storage.errors import BackgroundError, RolloutDataError, UsageError
 #: (rank, world size).
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
 #: Function that scans the folders. Returns a result that can be pickled; None if nothing changed.
-Look = Callable[[], Any]
+ScanFolders = Callable[[], Any]
 #: Function that returns the scan result for the pass with this number, from this process or from
 #: the scanning process. For a name instead of a number, it returns an object that one of the
 #: reading processes of this machine has created.
-Agree = Callable[[int | str, Look], Any]
+Agree = Callable[[int | str, ScanFolders], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
 #: Header of a message in a `Board`: sizes of its name and of its content in bytes.
 _HEAD = struct.Struct("<QQ")
-_NOTES, _LOOKING = 0, 1  # Bytes of the file that are locked: for messages, and for a scan.
+_NOTES, _SCANNING = 0, 1  # Bytes of the file that are locked: for messages, and for a scan.
 
 
 class Shard(NamedTuple):
@@ -108,9 +108,9 @@ def refuse_second_split() -> None:
         )
 
 
-def alone(number: int | str, look: Look) -> Any:
+def alone(number: int | str, scan: ScanFolders) -> Any:
     """Scan in this process without synchronization with other processes; an `Agree` function."""
-    return look()
+    return scan()
 
 
 def agreement_of(shard: Shard) -> Agree:
@@ -118,19 +118,19 @@ def agreement_of(shard: Shard) -> Agree:
     return _among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
-def _among_ranks(number: int | str, look: Look) -> Any:
+def _among_ranks(number: int | str, scan: ScanFolders) -> Any:
     """Scan in rank 0 and broadcast the result. All ranks must call this at the same step."""
     if isinstance(number, str):
-        return look()
-    outcomes = [_outcome(look) if torch.distributed.get_rank() == 0 else None]
+        return scan()
+    outcomes = [_outcome(scan) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(outcomes, src=0)
     return _result(outcomes[0])
 
 
-def _outcome(look: Look) -> tuple[Any, RolloutDataError | None]:
+def _outcome(scan: ScanFolders) -> tuple[Any, RolloutDataError | None]:
     """Scan; return (result, error). The error is not raised, so that other processes receive it."""
     try:
-        return look(), None
+        return scan(), None
     except RolloutDataError as problem:
         return None, problem
     except Exception as cause:  # noqa: BLE001 - other processes wait for any result
@@ -219,23 +219,25 @@ class Board:
         """Make workers that wait in `agree` raise `EOFError`, since no more batches are read."""
         self.write(_ENDED, True)
 
-    def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:
+    def agree(
+        self, group: str, number: int | str, scan: ScanFolders, loader_scans: bool = False
+    ) -> Any:
         """Return the scan result that all workers of one epoch use; wait for it if necessary.
 
         Args:
             group: Name of the epoch, common to its workers.
             number: Number of the pass, see `Agree`.
-            look: Function that scans the folders.
-            is_told: Whether the process of the loader scans. Otherwise the first worker scans.
+            scan: Function that scans the folders.
+            loader_scans: Whether the process of the loader scans. Otherwise the first worker scans.
         """
         name = f"{group}_{number}"
         parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
-            if not is_told:
+            if not loader_scans:
                 # The scan result may be large, so only one process creates it.
-                with self._locked(_LOOKING):
+                with self._locked(_SCANNING):
                     if self.read(name) is None:
-                        self.write(name, _outcome(look), is_final=True)
+                        self.write(name, _outcome(scan), is_final=True)
             elif self.read(_ENDED) or (parent is not None and not parent.is_alive()):
                 raise EOFError("the process that iterates over the batches has ended")
             else:
