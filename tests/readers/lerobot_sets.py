@@ -131,7 +131,7 @@ def check_gaps(kind: Any, folder: Path, version: str) -> None:
     lacking = [
         change
         for change, ids in conversion.changes.items()
-        if "lack it" in change and ids == [source.ids[1]]
+        if "in episodes without it" in change and ids == [source.ids[1]]
     ]
     assert len(lacking) == 2
     known = [episode["observation/touch"] for number, episode in enumerate(source) if number != 1]
