@@ -48,7 +48,7 @@ def text_id(text: str) -> int:
 
 
 def note_tables(notes: Notes) -> dict[str, np.ndarray]:
-    """Return the HDF5 datasets that store annotations, by name; {} if there are no annotations."""
+    """Return a dict of the HDF5 datasets that store `notes`; empty if there are no annotations."""
     datasets: dict[str, np.ndarray] = {}
     if not any(notes.values()):
         return datasets
@@ -99,7 +99,7 @@ class NoteTable:
         return cls(table["key"].copy(), bounds, table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Return the range of table positions whose annotations have this key."""
+        """Return the positions in the table of all annotations with this key, as a range."""
         start = int(self.keys.searchsorted(key, "left"))
         return range(start, int(self.keys.searchsorted(key, "right")))
 

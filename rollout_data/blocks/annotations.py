@@ -24,7 +24,7 @@ from .trajectory_index import Int64s, TrajectoryIndex
 
 
 class Noted(Protocol):
-    """Interface of episode sources with annotations: blocks, or files of other formats.
+    """Interface of episode sources that have annotations: block folders, or files of other formats.
 
     Attributes:
         index: Index of the trajectories.
@@ -56,6 +56,8 @@ class Notes:
     def keep_edits(self, noted: Noted) -> None:
         """Read the annotations of all edits into memory, since the next edit removes the files.
 
+        An edit is a block without frames that drops or annotates trajectories.
+
         Raises:
             FileNotFoundError: A newer edit has already replaced an edit of the index.
         """
@@ -66,7 +68,7 @@ class Notes:
                 self._kept[block.identity] = tuple(self._of_episodes(noted, block))
 
     def kept(self, block: Block) -> Block:
-        """Return an edit with its annotations from `keep_edits`; return other blocks unchanged."""
+        """Return `block`; for an edit, a copy with the annotations that `keep_edits` has read."""
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
 
@@ -205,7 +207,9 @@ class Notes:
 
 
 def _positions(index: TrajectoryIndex, trajectories: Int64s, keys: Int64s) -> Int64s:
-    """Find trajectories of one writer by number: index positions, or -1 for unknown numbers.
+    """Return the index position of each trajectory of one writer by its number, int64 `[K]`.
+
+    The position is -1 for a number that the writer does not have.
 
     Args:
         index: The index.

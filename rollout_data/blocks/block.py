@@ -1,4 +1,4 @@
-"""`Block`: description of a block in memory: its file, its fragments and where its rows are."""
+"""`Block`: in-memory description of a block: its file, its fragments and its row offsets."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class CodedRows:
 
 
 def _decoded(source: ColumnRows) -> ColumnRows:
-    """Decode a source of encoded chunks; return other sources unchanged."""
+    """Return the decoded rows of `CodedRows`; return other sources unchanged."""
     if not isinstance(source, CodedRows):
         return source
     data = source.data
@@ -204,7 +204,10 @@ def _chosen(
     tables: Iterable[_Frames],
     chosen: MutableMapping[str, str],
 ) -> str:
-    """Return the codec of a field; for "auto", choose it by a sample and add it to `chosen`."""
+    """Return the codec of a field. For "auto", the codec is chosen by encoding a sample of chunks.
+
+    A chosen codec is stored in `chosen` and reused.
+    """
     if codec != AUTO:
         return codec
     if name not in chosen:
@@ -325,7 +328,7 @@ def gathered(
 
 
 def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> ColumnRows:
-    """Return the rows `start:stop` of a column; both bounds must be bounds of fragments.
+    """Return the rows `start:stop` of a column, which must be complete fragments.
 
     Chunks of an encoded column are not decoded.
     """
@@ -346,7 +349,10 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
 
 
 def _joined(parts: Sequence[ColumnRows], column: StoredColumn) -> ColumnRows:
-    """Concatenate rows. Chunks are copied if all have the same codec, otherwise decoded."""
+    """Concatenate the rows of a column from several blocks.
+
+    Encoded chunks are copied if all blocks have the same codec; otherwise they are decoded.
+    """
     coded = [part for part in parts if isinstance(part, CodedRows)]
     if len({part.coding.codec for part in coded}) == 1:
         tables = [part.table for part in coded]
@@ -365,6 +371,6 @@ def _joined(parts: Sequence[ColumnRows], column: StoredColumn) -> ColumnRows:
 
 
 def _joined_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate the bounds of several parts. The result starts at 0."""
+    """Concatenate the chunk bounds of several parts, as if the parts followed each other from 0."""
     sizes = np.concatenate([np.diff(part) for part in bounds])
     return np.append(0, np.cumsum(sizes))

@@ -69,7 +69,8 @@ BAD_CACHE = (
 #: Seconds after a change of a folder in which a second change may leave the modification time
 #: equal. FAT has a resolution of 2 s.
 _COARSE_S = 2.0
-#: Maximum fraction of the time that is spent on checking the stamps of all known files.
+#: Maximum fraction of the time that is spent on checking the stamps (size and modification time)
+#: of all known files.
 LOOK_SHARE = 0.005
 #: Maximum number of additional scans if an edit was replaced during a scan.
 _NUM_LOOKS = 10
@@ -252,7 +253,10 @@ class BlockFolder:
         self._set_edits_aside()
 
     def _set_edits_aside(self) -> None:
-        """Move older edits, and edits with missing blocks, from `blocks` to `replaced`."""
+        """Move the edits that readers ignore from `blocks` to `replaced`.
+
+        These are edits that a newer edit replaces, and edits with missing blocks.
+        """
         names = not_in_force(self.blocks, self._stamps)
         self.replaced = {name: self.blocks.pop(name) for name in names}
         if self.replaced:
@@ -286,7 +290,7 @@ class BlockFolder:
         return opened
 
     def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
-        """Choose the schema of this folder; return whether the known blocks have another schema.
+        """Choose the schema of this folder. Return whether it differs from the blocks known so far.
 
         The schema in metadata.json is chosen if at least one block has it. Otherwise the most
         frequent schema of the blocks is chosen, since a checksum covers the schema in a block, but
@@ -336,7 +340,7 @@ class BlockFolder:
                 known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Map the names of the files that may be blocks to their stamps.
+        """Return the current stamps of the files that may be blocks, by file name.
 
         If no file was added or removed, this takes one system call and returns the same object. A
         file that is overwritten in place is detected after a second, or after 200 times the
@@ -362,7 +366,7 @@ class BlockFolder:
         return self._found
 
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
-        """List the folder; map the names of the files that may be blocks to their stamps.
+        """List the folder and return the stamps of the files that may be blocks, by file name.
 
         Stamps of known files are read again only if `is_full`.
         """
@@ -534,7 +538,7 @@ class BlockFolder:
 
 
 def _metadata_error(path: Path, got: str) -> CorruptFileError:
-    """Build the error for a damaged metadata.json, or one whose fields no block has."""
+    """Build the error for a metadata.json that is damaged or has other fields than all blocks."""
     return CorruptFileError(
         f"{str(path)!r} does not contain the fields of the blocks: {got}. The blocks are read "
         "without it. 'rollout-data verify --repair' writes it again."
@@ -549,7 +553,7 @@ def _check_cached(
     located: np.ndarray,
     stamps: np.ndarray,
 ) -> list[Int64s]:
-    """Check that the blocks in an index cache have valid rows, as `read_header` does for a block.
+    """Check that the blocks in an index cache refer to existing rows, as `read_header` does.
 
     There are B blocks with C columns and F fragments.
 
@@ -617,7 +621,7 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
-    """Return metadata as a dict, with totals that are counted in the blocks of the folder."""
+    """Return `metadata` as a dict, with the total frames and trajectories of all blocks."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         # The schema in the blocks takes precedence, since a checksum covers it.
         metadata = Metadata.of_schema(folder.schema, metadata.context)

@@ -57,7 +57,7 @@ METADATA_NAME = "metadata.json"
 FORMAT_VERSION = 1
 #: HDF5 attributes that the checksum of the header covers, in this order.
 ABOUT = ("schema", "writer", "sequence", "created_ns")
-#: HDF5 attribute that the checksum of the header covers too, only in blocks with encoded fields.
+#: HDF5 attribute of blocks with encoded fields. The checksum of the header covers it too.
 CODECS = "codecs"
 # The two tables of a block: rows of frames, and rows of final observations.
 DATA = "data"
@@ -88,7 +88,7 @@ MAX_TEXT_BYTES = 1 << 17
 MAX_HOLLOW_BYTES = 1 << 20
 #: Bytes per fragment of a table that may be a hole in a sparse file: 128 rewards or 256 checksums.
 MAX_HOLLOW_ROW_BYTES = 1024
-#: Maximum of `MAX_HOLLOW_ROW_BYTES` times the number of fragments, whatever their number.
+#: Upper limit for the product of `MAX_HOLLOW_ROW_BYTES` and the number of fragments.
 MAX_HOLLOW_TABLE_BYTES = 64 << 20
 
 #: Bytes of rows that are written or checked at a time. 1 MiB stays in the second-level cache; 4 MiB
@@ -207,7 +207,7 @@ class BlockHeader:
         start: int,
         stop: int,
     ) -> tuple[list[int], list[int]]:
-        """Return bounds and checksums of the chunks of one fragment, which has rows `start:stop`.
+        """Return a pair (bounds, checksums) of the chunks of the fragment with rows `start:stop`.
 
         Bounds are byte offsets in the file. Unencoded rows count as one chunk, whose checksum is
         unknown (-1).
@@ -504,7 +504,7 @@ class _Tables:
         return np.asarray(dataset[()])
 
     def locate(self, name: str, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Return byte offset and number of rows of the dataset `name`; (0, 0) if it is empty."""
+        """Return a pair (byte offset, number of rows) of a dataset; (0, 0) if it is empty."""
         dataset = self._find(name)
         if dataset.dtype != dtype or dataset.ndim != 1:
             raise _header_error(
@@ -622,7 +622,7 @@ def _damage(
 
 
 def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each fragment's first row and stop row in the table `table`, `[F]` each.
+    """Return a pair (first row, stop row) of arrays `[F]`: the rows of each fragment in `table`.
 
     The two are equal for a fragment without rows in the table.
     """

@@ -49,12 +49,15 @@ class Coding:
 
     @property
     def chain(self) -> ChunkCodec:
-        """Codec that compresses chunks; the conversion of values in single rows is not included."""
+        """Codec that compresses chunks, without the conversion of the values in each row."""
         return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
 def codings_text(codings: Mapping[str, Coding]) -> str:
-    """Return codings by field as JSON for the HDF5 attribute `codecs`; "" if there are none."""
+    """Return the JSON text for the HDF5 attribute `codecs`: the coding of each field.
+
+    The text is "" if there are no codings.
+    """
     if not codings:
         return ""
     return json.dumps({name: asdict(coding) for name, coding in codings.items()})
@@ -126,7 +129,7 @@ class ChunkTable:
         place: int,
         num_bytes: int,
     ) -> str:
-        """Return the first property that an invalid table violates; "" if the table is valid.
+        """Return a message about the first error in this table; "" if the table is valid.
 
         Args:
             first, stop: First and stop row of each fragment, int64 `[F]`.
@@ -175,7 +178,7 @@ class ChunkTable:
         return starts, self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return byte bounds and checksums of the chunks of one fragment with rows `start:stop`."""
+        """Return a pair (byte bounds, checksums): the chunks of the fragment `start:stop`."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
@@ -292,7 +295,7 @@ class ChecksumError(CorruptFileError):
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
-    """Compare a chunk with its expected CRC-32, unless that is unknown (-1).
+    """Compare the CRC-32 of a chunk with the expected CRC-32. The value -1 means unknown: no check.
 
     Raises:
         ChecksumError: The checksums differ. The error does not name the file.

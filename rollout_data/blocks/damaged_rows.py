@@ -34,7 +34,10 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Return the CRC-32 table, a map of leading bytes to table indices, and the nonzero entries."""
+    """Return the tables that `damaged_byte` uses to run the CRC-32 register backwards.
+
+    They are the CRC-32 table, a map of leading bytes to table indices, and the nonzero entries.
+    """
     table = []
     for value in range(256):
         for _ in range(8):
@@ -73,7 +76,7 @@ def located(
     start: int,
     stop: int,
 ) -> tuple[tuple[str, ...], int, int]:
-    """Locate the damage in the rows `start:stop`: (damaged fields, first row, stop row).
+    """Return a triple (damaged fields, first row, stop row) for damage in the rows `start:stop`.
 
     Args:
         column: Column of the rows.

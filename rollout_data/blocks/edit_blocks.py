@@ -21,7 +21,7 @@ _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
 
 def edit_sequence(generation: int, num_parts: int) -> int:
-    """Return the sequence number that all blocks of an edit have.
+    """Return the sequence number that all blocks of an edit share.
 
     `generation` numbers the edits of a folder from 1; an edit with a higher one is newer.
     """
@@ -29,7 +29,10 @@ def edit_sequence(generation: int, num_parts: int) -> int:
 
 
 def generation_of(sequence: int) -> int:
-    """Return the generation of an edit from its sequence number; newer edits have a higher one."""
+    """Return the generation of an edit from its sequence number.
+
+    Newer edits have a higher generation.
+    """
     return (sequence - FIRST_EDIT) // MAX_PARTS
 
 
@@ -42,7 +45,9 @@ def named_edit(name: str) -> tuple[str, int] | None:
 
 
 def not_in_force(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
-    """Return the file names of edits to ignore: older edits, and edits with missing blocks.
+    """Return the file names of edits that readers ignore.
+
+    These are edits that a newer edit replaces, and edits with missing blocks.
 
     Args:
         blocks: Maps file names to blocks, for the blocks that can be read.

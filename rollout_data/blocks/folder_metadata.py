@@ -123,7 +123,7 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
 def publish_metadata(
     folder: Path, metadata: Metadata, writer: str, durable: bool = True
 ) -> Metadata:
-    """Write metadata.json if the folder has none; otherwise compare `metadata` with the file.
+    """Write metadata.json if the folder has none; otherwise check `metadata` against the file.
 
     Returns:
         The metadata in the file.
@@ -257,5 +257,5 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy scalars and arrays to Python numbers and lists, other objects to str."""
+    """Convert a numpy scalar or array to a Python number or list; convert other objects to str."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

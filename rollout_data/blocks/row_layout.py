@@ -133,12 +133,12 @@ class RowLayout:
         return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Decode a field in rows of its column; a field without a codec becomes a view."""
+        """Return a decoded field from rows of its column. Without a codec, it is a view of them."""
         stored = self.stored_view(name, rows)
         return self._codecs[name].decode(stored, self.schema[name].torch_dtype)
 
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
-        """Return the byte range and dtype of adjacent fields: (first byte, end, dtype).
+        """Return a triple (first byte, end, dtype) for the bytes of adjacent fields in a row.
 
         None if the fields are not adjacent, have different dtypes or columns, or have a codec.
         """
@@ -196,7 +196,10 @@ def _pack(fields: list[Field]) -> StoredColumn:
 
 
 class Grid(NamedTuple):
-    """Rows of the elements of a batch: `[i, j]` is in row `first + i * steps[0] + j * steps[1]`."""
+    """Positions of batch elements in gathered rows.
+
+    Element `[i, j]` of the batch is row `first + i * steps[0] + j * steps[1]`.
+    """
 
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
@@ -219,7 +222,9 @@ class FrameRows:
 
 
 class FrameCut:
-    """Function that cuts one tensor of a batch out of gathered rows: a field or joined components.
+    """Callable that returns one tensor of a batch from gathered rows.
+
+    The tensor is one field, or several components of a field concatenated.
 
     Args:
         layout: Layout of the rows.
@@ -271,7 +276,7 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Map the names of a batch's tensors to the functions that cut them out of gathered rows.
+    """Map the name of each tensor of a batch to the `FrameCut` that returns it from gathered rows.
 
     With `is_joined`, the components of each name in `groups` form one tensor.
     """
@@ -286,6 +291,6 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
-    """Assign `values[at] = rows`, also for unsigned dtypes. `values` must be contiguous."""
+    """Assign `values[at] = rows`. `values` must be contiguous and may have an unsigned dtype."""
     dtype = _WRITABLE.get(values.dtype, values.dtype)
     values.view(dtype)[at] = rows.view(dtype)

@@ -256,16 +256,19 @@ class TrajectoryIndex:
 
     @cached_property
     def first_fragment(self) -> Int64s:
-        """Position of each trajectory's first fragment, then their number, int64 `[M + 1]`."""
+        """Position of each trajectory's first fragment, then the number of all fragments.
+
+        Shape and dtype: int64 `[M + 1]`.
+        """
         first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
         return first
 
     def is_complete(self) -> np.ndarray:
-        """Return which trajectories have ended, so that no frames will be added, bool `[M]`."""
+        """Return `[M]` bool: whether each trajectory has ended, so that no frames will be added."""
         return (self.flags & COMPLETE) > 0
 
     def is_present(self) -> np.ndarray:
-        """Return which trajectories have frames only in blocks whose files exist, bool `[M]`."""
+        """Return `[M]` bool: whether all frames of each trajectory are in existing files."""
         present = np.ones(len(self), bool)
         if self.num_present < len(self.blocks):
             missing = np.flatnonzero(self.fragment_block >= self.num_present)
@@ -328,7 +331,7 @@ class TrajectoryIndex:
         return numbers
 
     def edits(self) -> dict[str, int]:
-        """Map writers that have an edit to the position of the edit in `blocks`."""
+        """Map each writer that has an edit to the position of this edit in `blocks`."""
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
     def lost_block(self, block: int, reason: str = "", is_gone: bool = True) -> LostBlockError:
@@ -346,7 +349,7 @@ class TrajectoryIndex:
         return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """Return which trajectories were truncated or cut off, bool `[len(trajectories)]`.
+        """Return `[len(trajectories)]` bool: whether each trajectory was truncated or cut off.
 
         Learners bootstrap from the value estimate after the last frame of these trajectories.
         """
@@ -361,9 +364,9 @@ class TrajectoryIndex:
         return bool(self.is_end_unknown().any())
 
     def is_end_unknown(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """Return which trajectories ended in a way that their file does not state, bool.
+        """Return `[len(trajectories)]` bool: whether the end of each trajectory is unknown.
 
-        The shape is `[len(trajectories)]`.
+        An end is unknown if the file does not state how the trajectory ended.
         """
         is_unknown: np.ndarray = (self.flags[trajectories] & END_UNKNOWN) > 0
         return is_unknown
@@ -394,7 +397,7 @@ class TrajectoryIndex:
         return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
 
     def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
-        """Return the number of trajectories that sort before a key, see `name`.
+        """Return the number of trajectories that sort before the key (end_time_ns, writer, number).
 
         The trajectory with this key may have been deleted.
         """
@@ -414,7 +417,7 @@ class TrajectoryIndex:
         ]
 
     def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-        """Return the position of each trajectory in another index, int64; -1 if it is missing."""
+        """Return the position of each trajectory in the index `other`, int64; -1 if missing."""
         number_of = {name: number for number, name in enumerate(other.writers)}
         translated = np.array([number_of.get(name, -1) for name in self.writers], np.int64)
         number = np.concatenate([other.number, self.number[trajectories]])
@@ -435,7 +438,9 @@ class TrajectoryIndex:
         return np.array([at.get(key, -1) for key in keys], np.int64)
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
-        """Convert P pieces of trajectories (consecutive frames) to runs of rows in blocks.
+        """Return the rows of blocks that contain P pieces of trajectories.
+
+        A piece is a range of consecutive frames of one trajectory.
 
         Args:
             trajectory: Trajectory of each piece, int64 `[P]`.
@@ -547,7 +552,7 @@ def counted_from(first: Int64s, count: Int64s) -> Int64s:
 
 
 def _equal(values: Int64s, value: int) -> tuple[int, int]:
-    """Return the start and stop index of the elements equal to `value` in ascending values."""
+    """Return a pair (start, stop) of the elements equal to `value` in the ascending `values`."""
     return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
 
 
@@ -566,7 +571,7 @@ def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
 
 
 def _changes(*columns: Int64s) -> np.ndarray:
-    """Return which positions differ from the previous one in at least one column, bool.
+    """Return a bool array: whether each row differs from the previous row in at least one column.
 
     The first position counts as different.
     """

@@ -56,7 +56,7 @@ def block_name(writer: str, sequence: int) -> str:
 def write_block(
     folder: Path, content: BlockContent, durable: bool = True, num_threads: int | None = None
 ) -> Path:
-    """Write a block file, which appears in `folder` only when it is complete.
+    """Write a block file under a temporary name, then rename it to its name in `folder`.
 
     Args:
         folder: An existing folder.
@@ -193,7 +193,10 @@ class _Piece:
     places: list[int]
 
     def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
-        """Read and write the rows in parts of `memory`, at least a row; compute the checksums."""
+        """Copy the rows from the source to the file and compute the checksums.
+
+        Rows are read in parts that fit in `memory`, which must have space for at least one row.
+        """
         row_bytes = self.source.row_bytes
         sums = [0] * len(self.spans)
         rows_a_part = len(memory) // row_bytes
@@ -220,7 +223,7 @@ def _cut(
     ranges: tuple[np.ndarray, np.ndarray],
     checksums: np.ndarray,
 ) -> list[_Piece]:
-    """Divide the rows of a column between fragments, into pieces of about `PART_BYTES`.
+    """Divide the rows of a column into pieces of about `PART_BYTES` that end between fragments.
 
     A larger fragment forms its own piece.
 
@@ -256,7 +259,7 @@ def _cut(
 
 
 def _hasten(name: str, *numbers: int) -> None:
-    """Call a Linux function that Python does not provide, if the C library has it.
+    """Call the Linux function `name`, which Python does not provide, if the C library has it.
 
     The result is ignored, since the call only makes the following writes faster, which report
     errors themselves.
@@ -275,7 +278,9 @@ def _system_call(name: str) -> Callable[..., object] | None:
 def _reserve_tables(
     file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
-    """Reserve space in the file for tables, rows and checksums, which are written without HDF5.
+    """Reserve space in the file for the datasets that are written without HDF5.
+
+    These are tables, rows and checksums.
 
     Returns:
         Maps the names of datasets to byte offsets in the file.

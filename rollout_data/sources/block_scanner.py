@@ -131,7 +131,7 @@ class BlockScanner(Scanner):
             self._shared = index, memory
             stored, _ = shared_at(memory.spot if memory is not None else None)
             if stored is not None:
-                # Using the shared arrays here too releases this process's own arrays.
+                # This process also uses the shared arrays, so that its own copy is freed.
                 vars(index).update({**vars(stored[1]), "blocks": index.blocks})
                 for folder in self._folders:
                     folder.built = None
@@ -310,7 +310,7 @@ class BlockScanner(Scanner):
         pinned: list[Block],
         built: Mapping[str, np.ndarray] | None = None,
     ) -> TrajectoryIndex:
-        """Return the shared index if it has exactly these blocks; otherwise build an index."""
+        """Return the index in shared memory if it has exactly these blocks; otherwise build one."""
         shared = self._shared[0]
         wanted = (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
@@ -318,7 +318,10 @@ class BlockScanner(Scanner):
         return TrajectoryIndex(wanted, len(blocks), built)
 
     def _report_broken(self, index: TrajectoryIndex) -> None:
-        """Report trajectories with missing blocks: replace the earlier problem, warn only once."""
+        """Add a problem for trajectories with missing blocks, replacing the previous one.
+
+        A warning is issued only once.
+        """
         problems = self._source.problems
         if self._broken is not None and self._broken in problems:
             problems.remove(self._broken)

@@ -99,7 +99,10 @@ def _can_lack(field: Field) -> bool:
 
 
 def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
-    """Return the first contradiction between `fields` and an episode's fields `others`, or ""."""
+    """Return a text about the first contradiction between `fields` and the fields `others`.
+
+    The text is "" if there is no contradiction.
+    """
     for name, field in fields.items():
         other = others.get(name, field)
         if (field.dtype, field.shape) != (other.dtype, other.shape):

@@ -114,7 +114,7 @@ class EpisodeSource(ABC):
         )
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
-        """Return the index of each episode's schema, int64 `[N]`, and the list of all schemas."""
+        """Return a pair (the index of each episode's schema, int64 `[N]`; list of all schemas)."""
         position_of: dict[Schema, int] = {}
         positions = [
             position_of.setdefault(info.schema, len(position_of)) for info in self.episodes
@@ -122,19 +122,25 @@ class EpisodeSource(ABC):
         return np.array(positions, np.int64), list(position_of)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a column of the episode table without reading rows, so returns are NaN."""
+        """Return the column `name` of the episode table.
+
+        No rows are read, so the column "return" (sum of rewards) is NaN.
+        """
         return column_of(self.episodes, name)
 
     def file_of(self, number: int, name: str, step: int) -> Path:
-        """Return the file that contains step `step` of a field in episode `number`, for errors."""
+        """Return the file that contains step `step` of a field, to name it in error messages."""
         return self.path
 
     def video(self, number: int, name: str) -> VideoRange | None:
-        """Return the frames of a video file that store a field of an episode; None if no video."""
+        """Return the part of a video file that stores a field of an episode.
+
+        The result is None if the field is not stored as a video.
+        """
         return None
 
     def rounded(self, number: int) -> dict[str, tuple[int, int]]:
-        """Return the fields of an episode whose integers were rounded to floats in reads so far.
+        """Return the fields of an episode in which earlier reads rounded integers to floats.
 
         Returns:
             Maps fields to (number of changed values, largest difference).
@@ -142,13 +148,13 @@ class EpisodeSource(ABC):
         return {}
 
     def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
-        """Map the episodes whose file was removed or replaced since opening to errors."""
+        """Return an error for each episode whose file was removed or replaced since opening."""
         return {}
 
     def damaged(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
-        """Check the stored checksums of episodes; map the episodes with wrong checksums to errors.
+        """Check the stored checksums of episodes; return an error for each damaged episode.
 
-        The result is {} for places that have no checksums, or that check them in each read.
+        The result is {} for formats that have no checksums, or that check them in each read.
         """
         return {}
 

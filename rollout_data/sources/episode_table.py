@@ -23,7 +23,10 @@ COLUMNS = ("id", "env", "length", "return", "ends", "success", "task", "time", "
 
 
 def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
-    """Build one column of the episode table, see `as_table`. Returns are NaN: no rows are read."""
+    """Build one column of the episode table, see `as_table`.
+
+    No rows are read, so the column "return" (sum of rewards) is NaN.
+    """
     success = {None: -1, False: 0, True: 1}
     give: dict[str, Callable[[EpisodeInfo], Any]] = {
         "id": lambda info: info.name,
@@ -71,7 +74,7 @@ def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, A
 
 
 def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Return which rows of the table match all conditions, bool `[num_episodes]`.
+    """Return `[num_episodes]` bool: whether each row of the table matches all conditions.
 
     Args:
         table: Result of `as_table`.

@@ -34,7 +34,7 @@ class Epoch(NamedTuple):
     purposes: tuple[int, ...] = ()
 
     def with_purpose(self, *purposes: int) -> Epoch:
-        """Return a copy of this epoch with independent keys, for another purpose."""
+        """Return a copy of this epoch whose keys are independent of this epoch's keys."""
         return self._replace(purposes=(*self.purposes, *purposes))
 
     @property
@@ -48,7 +48,7 @@ class Epoch(NamedTuple):
         return index.random_keys(trajectories, self.key_seed)
 
     def key_of_name(self, writer: str, number: int) -> np.ndarray:
-        """Return the pseudorandom key of a trajectory by its name, uint64 `[1]`.
+        """Return the pseudorandom key of the trajectory with this writer and number, uint64 `[1]`.
 
         The trajectory may have been deleted.
         """
@@ -62,7 +62,7 @@ class Epoch(NamedTuple):
 
 
 def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
-    """Count the items of an epoch up to a position, which is a key and a number.
+    """Return the number of items of an epoch before the position (`key`, `num_before`).
 
     The last read item marks the position; it may have been deleted since.
 
@@ -80,7 +80,7 @@ def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
 def rank_batches(
     start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool
 ) -> Int64s:
-    """Return the ranges of epoch positions (start, stop) of one rank's batches, int64 `[K, 2]`.
+    """Return the epoch positions of one rank's K batches, int64 `[K, 2]`: start and stop of each.
 
     Positions `start:stop` of the epoch are divided into batches over all ranks, and each batch into
     one part per rank.

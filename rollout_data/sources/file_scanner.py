@@ -119,7 +119,9 @@ class FileScanner(Scanner):
         )
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
-        """Return the text fields that all episodes have, as int64 fields; report the others.
+        """Return a schema of the text fields that all episodes have, as int64 fields.
+
+        Text fields that only some episodes have are reported and left out.
 
         Rows contain the id of each text, see `text_id`.
         """
@@ -144,7 +146,7 @@ class FileScanner(Scanner):
         return Schema(fields)
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
-        """Report the episodes and fields that `common_fields` left out, and fields read as NaN."""
+        """Report the episodes and fields that `common_fields` left out, and NaN fields."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
         for schema, difference in fit.left_out.items():
             names = _named([info.name for info in infos if info.schema == schema])
@@ -182,7 +184,7 @@ def _opened(origin: Origin) -> FileSource:
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Return the positions of the names `ids` in `names`, in the order of `ids`.
+    """Return the position of each name of `ids` in `names`, in the order of `ids`.
 
     If `ids` is None, all positions are returned.
 

@@ -62,7 +62,7 @@ class FileSource(EpisodeSource):
         return None
 
     def checked_some(self, episodes: list[EpisodeInfo], noun: str) -> list[EpisodeInfo]:
-        """Return `episodes`; raise an error if the list is empty.
+        """Return `episodes` as a list; raise an error if there are none.
 
         Args:
             episodes: The readable episodes.
@@ -92,13 +92,13 @@ class FileSource(EpisodeSource):
         raise CorruptFileError(f"{message} {advice}", kind="counts")
 
     def problem(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add an exception to `problems` and return it; data were unreadable or left out."""
+        """Add an exception to `problems` and return it: data were unreadable or left out."""
         error = DataFileError(message, kind=kind, episode=episode)
         self.problems.append(error)
         return error
 
     def advise(self, message: str, *, kind: str = "", episode: str = "") -> DataFileError:
-        """Add a remark to `advice` and return it. The data look wrong and are read as they are stored."""
+        """Add a remark to `advice` and return it: data look wrong but are read unchanged."""
         remark = DataFileError(message, kind=kind, episode=episode)
         self.advice.append(remark)
         return remark

@@ -147,7 +147,7 @@ class LiveSource(Origins):
         return None if self._scanner is None else self._scanner.listing()
 
     def shared(self, snapshot: RowSource) -> Spot | None:
-        """Put the index of a snapshot into shared memory; return where, or None if impossible."""
+        """Copy a snapshot's index into shared memory; return its location, None if impossible."""
         return None if self._scanner is None else self._scanner.shared(snapshot)
 
     def adopt(self, listing: Any, spot: Spot | None = None) -> bool:
@@ -184,7 +184,7 @@ class LiveSource(Origins):
         self.report(problem)
 
     def note_missing(self, keys: Iterable[tuple[str, int]]) -> list[LostBlockError]:
-        """Count and report trajectories that are missing, each once; return the new errors.
+        """Count and report missing trajectories. Return the errors of those not reported before.
 
         Args:
             keys: (writer, number) of trajectories that a saved state plays.
@@ -250,7 +250,9 @@ class LiveSource(Origins):
         return losses
 
     def check_readable(self, snapshot: RowSource, trajectories: Int64s, skips: bool) -> None:
-        """Check that a trajectory can be read; mark unreadable trajectories before the first one.
+        """Raise an error if no trajectory can be read.
+
+        Trajectories are tried in order up to the first readable one; unreadable ones are marked.
 
         Raises:
             DataFileError: No trajectory can be read, or a store denies access or does not answer.

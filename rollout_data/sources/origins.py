@@ -92,7 +92,7 @@ class Origins:
             warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
 
     def _is_new(self, problem: RolloutDataError) -> bool:
-        """Return whether an exception was not reported before; remember it."""
+        """Return whether an exception is reported for the first time, and record it as reported."""
         key = hash(str(problem))
         if key in self._reported:
             return False
@@ -102,7 +102,10 @@ class Origins:
         return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
-        """Count deleted blocks once. Blocks in `present` exist again, so a later loss counts."""
+        """Count each deleted block once.
+
+        A block in `present` exists again. If it is deleted later, it counts again.
+        """
         new = {key for key in keys if named_edit(key[0].name) is None} - self.lost
         self.num_vanished_blocks += len(new)
         self.lost = (self.lost | new) - set(present)
@@ -130,7 +133,7 @@ def conventions(contexts: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
 
 
 def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
-    """Build a remark if a stream has several control modes, and one for several quaternion orders.
+    """Build a remark for several control modes, and one for several quaternion orders.
 
     An unknown quaternion order counts as different from a known order.
     """

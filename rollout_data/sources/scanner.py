@@ -80,7 +80,7 @@ class Scanner(ABC):
         """Use the result of another process's scan; see `LiveSource.adopt`."""
 
     def shared(self, source: RowSource) -> Spot | None:
-        """Put the index of a snapshot into shared memory; return where, or None if unsupported."""
+        """Copy a snapshot's index into shared memory; return its location, None if unsupported."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)

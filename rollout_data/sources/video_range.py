@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Keys in LeRobot's description of a camera below which properties of the video file are stated.
+#: Keys of LeRobot's description of a camera that contain the properties of the video file.
 _DETAILS = ("video_info", "info")
 
 
@@ -54,7 +54,7 @@ class VideoRange:
         return about
 
     def false_statements(self) -> list[str]:
-        """Return a text for each property that the description states wrongly."""
+        """Return a text for each property of the file that differs from the description."""
         described = self.true_about
         return [
             f"{key} {described[name][key]!r} instead of {value!r}"
