@@ -65,7 +65,7 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: Operation of each delta between a frame and the previous frame, and the inverse operation.
+#: By delta: its operation on a frame and the previous frame, and the inverse operation.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
 #: Names of the stages by kind. The kinds are in the order of a chain.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -192,8 +192,8 @@ class ChunkCodec:
         """Decode a chunk into `out`, `[F, *shape]`, contiguous. Thread-safe.
 
         Raises:
-            CorruptFileError: The chunk does not hold exactly F frames. The content of `out` is
-                undefined.
+            CorruptFileError: The chunk does not contain exactly F frames. The content of `out` is
+                then undefined.
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
@@ -211,7 +211,10 @@ class ChunkCodec:
         decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
     def decoded(self, chunk: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Decode a chunk to new memory. If the chain is only a packer, this saves a copy."""
+        """Decode a chunk and return the frames, `[F, *shape]`, in new memory.
+
+        `shape` contains F. If the chain is only a packer, this takes one copy less than `decode`.
+        """
         if self.name in PACKERS and len(chunk) and chunk[0] == _PACKED:
             return (
                 self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
@@ -327,7 +330,7 @@ CODEC_WORDS = (
 
 @lru_cache(maxsize=256)
 def chunk_codec(name: str) -> ChunkCodec:
-    """Return the chain with a name. "raw" and "" are the empty chain.
+    """Return the chain named `name`. "raw" and "" are the empty chain.
 
     Raises:
         UsageError: A stage is unknown, or the order of stages is wrong.
@@ -341,7 +344,8 @@ def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> Chun
     Args:
         stages: Names of the stages.
         name: Name of the codec, for errors.
-        value_codec: Value codec before the stages, which excludes a quantizer; "" without.
+        value_codec: Name of the value codec before the stages; "" for none. A chain after a value
+            codec must have no quantizer.
     """
     if not value_codec and len(stages) == 1:
         coder = video.video_named(stages[0])
@@ -398,7 +402,7 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
 
 @lru_cache(maxsize=256)
 def find_codec(name: str) -> Codec:
-    """Return the codec with a name, such as `raw`, `normalized_image+lz4` or `uint16+lz4`.
+    """Return the codec named `name`, such as `raw`, `normalized_image+lz4` or `uint16+lz4`.
 
     Raises:
         UsageError: The name is unknown. The message lists the words of codec names.
@@ -471,7 +475,10 @@ def check_codec(field: Field) -> None:
 
 
 def most_chunk_frames(row_bytes: int) -> int:
-    """Return the number of frames that fit into `LARGEST_CHUNK_BYTES`, at least 1."""
+    """Return the number of frames that fit into `LARGEST_CHUNK_BYTES`, at least 1.
+
+    `row_bytes` is the size of a frame.
+    """
     return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 
@@ -484,9 +491,9 @@ def chunk_frames(row_bytes: int, codec: str) -> int:
 
 
 def choose_codec(chunks: Sequence[npt.NDArray[Any]]) -> str:
-    """Return the lossless chain with the smallest result for sample chunks `[n, *shape]`.
+    """Return the name of the lossless chain that encodes sample chunks to the fewest bytes.
 
-    Returns "raw" if all chains save less than `MIN_SAVED`.
+    Each chunk is `[n, *shape]`. Returns "raw" if every chain saves less than `MIN_SAVED`.
     """
     best = "raw"
     if not chunks:

@@ -33,7 +33,7 @@ IMAGE_LEVELS = 255
 #: bfloat16 and 2^-12 for float16.
 IMAGE_MAX_ERROR = 0.5 / IMAGE_LEVELS
 _COUNTS = 65535
-#: Meanings of the three highest counts in chunks with values that are not finite.
+#: Values that the three highest counts mean. Only chunks with a non-finite value have such counts.
 _SPECIAL = (-np.inf, np.inf, np.nan)
 #: Layout of the bytes before the counts: low value, step, flag for special counts.
 _RANGE = struct.Struct("<dd?")
@@ -79,7 +79,10 @@ def decode_image(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def image_error(values: torch.Tensor) -> float:
-    """Return the largest error of `values` encoded as an image; inf if one is NaN or infinite."""
+    """Return the largest error after encoding `values` as an image.
+
+    Returns inf if a value is NaN or infinite.
+    """
     if values.dtype == torch.uint8 or not values.numel():
         return 0.0
     back = decode_image(encode_image(values), values.dtype)
@@ -99,7 +102,7 @@ class LinearCounts:
     high: float | None = None
 
     def encode(self, values: Array) -> tuple[bytes, npt.NDArray[np.uint16], float]:
-        """Return the packed range, the counts `[n]` and the largest error of the finite values.
+        """Encode n values; return (packed range, counts `[n]`, largest error of finite values).
 
         Decoding restores NaN and infinities.
         """
@@ -135,7 +138,9 @@ class LinearCounts:
 
 
 def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array) -> None:
-    """Decode counts into `out`, `[n]` floats. Both arrays are contiguous.
+    """Decode `counts` into `out`, `[n]` floats. `counts` and `out` are contiguous.
+
+    `range_bytes` is the packed range that `LinearCounts.encode` returned.
 
     Raises:
         CorruptFileError: The range is not finite.
@@ -174,7 +179,10 @@ def shuffled_bytes(name: str, num_items: int, item_bytes: int) -> int:
 
 
 def scratch_bytes(num_bytes: int) -> int:
-    """Return the scratch bytes to undo a shuffle of `num_bytes`: recursive halves, padded."""
+    """Return the bytes of scratch memory that `unshuffle` needs for `num_bytes` bytes.
+
+    `unshuffle` splits items into halves recursively. Each level needs padded memory for the halves.
+    """
     return 2 * num_bytes + 128
 
 
@@ -217,7 +225,7 @@ def unshuffle(name: str, data: Bytes, out: Array, scratch: Bytes) -> None:
 
 
 def _low_bytes(name: str, size: int) -> int:
-    """Return how many lower bytes of each item a shuffle keeps together."""
+    """Return the number of lower bytes of each item that a shuffle keeps together."""
     return size // 2 if name == "split" and size > 2 else 0
 
 
@@ -237,7 +245,7 @@ def _join(planes: list[Bytes], out: Array, scratch: Bytes) -> None:
 
 
 def _halves(out: Array, scratch: Bytes) -> tuple[Array, Array, Bytes]:
-    """Return scratch for the upper and the lower half of each item, and the rest of the scratch."""
+    """Split scratch memory: upper halves of all items, lower halves, and the remaining memory."""
     half = out.dtype.itemsize // 2
     size = len(out) * half
     first = -(-size // 8) * 8

@@ -73,7 +73,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     Raises:
         MissingFieldError: A name is not in the record (a `KeyError`).
-        UsageError: A named leaf is no tensor.
+        UsageError: A leaf named in `compress_keys` is no tensor.
 
     `self[key]` returns a new tensor, or a dict of new tensors for an inner mapping. Thread-safe.
     """
@@ -260,7 +260,7 @@ def _names_at(name: str, leaves: Iterable[str]) -> list[str]:
 def _leaves_to_compress(
     leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool
 ) -> set[str]:
-    """Return the names of the tensors at or below the keys.
+    """Return the flat names of the tensors that `keys` name directly or by a parent mapping.
 
     Raises:
         MissingFieldError: A key has no tensor, unless `missing_ok`.

@@ -62,8 +62,8 @@ def compress_image_seq(
         level: 0 is fast. 1 to 12 compress better and slower, and decode as fast. 13 to 16 equal 12.
         codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for
             items of several bytes. Only `uint16` chains are lossy.
-        frames_per_chunk: Frames that are decoded together; by default at most 8. At most 64 MiB in
-            any case.
+        frames_per_chunk: Number of frames that are decoded together; by default at most 8. A chunk
+            of several frames has at most 64 MiB in any case.
 
     Returns:
         The blob.
@@ -98,14 +98,14 @@ def decompress_image_seq(
     """Decompress a blob, or some frames of it.
 
     Args:
-        compressed_data: Blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all
-            images; an object with a buffer.
+        compressed_data: Blob of `compress_image_seq`, or plain LZ4 frames with the bytes of all
+            images. Any object with the buffer protocol.
         image_shape: Shape of one frame.
         batch_size: Number of frames in the blob.
         dtype: Dtype of the frames. A torch dtype returns a CPU tensor, a numpy dtype or its name an
             array.
-        indices: Frames to return, in any order, repeated frames included; None returns all. Only
-            chunks with these frames are decoded.
+        indices: Frames to return, in any order; a frame may be repeated. None returns all frames.
+            Only chunks with these frames are decoded.
         num_threads: Maximum number of threads, used if they are faster; None uses torch's number of
             threads.
 
@@ -141,7 +141,8 @@ def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
     return out
 
 
-#: Number of axes of the pixel array, by PIL mode with uint8 pixels. The shape determines the mode.
+#: Number of axes of the pixel array, by mode of a PIL image. These modes have uint8 pixels. The
+#: shape of an array determines its mode.
 _MODES = {"L": 2, "LA": 3, "RGB": 3, "RGBA": 3}
 
 
@@ -295,7 +296,10 @@ def _is_nested(indices: Any) -> bool:
 
 
 def _as_frames(images: Any) -> tuple[Array, str]:
-    """Return frames as an array of stored bytes, a view if possible, and the dtype's name."""
+    """Return frames as a contiguous array of stored values, and the name of their dtype.
+
+    The array is a view if possible. bfloat16 values are stored as uint16.
+    """
     is_tensor = isinstance(images, torch.Tensor)
     array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
     dtype = dtype_name(array.dtype, "the images")
@@ -387,7 +391,7 @@ class _Request:
         return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
     def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
-        """Return `out`. Raise `SchemaError` unless contiguous, `[*lead, *shape]`, on the CPU."""
+        """Check that `out` is contiguous on the CPU, `[*lead, *shape]` of this dtype; return it."""
         instance("out", out, "an array or a tensor", np.ndarray, torch.Tensor)
         shape = tuple(out.shape)
         name = dtype_name(out.dtype, "the output")

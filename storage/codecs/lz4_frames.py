@@ -190,14 +190,15 @@ def scan_frames(data: memoryview, name: str) -> list[Frame]:
 
 
 def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 1) -> Bytes:
-    """Decode all frames into memory.
+    """Decode all frames of a file and return their bytes.
 
     Args:
         data: The whole file.
         frames: Frames of the file, from `scan_frames`.
         name: Name of the file in errors.
-        num_threads: With 1, all checksums are compared. With more, full independent blocks decode
-            in parallel without their checksums, for callers with checksums of their own.
+        num_threads: Number of threads. One thread compares all checksums. Several threads decode
+            independent blocks in parallel and compare no checksums of frames, for callers that have
+            checksums of their own.
 
     Returns:
         uint8 `[num_bytes]`, new memory.
@@ -276,7 +277,10 @@ class _Place:
 
 
 def _scan_frame(place: _Place, start: int) -> Frame:
-    """Read the header and block sizes of a frame at offset `start`. `place` is after its magic."""
+    """Read the header and the block sizes of the frame that starts at offset `start`.
+
+    The position of `place` is after the magic number of the frame.
+    """
     flags, block_code = place.take(2)
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:

@@ -34,10 +34,10 @@ class Packer:
     """A compressor of bytes, the last stage of a chain.
 
     Attributes:
-        pack: Function from contiguous items, a level (None for the default) and the name of a
-            shuffle ("" for none) to packed bytes.
-        unpack: Function from packed bytes and the number of unpacked bytes to the unpacked bytes in
-            new memory. Raises `CorruptFileError`.
+        pack: Function that compresses items to bytes. Arguments: contiguous items, the level (None
+            for the default), and the name of a shuffle ("" for none).
+        unpack: Function that decompresses bytes to new memory. Arguments: packed bytes, and the
+            number of unpacked bytes. Raises `CorruptFileError`.
         max_expansion: Maximum number of unpacked bytes per packed byte. Readers reject data that
             declare more.
         module: Required package of the extra `codecs`; None if the packer needs no extra.

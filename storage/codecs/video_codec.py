@@ -106,7 +106,7 @@ class Video:
 
 
 def video_named(stage: str) -> Video | None:
-    """Return the coder with a name such as "h264:crf=18"; None if the name is no video codec.
+    """Return the video coder named `stage`, such as "h264:crf=18"; None for any other name.
 
     Raises:
         UsageError: The quality is out of range.
@@ -163,7 +163,7 @@ def _pictures(frames: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], str
 
 
 def _packets(data: bytes) -> Iterator[bytes]:
-    """Yield the packets of a chunk; raise `ValueError` if they do not fill it."""
+    """Yield the packets of a chunk. Raise `ValueError` if packets do not fill the chunk exactly."""
     start = 0
     while start < len(data):
         head = data[start : start + _SIZE.size]

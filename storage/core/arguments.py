@@ -33,7 +33,9 @@ _URL = re.compile(
 
 
 def options(made: Any, values: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an option that no constructor of the classes of `made` accepts.
+    """Raise `TypeError` for an option that the class of `made` and its base classes do not accept.
+
+    `values` maps the names of the options, which the user passed to the constructor, to values.
 
     Raises:
         TypeError: An option is unknown. The message names the class and its arguments, the nearest
@@ -74,7 +76,7 @@ def options_of(
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer of Python, numpy or torch, and no bool."""
+    """Return whether a value is an integer of Python, numpy or torch. A bool is no integer."""
     # Check Python ints first, which takes a tenth of the time of the general check.
     if type(value) is int:
         return True
@@ -148,7 +150,10 @@ def is_url(value: Any) -> bool:
 
 
 def path(name: str, value: Any) -> Path:
-    """Check a local path, not a URL; `name` may be empty."""
+    """Check a local path and return it as a `Path`. A URL is an error.
+
+    `name` is the name of the argument in errors; with "" errors call it "path".
+    """
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{name or 'path'} must be a str or a path object, got {value!r}.")
     text = os.fsdecode(value)
@@ -191,7 +196,7 @@ def optional_device(name: str, value: Any) -> torch.device | None:
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
-    """Check a collection of flat names; a single str is an error."""
+    """Check a collection of field names and return it as a tuple. A single str is an error."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         listed = tuple(value)
         if all(isinstance(item, str) for item in listed):
@@ -210,9 +215,9 @@ def seed(name: str, value: Any, expected: str = "an integer of 64 bits") -> int:
 
 
 def env_ids(name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
-    """Check ids of environments or frames; return a flat int64 array in the same order.
+    """Check that ids are integers in `[0, num_envs)`; return a flat int64 array in the same order.
 
-    The ids are a number, a sequence, an array or a tensor.
+    The ids are a number, a sequence, an array or a tensor. They number environments or frames.
     """
     try:
         numbers = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)

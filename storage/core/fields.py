@@ -39,8 +39,8 @@ DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
 #: Maximum number of dimensions of a field. HDF5 supports 32, and the axes of rows and lanes take
 #: two.
 MAX_DIMENSIONS = 30
-#: Maximum number of fields of a schema. A block file has room for the description of a quarter of
-#: them.
+#: Maximum number of fields of a schema. A recorded file supports only about a quarter as many,
+#: since the description of the fields has a limited size.
 MAX_FIELDS = 4096
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 REAL_DTYPES = frozenset(torch_dtype for torch_dtype, _ in DTYPES.values())
@@ -94,7 +94,7 @@ class Field:
         dtype: A key of `DTYPES`: the dtype of values that users pass and receive.
         codec: Name of the codec of rows; "raw" for unchanged bytes.
         fill: Value of rows that are not written yet.
-        is_text: Whether values are indices of texts, which are stored separately, each once.
+        is_text: Whether each value is the index of a text. Every text is stored once, elsewhere.
     """
 
     name: str

@@ -24,7 +24,9 @@ _forks_are_watched = False
 
 @contextmanager
 def only_writer_of(target: Path) -> Iterator[None]:
-    """Lock a file or folder, which need not exist, against other processes and threads.
+    """Lock a file or folder against other processes and threads during the block.
+
+    The file or folder `target` may be missing.
 
     The lock is held on a hidden file next to the target. The hidden file is removed at the end. A
     killed process leaves the hidden file, but no lock. A forked child does not hold the lock. If

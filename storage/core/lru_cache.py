@@ -18,8 +18,8 @@ class LruCache(Generic[_Key, _Item]):
 
     Args:
         max_size: Maximum total size of the items.
-        size_of: Function that returns the size of an item; None gives each item the size 1.
-        keeps_last: Whether to cache the last item even if it is larger than `max_size`.
+        size_of: Function that returns the size of an item. With None, each item has the size 1.
+        keeps_last: Whether a new item is cached even if its size exceeds `max_size`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LruCache(Generic[_Key, _Item]):
         return type(self), (self.max_size, self._size_of, self.keeps_last)
 
     def get(self, key: _Key) -> _Item | None:
-        """Return the cached item for a key; None if there is none."""
+        """Return the cached item of a key; None if the key has no item."""
         with self._lock:
             item = self._items.get(key)
             if item is not None:
@@ -47,7 +47,11 @@ class LruCache(Generic[_Key, _Item]):
             return item
 
     def put(self, key: _Key, item: _Item) -> list[_Item]:
-        """Cache an item. Returns the items that are no longer cached."""
+        """Cache an item, and return the items that were evicted from the cache.
+
+        An earlier item of the same key is evicted. If the new item is too large for the cache, it
+        is not cached, and only this item is returned.
+        """
         size = self._size_of_item(item)
         if size > self.max_size and not self.keeps_last:
             return [item]
@@ -62,7 +66,7 @@ class LruCache(Generic[_Key, _Item]):
         return evicted
 
     def pop(self, key: _Key) -> _Item | None:
-        """Remove and return the item for a key; None if there is none."""
+        """Remove and return the cached item of a key; None if the key has no item."""
         with self._lock:
             return self._remove(key) if key in self._items else None
 

@@ -62,7 +62,10 @@ def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 
 def _references(buffers: Sequence[object]) -> list[int]:
-    """Return the reference count of each buffer, including references of the list and this call."""
+    """Return the reference count of each buffer, as `sys.getrefcount` returns it.
+
+    The counts include the references from the list `buffers` and from this call.
+    """
     return list(map(sys.getrefcount, buffers))
 
 
@@ -140,9 +143,9 @@ class BufferPool:
         return BufferPool, (self.max_buffers,)
 
     def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return `[num_bytes]` uint8 of a free buffer, or of a new buffer if none fits.
+        """Return `[num_bytes]` uint8 of memory of a free buffer, or of a new buffer.
 
-        The smallest free buffer is used if it has at most twice the size.
+        The smallest free buffer that is large enough is used, if it has at most twice the size.
         """
         with self._lock:
             counts = _references(self._buffers)
@@ -203,7 +206,7 @@ def filled(
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device. A copy from the host to CUDA is pinned and asynchronous."""
+    """Copy a tensor to a device. From the host to CUDA, the copy is pinned and asynchronous."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
     # A pinned tensor is copied too, since the caller may change it before the transfer ends.
@@ -212,7 +215,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors on a device. Host tensors are sent to CUDA by one asynchronous pinned copy.
+    """Copy tensors to a device. Host tensors are sent to CUDA by one asynchronous pinned copy.
 
     Unlike `PackedCopy`, this function allocates memory per call and accepts any shapes.
     """
@@ -345,8 +348,8 @@ class StreamOrder:
         self.is_needed = device.type == "cuda"
         self.reads = _StreamAccess(self, is_write=False)
         self.writes = _StreamAccess(self, is_write=True)
-        #: Event of the last write (`_written`) or read (`_read`) of each stream. A stream does not
-        #: wait for its own events, since its work runs in order.
+        #: CUDA event of the last write (`_written`) or read (`_read`) of each stream, by the id of
+        #: the stream. A stream does not wait for its own events, since its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
         #: Number of nested `writes` contexts.
@@ -418,9 +421,10 @@ class _StreamAccess:
 
 
 def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Decorate a method that writes memory of its object, whose `StreamOrder` is `_order`.
+    """Decorate a method that writes the memory of its object. The object has a `StreamOrder`.
 
-    The method waits for the work of other streams on that memory, and they wait for the method.
+    The attribute `_order` of the object is this `StreamOrder`. The method waits for earlier work of
+    other streams on the memory. Later work of other streams waits for the method.
     """
 
     @wraps(method)
@@ -432,7 +436,7 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Return the module that computes with results of `own`: numpy on the CPU, else torch."""
+    """Return the module for computations with results of `own`: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
@@ -478,11 +482,12 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
 
 
 def last_copies(index: Any, values: Any, capacity: int, order: torch.Tensor | None = None) -> Any:
-    """Replace the values of equal indices by the value of the last of them.
+    """Return `values` with one value per distinct index: the last value of that index.
 
-    The result can be written to the indices in any order. `index` has `[n]` indices below
-    `capacity`. Arrays are returned unchanged, since numpy writes in order. `order` is a tensor of
-    the numbers 0, 1, ..., n - 1, if the caller has one.
+    The result can then be written to the indices in any order. Arrays are returned unchanged, since
+    numpy writes in order. `index` is `[n]`, below `capacity`, and may contain an index twice.
+    `values` is `[n, ...]`. `order` is a tensor of the numbers 0, 1, ..., n - 1, if the caller has
+    one.
     """
     if not isinstance(values, torch.Tensor):
         return values

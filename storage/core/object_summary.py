@@ -17,7 +17,7 @@ import torch
 from ..errors import RolloutDataError
 from .fields import Schema
 
-#: Names of the attributes that contain a capacity, and of further properties to show.
+#: Names of attributes that contain the capacity of an object, and of further properties to show.
 _CAPACITIES, _PROPERTIES = (
     ("capacity", "replay_buffer_size", "buffer_size", "max_size"),
     ("num_transitions_per_env",),
@@ -62,7 +62,7 @@ def described(thing: Any) -> str:
 
 
 def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the length and the public attributes of an object."""
+    """Yield pairs (name, value) of an object: its length, then its public attributes."""
     most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
     with suppress(RolloutDataError, TypeError):  # The object may be closed or lack a length.
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"
@@ -99,7 +99,7 @@ def _words(dtype: str, shape: Any) -> str:
 
 
 def _schema_of(thing: Any, depth: int) -> Schema | None:
-    """Return the schema of an object, or of an attribute at most `depth` levels down."""
+    """Return the schema of an object; if it has none, of an attribute up to `depth` levels down."""
     attributes = getattr(thing, "__dict__", {})
     if isinstance(schema := attributes.get("schema"), Schema) and len(schema):
         return schema

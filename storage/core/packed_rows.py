@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Part:
-    """Position of one field in the row of its group, in bytes."""
+    """Position in bytes of one field in a packed row of its `Group`."""
 
     field: Field
     start: int
@@ -51,7 +51,10 @@ class Group:
         return self.width * self.unit.itemsize
 
     def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Convert rows `[..., width]` of this group to fields, views `[..., *event]` of rows."""
+        """Return the fields of packed rows, by name: views `[..., *event]`.
+
+        `rows` is `[..., width]`, packed rows of this group.
+        """
         views = {}
         for part in self.parts:
             dtype = part.field.torch_dtype
@@ -89,7 +92,7 @@ class Target(NamedTuple):
     """A field to copy.
 
     Attributes:
-        row: 0 for the field of the row itself, 1 for the field of the following row.
+        row: Row from which the field is copied: 0 for the row itself, 1 for the following row.
         field: Flat name of the field in the schema.
         name: Flat name of the field in the result.
     """
@@ -242,7 +245,10 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Convert slices of packed rows to a tensor that may be changed in place despite autograd."""
+    """Convert slices of packed rows to a tensor.
+
+    The tensor is detached from autograd, so that the user may change it in place.
+    """
     tensor: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
     tensor = tensor.contiguous() if contiguous else tensor
     return tensor.view(torch.bfloat16) if is_bfloat16 else tensor

@@ -22,7 +22,8 @@ from . import arguments
 #: `_MORE_BITS`, so that every version of torch uses 64 random bits. The limit from which torch uses
 #: 64 bits is 2 ** 28 choices in some versions and 2 ** 32 in others.
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
-#: Random bits of a draw by `scaled`. Sums of whole weights stay below this power of two.
+#: Random bits of a draw by `scaled`. The sum of the integers of `whole_weights` is below
+#: `2 ** RANDOM_BITS`.
 RANDOM_BITS = 62
 _HALF_BITS = RANDOM_BITS // 2
 _LOW_HALF = (1 << _HALF_BITS) - 1
@@ -37,7 +38,7 @@ class _SeedSource:
 
     def __init__(self, initial_seed: int | None = None) -> None:
         self._initial_seed = initial_seed
-        #: Counter of the objects created with the latest initial seed, by this seed.
+        #: Counter of created objects by initial seed. Only the latest seed has a counter.
         self._numbers: dict[int, count[int]] = {}
 
     def next_seed(self) -> int:

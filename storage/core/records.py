@@ -1,7 +1,8 @@
 """Checks of user records against a schema, before any data are written.
 
 A record is a nested mapping of tensors or arrays, or a `TensorDict`. `fit` checks one leaf.
-`RecordReader` checks whole records of rows.
+`RecordReader` checks whole records of rows. A lane is one of several streams of rows that are
+written at the same time, such as one environment.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .memory import as_given
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
 #: Accepted dtypes of a leaf. "exact": the field's dtype. "safe": dtypes that torch casts to the
-#: field's dtype. "in range": as "safe", for numbers that change only by rounding. "floating": any
-#: floating dtype, for numbers that change only by rounding. "flag": any real dtype.
+#: field's dtype. "in range": as "safe", but a number outside the range of the field's dtype is an
+#: error. "floating": any floating dtype, with the same check of the range. "flag": any real dtype.
 Cast = Literal["exact", "safe", "in range", "floating", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
@@ -295,7 +296,7 @@ def _in_range(value: torch.Tensor, field: Field, deferred: DeferredErrors | None
 
 @dataclass(frozen=True)
 class Rows:
-    """Checked leaves of a record, each `[n, lanes, *event]`, in the order of the schema."""
+    """Checked leaves of a record with n rows: `[n, lanes, *event]`, in the order of the schema."""
 
     num_rows: int
     tensors: list[torch.Tensor]
@@ -305,7 +306,8 @@ class Rows:
 class _Leaf(NamedTuple):
     """Position and form of a leaf in the last record.
 
-    `node` is the position of the parent mapping, `key` the key in it, `dtype` the leaf's dtype.
+    `node` is the position of the parent mapping. `key` is the leaf's key in this mapping. `dtype`
+    is the leaf's dtype.
     """
 
     node: int
@@ -313,7 +315,7 @@ class _Leaf(NamedTuple):
     dtype: np.dtype[Any]
     #: Shape of the leaf without the leading axes.
     event: tuple[int, ...]
-    #: `shape` and `target` are the shape per row, and the dtype, of the field.
+    #: `shape` is the field's shape per row. `target` is the field's dtype.
     shape: tuple[int, ...]
     target: np.dtype[Any]
 
@@ -327,7 +329,8 @@ class RecordReader:
     returned as arrays, other records as tensors.
 
     Args:
-        num_lanes: Number of lanes, the second axis of the store; None until `freeze`.
+        num_lanes: Number of streams that are written together, such as environments. They are the
+            second axis of the store. None until `freeze`.
         has_lane_axis: Whether leaves are `[n, lanes, *event]`. Otherwise leaves are
             `[n * lanes, *event]`.
         auto_unsqueeze: Whether a leaf without event axes becomes `[..., 1]` instead of an error.
@@ -356,7 +359,8 @@ class RecordReader:
             tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
         ] = []
         self._tensor_device: torch.device | None = None
-        #: Leading sizes of the last record of tensors, and pairs as in `_shapes`.
+        #: Sizes of the leading axes (rows and lanes) of the last record of tensors, and the pairs
+        #: of shapes of its leaves, as in `_shapes`.
         self._tensor_lead: tuple[int, ...] = ()
         self._tensor_shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         #: Pairs of the expected shape of each leaf, and its shape in rows, both with the leading
@@ -366,7 +370,7 @@ class RecordReader:
     def renewed(self, num_lanes: int | None = None) -> RecordReader:
         """Return a reader with the same options and without a schema.
 
-        `num_lanes=None` means `num_lanes` of the constructor.
+        With `num_lanes=None`, the new reader has the `num_lanes` of this reader's constructor.
         """
         num_lanes = self._first_num_lanes if num_lanes is None else num_lanes
         return RecordReader(num_lanes, self.has_lane_axis, self.auto_unsqueeze, self.narrow)
@@ -475,7 +479,10 @@ class RecordReader:
         return Rows(self._tensor_shapes[0][1][0], row_tensors, schema)
 
     def _takes_tensor_lead(self, lead: tuple[int, ...]) -> bool:
-        """Set the expected shapes for leading sizes. Return False if they do not fit the lanes."""
+        """Set the expected shapes of leaves from their leading sizes, rows and lanes.
+
+        Returns False if the leading sizes do not match the number of lanes.
+        """
         if lead != self._tensor_lead:
             rows = self._rows_of_lead(lead)
             if rows is None:
@@ -487,7 +494,10 @@ class RecordReader:
         return True
 
     def _rows_of_lead(self, lead: tuple[int, ...]) -> tuple[int, int] | None:
-        """Convert leading sizes to (rows, lanes); None if one is 0 or does not match the lanes."""
+        """Return (rows, lanes) for the leading sizes of a leaf.
+
+        Returns None if there is no row, or if the sizes do not match the number of lanes.
+        """
         lanes = self.num_lanes or 1
         if self.has_lane_axis:
             return (lead[0], lanes) if lead[0] and lead[1:] == (lanes,) else None

@@ -24,8 +24,8 @@ _Self = TypeVar("_Self", bound="Owned")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
-#: Minimum bytes of work per thread, since starting a thread takes time; and per piece, since
-#: threads wait for the global interpreter lock between pieces.
+#: Minimum bytes of work per thread, since starting a thread takes time. Minimum bytes of work per
+#: piece, since threads wait for the global interpreter lock between pieces.
 MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
 #: Parts per thread. A thread that starts late processes fewer parts.
 _NUM_PARTS = 4
@@ -42,10 +42,10 @@ def num_processors() -> int:
 class Owner:
     """Process that created an object with threads, locks or connections.
 
-    A forked child has none of the threads, and must not use the others.
+    A forked child has no such threads, and must not use the locks and connections.
 
     Args:
-        what: The object, for the error of `check`.
+        what: Description of the object in the error of `check`.
     """
 
     def __init__(self, what: str) -> None:
@@ -145,7 +145,9 @@ class Worker:
         *arguments: _Arguments.args,
         **options: _Arguments.kwargs,
     ) -> Future[_Result]:
-        """Queue a job and return its future. Wait while the queue is full; raise an earlier error.
+        """Queue a job and return its future. Waits while the queue is full.
+
+        Raises the error of an earlier job, if there is one. The new job is then not queued.
 
         Raises:
             ClosedError: After `close`.
@@ -278,7 +280,8 @@ def each_part(
         function: Processes the pieces `start:stop`. Threads help only if it releases the global
             interpreter lock.
         num_pieces: Number of pieces of about equal size.
-        num_bytes: Bytes of all pieces. One thread processes few bytes or small pieces.
+        num_bytes: Bytes of all pieces. If there are few bytes, or pieces are small, one thread
+            processes all pieces.
         num_threads: Maximum number of threads; None for torch's number (1 in a DataLoader worker).
 
     Raises:

@@ -133,7 +133,7 @@ class NaturalMonitor(Monitor):
 
 
 class TickMonitor(Monitor):
-    """Rolling mean, maximum and minimum of some quantities over the last `window` ticks.
+    """Mean, maximum and minimum of each quantity in `FIELDS` over the last `window` ticks.
 
     A tick is one call of `record`, with one value per item or one value for all items of the call.
     Means are over items, not over ticks. Each quantity takes `window` rows of 4 numbers.

@@ -73,15 +73,17 @@ class RateLimiter:
         return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
 
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:
-        """Count an insertion of `num_items` items; return False, uncounted, if it is refused.
+        """Admit and count an insertion of `num_items` items. Return False if it is refused.
 
+        A refused insertion is not counted.
         With `waits`, the call may wait until the insertion is within the bounds.
         """
         return self._pass(num_items, True, waits)
 
     def sample(self, num_items: int = 1, waits: bool = True) -> bool:
-        """Count a draw of `num_items` items; return False, uncounted, if it is refused.
+        """Admit and count a draw of `num_items` items. Return False if it is refused.
 
+        A refused draw is not counted.
         With `waits`, the call may wait until the draw is within the bounds.
         """
         return self._pass(num_items, False, waits)

@@ -368,8 +368,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
             priorities: Finite numbers >= 0, `[n]`, or one number for all items.
 
         Returns:
-            Number of updated items, as for `update`. On a GPU a 0-d tensor: `int()` of the tensor
-            waits for the GPU.
+            Number of updated items, as for `update`. On a GPU the result is a 0-d tensor, and
+            `int()` of it waits for the GPU.
         """
         with self._lock:
             return self.prepare_priorities(ids, priorities)()
@@ -397,7 +397,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
-        """Return the queue of `data_id`s that no item and no sample uses; each appears once.
+        """Return a queue of the values of the leaf `data_id` that no item and no sample uses.
+
+        Each value appears once.
 
         Raises:
             UsageError: The buffer was created without `enable_track_used_data`.
@@ -480,7 +482,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
 
 def _earliest(collect_iter: Any) -> int:
-    """Return an iteration, or the least of a list; `UNKNOWN` for None or an empty list."""
+    """Return the least learner iteration in `collect_iter`, an integer or a list of integers.
+
+    Returns `UNKNOWN` for None or an empty list.
+    """
     iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
     if not all(map(arguments.is_whole, iterations)):
         raise UsageError(f"collect_iter must be integers, got {repr(collect_iter)[:60]}.")

@@ -110,7 +110,9 @@ class BufferManager(Store):
     # Adding items.
 
     def push_data(self, data: Any, buffer_name: Names = None) -> None:
-        """Add an item, or a list of items, to one or several buffers: to all of them or to none.
+        """Add an item, or a list of items, to one or several buffers.
+
+        If an error is raised, no buffer is changed.
 
         Args:
             data: Items, as for `push` of the buffers.
@@ -263,7 +265,10 @@ class BufferManager(Store):
     # Counting and closing.
 
     def count(self, buffer_name: str | None = None) -> int:
-        """Return the number of items in a buffer; for None the smallest number of all buffers."""
+        """Return the number of items in the buffer `buffer_name`.
+
+        For None, return the number of items in the buffer with the fewest items.
+        """
         if buffer_name is not None:
             return len(self[buffer_name])
         return min(map(len, self._buffers.values()))
@@ -435,7 +440,7 @@ class BufferManager(Store):
     def _drawn(
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
-        """Draw from all requested buffers or from none. Waits for their limiters.
+        """Draw from all requested buffers, or from none. Waits for the rate limiters.
 
         Returns:
             (order, samples). The order of the items, None if `batch_size` is a mapping; and the

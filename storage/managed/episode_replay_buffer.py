@@ -177,7 +177,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         )
 
     def _episode(self, age: int) -> Any:
-        """Copy the episode of an age; age 0 is the oldest episode."""
+        """Copy one live episode. Episodes are numbered by `age`: 0 is the oldest episode."""
         first, length, is_stack = self._episodes[age]
         number = self._total - self.count() + age
         ids = {UNIQUE_ID: f"{self.name}_{number}", SLOT: number % self.replay_buffer_size}

@@ -187,8 +187,9 @@ class ItemStore:
         self.order = order
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
-        """Return the ids of the next `num_rows` items, at most the last `capacity` of them.
+        """Return the ids that the next `num_rows` items will have.
 
+        If there are more than `capacity` items, only the ids of the last `capacity` are returned.
         A write of more than `capacity` items does not store its first items.
         """
         total = self.ring.total + num_rows
@@ -392,7 +393,10 @@ def _split_leaves(
 
 
 def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
-    """Return the form of the first item's leaves, which have `num_lead` axes before the event."""
+    """Return the form of items from the leaves of the first item.
+
+    The leaves have `num_lead` axes before the shape of one item's leaf.
+    """
     tensors = {name: dense(as_given(leaf), f"field {name!r}") for name, leaf in leaves.items()}
     schema = Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items())
     arrays = frozenset(name for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor))

@@ -60,7 +60,7 @@ class Request(NamedTuple):
         return cls(size, int(iteration), sample_range, arguments.flag("replace", replace))
 
     def among(self, num_rows: int) -> range:
-        """Return the ages in the requested range of `num_rows` items, 0 for the oldest."""
+        """Return the positions of `sample_range` among `num_rows` items. Position 0 is the oldest."""
         return range(num_rows)[self.sample_range or slice(None)]
 
 

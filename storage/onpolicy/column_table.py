@@ -170,7 +170,7 @@ class ColumnTable:
         return leaves
 
     def write(self, row: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors over a row: the result of `read`, and tensors of any new names.
+        """Write a step to the row `row`: the result of `read`, and tensors with any other names.
 
         Columns for new names are allocated first.
         """
@@ -406,7 +406,11 @@ class _Input(NamedTuple):
 def _leaves_of(
     value: Any, column: Column, inputs: Mapping[str, _Input]
 ) -> Iterable[tuple[_Input, Any]]:
-    """Pair the leaves of a value with a column's inputs; raise `SchemaError` if names differ."""
+    """Return pairs (accepted form, leaf) for the leaves of a value that a column receives.
+
+    `inputs` are the accepted forms of the column's fields, by field name. Raises `SchemaError` if
+    the names of the leaves and of the fields differ.
+    """
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"

@@ -158,10 +158,11 @@ class RowGather:
 def batch_bounds(
     num_items: int, item: str, num_mini_batches: int, num_epochs: int, drop_last: bool
 ) -> list[tuple[int, int]]:
-    """Return the half-open bounds of mini-batches of `range(num_items)`.
+    """Divide `range(num_items)` into mini-batches; return the bounds (start, stop) of each.
 
-    With `drop_last` all mini-batches have the same size, and the remainder is left out. Otherwise
-    the first mini-batches have one more item. Raises `UsageError` for invalid numbers.
+    With `drop_last`, all mini-batches have the same size, and the remainder is left out. Otherwise
+    each item of the remainder makes one of the first mini-batches larger by one. Raises
+    `UsageError` for invalid numbers.
     """
     arguments.whole("num_mini_batches", num_mini_batches, 1)
     arguments.whole("num_epochs", num_epochs, 1)
@@ -197,7 +198,8 @@ class Segments:
     masks: torch.Tensor
     #: `[n]` int64, row `t * B + b` of each trajectory's first step.
     starts: torch.Tensor
-    #: Number of trajectories before each env, and their total.
+    #: Number of trajectories of all envs before each env, then the number of all trajectories:
+    #: `num_envs + 1` numbers.
     bounds: list[int]
 
     @cached_property

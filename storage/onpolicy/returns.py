@@ -123,7 +123,7 @@ def n_step_returns(
     gamma: Scalar,
     num_steps: int,
 ) -> torch.Tensor:
-    """Compute sums of up to `num_steps` discounted rewards and the discounted value after them.
+    """Compute n-step returns: `num_steps` discounted rewards plus the discounted value after them.
 
     A sum ends at the first done, without a value after the done. A sum that reaches the end of the
     rollout uses `last_values`, `[N, R]`. The remaining arguments and the result are as for
@@ -248,7 +248,7 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
 def checked_factor(
     name: str, factor: Scalar, num_rewards: int, deferred: DeferredErrors | None = None
 ) -> Scalar:
-    """Return a checked discount or trace decay: a number, or `[R]`, in [0, 1].
+    """Check that a discount or trace decay is in [0, 1], and return it: a number, or `[R]`.
 
     `deferred` receives the error of a factor on CUDA. Without `deferred`, the host waits.
     """

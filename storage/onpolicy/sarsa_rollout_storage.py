@@ -113,7 +113,10 @@ class Finals:
         return finals
 
     def drop_others(self) -> None:
-        """Release the rows of envs without an end if the number of ended envs is on the host."""
+        """Release the rows of envs without an end, to save memory.
+
+        Does nothing while the number of ended envs is still being copied to the host.
+        """
         if self._count is not None and self._count.has_arrived:
             self._choose(true_places(self._has_ended, int(self._count)), self._values)
             self._count = None
@@ -289,7 +292,10 @@ class SarsaRolloutStorage(RolloutStorage):
         return rows, bounds
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """Return the columns with true final observations and, if configured, `next_valid`."""
+        """Return the columns of mini-batches, with true final observations as next observations.
+
+        With `emit_next_valid`, the column `next_valid` is included.
+        """
         columns = super()._batch_columns(rows)
         finals_by_step = {}
         if self.strict_next:

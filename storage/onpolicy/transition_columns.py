@@ -75,7 +75,10 @@ class Column:
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
-    """Build a column named as its transition attribute. Without a shape it has no fields."""
+    """Build a column whose values come from the attribute `name` of transitions.
+
+    A column without a shape has no fields.
+    """
     column_fields = () if shape is _ABSENT else declare_fields(name, shape)
     return Column(name, column_fields, **{"source": name, "batch": batch, **options})
 

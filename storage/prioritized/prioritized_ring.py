@@ -43,7 +43,7 @@ _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(
 _LARGEST_SAFE_ALPHA = 0.9
 #: Iteration of a row without a known iteration of collection; such a row is never stale.
 UNKNOWN = (1 << 62) - 1
-#: Saved id of a position without a valid row; other ids are >= 0.
+#: Id that is saved for a position without a valid row. All other saved ids are >= 0.
 _NO_ROW = -(1 << 62)
 #: Limit of the absolute value of iterations; float64 represents the difference of two exactly.
 _MAX_ITERATION = 1 << 52
@@ -83,7 +83,7 @@ class _OldestTree(MinTree):
 
 
 class PrioritizedRing:
-    """Priorities and limits of the rows of a ring.
+    """Priorities of the rows of a ring, and limits of the age and the use of the rows.
 
     Args:
         num_slots: Rows per lane.
@@ -211,7 +211,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the positions that have a valid row, in the order of `places`, `[n]`."""
+        """Return the positions in `places` that have a valid row, in the same order."""
         valid: torch.Tensor = places[self._counts[places]]
         return valid
 
@@ -415,8 +415,9 @@ class PrioritizedRing:
         return importance.clamp_(_LEAST_IMPORTANCE, 1.0)
 
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Count one use per entry of `[n]` positions. Return the positions that reached `max_use`.
+        """Count one use of the row at each of `[n]` positions.
 
+        Returns the positions of rows that reached `max_use`.
         Returns None if there is no limit. On a device without `max_use`, uses are counted from the
         first call of `uses_with` on. The tensor `places` is kept. The caller must not change it.
         """
@@ -453,7 +454,9 @@ class PrioritizedRing:
 
     @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of uses of `[n]` drawn rows, plus this draw, which `use` counts later.
+        """Return the number of uses of each of `[n]` drawn rows, including the current draw.
+
+        `use` counts the current draw later.
 
         Copies of a row are consecutive in `places`; each copy counts one use more than the previous
         copy.
@@ -633,7 +636,7 @@ class PrioritizedRing:
     def _read_report(
         self, num_unchecked: int, num_draws: int, report: list[float]
     ) -> UsageError | None:
-        """Return the error of earlier calls; None if they were right.
+        """Return the error that the report of the device shows; None if earlier calls were valid.
 
         Args:
             num_unchecked: Number of priorities that only the device had checked.

@@ -184,7 +184,10 @@ class PrioritizedWindows(RowFront, Store):
         return windows
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
-        """Add windows that end at rows from id `first` on; remove windows with overwritten rows."""
+        """Allow draws of the windows whose last row has the id `first` or a later id.
+
+        Windows of which a row was overwritten are removed.
+        """
         boundaries = self._boundaries()
         back = self.seq_length - 1
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)

@@ -4,9 +4,9 @@ Each collector numbers its pushes, and each push is applied once, in this order.
 the number of the next push to apply. A repeated push is skipped. The answer to a push that arrives
 too early contains the due number, and the collector sends again from this number.
 
-A checkpoint contains the buffer and the due numbers of the same moment. Ray runs draws in one
-thread, pushes in a second thread and other calls in a third. The lock of the buffer synchronizes
-draws and pushes.
+A checkpoint contains the buffer, and the due number of each collector at the time of the save. Ray
+runs draws in one thread, pushes in a second thread and other calls in a third. The lock of the
+buffer synchronizes draws and pushes.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class Shard:
         self._pool = (
             BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         )
-        #: Due number of each collector: now (`_due`), and at the last checkpoint (`_saved`).
-        #: `_last` is the collector of the last push.
+        #: Number of the next push to apply, by collector. `_saved` has these numbers at the time of
+        #: the last checkpoint. `_last` is the collector of the last push.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
@@ -209,7 +209,7 @@ class Shard:
     def draw(
         self, request: tuple[str, list[int], tuple[Any, ...], dict[str, Any], int | None]
     ) -> Any:
-        """Call a method of the buffer for each size above 0, which is its first argument.
+        """Call a method of the buffer once for each size above 0. The size is its first argument.
 
         Args:
             request: (method, sizes, other arguments, options, policy version). A single tuple,
@@ -242,7 +242,10 @@ class Shard:
         return tuple(self.hello("")), results
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Draw until a batch is full, and drop stale rows. Other rows remain equally likely."""
+        """Draw repeatedly, and drop stale rows, until a batch is full.
+
+        All rows that are not stale remain equally likely.
+        """
         limit = self._options.max_staleness
         key = self._options.version_key
         parts = []
@@ -445,7 +448,10 @@ def _parts_of(made: Any) -> list[Any]:
 
 
 def _num_rows(made: Any, name: str, args: tuple[Any, ...]) -> int:
-    """Return the number of pushed items, or the size of the first axis."""
+    """Return the number of items in the first argument of a push.
+
+    For tensors and arrays, return the size of the first axis.
+    """
     first_argument = args[0] if args else None
     if isinstance(first_argument, list) and name != "append":
         return len(

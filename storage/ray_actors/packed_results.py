@@ -18,8 +18,8 @@ from ..core.fields import DTYPES
 from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
-#: Minimum share of a memory range that its tensors use. Below this share, the tensors are copied,
-#: and otherwise the range is sent.
+#: Minimum share of a memory range that its tensors use, so that the range is sent as a whole. Below
+#: this share, each tensor is copied and sent separately.
 _LEAST_SHARE = 0.5
 #: Alignment of buffers in bytes: the size of the largest item, complex128. Allocated memory already
 #: has this alignment.
@@ -149,8 +149,8 @@ def unpack(packed: Packed, copy: bool = False) -> Any:
 def join(trees: Sequence[Any]) -> Any:
     """Concatenate trees of the same form along the first axis of their tensors, in new memory.
 
-    Lists are concatenated too. Of other leaves the first is returned. The result is None if a tree
-    is None.
+    Lists are concatenated too. All other leaves are those of the first tree. The result is None if
+    a tree is None.
     """
     first = trees[0]
     if len(trees) == 1 or any(tree is None for tree in trees):

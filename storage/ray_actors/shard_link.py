@@ -27,7 +27,7 @@ class Link:
     """Connection of a client to the actor of one shard.
 
     `collector` is the id of the client. `where` is the name of the shard in errors. The attribute
-    `told` is the last `Ack` of the shard.
+    `last_ack` is the last `Ack` (answer) of the shard.
     """
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
@@ -52,7 +52,11 @@ class Link:
         return getattr(self.actor, method).remote(*args)
 
     def answer(self, reference: Any, least_s: float = 0) -> Any:
-        """Wait for an answer. Raises the error of the shard, a timeout, or its actor's death."""
+        """Wait for an answer and return it.
+
+        Raises the error of the shard, or an error if the wait ends without an answer or the actor
+        of the shard has died.
+        """
         import ray
 
         timeout_s = max(self._options.timeout_s, least_s)

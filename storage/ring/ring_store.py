@@ -5,9 +5,10 @@ the creation or the last `clear`. A lane and an id identify a row. The slot of a
 `id % num_slots`. A row is live while `id >= total - num_slots`. All lanes are written in lock-step,
 so one `total` is valid for every lane.
 
-The rows of a lane are consecutive in memory, `[lanes, slots, row]`, so that a window is one
-contiguous piece. Results are time first. Copies of the first `num_guards` slots, the guards, follow
-the last slot. Windows of up to `num_guards + 1` rows are therefore contiguous across the end too.
+The rows of a lane are consecutive in memory, `[lanes, slots, row]`, so that a window (consecutive
+rows of a lane) is one contiguous piece. Results are time first. Guards are copies of the first
+`num_guards` slots. They follow the last slot. A window of up to `num_guards + 1` rows that crosses
+the last slot is therefore contiguous too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
 from ..errors import UsageError
 
-#: Bytes of a leaf from which torch copies it with several threads. Below, numpy has less overhead.
+#: Size in bytes from which a leaf is copied by torch, with several threads. numpy copies smaller
+#: leaves with less overhead.
 _MIN_TORCH_BYTES = 256 * 1024
-#: Number of remembered `Cut`s.
+#: Maximum number of cached plans (`Cut`).
 _MAX_CUTS = 8
 
 
@@ -113,7 +115,10 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return (slots, rows) pairs for the next `num_rows` rows; see the function `spans`."""
+        """Return pairs (slots, rows): ranges of slots for ranges of the next `num_rows` rows.
+
+        The function `spans` describes the pairs.
+        """
         return spans(self.total, num_rows, self.num_slots)
 
     def write(self, leaves: Sequence[Any]) -> None:
@@ -163,7 +168,7 @@ class RingStore:
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and ids of the rows with these keys: the inverse of `key`."""
+        """Return the lanes and the ids of the rows with keys `keys`: the inverse of `key`."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -322,9 +327,10 @@ class RingStore:
     def _source(
         self, place: int, units: int, skipped: int
     ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return all pieces of a group as an overlapping view, and numpy's function to copy them.
+        """Return a view of all pieces of a group, and the function that copies pieces with numpy.
 
-        The view is `[num, units]`. The function is None on other devices than the CPU.
+        The view is `[num, units]`. Its pieces overlap: piece i starts at row i. The function is
+        None on other devices than the CPU.
         """
         group = self.groups[place]
         base = self._bases[place]
@@ -343,8 +349,10 @@ class RingStore:
 
 
 def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]]:
-    """Return (slots, rows) pairs for the rows from id `first` on: two pairs if they wrap around.
+    """Return pairs (slots, rows): the range of slots to which each range of new rows is written.
 
+    The rows are numbered 0 to `num_rows - 1`. Row 0 has the id `first`. Rows that wrap around at
+    the last slot need two pairs.
     If `num_rows` exceeds `num_slots`, the pairs cover only the last `num_slots` rows.
     """
     slot = first % num_slots
@@ -361,7 +369,7 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Return the cell indices of the rows with some keys: a tensor or an array, as `keys`.
+    """Convert keys of rows to cell indices. The result is a tensor or an array, as `keys`.
 
     The cell index of a row is `lane * num_slots + slot`.
     """
@@ -373,9 +381,9 @@ def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Return the keys of the rows at cell indices, if `total` rows per lane were written.
+    """Return the keys of the rows in the cells `places`, after `total` rows per lane were written.
 
-    Keys are below 0 for cells that were never written.
+    Cells that were never written have keys below 0.
     """
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots

@@ -23,7 +23,8 @@ from .ring_store import RingStore
 from .trajectory_ends import Places, find_ends
 from .window_bounds import Boundaries
 
-#: Lower limit for a loaded share of accepted candidates (rejection sampling).
+#: Lower limit for the share of accepted candidates that is loaded from a saved state. Candidates
+#: are the proposals of rejection sampling.
 _LEAST_SHARE = 1e-3
 
 
@@ -36,7 +37,8 @@ class RowOptions:
         find_ends: Function from a schema to the fields that end trajectories; None if rows are
             independent.
         num_guards: Number of rows that are stored twice; see `RingStore`.
-        keeps_segments: Whether `Boundaries` keeps a list of the ended trajectories.
+        keeps_segments: Whether `Boundaries` keeps a list of the ended trajectories, which draws by
+            trajectory need.
     """
 
     num_slots: int
@@ -56,7 +58,7 @@ class RowState:
             views.
         oldest_ages: Age of each lane's oldest row, in rows since the start of its trajectory; None
             if rows are independent.
-        accepted_share: Share of candidates that recent draws accepted.
+        accepted_share: Share of candidates that the rejection sampling of recent draws accepted.
         final_keys: `[num]` int64, keys of the rows with a final observation; None if the buffer
             stores no final observations.
         final_columns: Final observations `[num, *event]` by field name.

@@ -23,7 +23,7 @@ from .ring_store import RingStore
 #: Position in the schema and number of values of each field that ends trajectories.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
-#: Number of rows per ended row for which a device allocates memory at first.
+#: A device first allocates memory for one ended row per this number of rows.
 _ROWS_PER_END = 64
 _BOOL = np.dtype(np.bool_)
 #: Names of termination flags. A nested key is compared by its last part.
@@ -211,8 +211,8 @@ class EndedRows:
     def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
         """Grow the memory before `append`, if needed.
 
-        On a device, the host waits for the number of ended rows only if `ended` has more rows than
-        there are slots.
+        On a device, the host usually does not wait for the number of ended rows. It waits if
+        `ended` has more rows than there are slots.
 
         Args:
             ended: `[n, lanes]` bool, whether each row that will be written ends a trajectory.
@@ -309,7 +309,10 @@ class EndedRows:
         return self._count - first
 
     def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the slots of live ended rows. `number` 0 is the oldest of `num_live` rows."""
+        """Return the slots of ended rows. `number` counts the `num_live` live ended rows from 0.
+
+        Number 0 is the oldest live ended row.
+        """
         places: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
         return places
 
@@ -327,14 +330,19 @@ class EndedRows:
         self._set_count(0, 0)
 
     def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Copy the keys `id * num_lanes + lane` of live ended rows, ascending, and their fields."""
+        """Return a pair: the keys of live ended rows, ascending, and copies of their fields.
+
+        The key of a row is `id * num_lanes + lane`.
+        """
         order = self._keys.argsort()
         order = order[self._keys[order] >= self._oldest_key(0)]
         return self._keys[order], {name: self.take(name, order) for name in self.schema}
 
     @lasting
     def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Replace all ended rows by saved rows. Return the keys by their slots, from slot 0 on.
+        """Replace all ended rows by saved rows.
+
+        Returns the key of the row in each slot, from slot 0 on; -1 for a free slot.
 
         Args:
             keys: Ascending keys `[num]` int64, as returned by `live`.

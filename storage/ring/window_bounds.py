@@ -253,7 +253,10 @@ class Boundaries:
                 kept.clear()
 
     def age(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return the ages of live rows, or of the next rows to be written."""
+        """Return the age of each row `row_id` of `lane`, in rows since its trajectory began.
+
+        A row is live, or is the next row that will be written to its lane.
+        """
         index = row_id % self._num_slots * self.ring.num_lanes + lane
         ages = self._all_ages.take(index)
         return ages if self.finals is None else ages.clamp(min=0)
@@ -422,13 +425,19 @@ class Boundaries:
         return lane, last - below(num_rows - length + 1, generator)
 
     def follow(self, lane: torch.Tensor, row: torch.Tensor) -> Drawn:
-        """Return whether each live row has a next row in its trajectory, as `Drawn`."""
+        """Return a `Drawn` of live rows: `num_ahead` is 1 if a row has a next row, else 0.
+
+        The next row belongs to the same trajectory.
+        """
         marks = self._marks(lane, row)
         ended = marks <= 0
         return Drawn(lane, row, (~ended).long(), ended, (-marks.long()).clamp_(min=0))
 
     def list_all(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every valid window, lane by lane, oldest first: (lane, id of the last row)."""
+        """Return the lane and the id of the last row of every valid window, as a pair of tensors.
+
+        The windows are sorted by lane, and then from the oldest to the newest.
+        """
         listed, _ = _list(self._candidates(length), self._judge_inside(length), self.ring.device)
         lane, last = self._decode(tensor_of(listed), length)
         order = lane.argsort(stable=True)
@@ -437,7 +446,11 @@ class Boundaries:
     # Writing.
 
     def _later_ages(self, ends: Any, first_ages: Any) -> tuple[Any, Any]:
-        """Return the ages of `[n, lanes]` rows, and the ages of the rows one step later."""
+        """Return a pair: the ages of new rows, and the ages of the rows one step later.
+
+        `ends` is `[n, lanes]`: whether each new row ends a trajectory. `first_ages` are the ages of
+        the first new rows, `[lanes]`. Both results are `[n, lanes]`.
+        """
         num_rows = len(ends)
         # The running maximum is the first step of the current trajectory of each lane. It is below
         # 0 if the trajectory began before these rows.
@@ -709,7 +722,10 @@ class Boundaries:
         judge: _Judge,
         generator: torch.Generator,
     ) -> tuple[Any, Any]:
-        """Draw from `size` candidates. If too few are accepted, the accepted candidates repeat."""
+        """Draw from `size` candidates without a wait for the number of accepted candidates.
+
+        If fewer than `num_draws` candidates are accepted, the result repeats accepted candidates.
+        """
         # The extra candidate is the result if no other is accepted; a later call raises the error.
         proposed = self._propose(size + 1, candidates, generator)
         flags, codes = judge(proposed)

@@ -189,10 +189,11 @@ class BufferStore(Store):
 def rows_written(
     numbers: Mapping[str, Any], num_rows: int, num_slots: int, rows_per_slot: int
 ) -> int:
-    """Return the number of slots of a saved ring written so far. The last ones are live.
+    """Return the number of steps that were ever written to a saved ring, one slot per step.
 
-    Configs of earlier systems have the slot of the next row instead, or neither number. Their files
-    may contain all slots of a ring that is not full.
+    The newest steps are live: at most `num_slots`. Configs of earlier systems lack this number.
+    Some have the slot of the next step instead. Their files may contain all slots of a ring that is
+    not full.
 
     Args:
         numbers: Numbers of the config.
@@ -237,7 +238,10 @@ def rows_written(
 
 
 def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors named `table/column` of a state, by table and column. Skip other names."""
+    """Return the columns of each table: the tensors named `table/column`, by table and column.
+
+    Tensors with other names are left out.
+    """
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         table, _, column = name.partition("/")
@@ -247,7 +251,7 @@ def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def column_name(key: str, separator: str, table: str = ROWS) -> str:
-    """Return the name of the column of a dataset in the file of a table."""
+    """Convert the name `key` of a dataset in a table's file to the name of its column."""
     return key if table == FINALS and key == ROW_KEY else key.replace(separator, "/")
 
 

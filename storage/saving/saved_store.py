@@ -398,11 +398,11 @@ def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None 
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
-    """Return the state to set in a generator for a saved random state.
+    """Return `saved`, or a replacement if `generator` is on another type of device.
 
-    If the saved generator was on another type of device, the result is a state that is seeded from
-    the saved state. All loads of a save then draw the same numbers. These numbers differ from the
-    draws of the saved store, and a warning is issued.
+    `saved` is a saved random state. The replacement is a random state that is seeded from it. All
+    loads of a save then draw the same numbers. These numbers differ from the draws of the saved
+    store, and a warning is issued.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
