@@ -129,7 +129,7 @@ class SimpleReplayBuffer:
         """Draw `n_env * batch_size` transitions: a `TensorDict` with the fields of `extend`.
 
         `next` also has `effective_n_steps`, the number of summed rewards. Rewards are discounted
-        sums. The int64 flags and the next observations are those of the last summed step.
+        sums. The int64 flags and the next observations belong to the last step of each sum.
 
         Raises:
             UsageError, BufferEmptyError: No transition is complete.

@@ -30,7 +30,7 @@ _NEXT = "next/"
 
 
 class ReplayBuffer:
-    """Front of a `DictBuffer` with the methods of torchrl's `ReplayBuffer`.
+    """Wrapper of a `DictBuffer` with the methods of torchrl's `ReplayBuffer`.
 
     If the buffer has an `end_key`, `extend` takes steps in the form of torchrl's collectors, and
     `sample` returns transitions. Each observation is stored once. Batches have the reward and the
@@ -59,7 +59,10 @@ class ReplayBuffer:
             self._pairs = StepPairs(buffer, _CUT_NAMES)
 
     def __len__(self) -> int:
-        """Return the number of stored rows, without the newest step of each environment."""
+        """Return the number of rows in `buffer`.
+
+        With an `end_key`, the newest step of each environment is not in `buffer` yet.
+        """
         return len(self.buffer)
 
     def extend(self, data: Any) -> None:
@@ -132,7 +135,7 @@ class ReplayBuffer:
 
 
 class PrioritizedReplayBuffer:
-    """Front of a prioritized buffer with the methods of `TensorDictPrioritizedReplayBuffer`.
+    """Wrapper of a prioritized buffer with the methods of `TensorDictPrioritizedReplayBuffer`.
 
     Args:
         buffer: Buffer that stores rows or windows.

@@ -113,7 +113,7 @@ def _meanings(names: list[str]) -> dict[str, Any]:
 
 
 def _imported_class(name: str) -> type | None:
-    """Return the class with a name if the program already imported it, otherwise None."""
+    """Return the class named `name` if the program already imported it, otherwise None."""
     module, _, attribute = name.rpartition(".")
     value = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     return value if isinstance(value, type) else None
@@ -143,7 +143,11 @@ def _enums_in(outer_class: type) -> list[type[enum.Enum]]:
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
-    """Return the lookup of an enum within a class, or the nested class that contains an enum."""
+    """Return the replacement of the class `name` that is defined within the class of `owner`.
+
+    For an enum, the replacement looks up its members. For a class that contains an enum, it is
+    another `_Outer`.
+    """
     inner = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
     if isinstance(inner, type) and inner in lookups:
         return lookups[inner]
@@ -153,7 +157,10 @@ def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) 
 
 
 def _member(enum_class: type[enum.Enum], value: Any) -> enum.Enum:
-    """Return the enum member with a value. A call of the class could run its `_missing_`."""
+    """Return the member of `enum_class` with the value `value`.
+
+    The class is not called, since a call could run code in its method `_missing_`.
+    """
     for member in enum_class.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return member

@@ -189,8 +189,8 @@ class ItemStore:
     def next_ids(self, num_rows: int) -> torch.Tensor:
         """Return the ids that the next `num_rows` items will have.
 
-        If there are more than `capacity` items, only the ids of the last `capacity` are returned.
-        A write of more than `capacity` items does not store its first items.
+        If there are more than `capacity` items, only the ids of the last `capacity` are returned,
+        because a write then does not store the first items.
         """
         total = self.ring.total + num_rows
         num_stored = min(num_rows, self.capacity)

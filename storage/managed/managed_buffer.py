@@ -60,7 +60,10 @@ class Request(NamedTuple):
         return cls(size, int(iteration), sample_range, arguments.flag("replace", replace))
 
     def among(self, num_rows: int) -> range:
-        """Return the positions of `sample_range` among `num_rows` items. Position 0 is the oldest."""
+        """Return the positions in `sample_range` of `num_rows` items, sorted by age.
+
+        Position 0 is the oldest item.
+        """
         return range(num_rows)[self.sample_range or slice(None)]
 
 

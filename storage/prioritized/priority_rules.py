@@ -39,13 +39,19 @@ class PriorityRule:
                 arguments.real(name, value, ">= 0", lambda number: 0 <= number < inf)
 
     def weights(self, priorities: Any) -> Any:
-        """Return priorities ** alpha of a tensor or an array; for arrays see `rounded_power`."""
+        """Return `priorities ** alpha`, a tensor or an array as `priorities`.
+
+        Arrays are rounded; see `rounded_power`.
+        """
         if isinstance(priorities, torch.Tensor):
             return priorities**self.alpha
         return rounded_power(priorities, self.alpha)
 
     def largest_priority(self, largest_weight: float) -> float:
-        """Return the priority with a weight above 1, up to rounding; inf if float64 overflows."""
+        """Return the priority whose weight is `largest_weight` (above 1), up to rounding.
+
+        Returns inf if the priority exceeds the range of float64, or if alpha is 0.
+        """
         try:
             return largest_weight ** (1 / self.alpha) if self.alpha else inf
         except OverflowError:

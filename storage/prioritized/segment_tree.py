@@ -112,7 +112,7 @@ class SegmentTree:
         return self._tree.reduce(int(start), int(stop))
 
     def find_prefixsum_idx(self, mass: Any) -> Any:
-        """Return the first index at which the running sum of the numbers exceeds a mass.
+        """Return the first index at which the running sum of the numbers exceeds `mass`.
 
         Args:
             mass: A number, or a tensor or list of numbers, in `[0, reduce()]`.

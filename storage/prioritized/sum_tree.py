@@ -42,7 +42,7 @@ _MIN_WIDTH = 16
 _BLOCKS_PER_LEAF = 1 << 10
 #: Maximum number of sizes of calls (draws, updates, additions of rows) whose memory is kept.
 _MAX_MEMORIES = 4
-#: Share of the total mass from which is drawn, so that no rounded mass reaches the total.
+#: Draws use this share of the total mass, so that no random mass is rounded up to the total.
 _ALMOST_ALL = 1 - 2.0**-50
 
 
@@ -120,8 +120,8 @@ class BlockTree:
         self._own_blocks = own(self._blocks)
         self._own_tops = own(self._tops)
         self._memories: dict[int, _Memory] = {}
-        #: Tensors of the numbers 0, 1, ..., each at least twice as long as the previous tensor. All
-        #: are kept, since other streams may still read them.
+        #: Tensors of the numbers 0, 1, 2 and so on. Each tensor is at least twice as long as the
+        #: previous tensor. All tensors are kept, since other streams may still read them.
         self._numbers = [torch.arange(128, device=self.device)]
 
     def _filled(self, num: int) -> torch.Tensor:

@@ -105,10 +105,10 @@ class DictBuffer(RowBuffer):
 
     @property
     def ind(self) -> Any:
-        """Indices into `storage` of the last sample, of any thread: `[batch_size]` int64.
+        """Positions in `storage` of the rows of the last sample: `[batch_size]` int64.
 
-        None before the first `sample`. `buffer.storage[key][buffer.ind]` equals the sample until
-        its rows are overwritten.
+        The last sample may belong to another thread. None before the first `sample`.
+        `buffer.storage[key][buffer.ind]` equals the sample until its rows are overwritten.
         """
         with self._lock:
             ring = self._rows.ring
@@ -131,7 +131,7 @@ class DictBuffer(RowBuffer):
 
     @property
     def num_lost_finals(self) -> int:
-        """Number of final observations that were dropped because their places were full.
+        """Number of final observations that were dropped because their memory was full.
 
         Waits for the device. Always 0 on the CPU.
         """
@@ -157,7 +157,7 @@ class DictBuffer(RowBuffer):
     def sample_transitions(
         self, batch_size: int, request: TransitionRequest | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Draw transitions uniformly from all complete transitions; `next` is the following row.
+        """Draw transitions uniformly with replacement from all complete transitions.
 
         Args:
             batch_size: Number of transitions.
@@ -166,8 +166,9 @@ class DictBuffer(RowBuffer):
                 `num_frames` or `at_end`, instead of `request`.
 
         Returns:
-            Every field `[batch_size, *event]` of the first row, `next` with the fields of
-            `next_keys` after the last step, and `discount` and `next_valid` if requested.
+            A nested dict. Every field `[batch_size, *event]` of the first row of each transition;
+            below `next`, the fields of `next_keys` after the last step. `discount` and `next_valid`
+            are included if requested.
 
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.

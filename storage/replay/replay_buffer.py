@@ -52,7 +52,10 @@ class ReplayBuffer(RowFront, Store):
 
     @property
     def states(self) -> torch.Tensor:
-        """Memory of the states: `[buffer_size, *obs_dim]` float32, valid below row `num_samples`."""
+        """Memory of the states: `[buffer_size, *obs_dim]` float32.
+
+        The first `num_samples` rows contain states. The other rows were never written.
+        """
         self._order.wait(is_write=False)
         return self._ring.slots_view("states")[:, 0]
 

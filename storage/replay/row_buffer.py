@@ -171,6 +171,9 @@ class RowBuffer(RowFront, BufferStore):
 
 
 def lane_parts(table: Table, num_lead: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yield the parts of a table as pairs: the first row, and columns `[n, lanes, *event]`."""
+    """Yield the rows of a table in pieces, as pairs (number of the first row, columns).
+
+    Columns are `[n, lanes, *event]` by field name, for a piece of n rows.
+    """
     for first, part in table.rows():
         yield first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()}

@@ -1,7 +1,8 @@
 """`TrajectoryDictBuffer`: fixed set of episodes, drawn by priority. `PrefixSum`: episode bounds.
 
-Only the priorities change after the construction. Frames are stored episode after episode. Episode
-bounds are computed from the episode lengths, never from end flags.
+Only the priorities change after the construction. Frames are stored episode after episode. The
+bounds of an episode are its first frame and the frame after its last. They are computed from the
+lengths of the episodes, never from end flags.
 """
 
 from __future__ import annotations
@@ -342,7 +343,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     ) -> None:
         """Copy all frames into new memory, part by part.
 
-        A part is the number of its first frame, and leaves `[n, 1, *event]` by field name.
+        Each part is a pair (number of its first frame, leaves). The leaves are `[n, 1, *event]` by
+        field name, for a part of n frames.
         """
         rows = self._rows.emptied(self.capacity)
         self._ring = rows.load(schema, 1, self.capacity, parts, {})
@@ -369,7 +371,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
-        #: Weighted draws of the episodes with at least a required number of frames, by this number.
+        #: By a number of frames: weighted draws of the episodes with at least as many frames.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
 
