@@ -201,7 +201,8 @@ class AsyncCheckpointSaver(Owned):
     def _wait_for_room(self, path: Path) -> None:
         """Wait until a checkpoint may be added to the queue.
 
-        The queue has room for one checkpoint being written and `max_queue_size` waiting ones.
+        The queue has room for one checkpoint that is being written, and for `max_queue_size`
+        checkpoints that wait.
         """
         while True:
             if self._is_closed:
@@ -295,7 +296,7 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Return the dense tensors in an object by `id`. `deepcopy` copies the other tensors."""
+    """Return the dense tensors in an object by their `id`. `deepcopy` copies all other tensors."""
     tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
@@ -323,9 +324,10 @@ def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
 
 
 def _copy_tensors(tensors: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[int, torch.Tensor]:
-    """Copy tensors and return the copies by `id`.
+    """Copy tensors and return each copy by the `id` of the original.
 
-    Of each storage, the bytes from its first to its last tensor are copied once.
+    Tensors that share a storage are copied together. The copied bytes reach from the start of the
+    first to the end of the last of these tensors.
     """
     copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}

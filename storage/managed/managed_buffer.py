@@ -331,7 +331,12 @@ class ManagedBuffer(Store):
         self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
 
     def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
-        """Push to or sample from this buffer. Return the result, or None if nothing was done."""
+        """Push `num_items` items to this buffer if `is_push`, otherwise sample them.
+
+        `prepare` checks the arguments and returns a function that performs the call, or None if
+        there are too few items. Returns the result of this function. Returns None without a sample
+        if there are too few items or the rate limiter rejects the sample.
+        """
         if self.rate_limiter is not None:
             results = together({self: num_items}, is_push, lambda: [prepare()])
             return None if results is None else results[0]
@@ -370,12 +375,12 @@ class ManagedBuffer(Store):
             self.monitor.note_push(num_items, time=time.monotonic() - start_s, **values)
 
     def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
-        """Return the leaves of samples that identify items, by flat name: unique ids and slots."""
+        """Return two leaves for sampled items, by flat name: their unique ids and their slots."""
         prefix = self.name + "_"
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Return the rows of one or several unique ids; [] for None.
+        """Return the row number in each of one or several unique ids; [] for None.
 
         Raises:
             UnknownNameError: An id belongs to another buffer.
@@ -449,7 +454,7 @@ def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
 def attempt(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> tuple[list[Any] | None, ManagedBuffer | None]:
-    """Push to, or sample from, some buffers if the limiters of all buffers admit the items now.
+    """Push to the buffers in `numbers`, or sample from them, if all their limiters admit it now.
 
     If nothing is done, the counts of the limiters are restored before the locks are released.
 

@@ -49,7 +49,7 @@ def _is_share(number: float) -> bool:
 def share_out_sample(
     size: int, ratio: Mapping[str, float], rng: torch.Generator
 ) -> tuple[list[int], dict[str, int]]:
-    """Draw the buffer of each item and the order of all items.
+    """Draw the number of items from each buffer, and the order of all items.
 
     Systematic sampling: one buffer is drawn from each of `size` equal intervals. Shares are first
     rounded to integers by `whole_weights`.

@@ -61,7 +61,10 @@ class UsedData:
         self._held: Counter[Any] = Counter()
 
     def replace(self, removed: Iterable[Any], new: Iterable[Any]) -> None:
-        """Update the counts for removed and for new items. An id in both lists is not released."""
+        """Update the counts with the ids of removed items and of new items.
+
+        An id that is both in `removed` and in `new` is not released.
+        """
         for data_id in new:
             if data_id is not None:
                 self._stored[data_id] += 1

@@ -158,7 +158,10 @@ class Signals(NamedTuple):
 
     @property
     def cut(self) -> torch.Tensor:
-        """Return whether each step is cut by a time-out, bool. Time-outs count only at dones."""
+        """Return whether each step is cut by a time-out: `[rows, B, 1]` bool.
+
+        A time-out flag on a step that is not done is ignored.
+        """
         return (self.dones != 0) & (self.time_outs != 0)
 
 
@@ -216,7 +219,7 @@ def write_returns(
 
 
 def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
-    """Return whether each step is cut by a time-out but has no bootstrap value, bool."""
+    """Return whether each step is cut by a time-out and has no bootstrap value: a bool tensor."""
     return cut if x.bootstrap_values is None else cut & x.bootstrap_values.isnan()
 
 

@@ -90,8 +90,8 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     Transition: type[_Transition] = Transition
     MiniBatch: type[_MiniBatch] = MiniBatch
-    #: Whether generators raise if returns are not computed. If False, mini-batches have None
-    #: instead.
+    #: Whether generators of mini-batches raise an error if `compute_returns` was not called. If
+    #: False, the returns and advantages in mini-batches are None instead.
     needs_returns = True
 
     def __init__(
@@ -315,8 +315,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Return statistics of the steps so far.
 
         Returns:
-            Mean length of the segments between dones, and mean reward; float32 scalars. The open
-            end of an env counts as a segment.
+            A pair of float32 scalars: the mean length of the segments between dones, and the mean
+            reward. The steps of an env after its last done count as a segment.
         """
         with self._lock:
             rows = self._num_rows_for(allow_partial=True)
@@ -575,7 +575,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     # -- checks ----------------------------------------------------------------------------
 
     def _num_rows_for(self, allow_partial: bool) -> int:
-        """Return the number of steps to read.
+        """Return the number of steps so far, if they may be read.
 
         Raises:
             BufferEmptyError: There is no step.

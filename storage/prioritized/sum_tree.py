@@ -212,7 +212,10 @@ class BlockTree:
         raise NotImplementedError
 
     def _set_tops(self, block: Any, rows: torch.Tensor) -> None:
-        """Set the reductions of blocks, `[n]` or a slice, to those of `rows`, their leaves."""
+        """Compute the reductions of blocks from `rows`, the leaves of each block, and store them.
+
+        `block` is `[n]` indices of blocks, or a slice.
+        """
         self._own_tops[block] = self._reduced(rows)
 
     def _gathered(self, block: Any) -> _Memory:
@@ -326,8 +329,9 @@ class SumTree(BlockTree):
         return DrawnWeights(places, self._own_leaves[places], self.least())
 
     def _located(self, masses: Any) -> Any:
-        """Return the index of each of `[n]` masses below the total, on the CPU.
+        """Return the index at which the running sum exceeds each of `[n]` masses, on the CPU.
 
+        Every mass is below the total.
         The running sum of a block continues the running sum before the block. Its last element is
         exactly the running sum behind the block, so some element is above the mass.
         """
@@ -340,7 +344,10 @@ class SumTree(BlockTree):
     def _located_on_device(
         self, masses: torch.Tensor, least: torch.Tensor | None = None
     ) -> DrawnWeights:
-        """Return the index of each of `[n]` masses below the total, and its weight."""
+        """Return the index at which the running sum exceeds each of `[n]` masses, and its weight.
+
+        Every mass is below the total.
+        """
         leaves = self.leaves_view()
         # The last index is the result if no other one matches.
         places = torch.searchsorted(self._running[: self.capacity - 1], masses, right=True)
