@@ -264,7 +264,7 @@ _PiecesOrEnds = TypeVar("_PiecesOrEnds", Pieces, Ends)
 
 
 def _listed(rows: _PiecesOrEnds, part: PlanPart) -> _PiecesOrEnds:
-    """Return the rows of a part without missing trajectories; see `PassScheduler.missing`."""
+    """Return `rows` without those of missing trajectories; see `PassScheduler.missing`."""
     is_listed = rows.trajectory < len(part.pass_order.source.index)
     return rows if is_listed.all() else type(rows)(*(column[is_listed] for column in rows))
 

@@ -132,7 +132,7 @@ class PrefetchedBatches(Unique):
 
 
 class _WithLosses(IterableDataset[Any]):
-    """Batches of a worker, each with the unreadable trajectories since the last batch."""
+    """Batches of a worker, each with the trajectories that became unreadable since the last."""
 
     def __init__(self, stream: RolloutStream) -> None:
         self.stream = stream
@@ -200,7 +200,7 @@ class RolloutLoader(Shown):
         board = Board()
 
         def agree_and_send(number: int | str, scan: ScanFolders) -> Any:
-            """Scan, or receive the result of a scan, and send it to the workers."""
+            """Get the result of a scan, by this or another process, and send it to the workers."""
             result = agree(number, scan)
             board.write(f"{_MESSAGE}_{number}", (result, None))
             return result

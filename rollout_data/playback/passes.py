@@ -151,7 +151,10 @@ def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> I
 def _was_complete(
     index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]
 ) -> np.ndarray:
-    """Return which trajectories are complete in the blocks up to `upto`, by writer: bool."""
+    """Return `[len(trajectories)]` bool: whether each trajectory is complete in earlier blocks.
+
+    Of each writer, only blocks up to the sequence number in `upto` count.
+    """
     present = index.blocks[: index.num_present]
     then = TrajectoryIndex(
         [block for block in present if block.sequence <= upto.get(block.writer, -1)]
@@ -161,7 +164,10 @@ def _was_complete(
 
 
 def sections_at(pass_order: PassOrder, position: int) -> tuple[Section, Section | None]:
-    """Return the sections of a pass after `position` trajectories: the rest, and the last scan's."""
+    """Return a pair of sections of a pass after `position` of its trajectories were assigned.
+
+    The second section has the new trajectories of the last scan, the first all others.
+    """
     rest, fresh = pass_order.sections
     num_new = min(position, pass_order.num_fresh)
     if fresh is not None and num_new:
@@ -378,7 +384,7 @@ class PassScheduler:
         return np.append(index.lengths, list(self.missing.values()))
 
     def _without_missing(self, index: TrajectoryIndex, pool: Int64s, in_use: Int64s) -> Int64s:
-        """Leave out the rests of trajectories that have lost frames while envs play them."""
+        """Return `pool` without trajectories that have lost frames while envs play them."""
         if not self.missing:
             return pool
         played = self.keys_of(index, in_use[in_use >= len(index)])
@@ -421,7 +427,7 @@ class PassScheduler:
         return order[done:], starts[done:]
 
     def needed(self, position: Position) -> Int64s:
-        """Return the trajectories that stay readable after their files are deleted.
+        """Return the trajectories that must stay readable after their files are deleted.
 
         These are the played trajectories and, with `refresh_s`, the rest of the pass, which is used
         until the next scan.
@@ -605,7 +611,7 @@ class PassScheduler:
 
 
 def _content(index: TrajectoryIndex) -> Any:
-    """Return a value that differs between two scans if their trajectories or edits differ."""
+    """Return a value to compare two scans. It differs if their trajectories or edits differ."""
     return (
         index.writers_upto(),
         index.num_present,
@@ -614,7 +620,10 @@ def _content(index: TrajectoryIndex) -> Any:
 
 
 def _numbers_in(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-    """Return the numbers of trajectories in another index; -1 for deleted or shortened trajectories."""
+    """Return the position in the index `now` of trajectories of the index `before`.
+
+    The position is -1 for a trajectory that was deleted or shortened.
+    """
     numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
     return np.where(has_shrunk, -1, numbers)

@@ -89,7 +89,10 @@ class Position(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Runs of consecutive frames: `num_frames` of a trajectory, delivered to `env` from `time` on."""
+    """Runs of consecutive frames, as arrays with one element per run.
+
+    A run has `num_frames` frames of a trajectory. `env` gets them from step `time` on.
+    """
 
     env: Int64s
     time: Int64s

@@ -162,7 +162,7 @@ def _optional_name(saved: Any) -> Name | None:
 def _without_deleted(
     trajectory: Int64s, is_exhausted: Bools, index: TrajectoryIndex, keys: list[tuple[str, int]]
 ) -> Int64s:
-    """Return trajectories in which exhausted envs have another trajectory in place of a deleted one.
+    """Return the trajectory of each env, with a replacement for deleted ones of exhausted envs.
 
     Raises:
         Misfit: The trajectory of an env that still has frames is deleted.

@@ -36,7 +36,7 @@ def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: boo
         The names of the trajectories and their errors, for `LiveSource.note_loss`.
 
     Raises:
-        DataFileError: `problem`, if it is none of them.
+        DataFileError: No trajectory was marked. The error is `problem`.
     """
     for part in plan.parts:
         played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
@@ -53,7 +53,7 @@ def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: boo
 
 
 class ReadableCheck:
-    """Raises if a batch lacks every frame, and no trajectory of the pass can be read any more."""
+    """Raises an error if a batch has no valid frame and no trajectory of the pass is readable."""
 
     def __init__(self) -> None:
         self._checked = 0, 0  # losses and pass for which some trajectory could still be read

@@ -312,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the least recently used copies until the others take at most `num_bytes`.
+    """Delete the least recently used copies until the rest has at most `num_bytes` bytes.
 
     `folder`, and copies that a running process uses, are not deleted.
     """

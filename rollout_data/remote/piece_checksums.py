@@ -331,7 +331,7 @@ class PieceSums:
         )
 
     def kept(self, low: int, high: int) -> bytes:
-        """Return bytes `low:high` of the checksum file, as far as they are in memory."""
+        """Return the part of bytes `low:high` of the checksum file that is in memory."""
         return self._opened().content[low:high]
 
     def check(self, data: bytes, start: int, sums: bytes) -> None:

@@ -123,7 +123,7 @@ def _json(metadata: Metadata) -> bytes:
 
 
 def there_now(files: RemoteFiles) -> set[str]:
-    """Return the names of the files at a URL; the set is empty if the URL does not exist."""
+    """Return the names of the files at a URL; an empty set if the URL does not exist."""
     try:
         return set(files.listed())
     except UsageError:

@@ -111,7 +111,7 @@ class RemoteFile(Guarded):
 
 
 def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
-    """Shrink the ranges `0:head` and `tail:num_bytes` of a block to complete pieces.
+    """Shrink the ranges `0:head` and `tail:num_bytes` of a block to complete checksum pieces.
 
     Returns:
         Stop of the first range, and start of the second.

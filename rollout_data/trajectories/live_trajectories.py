@@ -199,7 +199,10 @@ class LiveTrajectories:
         self.gatherer.unmap(oldest)
 
     def _grow_table(self) -> None:
-        """Remove the table rows of removed trajectories, and double the number of the others."""
+        """Replace the table by one without the rows of removed trajectories.
+
+        The new table has at least as many free rows as used rows.
+        """
         num_live = len(self.entries)
         num_removed = self._stop - num_live
         free_rows = np.zeros(max(_MIN_FREE_ROWS, num_live), TABLE_DTYPE)

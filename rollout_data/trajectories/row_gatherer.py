@@ -215,7 +215,7 @@ class RowGatherer:
         return files
 
     def _copied(self, words: torch.Tensor, rows: Int64s) -> npt.NDArray[np.int32]:
-        """Copy rows of a column."""
+        """Return a copy of the rows `rows` of a column."""
         num_bytes = 4 * len(rows) * words.shape[1]
         if num_bytes < MIN_POOLED_BYTES:
             copied: npt.NDArray[np.int32] = words.numpy().take(rows, axis=0, mode="clip")

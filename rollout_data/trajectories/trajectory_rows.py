@@ -196,7 +196,7 @@ def _epochs(
     is_declared: bool,
     where: str,
 ) -> torch.Tensor:
-    """Split a leaf with one additional row per epoch: a view `[epochs, rows, B, ...]`.
+    """Return a view `[epochs, rows, B, ...]` of a leaf that has one additional row per epoch.
 
     Raises:
         SchemaError: The number of rows is wrong, or the leaf is not declared to have more rows.

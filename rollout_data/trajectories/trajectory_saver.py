@@ -116,7 +116,7 @@ class TrajectorySaver:
         self._worker.submit(self._save, entry)
 
     def list_only(self, entries: Iterable[Entry]) -> None:
-        """Make the next index list exactly the `entries` whose files are in this folder.
+        """Set the entries of the next index: those of `entries` whose files are in this folder.
 
         Requires the lock. Files of formerly listed entries are not deleted.
         """
@@ -204,7 +204,7 @@ class TrajectorySaver:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place_all(self, entries: Sequence[Entry]) -> list[_Place | None]:
-        """Call `_place` for loaded entries. An error removes the files created so far."""
+        """Call `_place` for each loaded entry. If one raises, remove the files created so far."""
         if not entries:
             return []
         existing = find_files(self.folder)

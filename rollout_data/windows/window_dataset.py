@@ -290,8 +290,8 @@ class WindowDataset(WindowBatches):
 
         Raises:
             DataFileError: Trajectories of the snapshot were deleted and `may_lack` is False.
-                `may_lack` has no effect for folders of the older layout, which do not record the
-                trajectories that were added later.
+                Folders of the older layout also raise with `may_lack`, since they do not record
+                which trajectories were added later.
         """
         if self.opened_as == opened_as:
             return self

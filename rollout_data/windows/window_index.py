@@ -47,7 +47,7 @@ class SplitOptions:
 def choose_trajectories(
     index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
 ) -> tuple[Int64s, list[Any]]:
-    """Return the trajectories of a split, int64 in ascending order, and the first training one.
+    """Return a pair: the ascending trajectories of a split, and the first training trajectory.
 
     Each trajectory has a key, a function of (seed, writer, number within the writer) that does not
     depend on the folder. Trajectories with the smallest keys are for validation, all others for

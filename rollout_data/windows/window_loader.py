@@ -462,7 +462,7 @@ class WindowLoader(Shown):
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
-        """Return the dataset with the snapshot that rank 0 has opened, on every rank.
+        """Return, on every rank, a dataset that reads the snapshot that rank 0 has opened.
 
         With `opened_as`, return the snapshot of a saved state, without windows deleted since then.
         """
@@ -498,7 +498,7 @@ class WindowLoader(Shown):
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
-        """Return the window numbers of an epoch in order, and their sort keys, if shuffled."""
+        """Return a pair (ordered window numbers of an epoch, sort keys); the keys are None unshuffled."""
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None

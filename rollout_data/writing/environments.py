@@ -304,7 +304,7 @@ def time_out_flags(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
 
 
 def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
-    """Return which envs have a value for a key, bool `[N]`, from gymnasium's mask "_<key>".
+    """Return `[N]` bool: whether each env has a value for a key, by gymnasium's mask "_<key>".
 
     Without a mask, all envs have a value.
     """

@@ -528,7 +528,7 @@ class _Recorder:
     def _success_flags(
         self, done: np.ndarray, infos: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether each env has a true success flag, and whether it has one; bool `[N]`."""
+        """Return a pair of bool `[N]`: whether each env's success flag is true, and whether it exists."""
         success, has_flag = info_flags(infos, self._names, len(done))
         final_infos = infos.get("final_info")
         if final_infos is not None:
@@ -541,7 +541,7 @@ class _Recorder:
     def _kept_episodes(
         self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, has_flag: np.ndarray
     ) -> np.ndarray:
-        """Return which of the episodes that end in a step are to be kept, bool `[N]`."""
+        """Return `[N]` bool: whether the episode of each env ends in this step and is kept."""
         self._has_succeeded |= success & record.get("env_mask", True)
         self._knows_success |= bool(has_flag.any())
         is_kept = np.zeros(len(done), bool)

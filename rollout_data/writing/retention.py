@@ -91,7 +91,7 @@ def checked_limits(limits: Any) -> dict[str, int]:
 
 
 def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.ndarray:
-    """Return which trajectories are within the limits or in progress, bool `[num_trajectories]`."""
+    """Return `[M]` bool: whether each of M trajectories is within the limits or in progress."""
     index = folder.index
     is_writer_running = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
     is_needed: np.ndarray = ~index.is_complete() & np.array(is_writer_running, bool)[index.writer]

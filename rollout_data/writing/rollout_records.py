@@ -89,7 +89,7 @@ class Rollout:
 
 
 def ends_of(marks: np.ndarray) -> np.ndarray:
-    """Return at which frames a trajectory ends (terminated or truncated), bool."""
+    """Return a bool array: whether a trajectory ends (terminated or truncated) at each frame."""
     is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
     return is_end
 
@@ -345,7 +345,7 @@ def _is_text_leaf(value: Any) -> bool:
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of texts of final observations: `lead` for all frames, `[k]` for k ends."""
+    """Return the shape of final texts: `lead` if they are of all frames, `(k,)` if of k ends."""
     shape = np.shape(np.array(texts, object))
     return shape if shape and shape != (*lead, 1) else lead
 

@@ -276,7 +276,7 @@ class Staging:
         return joined, np.concatenate(keys)
 
     def _joined_versions(self, parts: list[tuple[int, np.ndarray | int]]) -> np.ndarray | int:
-        """Return the policy version if all rollouts have the same; otherwise versions `[N, T]`."""
+        """Return the policy version of all rollouts as one number; if it varies, as `[N, T]`."""
         if (
             all(isinstance(version, int) for _, version in parts)
             and len({version for _, version in parts}) <= 1
@@ -541,7 +541,7 @@ class Tally:
         return int(self._lengths.sum())
 
     def add(self, marks: np.ndarray, num_nonfinite: int) -> None:
-        """Count the frames and ends in steps.
+        """Add the frames of some steps, and the trajectories that end in them, to the counts.
 
         Args:
             marks: Marks of the frames, uint8 `[T, N]`.

@@ -124,7 +124,7 @@ class InfoReader:
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
-        """Return at which frames a trajectory ends, bool `[T, N]`; None if a flag has a wrong size.
+        """Return `[T, N]` bool: whether a trajectory ends at each frame. None for wrong sizes.
 
         A later check raises the error for the wrong size.
         """
