@@ -31,8 +31,8 @@ class Batch:
 
     Attributes:
         numbers: int64 `[k]`, indices of the episodes in the recording.
-        starts: int64 `[k]`, frame of the first row of each episode. Above 0 only in a batch of one
-            episode.
+        starts: int64 `[k]`, frame number of the first row of each episode. It is 0 unless the batch
+            is a piece from inside a long episode.
         offsets: int64 `[k + 1]`, first row of each episode, then the number of rows.
         values: Map from field name to rows, `[n, *shape]`.
         overlap: Number of rows at the start that the previous batch also has: 1 in a batch that
@@ -53,7 +53,9 @@ class Batch:
         return int(self.offsets[-1])
 
     def columns(self, name: str) -> Array:
-        """Return a field as a contiguous array `[D, n]` of float32, or float64 if necessary."""
+        """Return a field as a contiguous float array `[D, n]`: one row per dimension.
+
+        The dtype is float32 for values of at most 16 bits and for float32, otherwise float64."""
         if name not in self._columns:
             values = self.values[name]
             is_narrow = values.dtype.itemsize <= 2 or values.dtype == np.float32
@@ -77,18 +79,18 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Convert row numbers of the batch to episode numbers and frame numbers."""
+        """Return a pair for `rows` of the batch: their episode indices and their frame numbers."""
         index = self.index_of(rows)
         return self.numbers[index], self.starts[index] + rows - self.offsets[index]
 
     def index_of(self, rows: Array) -> Array:
-        """Return the index in `numbers` of the episode of each row in `rows`."""
+        """Return the position in `numbers` of the episode to which each row in `rows` belongs."""
         index: Array = np.searchsorted(self.offsets, rows, side="right") - 1
         return index
 
 
 class Collector(ABC):
-    """Base class of measurements for a group of rules, made while all data are read once.
+    """Base class of objects that measure all rows for a group of rules, in one pass.
 
     The scan creates the collectors in `Rule.collectors` and passes each batch to them.
     """
@@ -111,7 +113,7 @@ class Reading:
     Attributes:
         recording: Recording to read.
         lengths: int64 `[E]`, number of frames of each episode.
-        names: Names of the fields to read. A batch lacks the fields that its episodes lack.
+        names: Names of the fields to read. Fields that an episode does not have are skipped.
         failed: Function called with (episode, error) for each unreadable episode.
         schema_index: int64 `[E]`, index of each episode in `schemas`.
         schemas: Different schemas of episodes; see `Recording.schemas`.
@@ -140,14 +142,15 @@ class Reading:
                 yield from self._read(numbers[places], starts, lengths[places])
 
     def pieces(self, numbers: Array, frames: int) -> Iterator[Batch]:
-        """Yield at most `frames` frames from the middle of each episode in `numbers`."""
+        """Yield batches with the middle `frames` frames of each episode in `numbers`."""
         counts = np.minimum(frames, self.lengths[numbers])
         starts = (self.lengths[numbers] - counts) // 2
         for places in self._grouped(numbers, counts):
             yield from self._read(numbers[places], starts[places], counts[places])
 
     def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Divide episodes into groups that fit one batch and have the same fields."""
+        """Yield groups of positions in `numbers`: episodes that fit one batch and have the same
+        fields."""
         if not len(numbers):
             return
         places = np.arange(len(numbers))

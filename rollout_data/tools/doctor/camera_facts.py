@@ -35,17 +35,18 @@ class Camera:
         is_first: Whether the channels are the first axis of an image.
         size: Height and width in pixels.
         channels: Number of channels.
-        low: `[E]`, smallest stored value of the compared pixels.
-        high: `[E]`, largest stored value of the compared pixels.
+        low: `[E]`, smallest stored value among the about 512 compared pixels of each frame.
+        high: `[E]`, largest stored value among the compared pixels.
         dark: int64 `[E]`, number of black frames.
         looked: int64 `[E]`, number of examined frames.
-        bright: int64 `[E]`, number of examined frames that are white in more than 30 %.
+        bright: int64 `[E]`, number of examined frames in which over 30 % of the pixels are white.
         repeats: int64 `[E]`, number of frames that equal the previous frame.
         hold: int64 `[E]`, length of the longest run of repeated frames while the action changes.
         sharp: `[E]`, sum over examined frames of the variance of the Laplacian.
         grid: `[E, 16, C]`, sum over examined frames of the mean colours of 4 x 4 cells.
         variation: `[E, 2, 2]`, sum over examined frames of the mean difference of adjacent pixels.
-            Second axis: declared layout, other layout of channels. Third axis: down, right.
+            Second axis: channels read as declared, channels read in the other layout. Third axis:
+                vertical neighbors, horizontal neighbors.
     """
 
     def __init__(self, name: str, scan: Any) -> None:
@@ -66,7 +67,8 @@ class Camera:
         self.sharp = np.zeros(count)
         self.grid = np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
-        #: Run of repeats at the end of a batch, by episode: (length, whether the action changes).
+        #: Map from each episode to the run of repeated frames at the end of its last batch: a pair
+        #: (length, whether the action changes).
         self._open_runs: dict[int, tuple[int, bool]] = {}
 
     def add(self, batch: Batch, moves: Callable[[int, int], bool]) -> None:
@@ -152,7 +154,8 @@ class Camera:
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
-        """Return frames as `[n, H, W, C]`; with `is_other`, as if stored in the other layout."""
+        """Return frames as `[n, H, W, C]`. `is_other` means that the axis order is the undeclared
+        one."""
         is_channel_first = self.is_first != is_other
         shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
         pictures: Array = frames.reshape(len(frames), *shape)
@@ -166,7 +169,7 @@ class Camera:
 
 
 def _repeats(frames: Array, pixels: Array) -> Array:
-    """Return whether each frame equals the previous frame, bool `[n]`.
+    """Return `[n]` bool: whether each frame equals the previous frame.
 
     `pixels` are a few pixels of each frame. For speed, they are compared before all pixels.
     """
@@ -182,7 +185,8 @@ class Cameras(Collector):
 
     Attributes:
         cameras: Map from image field to its measurements.
-        is_unlike: Map from each pair of fields with equal shapes to whether any frame differs.
+        is_unlike: Map from each pair of image fields with equal shapes to whether they differ in
+            any frame.
     """
 
     def __init__(self, scan: Any) -> None:

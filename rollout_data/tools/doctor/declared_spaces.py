@@ -48,7 +48,7 @@ def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Return the declared lower and upper bounds of a field, each `[D]`; None if undeclared."""
+    """Return a pair (lower bounds, upper bounds) that the metadata declare, `[D]` each, or None."""
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
         for field, box in boxes(scan.metadata, group):

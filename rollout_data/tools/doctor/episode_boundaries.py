@@ -71,13 +71,13 @@ class BoundaryRows:
         self.finals = np.stack(finals).astype(self.first.dtype)
 
     def jumps(self, rows: Array, later_rows: Array) -> Array:
-        """Return whether `rows` and `later_rows` differ by more than usual steps, bool `[K]`."""
+        """Return `[K]` bool: whether `rows` and `later_rows` differ by more than a usual step."""
         return jumps(rows, later_rows, self.steps)
 
     def resets(self) -> list[tuple[int, int]]:
         """Find final observations that equal the first observation of another episode.
 
-        Returns pairs of an index into `numbers` and the other episode.
+        Returns pairs (index into `numbers`, index of the other episode).
         """
         starts: dict[bytes, list[int]] = {}
         for number, first in zip(self.episodes.tolist(), self.first, strict=True):
@@ -113,7 +113,7 @@ def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
 
 
 def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
-    """Return whether `rows` and `later_rows` differ by more than usual steps, bool `[K]`.
+    """Return `[K]` bool: whether the difference of two rows is larger than a usual step.
 
     A row jumps if the difference exceeds `steps` in 1/6 of the dimensions, at least in 2. If more
     than half of the rows jump, all rows count as jumps.
@@ -162,11 +162,14 @@ class Jump:
 
 
 class Jumps(Collector):
-    """Collector of frames in which many dimensions jump, or return to a typical first frame.
+    """Collector of frames at which a second episode seems to start inside an episode.
+
+    In such a frame, many dimensions jump, or return to the values of a typical first frame.
 
     Attributes:
         jumps: Frames that look like the start of another episode.
-        num_dims: Number of continuous dimensions. Below `MIN_JUMP_DIMS`, nothing is searched.
+        num_dims: Number of continuous dimensions. No jumps are searched if it is below
+            `MIN_JUMP_DIMS`.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -228,7 +231,8 @@ class Jumps(Collector):
             self.jumps.append(Jump(int(number), int(frame), float(share)))
 
     def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
-        """Count the dimensions whose step is far larger than the steps around it: `[n]`."""
+        """Return `[n]`: the number of dimensions whose step is far larger than the steps around
+        it."""
         count = np.zeros(len(rows), np.int64)
         last_row = len(batch) - 1
         for limits in self._limits:
@@ -315,9 +319,10 @@ class Successors(Collector):
 
     Attributes:
         pairs: Map from each field of next observations to its field of observations.
-        wrong: Number of frames per episode, int64 `[E]`, whose next observation differs from the
-            following row, by field. The last frame of an episode does not count.
-        same: Number of `wrong` next observations that repeat the current observation, by field.
+        wrong: Map from field to int64 `[E]`: the number of frames in each episode whose stored next
+            observation differs from the observation in the following row. Last frames do not count.
+        same: Map from field to the number of these wrong next observations that equal the current
+            observation.
     """
 
     def __init__(self, scan: Any) -> None:

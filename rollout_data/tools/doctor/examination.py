@@ -94,7 +94,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
     Args:
         scan: Scan of the recording.
-        rules: Rows of the table of rules.
+        rules: Rules to run, from `rule_table.RULES`.
         changed: Map from rule code to thresholds that replace defaults of the rule.
     """
     findings: list[Finding] = []
@@ -118,7 +118,9 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 
 def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
-    """Run one rule. Returns its defects, and the reason if it is not applicable, else ""."""
+    """Run one rule. Returns a pair (defects, reason).
+
+    The reason says why the rule cannot be applied. It is "" for an applied rule."""
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
     try:

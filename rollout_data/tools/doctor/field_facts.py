@@ -1,4 +1,4 @@
-"""Compute facts about each numeric field, such as extremes and quantiles, for rules.
+"""Compute statistics ("facts") of each numeric field for the rules, such as quantiles.
 
 Quantiles are computed from a sample. Extremes, steps, first and last rows of each episode are
 computed while all data are read once. A batch is processed as arrays `[D, n]`, without a loop over
@@ -21,11 +21,12 @@ _SAMPLE_BYTES = 8 << 20
 _PIECE_FRAMES = 512
 #: Approximate number of rows of the sample from which quantiles are computed.
 _QUANTILE_ROWS = 10_000
-#: Maximum number of values in a table of all fields. Above, only every k-th episode is in a table.
+#: Maximum number of values in the tables of a field. Larger recordings have only every k-th episode
+#: in the tables.
 _MAX_CELLS = 6_000_000
-#: Approximate maximum number of far values that are stored per field.
+#: Approximate maximum number of stored values per field that are far from the median.
 _MAX_FAR = 100_000
-#: Structured dtype of a far value, which is far from the median: dimension, episode, frame, value.
+#: Dtype of a value that is far from the median: dimension, episode, frame, value.
 FAR = np.dtype(
     [
         ("dim", np.int64),
@@ -85,7 +86,8 @@ class Sample:
         read: Callable[[Batch, str], Array],
         leave_out: Array | None = None,
     ) -> Array:
-        """Return every k-th row of a batch, without its overlap and the rows `leave_out`."""
+        """Return every k-th row of a batch, except rows of the previous batch and rows in
+        `leave_out`."""
         is_kept = np.ones(len(batch), bool)
         is_kept[: batch.overlap] = False
         if leave_out is not None:
@@ -314,9 +316,9 @@ class Facts:
 
 
 def longest_runs(holds: Array, starts: Array) -> Array:
-    """Return the length of the longest run of True in each part, int64 `[k]`.
+    """Return int64 `[k]`: the length of the longest run of True in each part of `holds`.
 
-    The first row of a part never counts.
+    A part is the rows from one start to the next. Its first row never counts.
 
     Args:
         holds: bool `[n]`, such as whether each row repeats the previous row.
@@ -337,7 +339,7 @@ def _sorted_finite(values: Array) -> Array:
 
 
 def _quantile(ordered: Array, count: Array, level: float) -> Array:
-    """Return a quantile of the first `count` values in each sorted row."""
+    """Return a quantile of each row of `ordered`, from the first `count` values of the row."""
     width = ordered.shape[1]
     if not width:
         return np.zeros(len(ordered))
@@ -347,7 +349,7 @@ def _quantile(ordered: Array, count: Array, level: float) -> Array:
 
 
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
-    """Group `values` by `parts`. Returns the distinct parts, and the median in each of them.
+    """Return a pair (distinct values of `parts`, median of `values` for each of them).
 
     The median of an even number of values is the upper of the two middle values.
     """
@@ -370,7 +372,7 @@ def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
 
 
 def runs_of(mask: Any) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of True in a mask."""
+    """Return a pair (start, stop) for each run of True in a mask."""
     padded = np.concatenate([[False], mask, [False]]).astype(np.int8)
     edges = np.flatnonzero(np.diff(padded))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -138,7 +138,9 @@ class ExaminedFiles:
 
     @cached_property
     def steps(self) -> tuple[Array, Array]:
-        """Two arrays that relate each of the P fragments in `parts` to the fragment before it.
+        """Position of each of the P fragments in `parts` relative to the previous fragment.
+
+        A pair of arrays: whether it starts a trajectory, and how many frames are missing before it.
 
         Returns:
             Whether a fragment is the first one of its trajectory: bool `[P]`.
@@ -281,7 +283,9 @@ class ExaminedFiles:
         return {name: place for place, name in enumerate(names)}
 
     def located(self, names: Iterable[str]) -> dict[str, Any]:
-        """Convert episode names to the arguments `trajectories` and `left_out` of `Defect`."""
+        """Return the arguments `trajectories` and `left_out` of a `Defect` about named episodes.
+
+        Names that the recording does not contain are in `left_out`, unless they name a folder."""
         places: list[int] = []
         left_out: list[str] = []
         for name in dict.fromkeys(names):
@@ -302,7 +306,8 @@ class ExaminedFiles:
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Problems and remarks from opening the recording, except the errors in `bad`."""
+        """Errors and advice from opening the recording. Unreadable block headers are in `bad`
+        instead."""
         noted = [*self._scan.problems, *self._scan.advice]
         if self.folder is not None:
             noted = [problem for problem in noted if problem.kind not in ("", "header")]
@@ -336,7 +341,9 @@ class ExaminedFiles:
 
 
 def kind_of(problem: RolloutDataError) -> str:
-    """Return the kind of a problem from its attribute `kind` or its type; "" if unknown."""
+    """Return the kind of a problem, such as "unreadable" or "unsafe"; "" if it is unknown.
+
+    The kind is its attribute `kind`, or else follows from its type."""
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
     if problem.kind:
@@ -351,7 +358,8 @@ def most_frequent(schemas: Iterable[Schema]) -> Schema:
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Return whether a file starts as HDF5 and has at least the length in its superblock."""
+    """Return whether a file has an HDF5 superblock and is not shorter than the superblock
+    states."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)

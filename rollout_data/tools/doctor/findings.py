@@ -1,4 +1,4 @@
-"""Data classes of an examination: rules, defects, findings and the diagnosis."""
+"""Data classes of `doctor`: rules, the defects they find, findings and the diagnosis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Settings = Mapping[str, float]
 
 
 class Inapplicable(Exception):
-    """A rule cannot be applied to a recording. The message is the reason."""
+    """Raised by a rule that cannot be applied to a recording. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Rule:
         name: Short name, such as "not finite".
         group: One of `GROUPS`.
         severity: One of `SEVERITIES`.
-        needs: Most expensive input: "M" metadata, "T" tables of episodes, "D" data,
-            "G" images.
+        needs: Most expensive input that the rule reads: "M" metadata, "T" tables of episodes, "D"
+            data, "G" images.
         repair: What `repair` does: "K" removes trajectories, "N" splits them or removes rows or
             fields, "S" recomputes metadata and sums, "-" nothing.
         title: Sentence that describes the defect.
@@ -130,7 +130,7 @@ class Rule:
     problems: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes that are JSON values, for `--list-rules --json`."""
+        """Return the attributes of the rule as a dict of JSON values, for `--list-rules --json`."""
         names = ("code", "name", "group", "severity", "needs", "repair", "title", "advice")
         description: dict[str, Any] = {name: getattr(self, name) for name in names}
         description["defaults"] = dict(self.defaults)

@@ -35,7 +35,7 @@ _RULE_MODULES = (
 
 
 def _no_check(scan: object, settings: object) -> tuple[()]:
-    """Return no defects, for rules that only report errors of opening or of other rules."""
+    """Return no defects. This is the check of rules that only report errors of other code."""
     return ()
 
 

@@ -1,4 +1,4 @@
-"""`Scan`: access of the rules to a recording.
+"""`Scan`: the object through which the rules of `doctor` read a recording.
 
 Rules read the recording only through the scan. All data are read in one pass, when a rule first
 needs them, and shared by all rules.
@@ -32,7 +32,9 @@ _MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
-    """Columns of `Recording.table`, read when first used. Returns are NaN, since they need data."""
+    """Columns of `Recording.table`, read when first used.
+
+    The column `return` (sum of rewards) is NaN here, because it would need all data."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -117,12 +119,13 @@ class Scan:
 
     @property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Errors from opening, about data that were unreadable, repaired or left out."""
+        """Errors from opening the recording, about data that were unreadable, repaired or left
+        out."""
         return () if self._recording is None else self._recording.problems
 
     @property
     def advice(self) -> Sequence[RolloutDataError]:
-        """Remarks from opening, about unusual data that are read unchanged."""
+        """Advice from opening the recording, about unusual data that are read unchanged."""
         return () if self._recording is None else self._recording.advice
 
     @cached_property
@@ -171,7 +174,8 @@ class Scan:
 
     @cached_property
     def sample(self) -> Sample:
-        """Sample of the numeric fields, evenly spaced over the episodes; all rows if few."""
+        """Sample of the rows of the numeric fields, evenly spaced; all rows of a small
+        recording."""
         return Sample(self._reading(self.numeric), self.examined)
 
     @cached_property
@@ -251,7 +255,7 @@ class Scan:
     def runs(
         self, numbers: Array, name: str, test: Callable[..., Array], *arguments: Any
     ) -> list[tuple[int, int, int]]:
-        """Return the frame ranges (episode, start, stop) in which a test is True.
+        """Return triples (episode, start, stop): the ranges of frames for which a test is True.
 
         Only the first 20 episodes are tested.
 

@@ -1,4 +1,4 @@
-"""Read statistics and sums that files store in addition to the data.
+"""Read statistics and reward sums that files store in addition to the data.
 
 They concern single episodes or the whole recording. Malformed statistics are skipped, since other
 rules report damaged files.
@@ -104,7 +104,7 @@ def of_whole(scan: Any) -> Iterator[StoredStatistics]:
 
 
 def of_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
-    """Yield the stored statistics of the first 2000 episodes, each with an episode index."""
+    """Yield pairs (episode index, stored statistics) for the first 2000 episodes."""
     if scan.recording.format == "minari":
         yield from _of_minari_episodes(scan)
     elif scan.recording.format == "lerobot":
@@ -195,7 +195,7 @@ def reward_sums(scan: Any) -> RewardSums | None:
 
 
 def _stored_in_blocks(scan: Any) -> dict[int, float]:
-    """Return the stored sum of rewards by episode index, from the block headers of a folder."""
+    """Map episode indices to stored sums of rewards, from the block headers of a folder."""
     sums: dict[str, float] = {}
     # A dict, so that a second copy of a block is not counted twice.
     headers = {(header.writer, header.sequence): header for header in scan.files.headers.values()}
@@ -211,7 +211,7 @@ def _stored_in_blocks(scan: Any) -> dict[int, float]:
 
 
 def _stored_in_minari(scan: Any) -> dict[int, float]:
-    """Return the stored sum of rewards by episode index, for the first 2000 Minari episodes."""
+    """Map episode indices to stored sums of rewards, for the first 2000 Minari episodes."""
     sums: dict[int, float] = {}
     for place in range(min(scan.num_episodes, _MAX_EPISODES)):
         total = scan.recording.info(place).metadata.get("rewards_sum")

@@ -233,7 +233,7 @@ with rollout_data.RolloutWriter(target, num_envs=1, **options) as writer:
 
 
 def change_script(rule: Rule, recording: Recording, path: str) -> str:
-    """Return a script that corrects the defect of a rule; "" if there is no code for the rule.
+    """Return a Python script that corrects the defect of a rule; "" for rules without a script.
 
     Args:
         rule: Rule of the finding.
@@ -263,7 +263,8 @@ def change_script(rule: Rule, recording: Recording, path: str) -> str:
 
 
 def _writer_options(recording: Recording) -> str:
-    """Return the code of dict items: the writer options that a copy of the recording needs."""
+    """Return Python code: the dict items of the `RolloutWriter` options for a copy of a
+    recording."""
     options = ""
     if recording.format != FORMAT_NAME or recording.metadata.get("obs_disassemble_mapping"):
         name = "obs_disassemble_mapping"

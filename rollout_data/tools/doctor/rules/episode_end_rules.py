@@ -31,7 +31,7 @@ _MAX_DUPLICATES = 10_000
 
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report open trajectories that are not the last of their environment, or missing ends."""
+    """Report trajectories that never end, although their environment continued afterwards."""
     table = scan.columns
     is_open = table["ends"] == "open"
     is_ours = scan.recording.format == FORMAT_NAME
@@ -297,7 +297,7 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
-    """Report last next observations that equal the first observation of the next episode."""
+    """Report episodes whose last next observation equals the first one of the next episode."""
     stored = scan.facts[name].last[:-1]
     first = scan.facts[observation].first[1:]
     last = scan.facts[observation].last[:-1]
@@ -323,7 +323,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
     final_rows, numbers = np.array(pairs).T
     is_near = ~boundaries.jumps(boundaries.finals[final_rows], boundaries.last[final_rows])
 
-    # Two rows show whether the observation jumps after the first row.
+    # An episode needs two rows to show whether the observation jumps after its first row.
     names = float_observations(scan)
     rewards = scan.group("reward")
     starts = np.zeros(len(numbers), np.int64)
@@ -337,7 +337,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
     is_jump = boundaries.jumps(observations[0::2], observations[1::2])
     if (is_jump & is_near & is_unrewarded).sum() >= min_count:
-        # If most episodes have a reset row, episodes whose reset row is no jump have one too.
+        # If most episodes have a reset row, the others probably have one that causes no jump.
         chosen = numbers[is_unrewarded]
         yield Defect(
             "observation",

@@ -103,7 +103,7 @@ def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _equal_actions(scan: Scan, settings: Settings, lag: int, label: str) -> Iterator[Defect]:
-    """Report actions that equal an observation with as many dimensions, `lag` frames later."""
+    """Report actions that equal an observation of the same dimension, `lag` frames later."""
     for action in scan.group("action"):
         if not scan.facts[action].is_continuous.any():
             continue
@@ -196,7 +196,7 @@ def _success(scan: Scan) -> Array:
 
 
 class _Comparison(NamedTuple):
-    """Another sign of success to compare with: a positive reward, or a termination.
+    """A sign of success other than the success flag: a positive reward, or a termination.
 
     Attributes:
         label: "reward" or "termination".
@@ -242,7 +242,7 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _success_comparisons(scan: Scan, success: Array) -> list[_Comparison]:
-    """Return the signs of success that are known for at least 8 ended episodes."""
+    """Return the rewards and terminations to compare with success, each for 8 or more episodes."""
     ends = scan.columns["ends"]
     has_ended = np.isin(ends, ["terminated", "truncated", "unknown"])
     ended = np.flatnonzero(has_ended & (success >= 0))

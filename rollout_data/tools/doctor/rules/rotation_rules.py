@@ -67,7 +67,7 @@ def _means(rows: Array, batch: Batch) -> Array:
 
 
 def is_off_norm(rows: Array) -> Array:
-    """Return whether any of the Q quaternions in each row has a norm other than 1, bool `[n]`.
+    """Return `[n]` bool: whether any of the Q quaternions of a row has a norm other than 1.
 
     `rows` is `[n, Q * 4]` or `[n, Q, 4]`.
     """
@@ -78,7 +78,7 @@ def is_off_norm(rows: Array) -> Array:
 
 
 def is_flip(rows: Array) -> Array:
-    """Return whether any quaternion changes its sign between successive rows, bool `[n - 1]`.
+    """Return `[n - 1]` bool: whether any quaternion changes its sign from a row to the next.
 
     `rows` is `[n, Q * 4]` or `[n, Q, 4]`.
     """
@@ -132,7 +132,8 @@ def _order_of(
 ) -> Iterator[Defect]:
     """Report episodes in which one quaternion has another component order.
 
-    `mean` is its mean in each episode, `[E, 4]`. `quaternion` is its index in the field.
+    `quaternion` is the index of the quaternion in the field. `mean` `[E, 4]` is its mean in each
+    episode.
     """
     is_known = np.abs(mean).max(1) > 0
     largest = np.where(is_known, np.abs(mean).argmax(1), -1)

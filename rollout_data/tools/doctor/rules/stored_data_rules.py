@@ -75,7 +75,7 @@ def _compared(
     place: int,
     share: float,
 ) -> Iterator[Defect]:
-    """Report the first stored statistic of an episode that disagrees with its rows."""
+    """Yield the first stored statistic of an episode that disagrees with the episode's rows."""
     row = np.flatnonzero(facts.numbers == place)
     if not len(row) or (facts.low > facts.high)[row].all():
         # Nothing to compare, because the rows of the episode were not read.
@@ -119,7 +119,7 @@ def _wrong_dims(
     facts: Facts,
     settings: Settings,
 ) -> dict[str, Array]:
-    """Return the dimensions in which each statistic disagrees with the rows: bool `[D]` each."""
+    """Map each statistic to `[D]` bool: whether it disagrees with the rows in each dimension."""
     sample = facts.sorted
     finite = np.ma.masked_where(np.isnan(sample), sample)
     num_finite = np.maximum(1, np.isfinite(sample).sum(1))
@@ -207,7 +207,8 @@ def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _last_chunk_stop(folder: Path) -> int:
-    """Return the stop frame in the file names of the last chunk in a folder; -1 without chunks."""
+    """Return the stop frame that the name of the last chunk states; -1 for a folder without
+    chunks."""
     if not folder.is_dir():
         return -1
     matches = [_CHUNK.fullmatch(name) for name in os.listdir(folder)]

@@ -192,7 +192,7 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
 def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
     """Report episodes whose fields differ from most other episodes.
 
-    If they only lack fields, which may be intended, the severity is "warning" or "info".
+    If the only difference is missing fields, which may be intended, the severity is lower.
     """
     scan.facts  # noqa: B018 - some readers know the fields of an episode after it is read
     schemas = [scan.recording.info(place).schema for place in range(scan.num_episodes)]
@@ -254,7 +254,7 @@ def _wrong_spaces(scan: Scan) -> Iterator[Defect]:
 
 @checks("STR10")
 def splits(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes in two exclusive splits, such as train and test, and too long splits."""
+    """Report episodes in both train and test splits, and splits that name missing episodes."""
     try:
         parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
     except UsageError as error:

@@ -19,7 +19,7 @@ _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
 _MAX_JITTER = 0.15
 #: Largest lag in frames for which correlations are computed.
 _LAGS = 40
-#: Maximum and minimum number of episodes from which correlations are computed.
+#: Maximum, and then minimum, number of episodes from which correlations are computed.
 _MAX_CORRELATED = 64
 _MIN_CORRELATED = 3
 #: Maximum number of values in a table of the roughness of actions.
@@ -31,7 +31,9 @@ _NUM_COMPARED = 512
 
 
 class Clocks(Collector):
-    """Collector of the time steps of each clock (time field) per episode; NaN without steps.
+    """Collector of statistics of the time steps of each clock, per episode.
+
+    A clock is a field with times. Values are NaN for episodes without time steps.
 
     Attributes:
         median: Median time step, `[E]`, by field.
@@ -166,7 +168,7 @@ def _time_steps(rows: Array) -> Array:
 
 
 def _median_jitter(scan: Scan, name: str) -> float:
-    """Return the median jitter of a clock over all episodes; 0 if no episode has time steps."""
+    """Return the median, over all episodes, of the jitter of a clock; 0 without time steps."""
     jitter = scan.collected(Clocks).jitter[name]
     known = jitter[np.isfinite(jitter)]
     return float(np.median(known)) if len(known) else 0.0
@@ -427,7 +429,9 @@ def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _idle_episodes(scan: Scan, settings: Settings, num_idle: Array) -> Array:
-    """Return the episodes with a long rest, the longest rest first; empty if they are few.
+    """Return the episodes in which the action rests long, the longest rest first.
+
+    The result is empty if such episodes are few.
 
     Args:
         scan: Scan of the recording.
@@ -515,9 +519,9 @@ def _distance_of_clocks(
     name: str,
     step: float,
 ) -> tuple[float, float]:
-    """Compare a clock with the main clock. Returns the median and the range of the difference.
+    """Return the median and the range of the difference of a clock to the main clock.
 
-    Both are in steps of the main clock.
+    The unit of both numbers is the median step of the main clock.
     """
     times = scan.read(number, main)[:, 0].astype(np.float64)
     other_times = scan.read(number, name)[:, 0].astype(np.float64)

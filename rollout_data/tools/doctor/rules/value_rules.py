@@ -233,7 +233,7 @@ def _rare_outliers(
 
 
 def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
-    """Count the largest sizes that a gap separates from all smaller sizes.
+    """Return how many of the largest sizes are separated by a gap from all smaller sizes.
 
     Args:
         sizes: Sizes in descending order.
@@ -415,7 +415,7 @@ def _unit_of(factor: float) -> str:
 
 
 def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return whether each episode has far larger values than other episodes, bool `[k]`.
+    """Return `[k]` bool: whether each episode has far larger values than the other episodes.
 
     Args:
         facts: Facts of the field.
@@ -431,7 +431,7 @@ def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return whether each episode has values smaller by the ratio of two units, bool `[k]`.
+    """Return `[k]` bool: whether the values of an episode are smaller by the ratio of two units.
 
     Episodes at rest also have small values, but by other ratios. Arguments: see `_is_too_large`.
     """
@@ -444,7 +444,7 @@ def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
-    """Return whether each logarithm is above a gap, bool `[k]`, and the size of the gap."""
+    """Return a pair: `[k]` bool, whether each logarithm is above a gap, and the size of the gap."""
     is_far = logs > np.log(settings["ratio"])
     largest_near = max(0.0, float(logs[~is_far].max(initial=0)))
     gap = float(logs[is_far].min(initial=np.inf)) - largest_near
@@ -454,7 +454,7 @@ def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
 
 
 def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Array:
-    """Return whether each episode has another scale in many dimensions, bool `[k]`.
+    """Return `[k]` bool: whether each episode has another scale in many dimensions.
 
     More than the fraction `share` of the dimensions must be 5 times larger (sign 1) or smaller
     (sign -1) than in the median episode. Constant dimensions do not count. The result is False for
@@ -526,7 +526,8 @@ def _is_outside(rows: Array, low: Array, high: Array) -> Any:
 
 
 def _is_jump(rows: Array, dims: list[int], low: float, high: float) -> Any:
-    """Return whether each step in the dimensions `dims` is between `low` and `high`: `[T - 1]`."""
+    """Return `[T - 1]` bool: whether a step in the dimensions `dims` is between `low` and
+    `high`."""
     steps = np.abs(np.diff(rows[:, dims].astype(np.float64), axis=0))
     return np.logical_and(steps > low, steps < high).any(1)
 
@@ -597,7 +598,7 @@ def _is_curriculum(scan: Scan, facts: Facts) -> bool:
 
 
 def _shift_of_means(means: Array) -> tuple[Array, Array]:
-    """Compare early with late episodes: return the shift of the mean, and the deviation.
+    """Return a pair (shift, deviation) that compares the means of early and late episodes.
 
     `means` has the means of K episodes, `[K, D]`. The shift is the mean of the second half minus
     the mean of the first half. The deviation is that within the halves.
