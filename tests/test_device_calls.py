@@ -256,6 +256,37 @@ def extending_trajectories(has_finals: bool) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
+def extending_beyond_the_places(num_rows: int) -> Callable[[], Callable[[], Any]]:
+    """Prepare calls with final observations of more rows than a new ring has places for them."""
+
+    def prepare() -> Callable[[], Any]:
+        buffer = DictBuffer(4 * num_rows, "cuda", num_envs=2, end_key="terminated", generator=0)
+        rows = {
+            "observation": torch.ones(num_rows, 3, device="cuda"),
+            "terminated": (torch.arange(num_rows, device="cuda") % 5 == 0).unsqueeze(1),
+        }
+        return lambda: buffer.extend(rows, final={"observation": rows["observation"]})
+
+    return prepare
+
+
+def windows_beyond_the_places(num_steps: int) -> Callable[[], Callable[[], Any]]:
+    """Prepare calls with more rows than a new ring has places for trajectories."""
+
+    def prepare() -> Callable[[], Any]:
+        buffer = TrajectoryDictBufferMultiDim(
+            4 * num_steps, "cuda", n_dim=2, seq_length=3, start_mode="trajectory", generator=0
+        )
+        ends = (torch.arange(num_steps, device="cuda") % 5 == 0).view(num_steps, 1, 1)
+        rows = {
+            "observation": torch.ones(num_steps, 2, 3, device="cuda"),
+            "done": ends.expand(num_steps, 2, 1),
+        }
+        return lambda: buffer.extend(rows)
+
+    return prepare
+
+
 def transitions_of_a_ring(has_finals: bool, **options: Any) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         buffer = ring_of_steps(has_finals)
@@ -595,6 +626,10 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "ReplayBuffer.sample(generator on the CPU)": pairs_of_states("cpu"),
     "DictBuffer.extend(end_key)": extending_trajectories(False),
     "DictBuffer.extend(final=)": extending_trajectories(True),
+    "DictBuffer.extend(final=), more rows than places": extending_beyond_the_places(300),
+    "TrajectoryDictBufferMultiDim('trajectory').extend, more rows than places": (
+        windows_beyond_the_places(200)
+    ),
     "ReplayBuffer.feed_forward_generator": batches_of_pairs,
     "ZBuffer.add and sample": vectors("cuda"),
     "ZBuffer.add and sample(host)": vectors("cpu"),

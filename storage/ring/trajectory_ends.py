@@ -25,6 +25,10 @@ Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 #: A device first allocates memory for one ended row per this number of rows.
 _ROWS_PER_END = 64
+#: A device gets a slot for each row of an `append` of at most this share of the ring. The host does
+#: not wait for the number of ended rows. The slots then take at most a quarter of the memory that
+#: these fields would take for every row. A larger `append` waits instead.
+_MAX_SHARE_OF_RING = 1 / 4
 _BOOL = np.dtype(np.bool_)
 #: Names of termination flags. A nested key is compared by its last part.
 _TERMINATIONS = {
@@ -211,8 +215,9 @@ class EndedRows:
     def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
         """Grow the memory before `append`, if needed.
 
-        On a device, the host usually does not wait for the number of ended rows. It waits if
-        `ended` has more rows than there are slots.
+        On a device, `ended` may have more rows than there are slots. Then the memory grows by one
+        slot per row. If `ended` has more than a quarter of the rows of the ring, the host waits for
+        the number of ended rows, and the memory grows only for these.
 
         Args:
             ended: `[n, lanes]` bool, whether each row that will be written ends a trajectory.
@@ -221,10 +226,14 @@ class EndedRows:
             Keys of the rows by their new slots, from slot 0 on, -1 for a free slot. None if no row
             has moved.
         """
-        if self._is_on_cpu or ended.numel() > self.num_places:
+        has_places = ended.numel() <= self.num_places
+        is_large = ended.numel() > _MAX_SHARE_OF_RING * self._num_rows
+        if self._is_on_cpu or (is_large and not has_places):
             num_more = int(ended.sum())
             if int(self.num_live(len(ended))) + num_more <= self.num_places:
                 return None
+        elif not has_places:
+            num_more = ended.numel()
         else:
             num_more = 0
             if self._copied_count is None or not self._copied_count.has_arrived:

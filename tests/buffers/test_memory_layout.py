@@ -126,22 +126,24 @@ def test_pairs_and_vectors_on_the_host_are_sent_in_one_pinned_copy(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("capacity", "num_envs", "num_places"), [(6400, 1, 100), (640, 1, 64), (640, 80, 160)]
+    ("capacity", "num_envs", "num_places"),
+    [(6400, 1, 100), (640, 1, 64), (640, 80, 160), (128, 1, 64)],
 )
-def test_extend_waits_for_more_final_observations_than_there_are_places(
+def test_extend_waits_for_final_observations_of_more_than_a_quarter_of_the_rows(
     capacity: int, num_envs: int, num_places: int, cuda_device: PretendCuda | None
 ) -> None:
     if cuda_device is None:
         pytest.skip("waits are counted on the pretended device")
-    num_waits = []
-    for num_rows in (num_places, num_places + num_envs):
+    num_without_waits = max(num_places, capacity // 4)
+    for num_rows in (num_places, num_places + num_envs, num_without_waits + num_envs):
         buffer = DictBuffer(capacity, "cuda", num_envs=num_envs, end_key="done", generator=0)
         record = {"x": torch.zeros(num_rows, 1).cuda(), "done": torch.ones(num_rows, 1).cuda()}
         first = {name: leaf[:num_envs] for name, leaf in record.items()}
         for _ in range(2):
             buffer.extend(first, final={"x": first["x"]})
+        num_bytes = buffer.num_bytes
         cuda_device.reset()
         buffer.extend(record, final={"x": record["x"]})
-        num_waits.append(cuda_device.reset().num_waits)
-    assert num_waits[0] == 0
-    assert num_waits[1] > 0
+        assert (cuda_device.reset().num_waits > 0) == (num_rows > num_without_waits)
+        assert buffer.num_bytes > num_bytes or num_rows <= num_places
+        assert num_rows == num_places or buffer.num_lost_finals == 0
