@@ -103,7 +103,7 @@ def test_trajectories_divided_among_tasks_raise_until_they_are_sorted(
     cluster: Any, recorded: Path, tmp_path: Path
 ) -> None:
     shuffled = read_rollouts(recorded, rows_per_task=60).random_shuffle(seed=0)
-    with pytest.raises(UsageError, match="a task has . of . frames"):
+    with pytest.raises(UsageError, match=r"a task has . of . frames"):
         write_rollouts(shuffled, tmp_path / "again")
     assert not list(tmp_path.rglob("*.h5"))
     write_rollouts(shuffled.sort("trajectory"), tmp_path / "again")
