@@ -288,6 +288,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self._drop(self._ring.stale(request.iteration))
         if request.size == 0:
             return list
+        self._ring.order.deferred.raise_arrived()
         among = None if request.sample_range is None else self._slots_in(request)
         num_rows = self.count() if among is None else len(among)
         has_started = self.push_count >= self.replay_start_size

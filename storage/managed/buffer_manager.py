@@ -232,7 +232,7 @@ class BufferManager(Store):
             acts = [self[name].prepare_update(part) for name, part in parts.items()]
             return sum(act() for act in acts)
 
-    def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
+    def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> Any:
         """Set priorities of rows.
 
         Args:
@@ -240,7 +240,8 @@ class BufferManager(Store):
             priorities: Priorities of the rows, by name of the buffer.
 
         Returns:
-            Number of applied priorities.
+            Number of applied priorities. On a GPU a 0-d tensor: `int()` of the tensor waits for
+            the GPU.
         """
         if set(ids) != set(priorities):
             raise UsageError(

@@ -7,6 +7,7 @@ done, even with NaN, do not change steps before the done. Results have no gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -249,30 +250,42 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
 
 
 def checked_factor(
-    name: str, factor: Scalar, num_rewards: int, deferred: DeferredErrors | None = None
+    name: str,
+    factor: Scalar,
+    num_rewards: int,
+    deferred: DeferredErrors | None = None,
+    note_valid: Callable[[Scalar], None] | None = None,
 ) -> Scalar:
     """Check that a discount or trace decay is in [0, 1], and return it: a number, or `[R]`.
 
-    `deferred` receives the error of a factor on CUDA. Without `deferred`, the host waits.
+    `deferred` receives the error of a factor on CUDA. Without `deferred`, the host waits. If such a
+    factor is valid, `note_valid` is called with the result when the check has arrived.
     """
     if isinstance(factor, (float, int)) and 0 <= factor <= 1:
         return factor
     checked = fit(Field(name, (num_rewards,)), factor, shapes=((num_rewards,), ()))
     is_inside = (checked >= 0) & (checked <= 1)
     if deferred is not None and checked.is_cuda:
-        deferred.note(
-            (~is_inside).sum(),
-            lambda count: (
-                UsageError(f"{name} was outside [0, 1] in an earlier call.") if count else None
-            ),
-        )
+
+        def read(num_outside: int) -> UsageError | None:
+            if num_outside:
+                return UsageError(
+                    f"{name} was outside [0, 1] in an earlier call. Discard its returns."
+                )
+            if note_valid is not None:
+                note_valid(checked)
+            return None
+
+        deferred.note((~is_inside).sum(), read)
     elif not bool(is_inside.all()):
         raise UsageError(f"{name} must be in [0, 1], got {factor}.")
     return checked
 
 
 class CheckedFactors:
-    """The checked discount and trace decay of a storage. Unchanged tensors are not checked again.
+    """The checked discount and trace decay of a storage.
+
+    An unchanged tensor is not checked again after its check has arrived.
 
     Args:
         num_rewards: R.
@@ -286,7 +299,7 @@ class CheckedFactors:
         self._num_rewards = num_rewards
         self._device = device
         self._deferred = deferred
-        #: For each name: checked tensor, `_version` of the tensor at the check, and factor on the
+        #: For each name: valid tensor, `_version` of the tensor at the check, and factor on the
         #: device. The reference to the tensor prevents the reuse of its memory.
         self._checked: dict[str, tuple[torch.Tensor, int, Scalar]] = {}
 
@@ -297,14 +310,24 @@ class CheckedFactors:
         if not isinstance(factor, torch.Tensor) or not factor.is_cuda or factor.is_inference():
             return self._checked_on_device(name, factor)
         entry = self._checked.get(name)
-        if entry is None or entry[0] is not factor or entry[1] != factor._version:
-            entry = (factor, factor._version, self._checked_on_device(name, factor))
-            self._checked[name] = entry
-        return entry[2]
+        if entry is not None and entry[0] is factor and entry[1] == factor._version:
+            return entry[2]
+        version = factor._version
 
-    def _checked_on_device(self, name: str, factor: Scalar) -> Scalar:
-        checked = checked_factor(name, factor, self._num_rewards, self._deferred)
-        return sent(checked, self._device) if isinstance(checked, torch.Tensor) else checked
+        def note_valid(checked: Scalar) -> None:
+            self._checked[name] = (factor, version, _on(self._device, checked))
+
+        return self._checked_on_device(name, factor, note_valid)
+
+    def _checked_on_device(
+        self, name: str, factor: Scalar, note_valid: Callable[[Scalar], None] | None = None
+    ) -> Scalar:
+        checked = checked_factor(name, factor, self._num_rewards, self._deferred, note_valid)
+        return _on(self._device, checked)
+
+
+def _on(device: torch.device, factor: Scalar) -> Scalar:
+    return sent(factor, device) if isinstance(factor, torch.Tensor) else factor
 
 
 # -- the recursion -------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             allow_partial: Accept a rollout that is not full, and use the steps so far.
 
         On a GPU the call does not wait. Pass the same tensor objects as `gamma` and `lam` at each
-        call: a tensor on the GPU is checked again only if it has changed.
+        call: an unchanged tensor on the GPU is not checked again after its check has arrived.
 
         Raises:
             UsageError: The rollout is not full, or an argument is not as above; nothing is changed.

@@ -367,18 +367,19 @@ class PrioritizedRing:
     ) -> Draw | None:
         """Draw rows, one per interval of equal mass. Return None if all weights are 0.
 
-        The importance weight of a row with probability P is (P / P_min) ** -beta.
+        The importance weight of a row with probability P is (P / P_min) ** -beta. The caller first
+        raises the errors that have arrived: a draw in several rings must raise before it draws.
 
         Args:
             num_draws: Number of draws.
             generator: Random generator on the device of the ring.
             among: `[m]` positions to draw from, in time proportional to m; None for all rows.
         """
-        if not self._is_on_cpu:
-            self._order.deferred.raise_arrived()
-            # An update copies the results of draws too. Then the next draw needs no copy.
-            if not self._order.deferred.num_pending or self._num_unsent == _DRAWS_PER_REPORT:
-                self.send_draws()
+        # An update copies the results of draws too. Then the next draw needs no copy.
+        if not self._is_on_cpu and (
+            not self._order.deferred.num_pending or self._num_unsent == _DRAWS_PER_REPORT
+        ):
+            self.send_draws()
         if among is None:
             if not (self._is_on_cpu or self.has_mass(None)):
                 return None
@@ -480,6 +481,8 @@ class PrioritizedRing:
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
         """Check priorities; return them as `[num_rows]` float64, and their maximum.
 
+        Raises the errors of earlier calls that have arrived, before the caller changes a row.
+
         Args:
             priorities: `[num_rows]` numbers of any type, or one number for all rows. Values on a
                 device are not checked here and keep a floating dtype; their maximum is returned as
@@ -488,8 +491,9 @@ class PrioritizedRing:
 
         Raises:
             UsageError: A priority is negative, not finite or too large to be summed, or the number
-                of priorities is wrong.
+                of priorities is wrong. Or an error of an earlier call has arrived.
         """
+        self._order.deferred.raise_arrived()
         try:
             tensor = priorities
             if not isinstance(tensor, torch.Tensor):
@@ -582,23 +586,24 @@ class PrioritizedRing:
     def _update_on_device(
         self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool
     ) -> torch.Tensor:
-        self._order.deferred.raise_arrived()
         stop = self._total * self._num_lanes
         start = stop - min(self._total, self._num_slots) * self._num_lanes
-        #: Whether a row is live, and whether its priority is valid.
+        #: Whether a row is live, whether its priority is valid, and whether both are true.
         flags = torch.empty(
-            (1 if is_checked else 2, len(ids)), dtype=torch.bool, device=self.device
+            (1 if is_checked else 3, len(ids)), dtype=torch.bool, device=self.device
         )
-        is_live = is_written = flags[0]
+        is_live = flags[0]
+        is_written = flags[-1]
         torch.eq(ids.clamp(start, stop - 1), ids, out=is_live)
         places = self.places(ids)
         if self._num_valid is None or not self._total:
             is_live &= self._counts.index_select(0, places)
         if not is_checked:
             self._is_right(priorities, flags[1])
-            is_written = is_live & flags[1]
+            torch.logical_and(is_live, flags[1], out=is_written)
         totals = flags.sum(1)
-        self._totals[: len(totals)].add_(totals)
+        counted = totals[:2]
+        self._totals[: len(counted)].add_(counted)
         self._num_dead += len(ids)
         if not is_checked:
             self._num_unchecked += len(ids)
@@ -612,7 +617,7 @@ class PrioritizedRing:
             # With alpha 0, the priority 0 of skipped entries would have the weight 0 ** 0 = 1.
             may_count = None if self.rule.alpha else places < self._num_places
             self._set(places, priorities, largest, may_count)
-        return totals[0]
+        return totals[-1]
 
     def _is_right(self, priorities: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return whether each priority is finite, >= 0 and small enough to sum: `[n]` bool."""

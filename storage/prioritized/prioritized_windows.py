@@ -130,6 +130,7 @@ class PrioritizedWindows(RowFront, Store):
         """
         arguments.whole("num_windows", num_windows, 1)
         with self._lock, self._order.writes:  # A draw writes memory that later draws reuse.
+            self._order.deferred.raise_arrived()
             ring = self._rows.ring
             drawn = self._windows.draw(num_windows, self._rows.generator)
             if ring is None or drawn is None:

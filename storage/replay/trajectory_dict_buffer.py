@@ -186,8 +186,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
         """Set the priorities of some episodes, then scale all priorities to a sum of 1.
 
-        The host does not wait for priorities and indices on a GPU. Invalid entries are ignored, and
-        a later call raises `UsageError`.
+        The host does not wait for priorities and indices on a GPU. Invalid entries there are
+        ignored, and a later call raises `UsageError`.
 
         Args:
             priorities: `[num]`, finite and >= 0.
@@ -205,6 +205,8 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             raise _count_differs(values, places)
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
             raise _not_integers(places)
+        if values.is_cpu:
+            _check_values(values)
         with self._lock, self._order.writes:
             if is_on_cpu:
                 self._set_priorities(values, places)
@@ -222,9 +224,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
             raise _not_integers(places)
         if len(values) != len(places):
             raise _count_differs(values, places)
-        wrong_values = values[~torch.isfinite(values) | (values < 0)]
-        if len(wrong_values):
-            raise UsageError(f"priorities must be finite and >= 0, got {wrong_values[0].item()}.")
+        _check_values(values)
         wrong_places = places[(places < 0) | (places >= self.num_episodes)]
         if len(wrong_places):
             raise UsageError(
@@ -397,6 +397,13 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
 
 def _count_differs(values: torch.Tensor, places: torch.Tensor) -> UsageError:
     return UsageError(f"{len(values)} priorities are given for {len(places)} idxs.")
+
+
+def _check_values(values: torch.Tensor) -> None:
+    """Raise `UsageError` if a priority on the CPU is negative or not finite."""
+    wrong_values = values[~torch.isfinite(values) | (values < 0)]
+    if len(wrong_values):
+        raise UsageError(f"priorities must be finite and >= 0, got {wrong_values[0].item()}.")
 
 
 def _not_integers(places: torch.Tensor) -> UsageError:

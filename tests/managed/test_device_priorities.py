@@ -16,6 +16,7 @@ import torch
 from storage import (
     AdvancedReplayBuffer,
     BufferEmptyError,
+    BufferManager,
     PrioritizedWindows,
     SumTree,
     TrajectoryDictBuffer,
@@ -84,7 +85,7 @@ def test_invalid_priorities_are_left_out_and_a_later_call_raises() -> None:
     ids = torch.arange(8).cuda()
     buffer.update_priorities(ids, torch.full((8,), 2.0).cuda())
     wrong = torch.tensor([1.0, torch.nan, -1.0, torch.inf, 0.0, 1e308, 5.0, 1.0]).double()
-    assert int(buffer.update_priorities(ids, wrong.cuda())) == 8
+    assert int(buffer.update_priorities(ids, wrong.cuda())) == 4
     assert buffer._ring.priorities.tolist() == [1.0, 2.0, 2.0, 2.0, 0.0, 2.0, 5.0, 1.0]
     assert buffer.max_priority == 5.0
     assert buffer.check_valid() == (True, "")
@@ -108,6 +109,58 @@ def test_invalid_priorities_on_the_host_raise_at_once() -> None:
     with pytest.raises(UsageError, match="finite and >= 0"):
         buffer.extend_tensors({"x": torch.zeros(1, 1)}, torch.tensor([torch.nan]))
     assert len(buffer) == 8
+
+
+def test_invalid_priorities_of_experts_on_the_host_raise_at_once() -> None:
+    expert = TrajectoryDictBuffer([{"observation": torch.zeros(9, 2)}] * 3, "cuda", 3, generator=0)
+    with pytest.raises(UsageError, match="finite and >= 0, got nan"):
+        expert.update_priorities([torch.nan, 1.0], torch.tensor([0, 1]).cuda())
+    expert.raise_deferred(wait=True)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_a_manager_raises_an_earlier_error_before_it_changes_any_buffer() -> None:
+    cfg = {
+        "buffer_name": ["a", "b"],
+        "a": {"replay_buffer_size": 40},
+        "b": {"replay_buffer_size": 40},
+        "sample_ratio": {"a": 0.5, "b": 0.5},
+    }
+    manager = BufferManager(cfg, device="cuda", generator=0)
+    for name in "ab":
+        manager[name].extend_tensors({"x": torch.ones(30, 3).cuda()})
+    samples = manager.sample_tensors(20)
+    ids = {name: sample[2] for name, sample in samples.items()}
+    sevens = {name: torch.full((len(rows),), 7.0).cuda() for name, rows in ids.items()}
+    for call in (
+        partial(manager.update_priorities, ids, sevens),
+        partial(manager.sample_tensors, 20),
+    ):
+        before = manager["a"].state_dict()
+        manager["b"].update_priorities(ids["b"], -sevens["b"])
+        torch.cuda.synchronize()
+        with pytest.raises(UsageError, match="invalid priorities"):
+            call()
+        after = manager["a"].state_dict()
+        assert after["numbers"]["num_draws"] == before["numbers"]["num_draws"]
+        torch.testing.assert_close(after["tensors"], before["tensors"], rtol=0, atol=0)
+    assert int(manager.update_priorities(ids, sevens)) == 20
+
+
+@pytest.mark.usefixtures("any_device")
+def test_adding_rows_with_priorities_reads_the_checks_of_earlier_calls() -> None:
+    buffer = filled(8, 8)
+    rows = {"x": torch.zeros(2, 1).cuda()}
+    for _ in range(20):
+        buffer.extend_tensors(rows, torch.ones(2).cuda())
+        torch.cuda.synchronize()
+    assert buffer._ring.order.deferred.num_pending <= 1
+    buffer.extend_tensors(rows, torch.full((2,), torch.nan).cuda())
+    torch.cuda.synchronize()
+    num_added = buffer.push_count
+    with pytest.raises(UsageError, match="passed 2 invalid"):
+        buffer.extend_tensors(rows, torch.ones(2).cuda())
+    assert buffer.push_count == num_added
 
 
 @pytest.mark.usefixtures("any_device")

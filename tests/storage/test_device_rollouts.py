@@ -165,6 +165,15 @@ def test_a_factor_on_the_device_that_is_out_of_range_raises_at_a_later_call(valu
     compute(storage)  # the error is raised once
 
 
+def test_a_factor_that_is_out_of_range_raises_after_each_call() -> None:
+    storage = filled("cuda")
+    gamma = torch.tensor([1.5], device="cuda")
+    for _ in range(3):
+        compute(storage, gamma)
+        with pytest.raises(UsageError, match="gamma was outside"):
+            storage.raise_deferred(wait=True)
+
+
 def test_a_factor_on_the_device_is_checked_again_after_it_changed(
     late_device: PretendCuda | None,
 ) -> None:
@@ -189,6 +198,7 @@ def test_factors_that_did_not_change_are_not_checked_again(late_device: PretendC
         late_device.reset()
         compute(storage, gamma)
         launches.append(late_device.reset().num_launches)
+        torch.cuda.synchronize()
     assert launches[1] < launches[0]
 
 
