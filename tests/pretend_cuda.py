@@ -259,6 +259,7 @@ class PretendStream:
     def synchronize(self) -> None:
         device = PretendCuda.active()
         device.wait("stream.synchronize")
+        device.num_operations += device.lateness  # All recorded events are complete.
         device.complete_copies()
 
 
@@ -757,6 +758,7 @@ def _replacements(device: PretendCuda) -> dict[str, Any]:
 
     def synchronize(place: Any = None) -> None:
         device.wait("synchronize")
+        device.num_operations += device.lateness  # All recorded events are complete.
         device.complete_copies()
 
     @contextmanager
