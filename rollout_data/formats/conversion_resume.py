@@ -216,11 +216,13 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Return the dtypes and shapes of all fields, which determine the layout of a target.
+    """Return the forms of each field. They determine the layout of a target.
+
+    A form is a dtype and a shape, as text.
 
     Returns:
-        A dict that maps each field to its forms (dtype and shape, as texts), and to whether every
-        episode has the field. A known end or success counts as a field.
+        Map from field to a pair: its forms, and whether every episode has the field. A known end or
+            success counts as a field.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}

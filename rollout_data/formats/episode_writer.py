@@ -541,7 +541,7 @@ _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 
 def _change(before: Array, after: Array) -> tuple[int, float]:
-    """Return the number of values changed by a dtype conversion, and the largest difference."""
+    """Return a pair for a dtype conversion: number of changed values, largest difference."""
     old = before.reshape(-1)
     new = after.reshape(-1)
     if old.dtype.kind == "b":

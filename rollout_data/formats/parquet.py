@@ -224,7 +224,7 @@ class ParquetFile:
         return columns
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Return the minimum and the maximum of a column of integers, as stated in the footer.
+        """Return a pair (minimum, maximum) of a column of integers, read from the file's footer.
 
         The result is None if the footer has no such statistics.
         """

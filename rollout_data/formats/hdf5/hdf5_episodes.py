@@ -228,7 +228,7 @@ class Hdf5Reader(FileSource):
         return shape
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Return further attributes of `EpisodeInfo` for the episode in a group, such as its end.
+        """Return values of further attributes of `EpisodeInfo` by name, such as the episode's end.
 
         The attributes of the group are added to "metadata". "repeated" has the names of fields
         whose final observation repeats the last observation.

@@ -55,7 +55,8 @@ class Batch:
     def columns(self, name: str) -> Array:
         """Return a field as a contiguous float array `[D, n]`: one row per dimension.
 
-        The dtype is float32 for values of at most 16 bits and for float32, otherwise float64."""
+        The dtype is float32 for values of at most 16 bits and for float32, otherwise float64.
+        """
         if name not in self._columns:
             values = self.values[name]
             is_narrow = values.dtype.itemsize <= 2 or values.dtype == np.float32
@@ -149,8 +150,10 @@ class Reading:
             yield from self._read(numbers[places], starts[places], counts[places])
 
     def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Yield groups of positions in `numbers`: episodes that fit one batch and have the same
-        fields."""
+        """Yield groups of positions in `numbers`.
+
+        The episodes of a group fit one batch and have the same fields.
+        """
         if not len(numbers):
             return
         places = np.arange(len(numbers))

@@ -46,7 +46,7 @@ class Camera:
         grid: `[E, 16, C]`, sum over examined frames of the mean colours of 4 x 4 cells.
         variation: `[E, 2, 2]`, sum over examined frames of the mean difference of adjacent pixels.
             Second axis: channels read as declared, channels read in the other layout. Third axis:
-                vertical neighbors, horizontal neighbors.
+            vertical neighbors, horizontal neighbors.
     """
 
     def __init__(self, name: str, scan: Any) -> None:
@@ -154,8 +154,10 @@ class Camera:
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
-        """Return frames as `[n, H, W, C]`. `is_other` means that the axis order is the undeclared
-        one."""
+        """Return frames as `[n, H, W, C]`.
+
+        With `is_other`, the channels are read from the axis that the schema does not declare.
+        """
         is_channel_first = self.is_first != is_other
         shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
         pictures: Array = frames.reshape(len(frames), *shape)

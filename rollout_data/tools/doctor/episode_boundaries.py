@@ -231,8 +231,7 @@ class Jumps(Collector):
             self.jumps.append(Jump(int(number), int(frame), float(share)))
 
     def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
-        """Return `[n]`: the number of dimensions whose step is far larger than the steps around
-        it."""
+        """Return `[n]`: how many dimensions have a step far larger than the steps around it."""
         count = np.zeros(len(rows), np.int64)
         last_row = len(batch) - 1
         for limits in self._limits:

@@ -120,7 +120,8 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
     """Run one rule. Returns a pair (defects, reason).
 
-    The reason says why the rule cannot be applied. It is "" for an applied rule."""
+    The reason says why the rule cannot be applied. It is "" for an applied rule.
+    """
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
     try:

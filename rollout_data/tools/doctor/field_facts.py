@@ -86,8 +86,10 @@ class Sample:
         read: Callable[[Batch, str], Array],
         leave_out: Array | None = None,
     ) -> Array:
-        """Return every k-th row of a batch, except rows of the previous batch and rows in
-        `leave_out`."""
+        """Return every k-th row of a field in a batch.
+
+        Rows that the previous batch also has, and rows in `leave_out`, are removed first.
+        """
         is_kept = np.ones(len(batch), bool)
         is_kept[: batch.overlap] = False
         if leave_out is not None:

@@ -285,7 +285,8 @@ class ExaminedFiles:
     def located(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the arguments `trajectories` and `left_out` of a `Defect` about named episodes.
 
-        Names that the recording does not contain are in `left_out`, unless they name a folder."""
+        Names that the recording does not contain are in `left_out`, unless they name a folder.
+        """
         places: list[int] = []
         left_out: list[str] = []
         for name in dict.fromkeys(names):
@@ -306,8 +307,7 @@ class ExaminedFiles:
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Errors and advice from opening the recording. Unreadable block headers are in `bad`
-        instead."""
+        """Errors and advice from opening the recording, except the errors of blocks in `bad`."""
         noted = [*self._scan.problems, *self._scan.advice]
         if self.folder is not None:
             noted = [problem for problem in noted if problem.kind not in ("", "header")]
@@ -343,7 +343,8 @@ class ExaminedFiles:
 def kind_of(problem: RolloutDataError) -> str:
     """Return the kind of a problem, such as "unreadable" or "unsafe"; "" if it is unknown.
 
-    The kind is its attribute `kind`, or else follows from its type."""
+    The kind is its attribute `kind`, or else follows from its type.
+    """
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
     if problem.kind:
@@ -358,8 +359,7 @@ def most_frequent(schemas: Iterable[Schema]) -> Schema:
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Return whether a file has an HDF5 superblock and is not shorter than the superblock
-    states."""
+    """Return whether a file starts as HDF5 and is not shorter than its superblock states."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)

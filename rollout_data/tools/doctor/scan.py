@@ -34,7 +34,8 @@ _MIN_FRAMES = 100
 class Columns(dict[str, Array]):
     """Columns of `Recording.table`, read when first used.
 
-    The column `return` (sum of rewards) is NaN here, because it would need all data."""
+    The column `return` (sum of rewards) is NaN here, because it would need all data.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -119,8 +120,7 @@ class Scan:
 
     @property
     def problems(self) -> Sequence[RolloutDataError]:
-        """Errors from opening the recording, about data that were unreadable, repaired or left
-        out."""
+        """Errors from opening the recording: data that were unreadable, repaired or left out."""
         return () if self._recording is None else self._recording.problems
 
     @property
@@ -174,8 +174,7 @@ class Scan:
 
     @cached_property
     def sample(self) -> Sample:
-        """Sample of the rows of the numeric fields, evenly spaced; all rows of a small
-        recording."""
+        """Evenly spaced sample of the numeric fields. It has all rows of a small recording."""
         return Sample(self._reading(self.numeric), self.examined)
 
     @cached_property

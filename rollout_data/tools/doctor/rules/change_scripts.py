@@ -263,8 +263,7 @@ def change_script(rule: Rule, recording: Recording, path: str) -> str:
 
 
 def _writer_options(recording: Recording) -> str:
-    """Return Python code: the dict items of the `RolloutWriter` options for a copy of a
-    recording."""
+    """Return Python code: dict items with the `RolloutWriter` options for a copy."""
     options = ""
     if recording.format != FORMAT_NAME or recording.metadata.get("obs_disassemble_mapping"):
         name = "obs_disassemble_mapping"

@@ -31,7 +31,11 @@ _MAX_DUPLICATES = 10_000
 
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report trajectories that never end, although their environment continued afterwards."""
+    """Report a recording without any end, and open trajectories that their environment left.
+
+    A trajectory is open if its recording stopped before it ended. The last trajectory of an
+    environment may be open.
+    """
     table = scan.columns
     is_open = table["ends"] == "open"
     is_ours = scan.recording.format == FORMAT_NAME

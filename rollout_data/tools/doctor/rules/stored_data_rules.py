@@ -207,8 +207,7 @@ def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _last_chunk_stop(folder: Path) -> int:
-    """Return the stop frame that the name of the last chunk states; -1 for a folder without
-    chunks."""
+    """Return the stop frame in the name of a folder's last chunk; -1 without chunks."""
     if not folder.is_dir():
         return -1
     matches = [_CHUNK.fullmatch(name) for name in os.listdir(folder)]

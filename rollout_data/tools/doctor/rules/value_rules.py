@@ -526,8 +526,7 @@ def _is_outside(rows: Array, low: Array, high: Array) -> Any:
 
 
 def _is_jump(rows: Array, dims: list[int], low: float, high: float) -> Any:
-    """Return `[T - 1]` bool: whether a step in the dimensions `dims` is between `low` and
-    `high`."""
+    """Return `[T - 1]` bool: whether a step in any of `dims` is between `low` and `high`."""
     steps = np.abs(np.diff(rows[:, dims].astype(np.float64), axis=0))
     return np.logical_and(steps > low, steps < high).any(1)
 
