@@ -498,7 +498,10 @@ class WindowLoader(Shown):
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
-        """Return a pair (ordered window numbers of an epoch, sort keys); the keys are None unshuffled."""
+        """Return a pair: the window numbers of an epoch in order, and their sort keys.
+
+        Without shuffling, the second item is None.
+        """
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None

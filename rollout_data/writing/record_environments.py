@@ -528,7 +528,10 @@ class _Recorder:
     def _success_flags(
         self, done: np.ndarray, infos: Mapping[str, Any]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a pair of bool `[N]`: whether each env's success flag is true, and whether it exists."""
+        """Return a pair of arrays, bool `[N]` each, about the success flags of envs.
+
+        The first is whether the flag is true, the second whether the env has a flag.
+        """
         success, has_flag = info_flags(infos, self._names, len(done))
         final_infos = infos.get("final_info")
         if final_infos is not None:

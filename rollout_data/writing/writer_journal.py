@@ -94,7 +94,7 @@ class Journal:
         self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
-        """Write the number of settled frames that block `sequence` will make. Call before publishing."""
+        """Write the number of settled frames after block `sequence`. Call it before publishing."""
         self._write(_SEQUENCE, sequence + 1)
         self._write(_SETTLED, num_frames)
 
