@@ -330,7 +330,8 @@ class StreamOrder:
 
     Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A
     reader waits for the last write. A writer waits for the last write and for all reads since then.
-    The host never waits. An access inside of a write is a part of this write.
+    The host never waits. An access inside of a write is a part of this write. The constructor of
+    the object is a write by the stream that was current when the order was created.
 
     Args:
         device: Device of the memory. On the CPU nothing is done.
@@ -354,12 +355,16 @@ class StreamOrder:
         self._read: dict[int, torch.cuda.Event] = {}
         #: Number of nested `writes` contexts.
         self._num_writes = 0
+        #: Stream that created the object; None after the first access.
+        self._creator = torch.cuda.current_stream(device) if self.is_needed else None
 
     def wait(self, is_write: bool) -> None:
         """Make the current stream wait for earlier accesses of other streams."""
         if not self.is_needed or self._num_writes:
             return
         stream = torch.cuda.current_stream(self._device)
+        if self._creator is not None:
+            self._record_creation(stream)
         for writer, event in self._written.items():
             if writer != stream.cuda_stream:
                 stream.wait_event(event)
@@ -367,6 +372,15 @@ class StreamOrder:
             for reader, event in self._read.items():
                 if reader != stream.cuda_stream:
                     stream.wait_event(event)
+
+    def _record_creation(self, stream: torch.cuda.Stream) -> None:
+        """Record an event after the constructor, at the first access, unless `stream` ran both."""
+        creator = self._creator
+        self._creator = None
+        if creator is not None and creator.cuda_stream != stream.cuda_stream:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(creator)
+            self._written[creator.cuda_stream] = event
 
     def record(self, is_write: bool) -> None:
         """Record an event after the access that the current stream has launched."""

@@ -376,6 +376,8 @@ def test_rings_with_final_observations_save_and_load_on_a_device(
 
 
 def test_streams_wait_for_rows_and_final_observations_of_other_streams() -> None:
+    # The pretended device executes at once, so only a GPU can show a missing order by its values.
+    # tests/storage/test_stream_order.py shows that the streams wait.
     buffer = DictBuffer(64, "cuda", end_key="done", generator=0)
     side = torch.cuda.Stream()
     done = (torch.arange(64) % 4 == 3).view(64, 1).cuda()
@@ -396,6 +398,8 @@ def test_streams_wait_for_rows_and_final_observations_of_other_streams() -> None
 
 
 def test_a_write_waits_for_a_draw_on_another_stream() -> None:
+    # The pretended device executes at once, so only a GPU can show a missing order by its values.
+    # tests/storage/test_stream_order.py shows that the streams wait.
     buffer = DictBuffer(64, "cuda", end_key="done", generator=0)
     side = torch.cuda.Stream()
     done = torch.zeros(64, 1).cuda()

@@ -64,6 +64,8 @@ def test_a_store_moves_between_devices(tmp_path):
 
 
 def test_steps_wait_for_batches_that_another_stream_reads():
+    # The pretended device executes at once, so only a GPU can show a missing order by its values.
+    # tests/storage/test_stream_order.py shows that the streams wait.
     big = RolloutStorage(64, 6, (256, 256), None, (1,), device="cuda", generator=0)
     first, second = (
         torch.zeros(64, 256, 256, device="cuda"),

@@ -79,8 +79,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     found, make = Streams(), StreamOrder.__init__
 
     def made(order: StreamOrder, device: torch.device) -> None:
-        make(order, device)
-        order.is_needed = True
+        make(order, torch.device("cuda"))
 
     monkeypatch.setattr(StreamOrder, "__init__", made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current)
@@ -379,6 +378,35 @@ def test_no_stream_waits_for_itself(streams, monkeypatch):
     monkeypatch.setattr(Stream, "wait_event", lambda stream, event: pytest.fail("a needless wait"))
     streams.on(streams.a, lambda: take_batches(made))
     streams.on(streams.a, lambda: add_steps(made))
+
+
+#: Objects without rows, each with its first write.
+NEW_OBJECTS: dict[str, tuple[Callable[[], Any], Call]] = {
+    "RolloutStorage": (
+        lambda: make_storage(4, 3),
+        lambda x: x.add_transitions(transition_of(x, 0)),
+    ),
+    "DictBuffer": (lambda: DictBuffer(12, end_key="done", generator=0), extend),
+    "ReplayBuffer": (
+        lambda: ReplayBuffer(2, 8, generator=0),
+        lambda x: x.insert(torch.zeros(4, 2), torch.ones(4, 2)),
+    ),
+    "ZBuffer": (lambda: ZBuffer(8, 2, generator=0), lambda x: x.add(torch.zeros(2, 2))),
+    "AdvancedReplayBuffer": (lambda: AdvancedReplayBuffer(8, generator=0), extend_tensors),
+    "PrioritizedWindows": (lambda: PrioritizedWindows(12, 2, generator=0), extend_lanes),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_OBJECTS)
+def test_the_first_write_waits_for_the_constructor_on_another_stream(streams, kind):
+    make, write = NEW_OBJECTS[kind]
+    made = streams.on(streams.a, make)
+    assert streams.a.num_done == 0
+    streams.on(streams.b, lambda: write(made))
+    assert streams.b.comes_after["a"] == streams.a.num_done > 0
+    num_written = streams.b.num_done
+    streams.on(streams.a, lambda: write(made))
+    assert streams.a.comes_after["b"] == num_written
 
 
 @pytest.mark.parametrize(
