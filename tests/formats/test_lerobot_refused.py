@@ -49,7 +49,7 @@ def told(**changes: Any) -> Callable[[LeRobotSet], None]:
 WRONG_3 = {
     "old file at a roll-over": (entry(2, data_file_index=0), "Episode 2"),
     "scrambled ranges": (entry(1, dataset_from_index=4, dataset_to_index=5), "Episode 1"),
-    "length and range": (entry(1, length=2), "has length 2, but the frames 3:4"),
+    "length and range": (entry(1, length=2), "states length 2, but frames 3:4"),
     "one range over another": (entry(1, length=2, dataset_to_index=5), "Episode 2"),
     "an episode twice": (entry(2, episode_index=1), "index"),
     "a gap in the numbers": (entry(3, episode_index=5), "Episode 3"),

@@ -1,6 +1,7 @@
-"""Fields as LeRobot features: descriptions, columns and pictures.
+"""Fields of a recording as LeRobot features: descriptions, Arrow columns and encoded pictures.
 
-Numbers keep their dtype and pictures keep their pixels unless the option `video` is set.
+A feature is LeRobot's word for a field: a column of the data files, or a camera. Numbers keep their
+dtype. Pictures keep their pixels unless the option `video` is set.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """A field of the recording and its LeRobot feature.
+    """A field of the recording, and how it is written as a LeRobot feature.
 
     Attributes:
         field: Field of the recording.
         name: Name of the feature.
-        kind: "number", "string", "image", "depth" or "video".
-        unit: Unit of depth.
-        codec: Codec of video.
-        copied_description: Description of a video that is copied from another LeRobot set.
+        kind: "number", "string", "image", "depth" or "video". "image" and "depth" are PNG or TIFF
+            pictures in a column.
+        unit: Unit of depth: "mm" or "m"; "" for other fields.
+        codec: Codec of video; "" for other fields.
+        copied_description: Description of a video that is copied from another LeRobot dataset;
             None for other fields.
     """
 
@@ -121,17 +123,18 @@ def column_of(
     is_v3: bool,
     copied_description: Mapping[str, Any] | None = None,
 ) -> FeatureColumn:
-    """Return the column of a field.
+    """Choose how a field is written: as video, pictures, depth or numbers.
 
     Args:
         field: Field of the recording.
-        units: Maps depth fields to units. Version 2 stores depth as numbers.
+        units: Maps depth fields to units.
         codec: Codec of pictures as video; "" for PNG.
-        is_v3: Whether the version is 3.
-        copied_description: Description of the video if it is copied from another LeRobot set.
+        is_v3: Whether the dataset is written in version 3.
+        copied_description: Description of the video if it is copied from another LeRobot dataset.
     """
     is_picture = is_picture_field(field)
     has_depth = field.name in units and len(field.shape) == 2
+    # Version 2 has no feature for depth, so its depth is written as numbers.
     is_depth = is_v3 and has_depth and field.dtype in ("uint16", "float32")
     name = _feature_name(field, is_picture, is_depth, is_v3)
     if is_picture and codec:
@@ -142,7 +145,8 @@ def column_of(
         )
     if is_picture:
         return FeatureColumn(field, name, "image")
-    return FeatureColumn(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
+    kind = "depth" if is_depth else "number"
+    return FeatureColumn(field, name, kind, units.get(field.name, ""))
 
 
 def _feature_name(field: Field, is_picture: bool, is_depth: bool, is_v3: bool) -> str:

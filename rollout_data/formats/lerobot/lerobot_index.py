@@ -1,7 +1,9 @@
 """The index of a LeRobot dataset, compared with the rows of its data files.
 
-Each row contains the number of its episode. If the index contradicts the rows, an error is raised,
-or the index is rebuilt from the rows with `on_bad_index="rebuild"`. Checking all rows takes 0.2 s
+The index consists of the files `meta/episodes*` and `meta/tasks*`. It has one entry per episode:
+length, tasks, and position in the data files and video files. Each row of a data file also contains
+the number of its episode. If the index contradicts the rows, an error is raised. With
+`on_bad_index="rebuild"`, the index is rebuilt from the rows instead. Checking all rows takes 0.2 s
 per thousand episodes.
 """
 
@@ -37,7 +39,8 @@ _TASK_FILES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
 _TASK_TEXTS = ("task", "__index_level_0__")
 #: Maximum bytes of a JSON lines file. The parsed objects take 20 times as much memory.
 _MAX_LINES_BYTES = 1 << 24
-#: Maximum number of rows or runs in a file in addition to the rows in the index.
+#: Maximum number of rows that a file may have in addition to the frames in the index, and of runs
+#: in addition to the episodes. This limits the memory for a file that contradicts the index.
 _MAX_UNINDEXED = 1 << 16
 #: Maximum number of episodes of a damaged file listed in an error.
 _NUM_SHOWN = 20
@@ -377,7 +380,12 @@ class Index:
                 self.problems.append(problem)
 
     def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
-        """Return the run that matches the index entry of an episode, or else the sorted `parts`."""
+        """Return the runs that form an episode, in the order of their frames.
+
+        If one of the `parts` matches the index entry, only this run is returned, and
+        `_rebuild` reports the other parts. Otherwise all parts are returned, sorted by their
+        first frames.
+        """
         entry = self.entries.get(episode)
         if entry is not None:
             for run in parts:
@@ -401,10 +409,11 @@ def _is_integer(arrow_type: Any) -> bool:
 
 
 def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
-    """Return the run of a file with one episode; None if the footer statistics are insufficient.
+    """Return the run of a data file with one episode, from its Parquet footer.
 
-    Only the footer is read. Opening a thousand files takes 0.3 s instead of 0.8 s. The rows are
-    checked when they are read.
+    The footer states the smallest and largest value of each column. If they do not prove that the
+    file has one episode without gaps, the result is None. Without reading rows, opening a thousand
+    files takes 0.3 s instead of 0.8 s. The rows are checked when they are read.
     """
     bounds = [file.bounds(column) for column in (*INDEX_COLUMNS, TASK, SUCCESS)]
     episode, frame, position, task, success = bounds
@@ -429,7 +438,7 @@ def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
 
 
 def _difference(run: Run, entry: EpisodeEntry) -> str:
-    """Describe the first difference of an episode's rows from its entry; "" if there is none."""
+    """Describe how the rows of an episode first differ from its index entry; "" if they agree."""
     if entry.file != run.file:
         return f"has its rows in {run.file!r}, but the index names {entry.file!r}"
     for name, expected, got in (
@@ -443,7 +452,7 @@ def _difference(run: Run, entry: EpisodeEntry) -> str:
 
 
 def _kind_of_difference(run: Run, entry: EpisodeEntry) -> str:
-    """Return the kind of defect of rows that differ from their entry."""
+    """Return the kind of defect for an episode whose rows differ from its index entry."""
     if entry.file != run.file:
         return "twice"
     is_at_start = run.frame == 0 and run.position == entry.start
@@ -451,7 +460,7 @@ def _kind_of_difference(run: Run, entry: EpisodeEntry) -> str:
 
 
 def _data_files(info: Info) -> list[str]:
-    """Return the names of the data files that fit the template, in the order of their numbers."""
+    """Return the existing files that match the template `info.data_path`, in natural order."""
     return _sorted_names(info, re.sub(r"\{[^}]*\}", "*", info.data_path))
 
 
@@ -484,7 +493,7 @@ def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str
     for row, line in enumerate(lines):
         if not isinstance(line, dict) or not all(is_whole(line.get(key)) for key in integers):
             raise CorruptFileError(
-                f"Line {row} of {str(path)!r} is no JSON object with the integers "
+                f"Line {row} of {str(path)!r} is not a JSON object with integer values for "
                 f"{', '.join(integers)}."
             )
     return lines
@@ -503,7 +512,10 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _index_rows_2(info: Info) -> list[dict[str, Any]]:
-    """Return the rows of the index in the order of the episodes."""
+    """Read the index of version 2, `meta/episodes.jsonl`: one dict per episode, in their order.
+
+    The file states no positions. `dataset_from_index` is computed from the lengths.
+    """
     rows = _read_lines(info, "meta/episodes.jsonl", [_EPISODE, "length"])
     rows.sort(key=itemgetter(_EPISODE))
     start = 0
@@ -514,7 +526,10 @@ def _index_rows_2(info: Info) -> list[dict[str, Any]]:
 
 
 def _index_rows_3(info: Info) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the tables of episodes, without statistics."""
+    """Yield the rows of the index of version 3, the tables in `meta/episodes`: one per episode.
+
+    The columns with statistics of episodes are not read.
+    """
     known: dict[str, str] = {}
     for name in _sorted_names(info, "meta/episodes/**/*.parquet"):
         file = ParquetFile(file_inside(info.path, name))
@@ -542,7 +557,7 @@ def _shared(value: Any, known: dict[str, str]) -> Any:
 
 
 def _entry_of(info: Info, row: dict[str, Any]) -> EpisodeEntry:
-    """Build the `EpisodeEntry` of an index row; remove its values from the row."""
+    """Build the entry of an episode from a row of the index. This removes keys from `row`."""
     return _entry_3(info, row) if info.major == 3 else _entry_2(info, row)
 
 
@@ -585,7 +600,7 @@ def _entry_3(info: Info, row: dict[str, Any]) -> EpisodeEntry:
         total: Any = info.content.get("total_frames")
         is_outside = is_whole(total) and stop > total
         raise CorruptFileError(
-            f"An entry in {where} has length {length}, but the frames {start}:{stop}. "
+            f"An entry in {where} states length {length}, but frames {start}:{stop}. "
             f"{_REBUILD_ADVICE}",
             kind="outside" if is_outside else "counts",
             episode=str(row.get(_EPISODE)),

@@ -1,6 +1,7 @@
 """The description of a LeRobot dataset, `meta/info.json`: version, names of files, features.
 
-The fields of features follow the data, also if the description contradicts the data.
+A feature is LeRobot's word for a field: a column of the data files, or a camera. If a description
+contradicts the data, shape and dtype of the field are those of the data.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ TEMPLATES = {
     ),
 }
 _OBSERVATION = "observation"
-#: Groups whose fields stay vectors if they have only one number per step.
+#: Names of fields, or first parts of names. One number per step is read as `[T, 1]` in these
+#: fields, and as `[T]` in others.
 _VECTOR_GROUPS = (_OBSERVATION, "action")
 #: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)
@@ -180,20 +182,20 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature of a dataset, and the field for its values.
+    """A feature of a dataset, and the properties of the field that it becomes.
 
     Attributes:
-        source: Name of the column or camera.
+        source: Name of the feature: a column or camera.
         name: Name of the field.
-        kind: "number", "text", "language", "image", "video" or "annotation". For an annotation, a
-            column contains the number of a task or subtask, and the value is its text.
-        shape: Shape of a row.
+        kind: "number", "text", "language", "image", "video" or "annotation". The column of an
+            annotation contains numbers of tasks or subtasks. Its field contains their texts.
+        shape: Shape of a row of the feature.
         dtype: Dtype of a row.
         depth: Coding of depth in a video.
         unit: Unit of depth: "mm" or "m".
         is_lossy: Whether values were compressed with loss.
-        part: Range `start, stop` of a vector, for a named part in a GR00T dataset. None means the
-            whole vector.
+        part: Range `start, stop` of the elements of a vector that the field contains. GR00T
+            datasets have names for such parts. None means the whole vector.
     """
 
     source: str
@@ -220,8 +222,9 @@ def field_name(source: str, names: Mapping[str, Any]) -> str:
     """Return the field name of a feature.
 
     Args:
-        source: Name of the feature.
-        names: All features of the dataset, as keys.
+        source: Name of the feature, such as "observation.state".
+        names: Mapping with the names of all features as keys. If a feature is called "action",
+            "action.arm" cannot become "action/arm".
     """
     if source == "next.reward":
         return "reward"
@@ -255,7 +258,8 @@ def column_feature(
 
     declared = _shape(description.get("shape"))
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
-        shape = declared  # The column may store flat lists.
+        # Multidimensional rows may be stored as flat lists; the description states their shape.
+        shape = declared
     is_vector = name.partition("/")[0] in _VECTOR_GROUPS
     if shape == (1,) and not is_vector:
         shape = ()

@@ -1,4 +1,9 @@
-"""Describe Arrow types of language columns as plain values; convert JSON texts to Arrow arrays."""
+"""Language columns of LeRobot datasets: their Arrow types as plain values, their values as JSON.
+
+A language column contains nested lists and structs, such as the messages of a dialogue. Recordings
+have these values as JSON texts. The described type is stored in the metadata of the recording, so
+that the texts can be written as the same Arrow type again.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +58,9 @@ def describe(value_type: Any) -> Any:
 
 
 def fits_json(value_type: Any) -> bool:
-    """Return whether values of an Arrow type can be texts in JSON.
+    """Return whether the values of an Arrow type can be converted to JSON texts.
 
-    Times in nanoseconds and structs with duplicate field names cannot be JSON texts.
+    Times in nanoseconds and structs with duplicate field names cannot be converted.
     """
     pyarrow, _ = arrow()
     if isinstance(value_type, pyarrow.BaseExtensionType):
@@ -70,14 +75,14 @@ def fits_json(value_type: Any) -> bool:
 
 
 def has_unknown(description: Any) -> bool:
-    """Return whether a described type contains the type null, because all values were missing."""
+    """Return whether a described type contains "null", Arrow's type if all values are missing."""
     if isinstance(description, Mapping):
         return any(map(has_unknown, description.values()))
     return bool(description == "null")
 
 
 def arrow_type(description: Any) -> Any:
-    """Return the Arrow type of a description that `describe` returned.
+    """Convert a description that `describe` returned to the Arrow type.
 
     Raises:
         UsageError: The description is not a result of `describe`.
@@ -143,9 +148,9 @@ def _key_without_field(value: Any, value_type: Any) -> str:
 
 
 def hub_feature(description: Any) -> Any:
-    """Convert a described type to the form of the package `datasets`.
+    """Convert a described type to a feature description of the package `datasets`.
 
-    Only forms that old releases of `datasets` know are used.
+    Only descriptions that old releases of `datasets` can read are used.
     """
     if isinstance(description, str):
         name = "string" if description == _JSON else description

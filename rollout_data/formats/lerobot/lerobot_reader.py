@@ -1,8 +1,11 @@
-"""LeRobot datasets of versions 3.0, 2.1 and 2.0 as episodes, with the additions of GR00T.
+"""Reader of LeRobot datasets of versions 3.0, 2.1 and 2.0.
 
-A row contains an observation and the action that follows it. The files state neither the end of an
-episode nor the observation after the last step, so both are unknown. `next.done` is an ordinary
+A row contains an observation and the action that follows it. The files state neither how an episode
+ended nor the observation after the last step, so both are unknown. `next.done` is an ordinary
 field, because it only marks the last row.
+
+Datasets for GR00T, a robot model of NVIDIA, also have the file `meta/modality.json`. It contains
+names for parts of the vectors of state and action ("components" here), cameras and annotations.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ from .lerobot_language import ARROW_TYPES, TEXT_TYPES, describe, has_unknown
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
-#: Maps groups of `meta/modality.json` to the default feature of parts without a feature name; "" if
-#: there is no default.
+#: Maps groups of `meta/modality.json` to the feature that contains their parts, unless a part names
+#: another feature. "" means that the group has no such feature.
 _MODALITY_GROUPS = {"state": "observation.state", "action": "action", "video": "", "annotation": ""}
 _FRAME = "frame_index"
 #: Kinds of features that become text fields.
@@ -287,10 +290,12 @@ class LerobotReader(FileSource):
     def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
         """Read the named parts of state, action and cameras from `meta/modality.json`.
 
-        Annotations in `features` become texts.
+        The features of annotations in `features` get the kind "annotation", so that their numbers
+        are read as texts.
 
         Returns:
-            The features of the parts, nested by group and name of the part.
+            A dict that maps each group ("state", "action", "video") to a dict of the features of
+            its parts, by name of the part.
         """
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         places = {feature.source: place for place, feature in enumerate(features)}
@@ -431,7 +436,10 @@ class LerobotReader(FileSource):
         return task
 
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
-        """Return the numeric fields and the names of text fields, except fields of `cameras`."""
+        """Return the numeric fields and the names of the text fields of an episode.
+
+        Fields of `cameras` are left out, because their videos are missing.
+        """
         fields = []
         texts = []
         for feature in self._features.values():
@@ -490,7 +498,10 @@ class LerobotReader(FileSource):
         return fields
 
     def _output(self, feature: Feature, source: EpisodeFiles, start: int, stop: int) -> Any:
-        """Return the frames of a video feature, or an empty list or array for other features."""
+        """Return the values of a feature: complete for video, to be filled for other features.
+
+        An array of numbers or pictures is uninitialized. A list of texts is empty.
+        """
         if feature.kind in _TEXT_KINDS:
             return []
         if feature.kind != "video" or start >= stop:
@@ -571,7 +582,10 @@ class LerobotReader(FileSource):
 
 
 def _first_known(types: Iterator[Any]) -> Any:
-    """Return the first described type without an unknown part, or else the first type."""
+    """Return the first described type without "null" in it; if all have "null", the first type.
+
+    The types are those of one column in several files.
+    """
     first = next(types)
     if not has_unknown(first):
         return first
@@ -588,13 +602,13 @@ def _component(
     description: Mapping[str, Any],
     feature: Feature | None,
 ) -> Feature | None:
-    """Return a part in `meta/modality.json` as a feature; None for an invalid part.
+    """Build the feature of a named part in `meta/modality.json`; None if the part is invalid.
 
     Args:
         group: "state", "action", "video" or "annotation".
         name: Name of the part.
-        description: Description of the part.
-        feature: Feature that contains the part; None if it is missing.
+        description: Description of the part in the file.
+        feature: Feature whose vector contains the part; None if there is no such feature.
     """
     if feature is None:
         return None
@@ -646,7 +660,10 @@ def _picture_bytes(value: Any) -> bytes | None:
 
 
 def _place(name: str, part: Feature) -> dict[str, Any]:
-    """Return the location of a named part: its field, and its columns (None for all columns)."""
+    """Describe where a named part is: name of its field, and [start, stop] of its elements.
+
+    The key "columns" is None for a part that is the whole field.
+    """
     if part.part is None:
         return {"field": part.name, "columns": None}
     return {"field": part.name.removesuffix(f".{name}"), "columns": list(part.part)}

@@ -74,22 +74,23 @@ _GROUP_BYTES = 1 << 24
 _ENTRIES_AT_ONCE = 100
 #: Maximum bytes of cached episode summaries, as JSON text. In memory, they need about twice as
 #: much.
-_KEPT_NOTES_BYTES = 1 << 24
+_MAX_SUMMARY_BYTES = 1 << 24
 #: Number of files flushed to the disk at the same time.
 _NUM_SYNC_THREADS = 16
 #: Name of the folder for incomplete files.
 _UNFINISHED_FILES = ".unfinished"
 #: Metadata key in a data file for the summary of its episode: id, task and statistics as JSON.
-_NOTE = "rollout_data.episode"
+_SUMMARY_KEY = "rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
 _DONE = "next.done"
 _FLAG = np.dtype(bool)
 #: Names of an episode's metadata that the dataset stores, or that determine the frame rate.
-_HELD_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
+_STORED_METADATA = ("task", "success", "tasks", ABSENT, *RATE_KEYS)
 _SPEECH = {"role": "string", "content": "string", "style": "string"}
 _ATTACHMENTS = {"camera": "string", "tool_calls": {"list": "string"}}
-#: Maps language fields to described Arrow types, for recordings without a recorded type.
+#: Maps language fields to described Arrow types, which are used if the metadata of the recording
+#: state no type.
 _LANGUAGE = {
     "language_persistent": {
         "list": {"struct": {**_SPEECH, "timestamp": "float", **_ATTACHMENTS}},
@@ -175,12 +176,12 @@ class LerobotWriter(ForeignWriter):
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._num_episodes = 0
         self._num_frames = 0
-        #: Number of episodes written by an earlier conversion. `_statistics` lacks their numeric
-        #: values.
+        #: Number of episodes written by an earlier conversion. Their numeric values are not in
+        #: `_statistics`.
         self._num_resumed = 0
         #: Maps episode numbers to cached summaries, for the first episodes.
-        self._notes: dict[int, dict[str, Any]] = {}
-        self._num_kept_bytes = 0
+        self._summaries: dict[int, dict[str, Any]] = {}
+        self._num_summary_bytes = 0
         self._statistics = self._new_statistics()
 
         info = self._info()
@@ -229,36 +230,40 @@ class LerobotWriter(ForeignWriter):
         ids = set()
         while (self.path / self._file(self._num_episodes)).exists():
             try:
-                note = self._note(self._num_episodes)
+                summary = self._summary_of(self._num_episodes)
             except CorruptFileError:  # Damaged by a power failure.
                 break
-            if note["id"] not in self.conversion.rows:
+            if summary["id"] not in self.conversion.rows:
                 break
-            self._count(note)
-            ids.add(note["id"])
+            self._count(summary)
+            ids.add(summary["id"])
         self._num_resumed = self._num_episodes
         return ids
 
-    def _note(self, number: int) -> dict[str, Any]:
+    def _summary_of(self, number: int) -> dict[str, Any]:
         """Return the summary of an episode from the cache or from its data file."""
-        if number in self._notes:
-            return self._notes[number]
+        if number in self._summaries:
+            return self._summaries[number]
         pyarrow, parquet = arrow()
         path = self.path / self._file(number)
         damage = (pyarrow.ArrowException, OSError, LookupError)
         with damage_named(repr(str(path)), *damage):
-            text = parquet.read_metadata(path).metadata[_NOTE.encode()]
-            note: dict[str, Any] = json.loads(text)
-        return note
+            text = parquet.read_metadata(path).metadata[_SUMMARY_KEY.encode()]
+            summary: dict[str, Any] = json.loads(text)
+        return summary
 
-    def _count(self, note: Mapping[str, Any]) -> None:
+    def _count(self, summary: Mapping[str, Any]) -> None:
         """Add the summary of a written episode to the counters."""
         self._num_episodes += 1
-        self._num_frames += note["length"]
-        self._statistics.add_levels(note["levels"], note["length"])
+        self._num_frames += summary["length"]
+        self._statistics.add_levels(summary["levels"], summary["length"])
 
     def _is_derived(self, name: str) -> bool:
-        """Return whether a flag is derived from ends, because an episode lacks the field."""
+        """Return whether a flag is written although some episodes do not have it as a field.
+
+        The flag of these episodes is derived from their end or success. A field of this name must
+        be a single bool wherever it exists; other fields are not replaced by a flag.
+        """
         fields = [episode.schema[name] for episode in self.episodes if name in episode.schema]
         are_flags = all(field.dtype == "bool" and field.num_elements == 1 for field in fields)
         return are_flags and len(fields) < len(self.episodes)
@@ -324,7 +329,10 @@ class LerobotWriter(ForeignWriter):
         return False
 
     def _chosen_subtasks(self) -> dict[int, str]:
-        """Return the subtasks of the recording: its table, and the texts that only episodes have."""
+        """Map numbers to the texts of all subtasks.
+
+        The table in the metadata comes first. Texts that occur only in episodes are added.
+        """
         table = stated_subtasks(self.metadata)
         if not self._has_subtask_texts:
             return table
@@ -345,9 +353,10 @@ class LerobotWriter(ForeignWriter):
         return flags
 
     def _flag(self, episode: EpisodeToWrite, name: str) -> bool | None:
-        """Return a flag of the last row of an episode; None if the flag is unknown.
+        """Return the value of a flag in the last row of an episode; None if it is unknown.
 
-        The result is True if the episode has a field with this name.
+        If the episode has the flag as a field, the result is True: the flag is known. The value is
+        not read here, because `_scalars` writes the field.
         """
         if name in episode.schema:
             return True
@@ -470,11 +479,11 @@ class LerobotWriter(ForeignWriter):
         with ExitStack() as replacements:
             name = self._file(self._num_episodes)
             files = {name: replacements.enter_context(self._replaced(name))}
-            note = self._write(episode, files, replacements)
+            summary = self._write(episode, files, replacements)
             self.note(episode, files)
-        self._count(note)
+        self._count(summary)
         self.written.add(episode.id)
-        self._report(episode, note["absent"])
+        self._report(episode, summary["absent"])
 
     def _write(
         self,
@@ -491,7 +500,7 @@ class LerobotWriter(ForeignWriter):
             replacements: Stack that renames the files when it is closed. Videos are added.
         """
         (data_file,) = files.values()
-        self._notes.pop(self._num_episodes, None)  # Cached by a failed attempt.
+        self._summaries.pop(self._num_episodes, None)  # Cached by a failed attempt.
         start = self._num_frames if self._version == "v3.0" else 0
         statistics = self._statistics.of_rows(start, episode.length)
         for column in self._video_columns():
@@ -507,13 +516,13 @@ class LerobotWriter(ForeignWriter):
         with parquet.ParquetWriter(data_file, schema, use_dictionary=texts) as file:
             for table in chain([first], tables):
                 file.write_table(table)
-            note = self._new_note(episode, statistics)
-            text = json.dumps(note)
-            file.add_key_value_metadata({_NOTE: text})
-        if self._num_kept_bytes + len(text) <= _KEPT_NOTES_BYTES:
-            self._num_kept_bytes += len(text)
-            self._notes[self._num_episodes] = note
-        return note
+            summary = self._new_summary(episode, statistics)
+            text = json.dumps(summary)
+            file.add_key_value_metadata({_SUMMARY_KEY: text})
+        if self._num_summary_bytes + len(text) <= _MAX_SUMMARY_BYTES:
+            self._num_summary_bytes += len(text)
+            self._summaries[self._num_episodes] = summary
+        return summary
 
     def _file_metadata(self, columns: Sequence[str]) -> dict[str, str]:
         """Return the metadata of a data file with the columns `columns`."""
@@ -524,7 +533,7 @@ class LerobotWriter(ForeignWriter):
         languages = {_feature_name(name): kind for name, kind in self._languages.items()}
         return {"huggingface": hub_features(described, languages)}
 
-    def _new_note(self, episode: EpisodeToWrite, statistics: Statistics) -> dict[str, Any]:
+    def _new_summary(self, episode: EpisodeToWrite, statistics: Statistics) -> dict[str, Any]:
         # Readers of version 2 expect three channels even for grey pictures.
         num_channels = None if self._version == "v3.0" else 3
         return {
@@ -772,7 +781,7 @@ class LerobotWriter(ForeignWriter):
         has_end = (episode.terminated, episode.truncated) != (None, None)
         has_several_tasks = len(episode.metadata.get("tasks", ())) > 1
         has_bfloat16 = any(column.field.dtype == "bfloat16" for column in self._columns)
-        other = episode.metadata.keys() - set(_HELD_METADATA)
+        other = episode.metadata.keys() - set(_STORED_METADATA)
         lost_subtasks = SUBTASKS in self.metadata and not self._subtasks
         for change, is_made in (
             ("how an episode ended is left out, but for 'next.done'", has_end),
@@ -899,7 +908,7 @@ class LerobotWriter(ForeignWriter):
     def _total_statistics(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of all frames.
 
-        Numbers of resumed episodes are read from their files.
+        The numeric values of episodes from an earlier conversion are read from their data files.
         """
         columns = {column.name: column for column in self._columns if not column.is_picture}
         columns |= self._scalar_columns()
@@ -918,37 +927,38 @@ class LerobotWriter(ForeignWriter):
 
     def _entry_2(self, number: int) -> dict[str, Any]:
         """Return the entry of an episode in the index of version 2."""
-        note = self._note(number)
-        entry = _entry(number, note)
-        if note["absent"]:
-            entry[ABSENT] = note["absent"]
+        summary = self._summary_of(number)
+        entry = _entry(number, summary)
+        if summary["absent"]:
+            entry[ABSENT] = summary["absent"]
         return entry
 
     def _statistics_entry(self, number: int) -> dict[str, Any]:
-        return {"episode_index": number, "stats": self._note(number)["stats"]}
+        return {"episode_index": number, "stats": self._summary_of(number)["stats"]}
 
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Return the entry of an episode in the index of version 3.
 
-        The entry has the statistics of the episode, which lerobot merges for a part of a dataset.
+        The entry contains the statistics of the episode. lerobot merges these if only some
+        episodes of a dataset are loaded.
         """
-        note = self._note(number)
-        entry = _entry(number, note)
+        summary = self._summary_of(number)
+        entry = _entry(number, summary)
         if self._has_absent:
-            entry[ABSENT] = note["absent"]
-        entry["dataset_from_index"] = note["start"]
-        entry["dataset_to_index"] = note["start"] + note["length"]
+            entry[ABSENT] = summary["absent"]
+        entry["dataset_from_index"] = summary["start"]
+        entry["dataset_to_index"] = summary["start"] + summary["length"]
 
         chunk, file = divmod(number, _CHUNKS_SIZE)
         place = {"chunk_index": chunk, "file_index": file}
-        times = {"from_timestamp": 0.0, "to_timestamp": note["length"] / self._fps}
+        times = {"from_timestamp": 0.0, "to_timestamp": summary["length"] / self._fps}
         groups: dict[str, Mapping[str, Any]] = {
             "data": place,
             "meta/episodes": {"chunk_index": 0, "file_index": 0},
         }
         for column in self._video_columns():
             groups[f"videos/{column.name}"] = {**place, **times}
-        for feature, statistics in note["stats"].items():
+        for feature, statistics in summary["stats"].items():
             groups[f"stats/{feature}"] = statistics
         for group, values in groups.items():
             for name, value in values.items():
@@ -1040,8 +1050,8 @@ def _as_lists(statistics: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[s
     return lists
 
 
-def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
-    return {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
+def _entry(number: int, summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {"episode_index": number, "tasks": [summary["task"]], "length": summary["length"]}
 
 
 def _has_frames(path: Path, times_s: Array, frames: Array) -> bool:
