@@ -1,1 +1,1 @@
-"""Minari datasets, in their three kinds of files."""
+"""Reader of Minari datasets in HDF5, Arrow and Parquet files; writer of Minari's HDF5 files."""

@@ -18,12 +18,12 @@ from storage.errors import CorruptFileError
 
 from ..input_checks import ARROW_DAMAGE, KnownFiles, damage_named, optional
 
-#: Maximum decompressed bytes of a batch. A batch that is larger in the file is allowed.
+#: Maximum bytes of a decompressed batch. If a stored batch is larger, its own size is the limit.
 _MAX_BATCH_BYTES = 1 << 28
 #: Number of bytes before the first message of a file.
 _MAGIC_BYTES = 8
 _RECORD_BATCH = "record batch"
-#: Key in the metadata of batches that early versions of Arrow compressed.
+#: Key with which early versions of Arrow mark compressed batches, in the metadata of the message.
 _EARLY_COMPRESSION = b"experimental_compression"
 #: Field numbers in the FlatBuffer tables of Message.fbs: header of a message, buffers and
 #: compression of a batch.
@@ -39,7 +39,8 @@ class ArrowFile:
 
     Args:
         path: The file.
-        known: First states of files. Reading a file with a later state raises an error.
+        known: States (inode, size, time) in which files were first opened. Reading a file with
+            another state raises an error.
 
     Attributes:
         path: The file.
@@ -157,7 +158,7 @@ def _reference(data: bytes, offset: int) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Return the offset of a field of a FlatBuffer table; 0 if the table lacks the field."""
+    """Return the offset of a field of a FlatBuffer table; 0 if the field is missing."""
     offsets = table - _number("<i", data, table)
     place = 4 + 2 * number
     if place >= _number("<H", data, offsets):

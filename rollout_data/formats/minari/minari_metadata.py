@@ -1,4 +1,4 @@
-"""The description of a Minari dataset: `metadata.json` and the spaces in it."""
+"""The description of a Minari dataset: `metadata.json` and the gymnasium spaces in it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ...sources.file_source import FileSource
 from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
-#: Maps each group or column with a row per step to the name of its field.
+#: Maps the HDF5 groups (or table columns) that have a row per step to the field names they become.
 STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "reward"}
-#: Maps each group or column of flags to the episode attribute for the last flag.
+#: Maps the HDF5 datasets (or table columns) of end flags to attributes of `EpisodeInfo`. The flag
+#: of the last step becomes the value of the attribute.
 ENDS = {"terminations": "terminated", "truncations": "truncated"}
 INFOS = "infos"
 #: Minimum height and width of pictures.
@@ -28,8 +29,8 @@ class Description:
     """The description of a dataset without its episodes.
 
     Attributes:
-        metadata: The complete description.
-        spaces: Maps "observation" and "action" to the description of the space; {} if it is
+        metadata: The content of `metadata.json`, with attributes of the HDF5 file.
+        spaces: Maps "observation" and "action" to Minari's JSON of the gymnasium space; {} if it is
             unknown.
     """
 

@@ -1,7 +1,8 @@
 """Reader of Minari datasets: a folder or its HDF5 file.
 
-HDF5 datasets have groups `episode_<id>` in `main_data.hdf5`. Observations and infos have T + 1
-rows. The last row follows the last action.
+A dataset in HDF5 has one group `episode_<id>` per episode in `main_data.hdf5`. Observations and
+infos of an episode with T steps have T + 1 rows. The last row is the observation after the last
+action. Datasets in Arrow or Parquet files are read by `minari_tables.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PICTURE_HEAD_BYTES = 16
 
 
 class GroupReader(Hdf5Reader):
-    """Reader of a dataset in groups of an HDF5 file."""
+    """Reader of a dataset in an HDF5 file, with one group per episode."""
 
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
@@ -58,8 +59,8 @@ class GroupReader(Hdf5Reader):
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         facts = super().facts(file, node, length)
-        # Only an episode without a True flag can have flags that a conversion filled, so the
-        # attributes of most episodes are not read.
+        # A converted episode whose end is unknown has False in all end flags, and an attribute that
+        # lists these flags as absent. Episodes with a True flag need no look at the attribute.
         if not any(facts.values()):
             absent = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
             for path, name in self.ENDS.items():
@@ -83,7 +84,7 @@ class GroupReader(Hdf5Reader):
 
 
 class MinariReader(GroupReader):
-    """Reader of the episodes of a dataset, in the order of their numbers.
+    """Reader of a dataset in HDF5, Arrow or Parquet files. Episodes are sorted by their numbers.
 
     Options:
         on_bad_index: "refuse" raises an error if the totals in the metadata contradict the data;

@@ -1,6 +1,7 @@
 """Reader of Minari datasets in Arrow or Parquet files: a folder per episode, with `part-0.*`.
 
-Every column has T + 1 rows. The last row of actions, rewards and ends is padding.
+A table has T + 1 rows for an episode of T steps, because it includes the final observation. The
+last row of actions, rewards and end flags is padding.
 """
 
 from __future__ import annotations

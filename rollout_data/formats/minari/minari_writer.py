@@ -40,7 +40,7 @@ from ..hdf5.hdf5_writer import (
     written_dtype,
 )
 
-#: Maps each group of fields to its group in an episode.
+#: Maps field names, or their first parts, to the names of HDF5 groups or datasets of an episode.
 _GROUPS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 #: Groups with T + 1 rows.
 _WITH_FINAL = ("observations", "infos")

@@ -88,8 +88,8 @@ class McapReader(FileSource):
         self._actions, self._clock = self._checked_options()
         #: Key (episode, topic, start, stop) of the cached columns, and the columns.
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
-        #: Maps (episode, field) and then the step to (number of rounded integers, largest
-        #: difference).
+        #: Integers that were rounded to float64. Maps (episode number, field) to a dict that maps
+        #: steps to (number of rounded integers, largest difference).
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         episodes = []
         errors = list[RolloutDataError]()
@@ -209,9 +209,12 @@ class McapReader(FileSource):
                 raise _other_encoding(log, log.topics[name])
 
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
-        """Return the values of each topic with fields, by topic name; and the metadata.
+        """Divide the topics of a file into topics that become fields, and metadata.
 
-        Topics with only texts become metadata, as do metadata records.
+        Topics with only texts become metadata. Metadata records of the file are added to these.
+
+        Returns:
+            A dict that maps topic names to the values in their messages; and the metadata.
         """
         if log.num_left_out:
             self.problem(
@@ -328,8 +331,8 @@ def _columns(
         log: Messages of the file.
         leaves: Values to read, all from the same topic.
         rows: Ascending numbers of messages; may contain duplicates.
-        rounded: Output: maps `_Leaf.keys` and then the row to (number of integers that a float64
-            cannot represent, largest difference).
+        rounded: Output, extended in place; None to omit it. Maps `_Leaf.keys` to a dict that maps
+            rows to (number of integers that were rounded to float64, largest difference).
 
     Returns:
         A dict that maps `_Leaf.keys` to an array `[len(rows), ...]` or a list of texts.
@@ -379,9 +382,11 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
 
 
 def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
-    """Return how many integers a float64 cannot represent, and the largest difference.
+    """Count the integers in a value that float64 cannot represent exactly.
 
-    The result is None if all integers are exact.
+    Returns:
+        The number of such integers, and the largest difference to the float64 value. None if all
+        integers are exact.
     """
     if not array.size or np.abs(array.astype(np.float64)).max() < _EXACT:
         return None
@@ -440,7 +445,8 @@ def _schema(topic: Topic) -> Any:
     try:
         return json.loads(topic.schema)
     except _DAMAGE:
-        return None  # Only needed to identify integers.
+        # The schema only distinguishes integers from floats. Without it, numbers are floats.
+        return None
 
 
 def _described(topic: Topic) -> str:

@@ -66,7 +66,7 @@ class RldsLeaf:
         steps, rest = divmod(count(data, feature), max(1, prod(self.shape)))
         if rest:
             raise ValueError(
-                f"{count(data, feature)} numbers are not a multiple of the shape {list(self.shape)}"
+                f"{count(data, feature)} numbers are not whole steps of shape {list(self.shape)}"
             )
         return steps
 
@@ -99,7 +99,8 @@ class RldsLeaf:
             num_packed_bytes = sum(map(len, stored))
             if rows.nbytes > max(_FREE_BYTES, _MAX_EXPANSION * num_packed_bytes):
                 raise ValueError(
-                    f"the tensors declare {rows.nbytes} bytes, but have {num_packed_bytes} bytes"
+                    f"{num_packed_bytes} compressed bytes are too few for tensors of "
+                    f"{rows.nbytes} bytes"
                 )
         for number, item in enumerate(stored):
             rows[number] = self._tensor(item, shape, rows.dtype, f"{where}, step {steps[number]}")

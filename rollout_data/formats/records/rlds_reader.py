@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from storage.core import arguments
 from storage.core.fields import Field, Schema
@@ -56,6 +56,23 @@ _MAX_SHARDS = 1 << 16
 _MAX_EPISODES = 1 << 18
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
 _Stored = Mapping[str, FeatureValues]
+
+
+class _Record(NamedTuple):
+    """A record of a shard, which contains an episode.
+
+    Attributes:
+        path: File of the shard.
+        data: Bytes of the file.
+        number: Number of the record in the file.
+        start, stop: Offsets of the content of the record in the file.
+    """
+
+    path: Path
+    data: memoryview
+    number: int
+    start: int
+    stop: int
 
 
 class RldsReader(FileSource):
@@ -179,8 +196,8 @@ class RldsReader(FileSource):
         """Append the episodes of a shard to `episodes`, and report damaged episodes.
 
         Raises:
-            DataFileError: The shard is damaged or has not `length` episodes, and `on_bad_index` is
-                "refuse".
+            DataFileError: The shard is damaged or does not have `length` episodes, and
+                `on_bad_index` is "refuse".
         """
         names = list(self.splits.get(split, ()))
         num_records = 0
@@ -188,24 +205,16 @@ class RldsReader(FileSource):
             path = self._file(name)
             data = open_map(path, self._known)
             for start, stop in read_records(data, path):
+                record = _Record(path, data, num_records, start, stop)
+                num_records += 1
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
-                    num_records += 1
                     raise CorruptFileError(
                         f"{str(path)!r} exceeds the limit of {_MAX_EPISODES} episodes."
                     )
-                episode = f"{split}_{self._numbers[split]}"
-                self._numbers[split] += 1
-                try:
-                    info = self._episode(data, start, stop, episode)
-                except (ValueError, LookupError, DataFileError) as error:
-                    where = f"Record {num_records} of {str(path)!r}"
-                    self._report_damage(data, start, stop, path, episode, where, error)
-                else:
-                    names.append(episode)
-                    metadata = {**info.metadata, "split": split}
-                    info = replace(info, source=(path, start, stop), metadata=metadata)
+                info = self._read_record(record, split)
+                if info is not None:
+                    names.append(info.name)
                     episodes.append(info)
-                num_records += 1
             if num_records != length:
                 raise CorruptFileError(
                     f"{str(path)!r} has {num_records} episodes, expected {length}."
@@ -219,23 +228,27 @@ class RldsReader(FileSource):
             self.problems.append(error)
         self.splits[split] = names
 
-    def _report_damage(
-        self,
-        data: memoryview,
-        start: int,
-        stop: int,
-        path: Path,
-        episode: str,
-        where: str,
-        error: Exception,
-    ) -> None:
+    def _read_record(self, record: _Record, split: str) -> EpisodeInfo | None:
+        """Return the description of the episode in a record; report an unreadable record."""
+        name = f"{split}_{self._numbers[split]}"
+        self._numbers[split] += 1
+        try:
+            info = self._episode(record.data, record.start, record.stop, name)
+        except (ValueError, LookupError, DataFileError) as error:
+            self._report_damage(record, name, error)
+            return None
+        source = (record.path, record.start, record.stop)
+        return replace(info, source=source, metadata={**info.metadata, "split": split})
+
+    def _report_damage(self, record: _Record, episode: str, error: Exception) -> None:
         """Report an unreadable record: a wrong checksum, or steps that contradict the features."""
         try:
-            check_record(data, start, stop, path)
+            check_record(record.data, record.start, record.stop, record.path)
         except CorruptFileError as damage:
             self.problems.append(damage.of("checksum", episode))
             return
         reason = str(error)[:200].rstrip(".")
+        where = f"Record {record.number} of {str(record.path)!r}"
         message = f"{where} contradicts the declared features: {reason}. The episode is left out."
         self.problem(message, kind="unreadable", episode=episode)
 
@@ -296,7 +309,7 @@ class RldsReader(FileSource):
     def _check_steps(self, data: memoryview, key: str, feature: FeatureValues, length: int) -> None:
         """Raise `ValueError` if a feature has an undeclared kind or does not have `length` steps.
 
-        Steps of pictures and compressed tensors are counted when the steps are read.
+        The steps of pictures and tensors are not counted here; reading the steps checks them.
         """
         leaf = self._steps[key]
         is_right = feature.kind == leaf.values
@@ -310,7 +323,7 @@ class RldsReader(FileSource):
         """Return the number of steps, counted in the feature that can be counted fastest."""
         keys = [key for key in self._steps if _STEPS + key in stored]
         if not keys:
-            raise ValueError("the episode has no features of steps")
+            raise ValueError("the record contains none of the declared features of steps")
 
         def cost(key: str) -> tuple[bool, bool, int]:
             leaf = self._steps[key]

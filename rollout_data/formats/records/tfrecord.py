@@ -110,10 +110,10 @@ def features(data: memoryview, start: int, stop: int) -> dict[str, FeatureValues
             parts = {}
             for number, part_start, part_stop in _fields(data, entry_start, entry_stop):
                 parts[number] = (part_start, part_stop)
-            if 1 not in parts or 2 not in parts or len(by_name) == _MAX_FEATURES:
-                raise ValueError(
-                    f"a feature has no name or no values, or there are over {_MAX_FEATURES} features"
-                )
+            if 1 not in parts or 2 not in parts:
+                raise ValueError("a feature has no name or no values")
+            if len(by_name) == _MAX_FEATURES:
+                raise ValueError(f"there are more than {_MAX_FEATURES} features")
             name_start, name_stop = parts[1]
             name = bytes(data[name_start:name_stop]).decode()
             for kind, first, last in _fields(data, *parts[2]):
@@ -131,8 +131,10 @@ def items(data: memoryview, feature: FeatureValues, most: int) -> list[memoryvie
     """
     values: list[memoryview] = []
     for _, start, stop in _fields(data, feature.start, feature.stop):
-        if feature.kind != BYTES or len(values) == most:
-            raise ValueError(f"a feature has numbers or more than {most} values")
+        if feature.kind != BYTES:
+            raise ValueError("a feature has numbers, expected byte strings")
+        if len(values) == most:
+            raise ValueError(f"a feature has more than {most} values")
         values.append(data[start:stop])
     return values
 
@@ -191,7 +193,11 @@ def _packed(data: memoryview, feature: FeatureValues) -> Array:
 
 
 def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield (bytes, end offset of each integer) for parts of packed integers."""
+    """Divide packed integers into pieces that end where an integer ends.
+
+    Yields:
+        The bytes of a piece, and the end offset in the piece of each integer: int64 `[n]`.
+    """
     position = 0
     while position < len(packed):
         piece = packed[position : position + _PIECE_BYTES]
@@ -296,7 +302,8 @@ def crc32c(data: memoryview | bytes) -> int:
 
     over_zeros = _over_zeros(part_bytes)
     while len(crcs) > 1:
-        # The left CRC of each pair is advanced over zeros, as many as the right part has bytes.
+        # CRC(left + right) is CRC(left + zeros) ^ CRC(right), with as many zeros as `right` has
+        # bytes.
         crcs = _apply(over_zeros, crcs[::2]) ^ crcs[1::2]
         over_zeros = _apply(over_zeros, over_zeros)
 
@@ -308,7 +315,13 @@ def crc32c(data: memoryview | bytes) -> int:
 
 
 def _over_zeros(num_bytes: int) -> Array:
-    """Compute the linear map of a CRC over `num_bytes` zero bytes, as the image of each bit."""
+    """Compute how `num_bytes` zero bytes change a CRC.
+
+    The change is linear over bits (XOR), so it is described by its results for single bits.
+
+    Returns:
+        uint32 `[32]`: for each bit, the CRC that follows from a CRC in which only this bit is set.
+    """
     linear: Array = np.uint32(1) << _BITS
     power = _tables()[0][linear & 255] ^ (linear >> 8)
     while num_bytes:
@@ -320,6 +333,6 @@ def _over_zeros(num_bytes: int) -> Array:
 
 
 def _apply(linear: Array, crcs: Array) -> Array:
-    """Apply a linear map from `_over_zeros` to CRCs."""
+    """Return the CRCs `[n]` after zero bytes; `linear` is the result of `_over_zeros`."""
     mapped: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
     return mapped
