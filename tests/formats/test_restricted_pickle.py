@@ -211,8 +211,8 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
         (b"\x80\x02Pname\n.", "the operation PERSID"),
         (b"\x80\x02}Q.", "the operation BINPERSID"),
         (b"\x80\x05\x97.", "the operation NEXT_BUFFER"),
-        (b"\x80\x04}]}b.", "a state for list"),
-        (b"\x80\x04}}b.", "a state for dict"),
+        (b"\x80\x04}]}b.", "an assignment of attributes to a list"),
+        (b"\x80\x04}}b.", "an assignment of attributes to a dict"),
         (b"\x80\x04})R.", "a call of dict"),
         (b"\x80\x04" + short("os") + b")R.", "a call of str"),
         (call("numpy", "ndarray", b"J\xff\xff\xff\x7f\x85\x85"), "a call of numpy.ndarray"),
@@ -229,7 +229,10 @@ def test_every_other_global_is_refused_by_name(module: str, name: str) -> None:
             array(b"K\x01\x85", dtype=DTYPE + DTYPE_STATE.replace(b"K\x00tb", b"K\x3ftb")),
             "a dtype that is not a plain number",
         ),
-        (array(b"K\x01\x85")[:-2] + b"(K\x01K\x01\x85N\x89C\x00tbs.", "a state for PickledArray"),
+        (
+            array(b"K\x01\x85")[:-2] + b"(K\x01K\x01\x85N\x89C\x00tbs.",
+            "an assignment of attributes to a PickledArray",
+        ),
     ],
 )
 def test_other_ways_to_run_or_build_things_are_refused(data: bytes, named: str) -> None:

@@ -1,1 +1,1 @@
-"""Reader and writer of the older layout of trajectory folders. No code in a pickle is run."""
+"""Reader and writer of trajectory folders, the pickle format that block files replaced."""

@@ -35,10 +35,10 @@ class StoredArray:
 
     Attributes:
         dtype: Stored dtype, possibly big-endian.
-        shape: Stored shape. Its bytes lie inside the file.
+        shape: Shape of the array. All bytes of the array lie inside the file.
         offset: First byte in the file.
         order: "C" or "F", the order of the stored values.
-        axes: Permutation of the stored axes; None for the stored order of axes.
+        axes: Permutation of the axes after reading; None if the axes stay in stored order.
     """
 
     dtype: np.dtype[Any]
@@ -114,7 +114,7 @@ def set_state(path: Path, state: Any, target: Any) -> None:
         _, shape, dtype, is_fortran, data = state
         target.stored = _stored(path, data, dtype, shape, "F" if is_fortran is True else "C")
     else:
-        raise unsafe_pickle(path, f"a state for {kind(target)}")
+        raise unsafe_pickle(path, f"an assignment of attributes to a {kind(target)}")
 
 
 def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:

@@ -50,8 +50,8 @@ _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, Attribute
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
     """Return the content of a pickled dict, with arrays as descriptions.
 
-    Arrays are returned as `StoredArray`. A tuple or list that contains only one array is returned
-    as a tuple.
+    Each array is returned as a `StoredArray`. A tuple or list with one array is returned as a tuple
+    with a `StoredArray`, because the older writer stored some arrays in this way by mistake.
 
     Args:
         file: A seekable file, open for reading.
@@ -85,10 +85,16 @@ def _described(value: Any) -> Any:
 
 
 class _Machine:
-    """Interpreter of the operations of a pickle: file, stack, marks and memo.
+    """Interpreter that executes the operations of a pickle on a stack and a memo.
 
-    `MAX_OPERATIONS` limits all of them. `pickletools` reads the arguments of operations through
-    `read` and `readline`.
+    At most `MAX_OPERATIONS` operations are executed, which also limits the size of stack and memo.
+    `pickletools` reads the arguments of operations from this object, by `read` and `readline`.
+
+    Attributes:
+        stack: Values above the last mark.
+        marks: Values of the stack below each mark.
+        memo: Maps memo indices to values.
+        budget: Number of operations that may still be executed.
     """
 
     def __init__(self, file: BufferedIOBase, path: Path) -> None:
@@ -184,9 +190,9 @@ class _Machine:
         self.stack = self.marks.pop()
         return items
 
-    def find(self, named: str) -> Global:
-        """Return an allowed global. `named` consists of its module, a space and its name."""
-        module, _, name = named.partition(" ")
+    def find(self, module_and_name: str) -> Global:
+        """Return the allowed global with this name, such as "numpy dtype" for `numpy.dtype`."""
+        module, _, name = module_and_name.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):
             raise corrupt_pickle(self.path, f"{full[:80]!r} is not a valid name of a global")

@@ -1,7 +1,9 @@
 """Chunks of a trajectory folder: reading their content, and joining them to trajectories.
 
-A chunk is described once, as a `TrajectoryChunk`. All decisions about a folder use these descriptions. A
-folder should have one trajectory. Several trajectories or missing parts are repaired and reported.
+A chunk is a file with some consecutive frames of a trajectory. Each file is scanned once. The
+result, a `TrajectoryChunk`, is sufficient to find the trajectories of a folder. A folder should
+contain one trajectory. If it has several, or frames are missing, the readable part is used and a
+problem is reported.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ ACTIONS = "actions"
 REWARDS = "rewards"
 DONES = "dones"
 TIMEOUTS = ("timeouts", "timeout")
+#: Arrays of the older writer that do not become fields: value estimates of the critic.
 _UNREAD = {"values"}
 #: Maximum rows of a chunk. The `dones` of chunks are read into memory when a dataset is opened.
 MAX_FRAMES = 1 << 26
@@ -82,7 +85,10 @@ class OpenChunk(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        """Keys, row shapes and dtypes of the arrays that become fields. Components are flat."""
+        """Keys, row shapes and dtypes of the arrays that become fields.
+
+        The row of an observation component has shape `[n]`; the metadata state its real shape.
+        """
         fields = []
         for key, array in self.arrays.items():
             if key in (DONES, *TIMEOUTS):
@@ -212,24 +218,12 @@ def join_chunks(
 ) -> tuple[list[TrajectoryChunk], list[DataFileError]]:
     """Return the chunks that cover the frames from 0 on without gaps, and errors for the others.
 
-    If several chunks have the same START, the newest is kept. A resumed collector writes the same
-    frames again. The length of the arrays is used instead of END in the file name.
+    The name of a chunk file states its first frame and its end. If several chunks have the same
+    first frame, the newest is kept, because a resumed collector writes the same frames again. The
+    end is not used, because it may differ from the length of the arrays.
     """
     problems: list[DataFileError] = []
-    newest: dict[int, TrajectoryChunk] = {}
-    for chunk in sorted(chunks, key=_age):
-        start = chunk.file.start
-        if chunk.num_frames == 0:
-            message = f"{str(chunk.file.path)!r} has no frames. The file is left out."
-            problems.append(DataFileError(message))
-            continue
-        if start in newest:
-            message = (
-                f"{str(newest[start].file.path)!r} and {chunk.file.path.name!r} both start at "
-                f"frame {start}. The older file is left out."
-            )
-            problems.append(DataFileError(message, kind="overlap", episode=folder.name))
-        newest[start] = chunk
+    newest = _newest_chunks(folder, chunks, problems)
     kept: list[TrajectoryChunk] = []
     position = 0
     while position in newest:
@@ -259,6 +253,27 @@ def join_chunks(
         )
         problems.append(problem)
     return kept, problems
+
+
+def _newest_chunks(
+    folder: Path, chunks: Sequence[TrajectoryChunk], problems: list[DataFileError]
+) -> dict[int, TrajectoryChunk]:
+    """Map first frames to the newest chunk; append errors of left-out chunks to `problems`."""
+    newest: dict[int, TrajectoryChunk] = {}
+    for chunk in sorted(chunks, key=_age):
+        start = chunk.file.start
+        if chunk.num_frames == 0:
+            message = f"{str(chunk.file.path)!r} has no frames. The file is left out."
+            problems.append(DataFileError(message))
+            continue
+        if start in newest:
+            message = (
+                f"{str(newest[start].file.path)!r} and {chunk.file.path.name!r} both start at "
+                f"frame {start}. The older file is left out."
+            )
+            problems.append(DataFileError(message, kind="overlap", episode=folder.name))
+        newest[start] = chunk
+    return newest
 
 
 def _age(chunk: TrajectoryChunk) -> tuple[int, int, Path]:

@@ -1,9 +1,12 @@
-"""Scan of the older layout: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
+"""Scan of trajectory folders: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
 
 The files are only read, and no code in them is run. Every repaired, skipped or unreadable file is
-one entry in `problems`. The intact data are read. The chunks determine the fields: keys, widths and
-dtypes. The metadata determine the order, shape and codec of components. `trajectory_listing.py`
-parses file names. `trajectory_chunks.py` reads chunks and joins them to trajectories.
+one entry in `problems`. The intact data are read.
+
+The chunks determine the fields: keys, widths and dtypes. An observation may be stored as several
+arrays, its components. The metadata determine their order, shape and codec.
+`trajectory_listing.py` parses file names. `trajectory_chunks.py` reads chunks and joins them to
+trajectories.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,6 +28,7 @@ from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
 
 from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
+from ...blocks.row_layout import RowLayout
 from ...sources.episode_info import ABSENT
 from ..input_checks import KnownFiles
 from .pickled_arrays import TruncatedPickleError
@@ -35,7 +39,9 @@ from .trajectory_chunks import (
     OBSERVATIONS,
     PRIVILEGED,
     REWARDS,
+    OpenChunk,
     Signature,
+    StoredField,
     TrajectoryChunk,
     cut_trajectories,
     join_chunks,
@@ -76,7 +82,7 @@ class JoinedFolder(NamedTuple):
     """A trajectory folder with joined chunks.
 
     Attributes:
-        order: Sort key of the folder.
+        order: Sort key of the folder: modification time of its last chunk, number and path.
         chunks: Joined chunks, by frame.
         fragments: Fragments of `cut_trajectories`.
         chunk_of: Position of each fragment's chunk in `chunks`.
@@ -95,19 +101,19 @@ class FolderScan:
     Attributes:
         data_dir: Data folder.
         schema: Fields as users see them; empty if nothing could be read.
-        metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
+        metadata: Content of metadata.json, unknown keys included; {} if missing or half-written.
         chunk_paths: Chunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
-            `row` is the first row within the chunk. Trajectories are numbered by the modification
-            time of their last chunk, the number of their folder and their path. `end_time_ns`
-            keeps this order as strictly increasing numbers.
+            `row` is the first row within the chunk. Trajectories are numbered in the order of
+            `JoinedFolder.order`. `end_time_ns` strictly increases in this order.
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
-        problems: Errors of repaired, skipped and unreadable files. Each names the file and the
-            action.
-        absent: Maps folders to fields and flags that a conversion filled because its source lacks
-            them; see `ABSENT`.
-        known: Readable chunks by file. The next scan does not open these files again.
-        files: States of the readable chunks. Every read compares them with the files.
+        problems: Errors of repaired, skipped and unreadable files. Each names the file and states
+            whether it was repaired or skipped.
+        absent: Maps folders to fields and flags that a conversion filled with NaN or False, because
+            the original data do not have them; see `ABSENT`.
+        known: Maps chunk files to their readable chunks. The next scan does not open these files.
+        files: States of the readable chunks when they were scanned. Reading a changed file raises
+            an error.
         signature: Arrays of the used chunks; () without chunks.
     """
 
@@ -254,12 +260,12 @@ def _join_folder(
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
-    """Map folders to the fields and flags that a conversion filled because its source lacks them.
+    """Map folders to the fields and flags that a conversion filled with NaN or False.
 
     The result is empty if the folders have several parents, since folder names are ambiguous then.
 
     Args:
-        noted: Maps folder names to names of fields and flags that the source lacks.
+        noted: Value of `ABSENT` in the metadata: maps folder names to names of fields and flags.
         folders: All trajectory folders.
     """
     parents = {folder.path.parent for folder in folders}
@@ -279,7 +285,7 @@ def _fields(
     path: Path,
     previous: FolderScan | None,
 ) -> tuple[Signature, Schema, list[DataFileError]]:
-    """Return the arrays to read, their fields, and errors about contradicting metadata.
+    """Return the arrays to read, their fields, and errors about metadata that contradict them.
 
     Arrays and fields of the previous scan are kept if that scan found fields.
     """
@@ -321,9 +327,14 @@ def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
 def _build_schema(
     signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
 ) -> tuple[Schema, list[DataFileError]]:
-    """Build the fields as users see them, and errors about contradictions with the metadata.
+    """Build the fields as users see them.
 
-    If they contradict each other, the chunks are used.
+    The metadata state shape and codec of each component. If they contradict the arrays in the
+    chunks, an error is reported and the arrays are read as stored.
+
+    Returns:
+        The fields: components in the order of the metadata, then the other arrays.
+        Errors about contradictions.
 
     Raises:
         ForeignFileError: A recorded component has an unknown codec.
@@ -334,53 +345,84 @@ def _build_schema(
         message = f"{str(metadata_path)!r} {problem}. {outcome}"
         problems.append(DataFileError(message, kind="description"))
 
-    segments: Any = metadata.get(SEGMENTS)
-    mapping: Any = metadata.get(MAPPING)
-    if segments is not None and not _are_shapes(segments):
+    shapes: Any = metadata.get(SEGMENTS)
+    codecs: Any = metadata.get(MAPPING)
+    if shapes is not None and not _are_shapes(shapes):
         problem = f"has invalid {SEGMENTS}, expected a JSON object of name -> shape"
         report(problem, "The components are read in the order of the chunks.")
-    segments = segments if _are_shapes(segments) else {}
-    mapping = mapping if isinstance(mapping, dict) else {}
-    rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
+    shapes = shapes if _are_shapes(shapes) else {}
+    codecs = codecs if isinstance(codecs, dict) else {}
+    rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(shapes)}
     components = [stored for stored in signature if stored.key not in _FIELD_OF_KEY]
+    components.sort(key=lambda stored: rank.get(stored.key, len(rank)))
     fields = []
-    for stored in sorted(components, key=lambda stored: rank.get(stored.key, len(rank))):
+    for stored in components:
         name = stored.key.removeprefix(COMPONENT_PREFIX)
-        shape = tuple(segments.get(name, stored.shape))
-        if segments and (name not in segments or prod(shape) != prod(stored.shape)):
-            described = "no shape"
-            if name in segments:
-                described = f"{prod(shape)} values"
-            report(
-                f"has {described} for {name!r} in {SEGMENTS}, but the chunks have "
-                f"{prod(stored.shape)} values"
-            )
-            shape = stored.shape
-        codec = mapping.get(name, "raw")
+        shape = _component_shape(stored, shapes, report)
+        codec = codecs.get(name, "raw")
         if not isinstance(codec, str) or codec not in VALUE_CODECS:
             raise ForeignFileError(
                 f"{str(metadata_path)!r} has the unknown codec {codec!r} for component {name!r}. "
                 f"Known codecs are {nearest(str(codec), VALUE_CODECS)}."
             )
-        if codec == "raw" and not segments and stored.dtype == "uint8":
-            codec = "normalized_image"
-            problem = f"has no {MAPPING} for {stored.key!r} of dtype uint8"
-            report(problem, "The values are decoded as 'normalized_image'.")
-        elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
-            problem = f"has codec {codec!r} for {stored.key!r}, which needs dtype {needed}"
-            outcome = f"The chunks have dtype {stored.dtype}, and the values are not decoded."
-            report(problem, outcome)
-            codec = "raw"
-        fields.append(
-            Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec)
-        )
-    missing = [key for key in rank if key not in {stored.key for stored in components}]
+        codec = _component_codec(stored, codec, bool(shapes), report)
+        dtype = stored.dtype if codec == "raw" else "float32"
+        fields.append(Field(_COMPONENT + name, shape, dtype, codec))
+
+    recorded_keys = {stored.key for stored in components}
+    missing = [key for key in rank if key not in recorded_keys]
     if components and missing:
         report(f"has {missing[0]!r} in {SEGMENTS}, but the chunks have no array of that name")
-    fields += [
-        Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY
-    ]
+    for stored in signature:
+        if stored.key in _FIELD_OF_KEY:
+            fields.append(Field(_FIELD_OF_KEY[stored.key], stored.shape, stored.dtype))
     return Schema(fields), problems
+
+
+def _component_shape(
+    stored: StoredField, shapes: Mapping[str, Sequence[int]], report: Callable[..., None]
+) -> tuple[int, ...]:
+    """Return the shape of a component in the metadata, or else its stored, flat shape."""
+    if not shapes:
+        return stored.shape
+    name = stored.key.removeprefix(COMPONENT_PREFIX)
+    num_values = prod(stored.shape)
+    described = "no shape"
+    if name in shapes:
+        shape = tuple(shapes[name])
+        if prod(shape) == num_values:
+            return shape
+        described = f"{prod(shape)} values"
+    report(f"has {described} for {name!r} in {SEGMENTS}, but the chunks have {num_values} values")
+    return stored.shape
+
+
+def _component_codec(
+    stored: StoredField, codec: str, has_shapes: bool, report: Callable[..., None]
+) -> str:
+    """Return the codec that fits the stored dtype of a component.
+
+    Args:
+        stored: The array in the chunks.
+        codec: Codec in the metadata, "raw" if there is none.
+        has_shapes: Whether the metadata state shapes. Without any shapes, metadata.json was
+            probably lost, and "raw" does not mean that the array has no codec.
+        report: Function that adds a problem.
+    """
+    if codec == "raw":
+        if has_shapes or stored.dtype != "uint8":
+            return "raw"
+        problem = f"has no {MAPPING} for {stored.key!r} of dtype uint8"
+        report(problem, "The values are decoded as 'normalized_image'.")
+        return "normalized_image"
+
+    needed_dtype = VALUE_CODECS[codec].stored_dtype
+    if stored.dtype == needed_dtype:
+        return codec
+    problem = f"has codec {codec!r} for {stored.key!r}, which needs dtype {needed_dtype}"
+    outcome = f"The chunks have dtype {stored.dtype}, and the values are not decoded."
+    report(problem, outcome)
+    return "raw"
 
 
 def _are_shapes(value: Any) -> bool:
@@ -429,9 +471,12 @@ def _repairs(chunks: Iterable[TrajectoryChunk]) -> list[DataFileError]:
 
 
 def _in_order(joined: list[JoinedFolder]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
-    """Join the chunk paths, fragments and chunk positions of all folders, sorted by their keys.
+    """Concatenate the chunks and fragments of all folders, sorted by `JoinedFolder.order`.
 
     Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
+
+    Returns:
+        `chunk_paths`, `fragments` and `chunk_of` of `FolderScan`.
     """
     paths: list[Path] = []
     tables = [np.zeros(0, FRAGMENT_DTYPE)]
@@ -452,6 +497,7 @@ def _in_order(joined: list[JoinedFolder]) -> tuple[tuple[Path, ...], np.ndarray,
 
 
 def _key_of(field_name: str) -> str:
+    """Return the key of the array in a chunk that contains a field."""
     keys = [key for key, name in _FIELD_OF_KEY.items() if name == field_name]
     return keys[0] if keys else COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
 
@@ -476,21 +522,11 @@ def read_chunk_rows(
     layout = layouts_of(scan.schema)[DATA]
     path = scan.chunk_paths[chunk]
     scan.files.check(path, os.stat(path))
+    used = scan.fragments[scan.chunk_of == chunk]
+    num_used_rows = int((used["row"] + used["length"]).max(initial=0))
+    rows = {}
     with open_chunk(path) as opened:
-        used = scan.fragments[scan.chunk_of == chunk]
-        there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
-        is_same = all(
-            there.get(_key_of(array.name)) == (array.dtype, array.num_elements)
-            for array in layout.stored.values()
-        )
-        num_rows = int((used["row"] + used["length"]).max(initial=0))
-        if opened.num_frames < num_rows or not is_same:
-            raise CorruptFileError(
-                f"{str(opened.path)!r} has changed since the dataset was opened: expected at "
-                f"least {num_rows} frames of {scan.schema}, got {opened.num_frames} frames of "
-                f"{', '.join(map(str, opened.signature))}. Open the dataset again."
-            )
-        rows = {}
+        _check_unchanged(opened, num_used_rows, layout, scan.schema)
         for name in layout.columns if columns is None else columns:
             column = layout.columns[name]
             table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
@@ -501,10 +537,30 @@ def read_chunk_rows(
     return rows
 
 
+def _check_unchanged(opened: OpenChunk, num_rows: int, layout: RowLayout, schema: Schema) -> None:
+    """Raise `CorruptFileError` if a chunk has fewer than `num_rows` rows, or other arrays."""
+    forms = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
+    has_same_arrays = True
+    for array in layout.stored.values():
+        if forms.get(_key_of(array.name)) != (array.dtype, array.num_elements):
+            has_same_arrays = False
+    if opened.num_frames < num_rows or not has_same_arrays:
+        raise CorruptFileError(
+            f"{str(opened.path)!r} has changed since the dataset was opened: expected at least "
+            f"{num_rows} frames of {schema}, got {opened.num_frames} frames of "
+            f"{', '.join(map(str, opened.signature))}. Open the dataset again."
+        )
+
+
 def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
-    """Return the number of each trajectory within its folder, counted from 0: int64 `[n]`."""
+    """Return the number of each trajectory within its folder, counted from 0: int64 `[n]`.
+
+    Args:
+        folder: Folder of each fragment, `[n]`.
+        trajectory: Trajectory of each fragment, counted over all folders, `[n]`.
+    """
     _, folder_number = np.unique(folder, return_inverse=True)
     pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
-    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(
-        pairs[0], folder_number
-    )
+    first_of_folder = np.searchsorted(pairs[0], folder_number)
+    numbers: np.ndarray = position.reshape(-1) - first_of_folder
+    return numbers

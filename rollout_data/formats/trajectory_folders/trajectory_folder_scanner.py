@@ -1,4 +1,4 @@
-"""`TrajectoryFolderScanner`: listing of folders of the older layout, with one block per chunk."""
+"""`TrajectoryFolderScanner`: lists the chunk files of trajectory folders, one block per file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
 
 
 class TrajectoryFolderScanner(Scanner):
-    """Scanner of folders of the older `trajectory_K/traj_START_END.pickle` layout.
+    """Scanner of trajectory folders: files `trajectory_K/traj_START_END.pickle`.
 
     Each chunk is one block. An unreadable chunk is left out until its file changes. The fields of
     the first scan with chunks are kept.
@@ -73,7 +73,8 @@ class TrajectoryFolderScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # In a folder with blocks, a trajectory folder without chunks does not count.
+        # An empty folder `trajectory_K` may be a recording that has just started. Next to block
+        # files it does not make the data trajectory folders; the blocks are read.
         return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
@@ -172,11 +173,11 @@ class TrajectoryFolderScanner(Scanner):
 
 
 def _blocks_of(scan: FolderScan, label: str) -> list[Block]:
-    """Return one block per chunk of a scan. A trajectory folder is a writer of blocks.
+    """Return one block per chunk of a scan. The writer name of a block is its trajectory folder.
 
     Args:
         scan: Scan of a data folder.
-        label: Beginning of the names of the writers.
+        label: Prefix of writer names, which distinguishes several data folders.
     """
     folder_of_chunk = []
     for path in scan.chunk_paths:

@@ -1,8 +1,8 @@
-"""Writer of the older layout: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
+"""Writer of trajectory folders: files `trajectory_K/traj_START_END.pickle` and `metadata.json`.
 
-The original reader reads every file in a trajectory folder. Chunks are therefore written outside of
-it and renamed. The original reader orders trajectories by the modification times of their folders.
-These times are therefore set in the order of the episodes.
+The files can be read by the original reader of this format. It reads every file in a trajectory
+folder, so chunks are written outside of the folder and renamed. It orders trajectories by the
+modification times of their folders, so these times are set in the order of the episodes.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -
 
 
 def _key_of(name: str) -> str:
-    """Return the key of a field in a chunk."""
+    """Return the key of the array in a chunk that contains a field."""
     head, _, component = name.partition("/")
     return f"obs_{_component(component)}" if component else _KEYS[head]
 
@@ -321,11 +321,11 @@ def _is_written(name: str) -> bool:
 
 
 def _read_name(name: str) -> str:
-    """Return the name of a field in the reader of this layout."""
+    """Return the field name under which this library reads a written field again."""
     head, separator, rest = name.partition("/")
     return f"{head}{separator}{_component(rest)}"
 
 
 def _component(name: str) -> str:
-    """Return the component name in a chunk, which has no nested names: "/" becomes "_"."""
+    """Return the name of an observation component in a chunk. Names are not nested: "/" is "_"."""
     return name.replace("/", "_")

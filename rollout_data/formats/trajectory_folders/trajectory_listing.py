@@ -1,7 +1,8 @@
-"""Listing of a data folder of the older layout: trajectory folders, chunk files and metadata.
+"""Listing of a data folder: trajectory folders, chunk files and metadata.json.
 
-Chunks are not opened here. Links that lead out of the data folder are an error. Links to folders
-are not followed, so no file is read twice.
+A folder `trajectory_K` contains chunk files `traj_START_END.pickle` with the frames START to END of
+trajectory K. Chunks are not opened here. Links that lead out of the data folder are reported as
+problems. Links to folders are not followed, so no file is read twice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ MAPPING = "obs_disassemble_mapping"
 FOLDER_PREFIX = "trajectory_"
 _CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII)
 _FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
+#: Number of folders `trajectory_*` without a number in their name, which are sorted last.
 _NO_NUMBER = 1 << 62
 MAX_METADATA_BYTES = 1 << 24
 #: Attempts to read metadata.json. The older writer rewrites it in place.
@@ -72,14 +74,14 @@ def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = Fa
     A trajectory folder is called `trajectory_*`, and has a chunk file or no file at all. If
     `with_chunk` is true, it must have a chunk file.
     """
-    return any(
-        path.name.startswith(FOLDER_PREFIX)
-        and (
-            (not entries and not with_chunk)
-            or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries)
-        )
-        for path, entries in _walk(Path(data_dir), [])
-    )
+    for path, entries in _walk(Path(data_dir), []):
+        if not path.name.startswith(FOLDER_PREFIX):
+            continue
+        has_chunk = any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries)
+        is_accepted_empty = not entries and not with_chunk
+        if has_chunk or is_accepted_empty:
+            return True
+    return False
 
 
 def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], list[DataFileError]]:
@@ -95,13 +97,13 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
     folders = []
     root = os.path.realpath(data_dir)
     for path, entries in _walk(data_dir, problems):
-        if path.name.startswith(FOLDER_PREFIX) and (
-            files := _chunk_files(path, entries, root, problems)
-        ):
+        if not path.name.startswith(FOLDER_PREFIX):
+            continue
+        files = _chunk_files(path, entries, root, problems)
+        if files:
             match = _FOLDER_NUMBER.fullmatch(path.name)
-            folders.append(
-                TrajectoryFolder(path, int(match[1]) if match else _NO_NUMBER, tuple(sorted(files)))
-            )
+            number = int(match[1]) if match else _NO_NUMBER
+            folders.append(TrajectoryFolder(path, number, tuple(sorted(files))))
     folders.sort(key=lambda folder: (str(folder.path.parent), folder.number, folder.path.name))
     return folders, problems
 
@@ -127,7 +129,7 @@ def _walk(
             problem.__cause__ = cause
             problems.append(problem)
             continue
-        others = []
+        files = []
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))
@@ -141,39 +143,40 @@ def _walk(
                     )
                     problems.append(DataFileError(message))
             else:
-                others.append(entry)
-        yield path, others
+                files.append(entry)
+        yield path, files
 
 
 def _chunk_files(
     folder: Path, entries: list[os.DirEntry[str]], root: str, problems: list[DataFileError]
 ) -> list[ChunkFile]:
+    """Return the chunk files among the files of a folder; report other files in `problems`."""
     files = []
-    strangers = []
+    other_names = []
     for entry in entries:
-        match = _CHUNK_NAME.fullmatch(entry.name)
+        frames = chunk_frames(entry.name)
+        if frames is None:
+            if not entry.name.startswith("."):
+                other_names.append(entry.name)
+            continue
         try:
-            if match is None:
-                strangers += [] if entry.name.startswith(".") else [entry.name]
-            elif entry.is_symlink() and not is_inside(entry.path, root):
+            if entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(entry.path))
             elif not entry.is_file():  # Opening a pipe would block.
                 message = f"{entry.path!r} is not a regular file and is left out."
                 problems.append(DataFileError(message))
             else:
                 stat = entry.stat()
-                frames = int(match[1]), int(match[2])
-                files.append(
-                    ChunkFile(
-                        *frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino
-                    )
-                )
+                start, stop = frames
+                path = Path(entry.path)
+                file = ChunkFile(start, stop, path, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                files.append(file)
         except OSError:  # The file was removed after it was listed.
             continue
-    if strangers:
-        names = repr(strangers[0])
-        if len(strangers) > 1:
-            names += f" and {len(strangers) - 1} more"
+    if other_names:
+        names = repr(other_names[0])
+        if len(other_names) > 1:
+            names += f" and {len(other_names) - 1} more"
         message = (
             f"{str(folder)!r} contains files that are not called traj_START_END.pickle: {names}. "
             "These files are ignored."
@@ -191,19 +194,39 @@ def is_inside(path: str | Path, root: str) -> bool:
 def read_metadata(
     data_dir: Path, folders: list[TrajectoryFolder]
 ) -> tuple[dict[str, Any], list[DataFileError]]:
-    """Read metadata.json of the data folder, or of the parents of its trajectory folders.
+    """Read metadata.json of a dataset: in the data folder, or next to its trajectory folders.
 
-    The first readable file is used, with its order and unknown keys. The result is {} if no file is
-    readable. A file that stays incomplete is reported and ignored.
+    If there are several files, the first readable one is used. Files that contradict it in the
+    description of components are reported.
+
+    Returns:
+        Content of the used file; {} if no file is readable.
+        Errors of unreadable and contradicting files.
     """
-    root = os.path.realpath(data_dir)
-    parents = dict.fromkeys(
-        [data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)]
-    )
+    parents = [data_dir]
+    parents += [folder.path.parent for folder in folders if folder.path != data_dir]
+    paths = [parent / METADATA_NAME for parent in dict.fromkeys(parents)]
     problems: list[DataFileError] = []
-    metadata: dict[str, Any] = {}
-    used_path = data_dir / METADATA_NAME
-    for path in (parent / METADATA_NAME for parent in parents):
+    used: dict[str, Any] = {}
+    used_path = paths[0]
+    for path, content in _readable_files(paths, os.path.realpath(data_dir), problems):
+        if not used:
+            used = content
+            used_path = path
+        elif _components(content) != _components(used):
+            message = (
+                f"{str(path)!r} and {str(used_path)!r} differ in {SEGMENTS} or {MAPPING}. The "
+                "second file is used. Open the folders separately to use both."
+            )
+            problems.append(DataFileError(message))
+    return used, problems
+
+
+def _readable_files(
+    paths: Sequence[Path], root: str, problems: list[DataFileError]
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield path and content of each readable JSON file; append errors of others to `problems`."""
+    for path in paths:
         if not os.path.lexists(path):
             continue
         if not is_inside(path, root):
@@ -213,20 +236,13 @@ def read_metadata(
             content = _read_json(path)
         except DataFileError as problem:
             problems.append(problem)
-            continue
-        if not metadata:
-            metadata = content
-            used_path = path
-        elif any(
-            json.dumps(metadata.get(key)) != json.dumps(content.get(key))
-            for key in (SEGMENTS, MAPPING)
-        ):
-            message = (
-                f"{str(path)!r} and {str(used_path)!r} differ in {SEGMENTS} or {MAPPING}. The "
-                "second file is used. Open the folders separately to use both."
-            )
-            problems.append(DataFileError(message))
-    return metadata, problems
+        else:
+            yield path, content
+
+
+def _components(metadata: Mapping[str, Any]) -> str:
+    """Return the description of components as JSON text, because dicts are equal in any order."""
+    return json.dumps([metadata.get(SEGMENTS), metadata.get(MAPPING)])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -240,9 +256,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     reason = f"{str(path)!r} cannot be read: {cause}."
     if isinstance(cause, CorruptFileError):
         reason = cause.message
-    raise CorruptFileError(
-        f"{reason} Names, shapes and codecs are read from the chunks.", kind="metadata"
-    ) from cause
+    message = f"{reason} The file is ignored. Names and shapes are read from the chunks."
+    raise CorruptFileError(message, kind="metadata") from cause
 
 
 def _outside(path: str | Path) -> DataFileError:
