@@ -1,6 +1,7 @@
 """`BlockScanner`: lists folders of block files and creates snapshots of their episodes.
 
-If possible, it maps all blocks into one address range, so that one gather reads from all files.
+If possible, all block files on this machine are mapped into one address range, so that one gather
+reads from all files.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class BlockScanner(Scanner):
         self._last: RowSource | None = None
         #: Cached result of `listing`: a snapshot, and its listing for other processes.
         self._listing: tuple[RowSource | None, Any] = None, None
-        #: The index that was put into or read from shared memory, and that memory.
+        #: The index whose arrays are in shared memory, and this memory. (None, None) if the index
+        #: is not shared.
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._next_release_s = 0.0

@@ -15,6 +15,7 @@ RESERVED = (
     "next_observation", "next_privileged_observation",
 )  # fmt: skip
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+_NOT_SHARED = "some episodes do not have it"
 
 
 class Fit(NamedTuple):
@@ -51,43 +52,43 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
     left_out: dict[Schema, str] = {}
     counts = Counter(schemas)
     all_names = dict.fromkeys(name for schema in counts for name in schema)
-    taken = [name for name in all_names if name.partition("/")[0] in RESERVED]
-    dropped = dict.fromkeys(taken, "its name is reserved for batches")
+    reserved = [name for name in all_names if name.partition("/")[0] in RESERVED]
+    dropped = dict.fromkeys(reserved, "its name is reserved for batches")
+    # The most frequent schema comes first, so that rare schemas are compared with it.
     for schema, _ in counts.most_common():
-        own_fields = {
-            name: field
-            for name, field in schema.items()
-            if field.num_elements and name not in dropped
-        }
-        missing = [
-            name
-            for name, field in fields.items()
-            if name not in own_fields and not _can_lack(field)
-        ]
-        difference = (
-            f"no {missing[0]!r}"
-            if missing and not keeps_episodes
-            else _difference(fields, own_fields)
-        )
+        own_fields = {}
+        for name, field in schema.items():
+            if field.num_elements and name not in dropped:
+                own_fields[name] = field
+        missing = []
+        for name, field in fields.items():
+            if name not in own_fields and not _can_lack(field):
+                missing.append(name)
+
+        difference = _difference(fields, own_fields)
+        if missing and not keeps_episodes:
+            difference = f"no {missing[0]!r}"
         if difference:
             left_out[schema] = difference
             continue
         for name in missing:
             del fields[name]
-            dropped[name] = "some episodes do not have it"
-        new = [name for name in own_fields if name not in fields]
-        if fields:
-            dropped |= {
-                name: "some episodes do not have it"
-                for name in new
-                if not _can_lack(own_fields[name])
-            }
-        fields |= {name: own_fields[name] for name in new if name not in dropped}
+            dropped[name] = _NOT_SHARED
+        is_first = not fields
+        for name, field in own_fields.items():
+            if name in fields:
+                continue
+            if is_first or _can_lack(field):
+                fields[name] = field
+            else:
+                dropped[name] = _NOT_SHARED
+
     kept = [schema for schema in counts if schema not in left_out]
     lacking_of = {schema: [name for name in fields if name not in schema] for schema in kept}
     lacking = {schema: names for schema, names in lacking_of.items() if names}
     for name in {name for names in lacking.values() for name in names}:
         if fields[name].dtype not in FLOATS:
+            # Integers have no NaN. float32 is exact for integers of 16 bits.
             wide = "float64" if fields[name].numpy_dtype.itemsize > 2 else "float32"
             fields[name] = replace(fields[name], dtype=wide)
     return Fit(Schema(fields.values()), left_out, lacking, dropped, kept)

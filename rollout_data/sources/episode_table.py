@@ -28,7 +28,7 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
     No rows are read, so the column "return" (sum of rewards) is NaN.
     """
     success = {None: -1, False: 0, True: 1}
-    give: dict[str, Callable[[EpisodeInfo], Any]] = {
+    value_of: dict[str, Callable[[EpisodeInfo], Any]] = {
         "id": lambda info: info.name,
         "length": lambda info: info.length,
         "return": lambda info: np.nan,
@@ -36,26 +36,19 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
         "success": lambda info: success[info.success],
         "task": lambda info: info.task,
     }
-    if name in give:
-        return _typed(name, [give[name](info) for info in infos])
+    if name in value_of:
+        return _typed(name, [value_of[name](info) for info in infos])
     key = "end_time_ns" if name == "time" else name
-    none = _FROM_METADATA[key]
+    default = _FROM_METADATA[key]
     values = [info.metadata.get(key) for info in infos]
-    return _typed(name, [value if type(value) is type(none) else none for value in values])
+    return _typed(name, [value if type(value) is type(default) else default for value in values])
 
 
 def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Convert the values of a column to its dtype. The time 0 means unknown and becomes NaT."""
-    dtype = _DTYPES.get(name)
     if name == "time":
         return np.array([np.datetime64(value or "NaT", "ns") for value in values], "datetime64[ns]")
-    return (
-        np.array(values, dtype)
-        if dtype
-        else np.array(list(values), str)
-        if len(values)
-        else np.zeros(0, "U1")
-    )
+    return np.array(values, _DTYPES.get(name, str))
 
 
 def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -50,7 +50,7 @@ class Epoch(NamedTuple):
     def key_of_name(self, writer: str, number: int) -> np.ndarray:
         """Return the pseudorandom key of the trajectory with this writer and number, uint64 `[1]`.
 
-        The trajectory may have been deleted.
+        Unlike `keys`, this also works for a deleted trajectory, at which reading may resume.
         """
         return random_keys(
             name_keys([writer], np.zeros(1, np.int64), np.array([number])), self.key_seed
@@ -62,15 +62,16 @@ class Epoch(NamedTuple):
 
 
 def num_upto(items: Int64s, keys: np.ndarray, key: int, num_before: int) -> int:
-    """Return the number of items of an epoch before the position (`key`, `num_before`).
+    """Return the number of items of an epoch that lie before a position, in reading order.
 
-    The last read item marks the position; it may have been deleted since.
+    The position to resume from is stated by the key of the last item that was read, since the item
+    may have been deleted since.
 
     Args:
         items: Numbers of the items in the order of the epoch, int64 `[K]`.
         keys: Keys of the items, ascending, `[K]`. Items with equal keys are sorted by number.
-        key: Key of the position. Items with lower keys count.
-        num_before: Items with an equal key count if their number is below this number.
+        key: Key of the position. Items with lower keys lie before it.
+        num_before: Items with the key `key` lie before the position if their number is lower.
     """
     first = np.searchsorted(keys, key)
     stop = np.searchsorted(keys, key, side="right")

@@ -53,11 +53,12 @@ class FileSource(EpisodeSource):
         """
 
     def rows_read_together(self, number: int, name: str) -> int | None:
-        """Return the number of consecutive steps of a field that the file compresses together.
+        """Return how many consecutive steps of a field must be decoded to read one of them.
 
-        Groups of steps are counted from step 0 of the episode. The number is 1 if each step is
-        decoded separately, such as an encoded picture. None means that reading neighbouring steps
-        costs little more, such as small rows or frames of a video.
+        The number is the steps per compressed chunk of the file, counted from step 0 of the
+        episode. It is 1 if each step is decoded separately, such as an encoded picture. None means
+        that callers may read many steps at once, because further steps cost little. Examples are
+        small rows, and frames of a video, which are decoded from a key frame on.
         """
         return None
 

@@ -1,4 +1,8 @@
-"""Functions of other formats, whose modules are imported at the first call."""
+"""Functions of `rollout_data.formats` that this package calls.
+
+The modules of formats import this package. Each function here therefore imports its module when it
+is called.
+"""
 
 from __future__ import annotations
 

@@ -187,16 +187,19 @@ class LiveSource(Origins):
         """Count and report missing trajectories. Return the errors of those not reported before.
 
         Args:
-            keys: (writer, number) of trajectories that a saved state plays.
+            keys: (writer, number) of trajectories that a saved state of playback names, but that
+                the snapshot does not contain.
         """
         errors = []
         for writer, number in keys:
             if (writer, number) in self._lost_with_blocks:
                 continue
-            place = next((k for k, label in enumerate(self.labels) if writer.startswith(label)), 0)
-            name = f"rollout_{writer.removeprefix(self.labels[place])}_*.h5"
-            error = lost_trajectories([(writer, number)], self.paths[place] / name)
-            error.key = self.paths[place] / name, f"trajectory {number}"
+            folders = [place for place, label in enumerate(self.labels) if writer.startswith(label)]
+            folder = folders[0] if folders else 0
+            name = f"rollout_{writer.removeprefix(self.labels[folder])}_*.h5"
+            files = self.paths[folder] / name
+            error = lost_trajectories([(writer, number)], files)
+            error.key = files, f"trajectory {number}"
             self.forget(error, [(writer, number)])
             errors.append(error)
         return errors
@@ -356,7 +359,10 @@ def is_block_folder(origin: Origin) -> bool:
 
 
 def _has_only_blocks(folder: Path) -> bool:
-    """Return whether a folder contains only block files and metadata, so that no format is imported."""
+    """Return whether a folder contains only block files and metadata.
+
+    Such a folder needs no detection of its format, which would import the modules of all formats.
+    """
     names = {entry.name for entry in entries_of(folder) if not entry.name.startswith(".")}
     blocks = {name for name in names if name.startswith("rollout_") and name.endswith(".h5")}
     return bool(blocks) and names <= {*blocks, METADATA_NAME}

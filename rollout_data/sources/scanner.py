@@ -83,13 +83,13 @@ class Scanner(ABC):
         """Copy a snapshot's index into shared memory; return its location, None if unsupported."""
         return None
 
-    def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
+    def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (optional for subclasses)
         """Close deleted files, except blocks that `in_use` returns.
 
         Formats that keep no file open do nothing.
         """
 
-    def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
+    def leave_out(self, key: Key) -> None:  # noqa: B027 (optional for subclasses)
         """Skip an unreadable block in later scans, until its file changes.
 
         Only formats whose listing may still contain the block implement this.
@@ -103,8 +103,9 @@ class Choice:
     only annotations state.
 
     Attributes:
-        header_of: Function that reads the header of a block, whose annotations may state how
-            trajectories ended; None if the flags of fragments state all ends.
+        header_of: Function that reads the header of a block, which gives access to its annotations.
+            Annotations may state the end of a trajectory as open or unknown. None if the flags of
+            the fragments state all ends.
 
     Raises:
         UsageError: A selected name does not have the form "writer:number".
@@ -150,21 +151,32 @@ class Choice:
     def _fragments(self, block: Block) -> np.ndarray:
         fragments: np.ndarray = block.fragments.copy()
         if self.header_of is not None:
-            ends: dict[int, Any] = {}
-            try:
-                for key, text in self.header_of(block).read_notes(EPISODES):
-                    ends[key] = parsed(block.path, text).get(ENDS)
-            except FileNotFoundError:  # The block was deleted. Reading its rows raises an error.
-                ends = {}
-            except CorruptFileError:  # Reading the metadata of an episode raises this error.
-                ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
+            ends = _annotated_ends(block, self.header_of)
             flags = fragments["flags"]
-            is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0
-            for noted, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
-                these = [key for key, end in ends.items() if end == noted]
-                is_noted = np.isin(fragments["trajectory"], these) & is_end
-                flags = np.where(is_noted, flags & ~np.uint32(TRUNCATED) | np.uint32(marks), flags)
+            is_end = (flags & (OPEN | TRUNCATED)) > 0
+            for annotated_end, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
+                numbers = [number for number, end in ends.items() if end == annotated_end]
+                is_changed = np.isin(fragments["trajectory"], numbers) & is_end
+                changed_flags = flags & ~np.uint32(TRUNCATED) | np.uint32(marks)
+                flags = np.where(is_changed, changed_flags, flags)
             fragments["flags"] = flags
         if self._numbers is None:
             return fragments
         return fragments[np.isin(fragments["trajectory"], self._numbers.get(block.writer, []))]
+
+
+def _annotated_ends(block: Block, header_of: Callable[[Block], BlockHeader]) -> dict[int, Any]:
+    """Map the numbers of trajectories in a block to the ends that annotations state.
+
+    The end is None for annotations without an end. If an annotation is damaged, the end of the
+    trajectories without a readable annotation is `UNKNOWN`.
+    """
+    ends: dict[int, Any] = {}
+    try:
+        for number, text in header_of(block).read_notes(EPISODES):
+            ends[number] = parsed(block.path, text).get(ENDS)
+    except FileNotFoundError:  # The block was deleted. Reading its rows raises an error.
+        return {}
+    except CorruptFileError:  # Reading the metadata of an episode raises this error.
+        return {**dict.fromkeys(block.fragments["trajectory"].tolist(), UNKNOWN), **ends}
+    return ends

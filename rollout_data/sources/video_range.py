@@ -54,13 +54,18 @@ class VideoRange:
         return about
 
     def false_statements(self) -> list[str]:
-        """Return a text for each property of the file that differs from the description."""
-        described = self.true_about
-        return [
-            f"{key} {described[name][key]!r} instead of {value!r}"
-            for name in _DETAILS
-            for key, value in (
-                self.about[name].items() if isinstance(self.about.get(name), dict) else ()
-            )
-            if described[name][key] != value
-        ]
+        """Return a text for each property in the description that differs from the file.
+
+        A text names the property, the actual value and the value in the description.
+        """
+        true_about = self.true_about
+        statements = []
+        for name in _DETAILS:
+            details = self.about.get(name)
+            if not isinstance(details, dict):
+                continue
+            for key, described in details.items():
+                actual = true_about[name][key]
+                if actual != described:
+                    statements.append(f"{key} {actual!r} instead of {described!r}")
+        return statements

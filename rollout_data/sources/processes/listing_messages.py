@@ -1,7 +1,9 @@
 """Messages that send folder listings between processes as differences from the last listing.
 
 Every process receives all messages in the same order, so a message can refer to the previous
-listing.
+listing. A listing of block files is a tuple: `Scanner` class, schema, number of blocks that still
+exist, and a list of pairs (number of the folder, block). A message is a listing in which ranges of
+positions in the previous listing replace its blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class ListingMessages:
         self._sent_listing: Any = None
 
     def shorten(self, listing: Any) -> Any:
-        """Convert a listing to a message: new blocks, and ranges of blocks in the last listing.
+        """Convert a listing to a message for `restore`; None if nothing has changed.
 
-        The message is None if nothing has changed.
+        Listings of other formats than block files are sent unchanged.
         """
         message = listing
         if listing is self.last:
@@ -64,7 +66,7 @@ class ListingMessages:
         )
 
     def _ranges(self, blocks: Any) -> list[Any]:
-        """Replace blocks of the last listing by ranges (start, stop) of positions in it."""
+        """Replace blocks that the last listing contains by ranges (start, stop) of positions."""
         number_of = {_identity(*placed): number for number, placed in enumerate(self.last[3])}
         parts: list[Any] = []
         for placed in blocks:

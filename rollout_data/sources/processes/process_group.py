@@ -35,15 +35,19 @@ from storage.errors import BackgroundError, RolloutDataError, UsageError
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
 #: Function that scans the folders. Returns a result that can be pickled; None if nothing changed.
 ScanFolders = Callable[[], Any]
-#: Function that returns the scan result for the pass with this number, from this process or from
-#: the scanning process. For a name instead of a number, it returns an object that one of the
-#: reading processes of this machine has created.
+#: Function that returns the same scan result to all processes that read a dataset. Its arguments
+#: are the number of the pass and a function that scans. One process scans, and the others receive
+#: its result. With a name instead of a number, it shares another object between the processes of
+#: this machine, which the passed function creates.
 Agree = Callable[[int | str, ScanFolders], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
 #: Header of a message in a `Board`: sizes of its name and of its content in bytes.
 _HEAD = struct.Struct("<QQ")
-_NOTES, _SCANNING = 0, 1  # Bytes of the file that are locked: for messages, and for a scan.
+#: Positions of the bytes of the file that are locked: while messages are read or written, and while
+#: a process scans.
+_MESSAGES = 0
+_SCANNING = 1
 
 
 class Shard(NamedTuple):
@@ -109,7 +113,7 @@ def refuse_second_split() -> None:
 
 
 def alone(number: int | str, scan: ScanFolders) -> Any:
-    """Scan in this process without synchronization with other processes; an `Agree` function."""
+    """Return the result of `scan` in this process: the `Agree` function without other processes."""
     return scan()
 
 
@@ -188,7 +192,7 @@ class Board:
 
     def read(self, name: str) -> Any:
         """Return the last message with this name; None if there is none."""
-        with self._locked(_NOTES):
+        with self._locked(_MESSAGES):
             self._catch_up()
             start, num_bytes = self._places.get(name, (0, 0))
             content = os.pread(self._file, num_bytes, start)
@@ -196,7 +200,7 @@ class Board:
 
     def names(self) -> list[str]:
         """Return the names of all messages in the order in which they were first written."""
-        with self._locked(_NOTES):
+        with self._locked(_MESSAGES):
             self._catch_up()
             return list(self._places)
 
@@ -206,7 +210,7 @@ class Board:
         With `is_final`, nothing is written if the name already has a message.
         """
         content = b"" if note is None and not is_final else pickle.dumps(note)
-        with self._locked(_NOTES):
+        with self._locked(_MESSAGES):
             self._catch_up()
             if is_final and self._places.get(name, (0, 0))[1]:
                 return False

@@ -114,30 +114,36 @@ def compute_statistics(
         raise UsageError("the data have no frames.")
     schema = parts[0][0].layouts[DATA].schema
     names = [name for name in names if not schema[name].is_text]
-    about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
-    about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
-    # The arguments select the cache file, so that training and validation split have separate ones.
-    question = [
-        about["fields"],
-        about["levels"],
-        *(crc32(trajectories.tobytes()) for _, trajectories in parts),
-    ]
-    if folder is None:  # Files of different folders need different names in the user's cache.
-        question += [
-            [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]]
-            for snapshot, _ in parts
-        ]
-        folder = (
-            Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-            / "rollout_data"
-        )
-    path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
+    about = {
+        "version": _CACHE_VERSION,
+        "fields": [schema[name].to_json() for name in names],
+        "levels": list(checked),
+        "data": [_fingerprint(*part) for part in parts],
+    }
+    path = _cache_path(folder, [about["fields"], about["levels"]], parts)
     statistics = _load(path, about, names, checked) if use_cache else None
     if statistics is None:
         statistics = _compute(parts, names, checked, progress)
         if use_cache:
             _save(path, about, statistics)
     return statistics
+
+
+def _cache_path(folder: Path | None, settings: list[Any], parts: Sequence[Frames]) -> Path:
+    """Return the path of the cache file for these settings and trajectories.
+
+    Different selections, such as training and validation, have different files. The user's cache
+    folder is shared by all data folders, so the path of the data is part of the name there.
+    """
+    key = [*settings]
+    key += [crc32(trajectories.tobytes()) for _, trajectories in parts]
+    if folder is None:
+        for snapshot, _ in parts:
+            first_block = snapshot.index.blocks[:1]
+            key.append([os.path.abspath(block.path.parent) for block in first_block])
+        cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = Path(cache_home) / "rollout_data"
+    return folder / f".statistics_{crc32(json.dumps(key).encode()):08x}.npz"
 
 
 def _compute(
@@ -169,7 +175,7 @@ def _portions(
 ) -> Iterator[torch.Tensor]:
     """Yield rows of a column, trajectory after trajectory: uint8 `[n, row_bytes]`.
 
-    All results share the same memory.
+    All results share the same memory, so a result is valid until the next one is yielded.
     """
     lengths = snapshot.index.lengths[trajectories]
     stops = np.cumsum(lengths)
@@ -179,16 +185,14 @@ def _portions(
     )
     for start in range(0, int(stops[-1]), size):
         stop = min(start + size, int(stops[-1]))
+        # Places (in `trajectories`) of the trajectories with rows in `start:stop`.
         low, high = np.searchsorted(stops, [start, stop - 1], side="right")
-        which = np.arange(low, high + 1)
-        begin = np.maximum(stops[which] - lengths[which], start)
-        count = np.minimum(stops[which], stop) - begin
-        kept = np.flatnonzero(count > 0)
-        which = which[kept]
-        begin = begin[kept]
-        count = count[kept]
-        frame = begin - (stops[which] - lengths[which])
-        rows = Rows(trajectories[which], frame, count, begin - start)
+        places = np.arange(low, high + 1)
+        places = places[lengths[places] > 0]
+        first_rows = stops[places] - lengths[places]
+        begin = np.maximum(first_rows, start)
+        count = np.minimum(stops[places], stop) - begin
+        rows = Rows(trajectories[places], begin - first_rows, count, begin - start)
         out = memory[: stop - start]
         snapshot.read_rows(rows, 1, {column: out})
         yield out.view(torch.uint8).cpu()
@@ -362,12 +366,15 @@ class ByteCounts:
 class QuantileSketch:
     """Approximate quantiles in bounded memory, by merging and halving sorted buffers.
 
-    Two full buffers of one level are merged, and every second row becomes a buffer of the next
-    level. Until then, the result equals `numpy.quantile`. The method is from Munro and Paterson
-    1980, analysed by Manku, Rajagopalan and Lindsay 1998. Halving buffers whose rows represent w
-    numbers each changes a rank by at most w. `error` is the sum of these changes divided by n. It
-    is at most log2(n / k) / (2 k) for n numbers in buffers of k rows: 0.001 for 10^6 numbers,
-    0.0023 for 10^9.
+    Values fill a buffer of k rows, which is sorted when it is full. It becomes a buffer of level 0.
+    Two buffers of a level are merged, and every second row of the result is dropped. The remaining
+    k rows become a buffer of the next level. A row of level j represents 2**j values. As long as no
+    row was dropped, the quantiles equal those of `numpy.quantile`.
+
+    The method is from Munro and Paterson 1980, analysed by Manku, Rajagopalan and Lindsay 1998.
+    Dropping rows of level j changes the rank of a quantile by at most 2**j. `error` is the sum of
+    these changes divided by the number n of values. It is at most log2(n / k) / (2 k): 0.001 for
+    10^6 values, 0.0023 for 10^9.
     """
 
     def __init__(
@@ -398,7 +405,11 @@ class QuantileSketch:
                 self._num_filled = 0
 
     def _carry(self, rows: Array) -> None:
-        """Store a sorted buffer in the first free level; merge it with the full levels before."""
+        """Add a sorted buffer to level 0.
+
+        If a level already has a buffer, both are merged and halved, and the result is added to the
+        next level.
+        """
         for level, other in enumerate(self._levels):
             if other is None:
                 self._levels[level] = rows

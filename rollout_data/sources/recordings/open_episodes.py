@@ -84,7 +84,10 @@ def _described(
     problems: list[RolloutDataError],
     advice: list[RolloutDataError],
 ) -> RowSource:
-    """Set the attributes of a snapshot that only the source of a recording has; return it."""
+    """Complete a snapshot of a folder so that it can be the source of a recording; return it.
+
+    This sets its path, format, metadata and problems, and the function that unpickles it.
+    """
     source.path = origin.path
     source.listing = listing
     source.scanner = listing[0]

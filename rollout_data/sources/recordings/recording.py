@@ -38,9 +38,11 @@ from .field_statistics import FieldStatistics, compute_statistics
 from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
-#: Approximate bytes of rows per read of rewards. All fields in the same rows are read with them.
+#: Approximate bytes of frames per read of rewards. Small fields are stored in the same rows as the
+#: rewards and are read with them.
 _REWARD_BYTES = 16 << 20
-#: Minimum number of steps per read of rewards, since large fields are not in the same rows.
+#: Minimum number of steps per read of rewards. Large fields add to the bytes of a frame, but are
+#: stored in other rows and are not read.
 _NUM_REWARDS = 1 << 12
 
 
@@ -70,7 +72,7 @@ class Recording(Sequence[Episode]):
 
     @property
     def origin(self) -> Origin:
-        """Location and selected episodes, with this snapshot, to create datasets from."""
+        """Location, selected episodes and snapshot. Datasets created from it need no new scan."""
         return replace(self._origin, opened=self._source)
 
     @cached_property
@@ -108,7 +110,10 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def schema(self) -> Schema:
-        """Numeric fields of all episodes; the first with a field decides its dtype and shape."""
+        """Numeric fields that any episode has.
+
+        The first episode that has a field determines its dtype and shape.
+        """
         which, known = self.schemas()
         schemas = [known[place] for place in dict.fromkeys(which.tolist())]
         return Schema(

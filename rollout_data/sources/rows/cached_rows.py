@@ -75,6 +75,7 @@ class CachedRows(RowSource):
         if memory is None:
             trajectories = trajectories[~self.is_lost[trajectories]]
         self._trajectories = trajectories
+
         lengths = source.index.lengths[trajectories]
         first_row = np.cumsum(lengths) - lengths
         self._first_row = np.full(len(source.index), -1, np.int64)
@@ -82,15 +83,16 @@ class CachedRows(RowSource):
         has_final = trajectories[source.index.final_row[trajectories] >= 0]
         self._final_row = np.full(len(source.index), -1, np.int64)
         self._final_row[has_final] = np.arange(len(has_final))
+
         num_rows = {DATA: int(lengths.sum()), FINAL: len(has_final)}
-        shapes = {
-            (table, name): (num_rows[table], column.row_bytes // 4)
-            for table in (DATA, FINAL)
-            for name, column in self.layouts[table].columns.items()
-        }
+        shapes: dict[Place, tuple[int, int]] = {}
+        for table, count in num_rows.items():
+            for name, column in self.layouts[table].columns.items():
+                shapes[table, name] = (count, column.row_bytes // 4)
         if memory is None and device.type == "cpu":
             _check_room(num_rows[DATA] * self.layouts[DATA].frame_bytes)
         self._memory = self._shared_memory(shapes.values()) if is_shared else memory
+
         self._rows: dict[Place, torch.Tensor] = {}
         self._order = StreamOrder(device)
         rows_of_all = Rows(trajectories, np.zeros_like(lengths), lengths, first_row)
@@ -136,11 +138,9 @@ class CachedRows(RowSource):
 
     def _shared_memory(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
         """Create shared memory for int32 rows of these shapes; None if it cannot be created."""
-        return (
-            shared_memory([4 * prod(shape) for shape in shapes])
-            if self.device.type == "cpu"
-            else None
-        )
+        if self.device.type != "cpu":
+            return None
+        return shared_memory([4 * prod(shape) for shape in shapes])
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
         if self._memory is not None:
@@ -192,8 +192,8 @@ def _check_room(needed_bytes: int) -> None:
     free = free_memory_bytes()
     if free is not None and needed_bytes > 0.9 * free:
         raise UsageError(
-            f"the dataset has {needed_bytes / 2**30:.1f} GiB, and the free memory "
-            f"{free / 2**30:.1f} GiB. At most 90 % of it is used. Use cache='none'."
+            f"the dataset needs {needed_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of "
+            "memory are free, of which at most 90 % are used. Pass cache='none'."
         )
 
 

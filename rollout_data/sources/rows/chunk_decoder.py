@@ -1,7 +1,9 @@
 """Decode rows of compressed columns in many blocks on demand.
 
-A call decodes each chunk once. If all rows of a chunk are requested, it is decoded directly into
-the output. Other decoded chunks are cached for later calls, up to a fixed number of bytes.
+A column consists of chunks of rows that are compressed together. A call requests runs: ranges of
+consecutive rows. It decodes each chunk once. If all rows of a chunk are requested, it is decoded
+directly into the output. Other decoded chunks are cached for later calls, up to a fixed number of
+bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class ChunkFiles:
     """The compressed chunks of one column in all mapped blocks, whose rows are decoded on demand.
 
     Args:
-        place: The (table, column) pair.
+        place: Table ("data" or "final") and name of the column.
         row_bytes: Bytes of a decoded row.
         mapped: Mapped bytes of all blocks, shared with other columns.
         cache: Cache of decoded chunks, shared with other columns.
@@ -59,7 +61,7 @@ class ChunkFiles:
         """Add the chunks of a block that is mapped from `first_byte` on.
 
         Returns:
-            Number of the block's first row, counted over all added blocks.
+            Number of the block's first row, if the rows of all added blocks are counted together.
         """
         table = header.chunks[self.place[0]][self.place[1]]
         start = int(self._rows[-1])
@@ -80,15 +82,16 @@ class ChunkFiles:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
         is_kept = np.isin(self._spots[0], list(self._files))
-        # Also keep the chunk after each kept chunk, since its first row is the end of the latter.
+        # The entry after a kept chunk is kept too, since its first row is the end of that chunk.
         is_kept[1:] |= is_kept[:-1]
-        self._rows, self._spots = self._rows[np.append(is_kept, True)], self._spots[:, is_kept]
+        self._rows = self._rows[np.append(is_kept, True)]
+        self._spots = self._spots[:, is_kept]
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
         """Decode R runs of rows into `out`.
 
         Args:
-            first: First row of each run, counted as the result of `add`, int64 `[R]`.
+            first: First row of each run, counted over all added blocks as in `add`, int64 `[R]`.
             runs: Number of rows and target row of each run.
             out: CPU tensor, int32 `[rows, row_bytes / 4]`, or windows `[num_windows, length,
                 row_bytes / 4]` with any strides. No run crosses the end of a window.

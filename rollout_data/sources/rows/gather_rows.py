@@ -1,4 +1,10 @@
-"""`gather`: copy runs of rows from one tensor into a batch, in large pieces if that is faster."""
+"""`gather`: copy runs of rows from one tensor into a batch, in large pieces if that is faster.
+
+A run is a range of consecutive source rows. A batch consists of windows of equal length. A window
+may contain rows of several runs. All windows are divided into pieces of equal size. A piece with
+rows of one run is copied at once. A piece with rows of several runs ("broken" here) is copied row
+by row.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +34,14 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         words: Source rows, int32 `[R, W]`.
         runs: Number of rows and target row of each run. No run crosses the end of a window.
         first: First row of each run in `words`, int64.
-        length: Number of rows per window; the runs then cover all rows of `out`, in ascending
-            order. If 0, the runs may cover only a part of `out`.
+        length: Number of rows per window, if the runs cover all rows of `out` in ascending order.
+            0 if the runs may cover only a part of `out`.
         out: int32 `[num_windows, length, W]` with any strides, or contiguous `[rows, W]`, on the
             device of `words`.
     """
-    windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
+    windows = out
+    if out.dim() == 2:
+        windows = out.view(-1, length, out.shape[1]) if length else out[None]
     if not length:
         _copy_rows(
             words,
@@ -84,9 +92,10 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
-    """Copy single rows from `words` to the rows `place` of the windows.
+    """Copy row `numbers[i]` of `words` to row `place[i]` of the windows, for each i.
 
-    On the CPU, numpy writes the rows in a quarter of torch's time.
+    The rows of all windows are counted together. On the CPU, numpy writes the rows in a quarter of
+    torch's time.
     """
     if not len(numbers):
         return
@@ -106,8 +115,8 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
     """Return the number of rows per piece: the divisor of `length` with the lowest copy cost.
 
-    Large pieces are copied at the speed of memcpy. However, more of them contain rows of several
-    runs, and such pieces must be copied again row by row.
+    Large pieces are copied at the speed of memcpy. However, the larger the pieces, the more of them
+    contain rows of several runs. These are copied again row by row.
     """
     best = 1
     lowest = 1 + _BYTES_A_PIECE / row_bytes

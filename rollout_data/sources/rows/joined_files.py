@@ -176,7 +176,10 @@ def _pieces(
 
 
 def _layouts(schema: Schema) -> dict[str, RowLayout]:
-    """Return `layouts_of(schema)` with a column per image, so that damage affects one field."""
+    """Return the row layouts of a schema, with a separate column for each image field.
+
+    Fields of one column are read together. A damaged image therefore leaves other fields readable.
+    """
     pictures = [name for name, field in schema.items() if len(field.shape) > 1]
     return {
         table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()

@@ -20,7 +20,7 @@ from .gather_rows import gather
 from .mapped_files import PAGE_BYTES, Arena
 from .row_source import Place, Rows, RowSource
 
-#: Key for the bytes of entire block files, from which chunks are decoded: rows of one byte.
+#: Place of the arena with entire block files, as rows of one byte. Chunks are decoded from it.
 _WHOLE = ("", "")
 #: Maximum number of mappings; the kernel allows 65,530 per process by default.
 _MAX_MAPPINGS = 50_000

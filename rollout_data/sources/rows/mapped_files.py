@@ -118,7 +118,9 @@ class Arena:
 
         Raises:
             FileNotFoundError: The file does not exist.
-            CorruptFileError: The file is truncated, or its rows cannot be aligned.
+            CorruptFileError: The file is truncated.
+            UsageError: The reserved address space is used up.
+            RolloutDataError: The rows cannot be aligned with the rows of other files.
         """
         if num_rows == 0:
             return 0
@@ -180,19 +182,25 @@ class Arena:
         return start - inner, inner + num_rows * self.row_bytes
 
     def _first_page(self, inner: int) -> int:
-        """Return the first free page address that aligns rows with the rows of the arena.
+        """Return the address of the first free page to which a file can be mapped.
 
-        `inner` is the byte offset of the first row in the page.
+        The mapped rows must start at multiples of the row size from the base of the arena.
+
+        Args:
+            inner: Byte offset in the page of the first row to map.
+
+        Raises:
+            RolloutDataError: No page has such an address.
         """
         unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:
             raise RolloutDataError(
-                f"Rows of {self.row_bytes} bytes at offset {inner} of a page cannot be mapped "
-                "next to the mapped rows."
+                f"Rows of {self.row_bytes} bytes that start at byte {inner} of a page cannot be "
+                "aligned with the rows of other files."
             )
+        # Skip the lowest number of pages whose bytes equal `missing`, modulo the row size.
         num_units = self.row_bytes // unit
-        return (
-            self._end
-            + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES
-        )
+        pages_per_unit = pow(PAGE_BYTES // unit, -1, num_units)
+        num_pages = missing // unit * pages_per_unit % num_units
+        return self._end + num_pages * PAGE_BYTES

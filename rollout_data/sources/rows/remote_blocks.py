@@ -60,11 +60,15 @@ class Stock(FetchedRows):
         row_bytes = source.layouts[place[0]].columns[place[1]].row_bytes
         first = runs.block * _ROWS + runs.row
         order = np.argsort(first, kind="stable")
-        first, stop = first[order], np.maximum.accumulate((first + runs.num_rows)[order])
+        first = first[order]
+        stop = np.maximum.accumulate(first + runs.num_rows[order])
+        # A run belongs to the extent of the runs before it if the gap between them is small.
+        max_gap = int(_GAP * source.options.chunk_bytes / row_bytes)
         is_head = np.ones(len(first), bool)
-        is_head[1:] = first[1:] > stop[:-1] + int(_GAP * source.options.chunk_bytes / row_bytes)
+        is_head[1:] = first[1:] > stop[:-1] + max_gap
         heads = np.flatnonzero(is_head)
-        #: First row, stop row and position in `words` of each piece of adjacent rows, int64 `[E]`.
+        #: First row, stop row and position in `words` of each extent, int64 `[E]`. An extent is a
+        #: range of adjacent rows.
         self._first = first[heads]
         self._stop = stop[np.append(heads[1:], len(first)) - 1]
         counts = self._stop - self._first
@@ -74,20 +78,31 @@ class Stock(FetchedRows):
         self._requests: list[tuple[int, Request]] = []
         #: Rows to compare with checksums: (block, first row, rows).
         self._passing: list[tuple[int, int, torch.Tensor]] = []
-        unit = rows_of_a_unit(row_bytes)
-        step = max(1, source.options.chunk_bytes // row_bytes // unit) * unit
-        for start, end, base in zip(
-            self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True
-        ):
+        extents = zip(self._first.tolist(), counts.tolist(), self._base.tolist(), strict=True)
+        for start, count, base in extents:
             block, row = divmod(start, _ROWS)
-            stop = row + end - start
-            # Requests end where a piece with a checksum ends, so no piece is fetched twice.
-            cuts = range(row // unit * unit + step, stop, step)
-            for low, high in pairwise([row, *cuts, stop]):
-                words = self.words[base + low - row : base + high - row]
-                request = source.request(place, block, low, high, words)
-                self._passing.append((block, low, words))
-                self._requests += [(block, request)] if request is not None else []
+            self._request(block, row, self.words[base : base + count])
+
+    def _request(self, block: int, first: int, words: torch.Tensor) -> None:
+        """Send the requests for rows of a block.
+
+        Args:
+            block: Position of the block in the index.
+            first: First row to fetch.
+            words: Output, int32 `[num_rows, row_bytes / 4]`.
+        """
+        stop = first + len(words)
+        row_bytes = words.shape[1] * words.element_size()
+        unit = rows_of_a_unit(row_bytes)
+        step = max(1, self._source.options.chunk_bytes // row_bytes // unit) * unit
+        # Requests end where a piece with a checksum ends, so no piece is fetched twice.
+        cuts = range(first // unit * unit + step, stop, step)
+        for low, high in pairwise([first, *cuts, stop]):
+            part = words[low - first : high - first]
+            request = self._source.request(self.place, block, low, high, part)
+            self._passing.append((block, low, part))
+            if request is not None:
+                self._requests.append((block, request))
 
     @property
     def num_bytes(self) -> int:
@@ -101,16 +116,16 @@ class Stock(FetchedRows):
         if self.is_lost or not len(self._first):
             return runs
         key = runs.block * _ROWS + runs.row
-        piece = np.maximum(self._first.searchsorted(key, side="right") - 1, 0)
-        inside = np.minimum(self._stop[piece] - key, runs.num_rows)
-        count: Int64s = np.where(key >= self._first[piece], np.maximum(inside, 0), 0)
+        extent = np.maximum(self._first.searchsorted(key, side="right") - 1, 0)
+        inside = np.minimum(self._stop[extent] - key, runs.num_rows)
+        count: Int64s = np.where(key >= self._first[extent], np.maximum(inside, 0), 0)
         here = np.flatnonzero(count > 0)
         if not len(here):
             return runs
         self.wait()
         if self.is_lost:  # Another thread waited for the same rows, and a request failed.
             return runs
-        first = self._base[piece] + key - self._first[piece]
+        first = self._base[extent] + key - self._first[extent]
         if len(here) == len(count) and (count == runs.num_rows).all():
             gather(self.words, runs, first, length, out)
             return Runs(*(column[:0] for column in runs))
@@ -198,7 +213,7 @@ class RemoteBlocks(RowSource):
         return self._fetch((FINAL, column), self.locate_finals(episodes))
 
     def _fetch(self, place: Place, runs: Runs) -> Stock:
-        """Fetch rows that are found by `read_rows` as long as the caller keeps the result."""
+        """Fetch rows into a new stock. Reads use the stock as long as the caller keeps it."""
         stock = Stock(self, place, runs)
         living = [known for known in self._fetched if known() is not None]
         self._fetched = (*living, weakref.ref(stock))
@@ -284,23 +299,25 @@ class RemoteBlocks(RowSource):
         return self._folders[at.path.parent].sums_of(at.path, at.file_bytes)
 
     def _fragments_of(self, block: int, place: Place) -> FragmentRows | None:
-        """Return the checksum checks of a column's fragments; None if they are not needed.
+        """Return the object that compares rows of a column with the checksums of fragments.
 
-        They are not needed if the chunks have checksums, or if checksums are unknown.
+        The result is None if the column is compressed, since its chunks have their own checksums.
+        It is also None if the checksums of the fragments are unknown.
         """
         with self._lock:
             if (block, place) not in self._fragments:
-                at = self.index.blocks[block]
-                columns = self.layouts[place[0]].columns
-                known = None
-                if at.fragment_sums is not None and not columns[place[1]].is_coded:
-                    fragments, sums = at.fragment_sums
-                    column = list(columns).index(place[1])
-                    known = FragmentRows(
-                        at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column]
-                    )
-                self._fragments[block, place] = known
+                self._fragments[block, place] = self._new_fragments(block, place)
             return self._fragments[block, place]
+
+    def _new_fragments(self, block: int, place: Place) -> FragmentRows | None:
+        table, name = place
+        at = self.index.blocks[block]
+        columns = self.layouts[table].columns
+        if at.fragment_sums is None or columns[name].is_coded:
+            return None
+        fragments, sums = at.fragment_sums
+        sums_of_column = sums[table][:, list(columns).index(name)]
+        return FragmentRows(at.path, place, row_ranges(table, fragments), sums_of_column)
 
     @contextmanager
     def _may_be_gone(self, block: int) -> Iterator[None]:

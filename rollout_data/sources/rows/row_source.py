@@ -1,6 +1,6 @@
 """`RowSource`: episodes as packed rows, which playback, windows and statistics read in bulk.
 
-Callers choose the frames of a batch and pass their numbers. `LostBlockError` means that a file was
+Callers choose the frames of a batch and pass them as `Rows`. `LostBlockError` means that a file was
 deleted or damaged after it was indexed. After other errors, a read can be repeated.
 """
 
@@ -30,7 +30,8 @@ from ..episode_info import ABSENT, NO_FIELDS, EpisodeInfo
 from ..episode_source import EpisodeSource
 from ..episode_table import column_of
 
-#: A (table, column) pair, which names one kind of row.
+#: A (table, column) pair, which names one kind of row. The table is "data" for frames and "final"
+#: for observations after the last step.
 Place = tuple[str, str]
 #: Exceptions that opening a file raises if it was deleted or replaced.
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -201,9 +202,10 @@ class RowSource(EpisodeSource):
 
     @cached_property
     def _noted(self) -> dict[str, list[Any]] | None:
-        """Metadata that appear in the episode table: maps each key to a value per episode.
+        """Metadata in annotations that appear in the episode table.
 
-        None if an annotation is damaged.
+        The dict maps each key to a list with one value per episode. The property is None if an
+        annotation is damaged.
         """
         try:
             return self.notes.columns(
@@ -309,8 +311,8 @@ class RowSource(EpisodeSource):
         missing = sorted(set(numbers.tolist()) - self._texts.keys())
         if missing:
             raise DataFileError(
-                f"Text {missing[0]} of {name!r} in {str(self.path)!r} is missing. It was damaged "
-                "and set aside."
+                f"A text of {name!r} in {str(self.path)!r} was damaged and set aside (id "
+                f"{missing[0]}). Read the other fields of the episode."
             )
         return [self._texts[number] for number in numbers.tolist()]
 
@@ -320,8 +322,8 @@ class RowSource(EpisodeSource):
 
         Args:
             rows: Frames in ascending order of their targets. No range crosses the end of a window.
-            length: Number of rows per window; the frames then cover all output rows. If 0, the
-                frames may cover only a part of the output.
+            length: Number of rows per window, if the frames cover all output rows. 0 if they may
+                cover only a part of the output.
             out: Maps columns to output tensors: int32 `[num_windows, length, row_bytes / 4]` with
                 any strides, or contiguous `[num_rows, row_bytes / 4]`.
 
@@ -407,7 +409,10 @@ class RowSource(EpisodeSource):
         return True
 
     def stretch_bytes(self, num_envs: int) -> int:
-        """Return how many bytes of a trajectory each of `num_envs` envs prefetches at a time."""
+        """Return the bytes of one trajectory to prefetch at a time.
+
+        Playback reads `num_envs` trajectories in parallel, so all of them prefetch this amount.
+        """
         return _STRETCH_BYTES
 
     def note_read_once(self, num_bytes: int) -> None:
@@ -462,8 +467,8 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         label, within = index.keys(np.array([number]))[0]
         writer = label[label.find(":") + 1 :]
         end = index.end[number]
-        is_known = end != End.UNKNOWN
-        is_open = not index.is_end_unknown(np.array([number]))[0]
+        has_end = end != End.UNKNOWN
+        is_open = not has_end and not index.is_end_unknown(np.array([number]))[0]
         noted = self._notes_of(number)
         noted.pop(ENDS, None)
         absent = noted.pop(ABSENT, None) or ()
@@ -479,7 +484,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         other_names = [name for name in absent if name not in source.numeric_fields]
         if other_names:
             metadata[ABSENT] = other_names
-        if is_open and not is_known:
+        if is_open:
             metadata[ENDS] = "open"
         return EpisodeInfo(
             name=f"{writer}:{within}",
@@ -487,8 +492,8 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
             schema=_without(source.numeric_fields, absent),
             texts=source.text_names,
             final=source.layouts[FINAL].schema if index.final_row[number] >= 0 else NO_FIELDS,
-            terminated=bool(end == End.TERMINATED) if is_known else None,
-            truncated=bool(end == End.TRUNCATED) if is_known else None,
+            terminated=bool(end == End.TERMINATED) if has_end else None,
+            truncated=bool(end == End.TRUNCATED) if has_end else None,
             success=success if isinstance(success, bool) else None,
             task=task if isinstance(task, str) else "",
             metadata=metadata,

@@ -42,7 +42,7 @@ class UnmappedRows(RowSource):
         max_group_bytes: Size of the cache of groups of rows, in bytes.
     """
 
-    #: Whether `read_part` reads single rows of a block, so that a damaged block has readable rows.
+    #: Whether `read_part` can read single rows. The intact rows of a damaged block are read then.
     reads_parts = False
 
     def __init__(
@@ -78,8 +78,9 @@ class UnmappedRows(RowSource):
         """Return how many rows of a block are decoded together.
 
         Returns:
-            Rows per group, and position of the block's first row in its group. (None, 0) reads
-            complete blocks; any other result requires `reads_parts`.
+            Number of rows per group, and position of the block's first row in its group, since a
+            block may start within a group. (None, 0) means that complete blocks are read. Other
+            results require that `reads_parts` is True.
         """
         return None, 0
 

@@ -68,10 +68,18 @@ def _load_pickle(path: Path, trusted: bool) -> Any:
 
 
 def split_epochs(rows: torch.Tensor, num_steps: int) -> torch.Tensor | None:
-    """View rows as `[epochs, rows per epoch, ...]` if each epoch has one row more than steps.
+    """View the flags of several rollout epochs as `[num_epochs, steps per epoch + 1, ...]`.
 
-    The number of additional rows is the number of epochs. The result is None if it is 0 or does not
-    divide `num_steps`.
+    RLinf writes rollout epochs of equal length one after another. Each may have an additional row
+    of flags, from before its first step. The number of additional rows is the number of epochs.
+
+    Args:
+        rows: Flags of all epochs, `[num_rows, ...]`.
+        num_steps: Steps of all epochs.
+
+    Returns:
+        A view of `rows`; None if there are no additional rows, or if `num_steps` is not a multiple
+        of their number.
     """
     num_epochs = len(rows) - num_steps
     if num_epochs <= 0 or num_steps % num_epochs:
