@@ -577,7 +577,6 @@ def test_an_array_that_the_directory_of_an_npz_file_hides_is_damage(tmp_path):
     path.write_bytes(data)
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == num_members - 1
-    with pytest.raises(
-        DataFileError, match=f"{num_members - 1} members are listed, but its end says {num_members}"
-    ):
+    numbers = f"lists {num_members - 1} members, but its end record states {num_members}"
+    with pytest.raises(DataFileError, match=numbers):
         rollout_data.open(path, format="motion")

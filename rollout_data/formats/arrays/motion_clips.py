@@ -1,7 +1,8 @@
 """Reader of motion clips: npz files with joint and body arrays, and JSON files with frames.
 
-A clip only has observations. The order of bodies and joints is never changed. If the order is
-known, it is stored in the metadata.
+A clip is the recorded motion of an articulated body. It has observations, but no actions and no
+rewards. The order of bodies and joints is never changed. If the order is known, it is stored in the
+metadata.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
 #: Axes of each array of a clip: T frames, J joints, B bodies. A digit is the size of an axis.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
-#: Indices of the arrays with body positions and body rotations in `_AXES`.
+#: Indices of body positions and body rotations in `_AXES` and in a layout (array names in the same
+#: order).
 _POSITIONS = 2
 _ROTATIONS = 3
 _BODY_NAMES = "body_names"
@@ -51,7 +53,7 @@ _CHECKED_BYTES = 1 << 22
 #: Largest deviation of the norm of a unit quaternion from 1.
 _TOLERANCE = 1e-2
 _Layout = tuple[str, ...]
-#: Fields and metadata of a JSON clip.
+#: Arrays of a JSON clip by field name, and its metadata.
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
@@ -77,7 +79,8 @@ class MotionReader(FileSource):
         self._orders = set[str]()
         #: (name of the clip, name of the field) of each quaternion field that `read` converts.
         self._converted = set[tuple[str, str]]()
-        #: (likely order, stored order, whether the file states it) of each reported advice.
+        #: Advice that was already reported about quaternion orders: (order that the values suggest,
+        #: order in which they are read, whether the file states its order).
         self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
@@ -123,7 +126,7 @@ class MotionReader(FileSource):
         if layout is None:
             needed = ", ".join(MOTION_TRACKING)
             raise CorruptFileError(
-                f"{str(path)!r} is no motion clip. A clip has the arrays {needed}."
+                f"{str(path)!r} is not a motion clip. A clip has the arrays {needed}."
             )
         sizes = _sizes(layout, arrays)
         stated_order = self._stated_order(path, arrays)
@@ -170,7 +173,10 @@ class MotionReader(FileSource):
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
     def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
-        """Return the body order for the metadata; add the body names of the option `body_order`."""
+        """Return the body order of a clip: "breadth", "depth", "names" or "unknown".
+
+        If the option `body_order` is a list of body names, the names are added to `metadata`.
+        """
         order = self.options["body_order"]
         if order is None or order in _ORDERS:
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
@@ -182,9 +188,9 @@ class MotionReader(FileSource):
         return "names"
 
     def _stated_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
-        """Remove the array that states the quaternion order, and return the order.
+        """Return the quaternion order that a clip states; None if the clip states no order.
 
-        The result is None without such an array.
+        The array with the order is removed from `arrays`, because it is not a field.
 
         Raises:
             CorruptFileError: The array does not contain a known order.
@@ -212,9 +218,9 @@ class MotionReader(FileSource):
     ) -> None:
         """Report advice if the quaternions seem to have an order other than `stored`.
 
-        A standing or walking body has a large scalar part and small x and y. The scalar is
-        therefore the first or the last number, whichever is large in nearly all rows. Each kind of
-        advice is reported once per folder.
+        The rotation of a standing or walking body has a large scalar part, and small x and y parts.
+        The scalar part is therefore the first or the last number, whichever is large in nearly all
+        rows. Each kind of advice is reported once per folder.
         """
         if rotations is None or not rotations.shape[0]:
             return
@@ -312,7 +318,7 @@ def _are_unit_quaternions(rotations: Array) -> Array:
 
 
 def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
-    """Check the shapes of all arrays, and return the number of frames T, joints J and bodies B.
+    """Map each axis in `_AXES` to its size, after checking the shapes of all arrays of a clip.
 
     Raises:
         CorruptFileError: An array has a wrong shape, or does not contain floating-point numbers.
@@ -375,15 +381,19 @@ def _json_clip(path: Path) -> _Json:
         rows = np.array(clip.pop("Frames"), np.float64)
         duration = clip.get("FrameDuration")
         if rows.ndim != 2 or not rows.shape[0] or rows.shape[1] < 2:
-            raise ValueError(f"'Frames' has shape {list(rows.shape)}")
-        if duration is None:  # Each row then begins with its duration.
+            raise ValueError(f"'Frames' has shape {list(rows.shape)}, expected [T, D] with D > 1")
+        if duration is None:
+            # Without a common duration, the first number of each row is its duration.
             durations_s = rows[:, 0]
             observation = rows[:, 1:]
         else:
             durations_s = np.full(len(rows), float(duration))
             observation = rows
         if not np.isfinite(durations_s).all() or not durations_s[0] > 0:
-            raise ValueError(f"the first frame takes {durations_s[0]} s")
+            raise ValueError(
+                f"the first frame lasts {durations_s[0]} s, expected finite durations and a first "
+                "duration > 0"
+            )
     except (
         ValueError,
         TypeError,
@@ -394,7 +404,8 @@ def _json_clip(path: Path) -> _Json:
     ) as cause:
         reason = str(cause)[:200].rstrip(".")
         raise CorruptFileError(
-            f"{str(path)!r} is no JSON object with a table of numbers as 'Frames': {reason}."
+            f"{str(path)!r} is not a JSON clip, an object with a table of numbers as 'Frames': "
+            f"{reason}."
         ) from cause
     fields = {"observation": observation, "duration_s": durations_s}
     return fields, {"fps": 1 / float(durations_s[0]), **clip}

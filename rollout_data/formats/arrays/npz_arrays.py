@@ -24,10 +24,13 @@ from ..input_checks import KnownFiles, first_bytes
 
 Array = np.ndarray[Any, Any]
 _ZIP_MAGIC = b"PK\3\4"
+_ZIP_END_MAGIC = b"PK\5\6"
 _MAX_MEMBERS = 4096
 _MAX_HEAD_BYTES = 10_000
 #: Maximum bytes of the end record of a zip file, including its comment.
 _ZIP_END_BYTES = 22 + 0xFFFF
+#: Number of members in the end record if the actual number is in the ZIP64 record.
+_COUNT_IN_ZIP64 = 0xFFFF
 #: Flag bit of a zip member whose name is encoded in UTF-8.
 _UTF_8 = 0x800
 #: Maximum number of bytes that DEFLATE can unpack from one byte.
@@ -37,7 +40,7 @@ _MIN_SPACING = 1 << 20
 #: Maximum number of saved decompressor states per array.
 _MAX_STATES = 256
 #: Maximum unpacked bytes per read of a deflated array: the larger of `_FREE_BYTES` and
-#: `_MAX_READ_EXPANSION` times the deflated bytes. Only zeros shrink more.
+#: `_MAX_READ_EXPANSION` times the deflated bytes. Only arrays of almost only zeros expand more.
 _FREE_BYTES = 1 << 28
 _MAX_READ_EXPANSION = 256
 #: Exceptions that zipfile and numpy raise for damaged files.
@@ -54,23 +57,26 @@ _DAMAGE = (
 
 
 def is_zip(path: Path) -> bool:
-    """Return whether a file begins like a zip archive."""
+    """Return whether a file starts with the signature of a zip archive."""
     return first_bytes(path, len(_ZIP_MAGIC)) == _ZIP_MAGIC
 
 
 class Unpacking:
-    """Random access to a deflated zip member, with a decompressor state saved every few MiB.
+    """Random access to the unpacked bytes of a deflated zip member.
+
+    The unpacked bytes are divided into pieces of at least 1 MiB. The decompressor state at the
+    start of each visited piece is saved, so that a later read can start there.
 
     Args:
         path: The zip file.
         known: State of the file at its first use.
         offset: Offset of the deflated bytes in the file.
         packed_bytes, num_bytes: Number of bytes before and after unpacking.
-        checksum: CRC-32 of the unpacked bytes; compared when the last piece is read.
+        checksum: CRC-32 of all unpacked bytes; compared when the last piece is unpacked.
 
     Attributes:
-        most_bytes: Maximum bytes per read. Without a limit, a small file could unpack to more bytes
-            than the memory has.
+        most_bytes: Maximum unpacked bytes per read. Without a limit, reading a small file could
+            fill the memory.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Unpacking:
         return unpacked
 
     def _piece(self, number: int) -> bytes:
-        """Return a piece of `_spacing` bytes; decompress earlier pieces first if necessary."""
+        """Return the bytes of a piece. Earlier pieces are unpacked first if its state is missing."""
         for earlier in range(max(self._states), number):
             self._unpack(earlier)
         latest, data = self._latest
@@ -117,7 +123,7 @@ class Unpacking:
         return data
 
     def _unpack(self, number: int) -> bytes:
-        """Unpack a piece from its saved decompressor state, and save the state at its end."""
+        """Unpack a piece from the saved state at its start, and save the state at its end."""
         path, known, offset, packed_bytes, num_bytes, checksum = self._arguments
         kept_state, position, crc = self._states[number]
         state = kept_state.copy()
@@ -133,7 +139,8 @@ class Unpacking:
                     position += len(data) - len(state.unconsumed_tail)
                     unpacked += part
                     if not part and (state.eof or not data):
-                        raise zlib.error(f"{start + len(unpacked)} of {num_bytes} bytes are there")
+                        num_unpacked = start + len(unpacked)
+                        raise zlib.error(f"the data end after {num_unpacked} of {num_bytes} bytes")
         except zlib.error as cause:
             raise CorruptFileError(f"{str(path)!r} is damaged: {cause}.") from cause
 
@@ -154,11 +161,11 @@ class NpzArray:
         path: The npz file.
         name: Name of the array.
         dtype: Stored dtype, possibly big-endian.
-        shape: Stored shape; its size equals the number of stored bytes.
+        shape: Stored shape. The number of bytes that it needs is equal to the stored bytes.
         is_fortran: Whether the array is stored by columns instead of rows.
-        offset: Offset of the first byte in the file, or in the unpacked bytes of `packed`.
+        offset: Offset of the first value in the file, or in the unpacked bytes of `packed`.
         packed: Reader of the deflated bytes; None if the array is not compressed.
-        known: State of the file when it was opened. Every read checks that it has not changed.
+        known: State of the file when it was opened. Reading a changed file raises an error.
     """
 
     path: Path
@@ -176,7 +183,8 @@ class NpzArray:
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """Read the rows `start:stop` in little-endian byte order.
 
-        The result is a read-only map of the file if the rows are stored aligned, otherwise a copy.
+        Uncompressed, aligned, little-endian rows are a read-only map of the file. Other rows are
+        copied.
         """
         if not self.shape:
             value: Array = self._stored((1,), 0)[0]
@@ -190,7 +198,7 @@ class NpzArray:
         return self._stored((stop - start, *self.shape[1:]), start * row_bytes)
 
     def _stored(self, shape: tuple[int, ...], skipped: int) -> Array:
-        """Read an array of shape `shape` that begins `skipped` bytes after the first value."""
+        """Read values of shape `shape`, starting `skipped` bytes after the first stored value."""
         num_bytes = prod(shape) * self.dtype.itemsize
         begin = self.offset + skipped
         self.known.check(self.path)
@@ -211,7 +219,7 @@ class NpzArray:
                     values = np.memmap(file, self.dtype, "r", begin, shape).view(np.ndarray)
             except ValueError as cause:
                 raise CorruptFileError(
-                    f"{self.where} is truncated: {num_bytes} bytes at byte {begin} exceed the file."
+                    f"{self.where} is truncated: the file ends before byte {begin + num_bytes}."
                 ) from cause
         little_endian = self.dtype.newbyteorder("<")
         if values.flags.aligned and little_endian == self.dtype:
@@ -261,7 +269,7 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 if name in arrays:
-                    raise CorruptFileError(f"{str(path)!r} has duplicate arrays {name!r}.")
+                    raise CorruptFileError(f"{str(path)!r} has several arrays named {name!r}.")
                 if member.filename != name:
                     arrays[name] = _describe(path, known, name, file, archive, member)
     except _DAMAGE as cause:
@@ -271,16 +279,24 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
 
 
 def check_count(file: BinaryIO, num_members: int) -> None:
-    """Raise `BadZipFile` if the member counts in the end record and the directory differ.
+    """Raise `BadZipFile` if the end record of a zip file states another number than `num_members`.
 
-    `zipfile` skips an entry if the damaged length of the previous entry covers it.
+    `zipfile` silently skips an entry of the directory if the entry before it has a damaged length
+    that covers it.
+
+    Args:
+        file: The zip file.
+        num_members: Number of members that `zipfile` found in the directory.
     """
-    file.seek(max(0, file.seek(0, 2) - _ZIP_END_BYTES))
+    file_bytes = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_bytes - _ZIP_END_BYTES))
     tail = file.read()
-    place = tail.rfind(b"PK\5\6")
-    count = int.from_bytes(tail[place + 10 : place + 12], "little")
-    if count not in (num_members, 0xFFFF):  # 0xFFFF refers to the ZIP64 record.
-        raise zipfile.BadZipFile(f"{num_members} members are listed, but its end says {count}")
+    end_record = tail[tail.rfind(_ZIP_END_MAGIC) :]
+    stated = int.from_bytes(end_record[10:12], "little")
+    if stated not in (num_members, _COUNT_IN_ZIP64):
+        raise zipfile.BadZipFile(
+            f"its directory lists {num_members} members, but its end record states {stated}"
+        )
 
 
 def _describe(
@@ -306,8 +322,8 @@ def _describe(
     file_bytes = os.fstat(file.fileno()).st_size
     if member.file_size > most_bytes or begin + member.compress_size > file_bytes:
         raise CorruptFileError(
-            f"{where} declares {member.file_size} bytes in {member.compress_size} bytes of a file "
-            f"of {file_bytes} bytes."
+            f"{where} declares {member.file_size} bytes, stored in {member.compress_size} bytes. A "
+            f"file of {file_bytes} bytes cannot contain them."
         )
     with archive.open(member) as stream:
         dtype, shape, is_fortran, head_bytes = _read_head(stream, where)
@@ -335,15 +351,15 @@ def member_begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     """
     file.seek(max(0, member.header_offset))
     head = file.read(30)
-    if member.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\3\4":
-        raise zipfile.BadZipFile(f"no member at {member.header_offset}")
+    if member.header_offset < 0 or len(head) < 30 or head[:4] != _ZIP_MAGIC:
+        raise zipfile.BadZipFile(f"no member begins at byte {member.header_offset}")
     name_bytes = int.from_bytes(head[26:28], "little")
     extra_bytes = int.from_bytes(head[28:30], "little")
     encoding = "utf-8" if member.flag_bits & _UTF_8 else "cp437"
     name = file.read(name_bytes).decode(encoding)
     if name != member.orig_filename:
         listed = f"{member.orig_filename!r} in the directory"
-        raise zipfile.BadZipFile(f"the name {name!r} in the member and {listed}")
+        raise zipfile.BadZipFile(f"a member is named {name!r} in its header, but {listed}")
     return member.header_offset + 30 + name_bytes + extra_bytes
 
 

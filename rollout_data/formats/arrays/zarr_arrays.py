@@ -1,7 +1,10 @@
 """Read arrays of zarr formats 2 and 3 from a folder or zip file, chunk by chunk.
 
-Sizes are limited when an array is described, and a chunk is decoded to at most its declared size.
-Only compressors are supported, since filters of objects could run code.
+A chunk is the part of an array that is compressed as one. A file of the store contains a piece of
+an array: one chunk, or a shard of several chunks.
+
+Sizes are limited when the description of an array is read. A chunk is decoded to at most its
+declared size. Filters raise an error, because a filter that unpickles objects could run code.
 
 The package `zarr` has no such limits: with it, a file of 1 MB took 2 GB of memory.
 """
@@ -32,10 +35,10 @@ MAX_META_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_CHUNKS = 1 << 16
 _MAX_ARRAYS = 256
-#: Maximum bytes of an array that may consist of unwritten chunks. They take no bytes in the store,
-#: so a small store could declare an array of any size.
+#: Maximum bytes of an array that may have any number of unwritten chunks. Unwritten chunks take no
+#: bytes in the store, so a small store could declare an array of any size.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Minimum share of written chunks in a larger array.
+#: Minimum share of written pieces in an array of more than `_MAX_UNWRITTEN_BYTES`.
 _MIN_WRITTEN = 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
 #: Value of both the offset and the size of an unwritten chunk in the index of a shard.
@@ -153,9 +156,17 @@ class Store:
 
 
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
-    """Raise `BadZipFile` if `data` is the complete content of a member with a wrong checksum."""
-    if len(data) == member.file_size and zlib.crc32(data) != member.CRC:
-        raise zipfile.BadZipFile(f"{member.filename!r} has another checksum than stored")
+    """Raise `BadZipFile` if the content of a member has a wrong checksum.
+
+    `data` is not checked if it is only a part of the content.
+    """
+    if len(data) != member.file_size:
+        return
+    checksum = zlib.crc32(data)
+    if checksum != member.CRC:
+        raise zipfile.BadZipFile(
+            f"{member.filename!r} has checksum {checksum:08x}, expected {member.CRC:08x}"
+        )
 
 
 _Codecs = Sequence[tuple[str, Mapping[str, Any]]]
@@ -170,8 +181,8 @@ class ZarrArray:
         shape: Shape of the whole array.
         dtype: Stored dtype, possibly big-endian.
         chunks: Shape of a chunk, the unit of compression.
-        pieces: Shape of the part of the array in one file of the store: `chunks`, or the shape of a
-            shard, which contains several chunks.
+        pieces: Shape of the piece of the array in one file of the store: the shape of a chunk or of
+            a shard.
         codecs: (name, settings) of the compressor and of the checksum, if any.
         key: Prefix of the file names of the array, and separator of the numbers in the names.
         fill: Value of unwritten chunks.
@@ -296,7 +307,7 @@ def _num_blocks(shape: Sequence[int], block_shape: Sequence[int]) -> list[int]:
 def _check_crc(data: bytes) -> None:
     """Raise `ValueError` if the last 4 bytes are not the CRC-32C of the bytes before them."""
     if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        raise ValueError("a checksum is wrong")
+        raise ValueError("the checksum of a chunk or of the index of a shard is wrong")
 
 
 def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
@@ -366,7 +377,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    """Return whether the description of an array declares texts."""
+    """Return whether a description declares an array of texts."""
     dtype = about.get("dtype", about.get("data_type"))
     if isinstance(dtype, dict):
         dtype = dtype.get("name")
@@ -430,7 +441,7 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
 
 
 def _codecs_3(listed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the (name, settings) pairs of codecs that a zarr 3 description lists."""
+    """Return (name, settings) of each codec in a list of codecs of a zarr 3 description."""
     codecs = []
     for codec in listed:
         name = codec["name"].removeprefix("numcodecs.")
@@ -439,7 +450,7 @@ def _codecs_3(listed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[st
 
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Convert a declared fill value to the dtype of its array. NaN and infinities are texts."""
+    """Convert a declared fill value to a dtype. JSON declares NaN and infinities as texts."""
     if value is None:
         return dtype.type(0)
     return dtype.type(float(value) if isinstance(value, str) else value)
@@ -455,7 +466,8 @@ def _check_sizes(array: ZarrArray, store: Store) -> None:
     if names[-1:] == ["crc32c"]:
         names.pop()
     if len(names) > 1 or not set(names) <= set(_COMPRESSORS):
-        raise ValueError(f"codecs {names} are not one of {', '.join(_COMPRESSORS)}")
+        known = ", ".join(_COMPRESSORS)
+        raise ValueError(f"the codecs are {names}, expected at most one of {known}")
     sizes = (array.shape, array.chunks, array.pieces)
     has_equal_dimensions = len({*map(len, sizes)}) == 1
     wrong_sizes = f"shape, chunks and pieces are {sizes}"[:200]

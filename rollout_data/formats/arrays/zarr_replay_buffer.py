@@ -1,7 +1,7 @@
 """Reader of replay buffers in zarr (diffusion policy, UMI): arrays with the rows of all episodes.
 
-The array `meta/episode_ends` contains the row after each episode. Rows after the last end belong to
-an unfinished episode and are left out.
+The array `meta/episode_ends` contains the end of each episode: the index after its last row. Rows
+after the last end belong to an unfinished episode and are left out.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ZarrReplayBufferReader(FileSource):
                 self.metadata[name.removeprefix("meta/")] = values
 
     def _ends(self, stored: ZarrArray) -> Array:
-        """Read the row after each episode: ascending int64 `[num_episodes]`."""
+        """Read the index after the last row of each episode: ascending int64 `[num_episodes]`."""
         is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
         if not is_list or stored.shape[0] > _MAX_EPISODES:
             raise CorruptFileError(
@@ -115,6 +115,7 @@ class ZarrReplayBufferReader(FileSource):
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:
         """Return the field name of an array."""
         field = _NAMES.get(name)
+        # If both "action" and "actions" exist, only "action" is the action field.
         if field is not None and (name == field or field not in data):
             return field
         group, _, part = name.partition("/")
