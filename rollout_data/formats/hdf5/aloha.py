@@ -1,7 +1,7 @@
 """Reader of ALOHA and ACT files: one episode per file, with `action` and `observations`.
 
-Rows are returned as stored, although the recorder of the robot pairs an observation with the
-previous action.
+The recorder of the robot stores each observation in the same row as the previous action. Rows are
+returned as stored; observations are not shifted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class AlohaReader(Hdf5Reader):
     format = "aloha"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bgr": False}
     STEPS: ClassVar[Mapping[str, str]] = {"action": "action", "observations": "observation"}
-    METADATA = ("compress_len",)  # Not needed: encoded pictures mark their end.
+    # `compress_len` has the bytes of each encoded picture. The reader does not need them, because the
+    # data of a picture mark its end.
+    METADATA = ("compress_len",)
     COUNTED = "action"
 
     def scan(self) -> Sequence[EpisodeInfo]:

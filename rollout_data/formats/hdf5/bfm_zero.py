@@ -1,8 +1,8 @@
 """Reader of ring buffers that BFM-Zero saves.
 
-`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Names, and the
-number of written rows, are read as by `load_buffer`. Rows are returned in the order of writing.
-Classes named in the configuration are never imported.
+`buffer.hdf5` has flat datasets. `config.json` has the position of the next write. Dataset names and
+the number of written rows are interpreted as in `load_buffer`. Rows are returned in the order of
+writing. Classes named in the configuration are never imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIELDS_OF_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
 class BfmZeroReader(FlatReader):
-    """Reader of a saved ring buffer. In a full ring, the first episode may lack its beginning."""
+    """Reader of a saved ring buffer. A full ring may have overwritten the start of episode 0."""
 
     format = "bfm_zero"
 
@@ -78,7 +78,7 @@ def _written_parts(config: Mapping[str, Any], num_rows: int, where: str) -> list
     capacity: Any = config.get("capacity", num_rows)
     try:
         if type(position) is not int or type(is_full) is not bool or type(capacity) is not int:
-            raise TypeError("numbers of other types")
+            raise TypeError("_idx and capacity must be integers, and _is_full a bool")
         total = rows_written(config, num_rows, capacity, rows_per_slot=1)
     except (SchemaError, TypeError, ValueError, ArithmeticError) as cause:
         raise CorruptFileError(

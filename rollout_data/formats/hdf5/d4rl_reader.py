@@ -58,7 +58,7 @@ class D4rlReader(FlatReader):
             for group in d4rl_groups(file):
                 self._read_group(file, group)
         absent = parse_attribute(self.metadata.pop(ABSENT, None), ABSENT)
-        return [_without_absent(info, absent.get(info.name)) for info in self._cut()]
+        return [_with_source_end(info, absent.get(info.name)) for info in self._cut()]
 
     def _read_group(self, file: OpenFile, group: str) -> None:
         """Read the metadata of a group and append its rows to the steps."""
@@ -115,15 +115,17 @@ class D4rlReader(FlatReader):
         return arguments.whole("max_episode_steps", length, 1)
 
 
-def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
-    """Remove flags that a conversion filled from the description of an episode.
+def _with_source_end(info: EpisodeInfo, names: Any) -> EpisodeInfo:
+    """Restore the end of an episode whose end flags were filled by a conversion.
 
-    If `timeouts` is listed as filled, the timeout only separates the episode from the next episode.
-    The end is then unknown if `terminals` is listed too, and otherwise open.
+    A conversion writes a timeout at the end of each episode without termination, to separate it
+    from the next episode. If `names` contains "timeouts", the source stated no timeout. The end is
+    then unknown if `names` also contains "terminals", and open otherwise.
 
     Args:
         info: Description of the episode.
-        names: Names of the filled fields and flags, which become metadata.
+        names: Names of the filled fields and flags, which become metadata. Values other than a list
+            are ignored.
     """
     if not isinstance(names, list):
         return info
@@ -134,7 +136,7 @@ def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
-    """Return which steps truncate an episode after `length` steps: bool `[rows]`.
+    """Return whether each step is truncated at the episode length `length`: bool `[rows]`.
 
     Steps are counted from the first row or the previous end. A terminated step is not truncated.
     """

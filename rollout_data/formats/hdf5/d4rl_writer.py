@@ -88,7 +88,8 @@ class D4rlWriter(Hdf5Writer):
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
         """Return the names of the fields and flags that are missing from an episode.
 
-        A timeout that only separates the episode from the next episode counts as missing.
+        The flag `timeouts` counts as missing if the source states no timeout. The writer then sets
+        it only to separate the episode from the next episode.
         """
         flags: tuple[str, ...] = ()
         if has_open_end(episode):
@@ -100,7 +101,7 @@ class D4rlWriter(Hdf5Writer):
     def _read_name(self, name: str) -> str:
         """Return the name of a field in the reader of this format.
 
-        Concatenated parts of an observation or action keep their names.
+        Parts of an observation or action that are written to one dataset keep their names.
         """
         head = name.partition("/")[0]
         if head not in _DATASETS:
@@ -134,7 +135,7 @@ class D4rlWriter(Hdf5Writer):
         return forms
 
     def _missing(self, head: str, dataset: str) -> UsageError:
-        """Return the error for a required group of fields that some episodes lack."""
+        """Return the error for a required dataset that cannot be written for all episodes."""
         lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
         if lacking:
             got = f"episode {lacking[0]!r} has no {dataset}"
@@ -223,10 +224,10 @@ class D4rlWriter(Hdf5Writer):
 
 
 def _others(schema: Schema) -> list[Field]:
-    """Return the fields other than observations, actions and rewards."""
+    """Return the fields outside of the groups observation, action and reward."""
     return [field for name, field in schema.items() if name.split("/")[0] not in _DATASETS]
 
 
 def _info(field: Field) -> str:
-    """Return the dataset of a field other than an observation, action or reward."""
+    """Return the dataset `infos/<name>` of a field from `_others`."""
     return f"infos/{field.name.removeprefix('infos/')}"

@@ -38,7 +38,13 @@ Array = np.ndarray[Any, Any]
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows of the datasets in a group: group, first row, and number of rows."""
+    """Consecutive rows of all datasets in a group.
+
+    Attributes:
+        group: Path of the group; "" for the root.
+        first: First row.
+        num_rows: Number of rows.
+    """
 
     group: str
     first: int
@@ -46,7 +52,7 @@ class RowRange(NamedTuple):
 
 
 def our_name(path: str) -> str:
-    """Return the field name of a dataset."""
+    """Return the field name of a dataset: "observation/a" for "observations/a"."""
     head, *rest = path.split("/")
     parts = (_OUR_NAMES.get(head, head), *rest)
     return "/".join(filter(None, parts))
@@ -56,10 +62,10 @@ class FlatReader(FileSource):
     """Reader of episodes that are ranges of rows.
 
     Attributes:
-        parts: Row ranges of all steps, in order.
-        columns: Maps field names to the dataset in the group of each part.
-        following: Maps each field with the observation after each step to the name of the
-            observation.
+        parts: Row ranges of all steps, in order. Each range is in one group.
+        columns: Maps field names to datasets. Their paths are relative to the group of a part.
+        following: Maps fields with the observation after a step to the field with the observation
+            before it, such as "next_observations" to "observation".
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -95,8 +101,8 @@ class FlatReader(FileSource):
             part: Rows to read; None means all rows.
 
         Raises:
-            CorruptFileError: The datasets have different numbers of rows, or differ from those of
-                the groups before.
+            CorruptFileError: The datasets have different numbers of rows, or differ from the
+                datasets of the previous groups.
         """
         where = repr(str(self.file_path))
         if group:
@@ -221,10 +227,11 @@ class FlatReader(FileSource):
 
 
 def _following(columns: Mapping[str, DatasetColumn]) -> dict[str, str]:
-    """Map each field with the observation after each step to the name of the observation."""
+    """Return the value of `FlatReader.following` for the fields `columns`."""
     following = {}
     for name in columns:
         if name.startswith("next"):
+            # Names such as "next_observations" and "next/observation" both occur.
             observation = our_name(re.sub("^next[/_]", "", name))
             if observation in columns and observation != name:
                 following[name] = observation
@@ -232,7 +239,7 @@ def _following(columns: Mapping[str, DatasetColumn]) -> dict[str, str]:
 
 
 def ends_of(ends: Array) -> Array:
-    """Return one past the last row of each episode. Rows after the last end form an episode.
+    """Return the index after the last row of each episode. Rows after the last end form an episode.
 
     Args:
         ends: bool `[rows]`: whether an episode ends with the row.
@@ -245,7 +252,7 @@ def ends_of(ends: Array) -> Array:
 def _rows_of_part(
     file: OpenFile, part: RowRange, column: DatasetColumn, low: int, high: int
 ) -> Array:
-    """Read the rows `low:high` of a part; row 0 is the first row of the part."""
+    """Read the rows `low:high` of a part. Rows are counted from the first row of the part."""
     info = file.datasets(part.group)[column.path]
     if info.kind != column.kind or info.shape[0] < part.first + part.num_rows:
         raise CorruptFileError(

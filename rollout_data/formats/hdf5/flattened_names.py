@@ -1,10 +1,14 @@
-"""Attributes that our robomimic writer adds, so that our reader restores the original names."""
+"""Attributes of robomimic files for a round trip of observations between our writer and reader.
+
+A key of `obs` must not contain "/", so the writer flattens the names of nested observations.
+"""
 
 from __future__ import annotations
 
-#: Attribute of `data`: JSON that maps each renamed key of `obs` to the original name.
+#: Attribute of `data`: JSON object that maps each flattened key of `obs` to the original name.
 OBS_NAMES = "obs_names"
-#: Key in `ep_meta`: the observations whose last row of `next_obs` repeats the last row of `obs`.
+#: Key in `ep_meta` with a list of observations that are unknown after the last step. The last row of
+#: `next_obs` then repeats the last row of `obs`.
 REPEATED = "repeated_next_obs"
 
 

@@ -1,7 +1,8 @@
-"""Groups, datasets and attributes of untrusted HDF5 files.
+"""Access to groups, datasets and attributes of untrusted HDF5 files.
 
 Data must be in the file itself, reachable by hard links. The declared size of a dataset must be
-plausible for the size of the file. Contiguous data are mapped. Readers interpret the datasets.
+plausible for the size of the file. Contiguous data are memory-mapped. Other modules map datasets to
+fields.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
 #: Maximum bytes of unwritten values, which need no bytes in the file.
 _MAX_UNWRITTEN_BYTES = 1 << 26
-#: Maximum unpacked bytes of a dataset with any expansion factor, such as a mask of zeros.
+#: Maximum unpacked bytes of a dataset that may have any expansion factor. A mask of zeros, for
+#: example, is packed into few bytes.
 _MAX_UNPACKED_BYTES = 1 << 29
-#: Maximum expansion factor of a larger dataset.
+#: Maximum expansion factor of a dataset of more than `_MAX_UNPACKED_BYTES`.
 _LIKELY_EXPANSION = 200
 _MAX_ATTRIBUTE_BYTES = 1 << 16
 #: Bytes of a stored reference to a text: length (4), offset of the heap (8), index in the heap (4).
@@ -62,9 +64,10 @@ class DatasetInfo(NamedTuple):
         shape: Shape of all rows.
         kind: Key of `DTYPES`, "text", "bytes" (rows of variable length), or "" for an unreadable
             type.
-        stored: Dtype of the values in the file; None if HDF5 must convert the values.
+        stored: Dtype of the values in the file; None if only HDF5 can convert them, as for texts of
+            variable length.
         offset: Offset of contiguous values in the file; None for other layouts.
-        expansion: Maximum expansion factor of a chunk; 0 if chunks need no check.
+        expansion: Maximum expansion factor of a chunk; 0 if no chunk can unpack to too many bytes.
         chunk_rows: Number of rows of a chunk; 0 without chunks.
     """
 
@@ -274,13 +277,13 @@ class OpenFile:
                 # texts cannot be checked. It is treated as unreadable.
                 info = info._replace(kind="")
 
-        claimed_bytes = stored_bytes * expansion
-        most_bytes = -1
-        if stored_bytes <= self.num_bytes:
-            likely_bytes = max(_MAX_UNPACKED_BYTES, stored_bytes * _LIKELY_EXPANSION)
-            most_bytes = min(claimed_bytes + _MAX_UNWRITTEN_BYTES, likely_bytes)
+        unpacked_bytes = stored_bytes * expansion
+        likely_bytes = max(_MAX_UNPACKED_BYTES, stored_bytes * _LIKELY_EXPANSION)
+        most_bytes = min(unpacked_bytes + _MAX_UNWRITTEN_BYTES, likely_bytes)
+        if stored_bytes > self.num_bytes:
+            most_bytes = -1  # The stored bytes do not fit into the file, so any size is wrong.
         self._check_size(node, num_bytes, most_bytes)
-        needs_check = claimed_bytes > _MAX_UNPACKED_BYTES and expansion > 1
+        needs_check = unpacked_bytes > _MAX_UNPACKED_BYTES and expansion > 1
         return info._replace(expansion=expansion if needs_check else 0)
 
     def _check_size(self, node: h5d.DatasetID, num_bytes: int, most_bytes: int) -> None:
@@ -434,7 +437,7 @@ class OpenFile:
         start: int,
         stop: int,
     ) -> Iterator[bytes]:
-        """Yield the stored references to the texts of rows, `_TEXT_BYTES` each.
+        """Yield the stored references to the texts of rows, `_TEXT_BYTES` bytes per text.
 
         In a chunked dataset, references of other rows in the same chunks are included.
         """
@@ -549,7 +552,7 @@ class Files:
 
 
 class _Node(NamedTuple):
-    """Replacement for the h5py object that `h5py.AttributeManager` expects."""
+    """Object with the attribute `id`, as `h5py.AttributeManager` requires."""
 
     id: Any
 

@@ -50,7 +50,7 @@ class DatasetColumn(NamedTuple):
         path: Path of the dataset below the group of the episode.
         shape: Shape of a row of the field, with as many elements as a row of the dataset.
         kind: Dtype of the field (a key of `DTYPES`), or "text".
-        first: Row of step 0. For a final observation, its row minus the number of steps T.
+        first: Row of step 0 in the dataset. For a final observation: its row, counted from row T.
         is_picture: Whether rows are encoded pictures.
     """
 
@@ -137,8 +137,8 @@ class Hdf5Reader(FileSource):
 
     #: Maps each dataset or group with a row per step to the name of its field.
     STEPS: ClassVar[Mapping[str, str]] = {}
-    #: Keys of `STEPS` with T + 1 rows, whose last row is the final observation. If there are such
-    #: keys, unlisted datasets may have T + 1 rows too; their last row becomes metadata.
+    #: Keys of `STEPS` whose datasets have T + 1 rows. The last row is the final observation. If there
+    #: are such keys, unlisted datasets may have T + 1 rows too. Their last row becomes metadata.
     WITH_FINAL: ClassVar[tuple[str, ...]] = ()
     #: Maps each dataset with a flag per step to the attribute of `EpisodeInfo` for the last flag.
     ENDS: ClassVar[Mapping[str, str]] = {}
@@ -228,10 +228,11 @@ class Hdf5Reader(FileSource):
         return shape
 
     def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Return values of further attributes of `EpisodeInfo` by name, such as the episode's end.
+        """Return the end, task, success and metadata of an episode, as arguments of `EpisodeInfo`.
 
-        The attributes of the group are added to "metadata". "repeated" has the names of fields
-        whose final observation repeats the last observation.
+        The value of "metadata" is completed later by the attributes of the group. The optional key
+        "repeated" has the names of fields whose final observation only repeats the last
+        observation. The episode gets no final observation of these fields.
         """
         return {name: self.flag(file, node, path, length) for path, name in self.ENDS.items()}
 
@@ -327,7 +328,11 @@ class Hdf5Reader(FileSource):
         node: Any,
         layouts: dict[tuple[str, ...], Layout],
     ) -> tuple[int, Layout]:
-        """Return the length and the layout of an episode. The first episodes are fully checked."""
+        """Return the length and the layout of an episode.
+
+        The layout of the first episodes is read from their datasets. Later episodes with the same
+        names get the same layout, and are checked at their first read.
+        """
         names = self._names(file, node)
         num_checked = len(file.checked) * len(names)
         if num_checked < _CHECKED_AT_ONCE or names not in layouts:

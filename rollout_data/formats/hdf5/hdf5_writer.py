@@ -1,6 +1,6 @@
 """Base of writers of HDF5 files whose structure is known before a row is read.
 
-The structure of the file is built in memory. EpisodeRows are then written directly to their offsets in the
+The structure of the file is built in memory. Rows are then written directly to their offsets in the
 file. An incomplete file has a hidden name. A dataset of the file contains the conversion record,
 with a line per written episode.
 """
@@ -142,8 +142,8 @@ class EpisodeFile:
             self._begin(header, first_line + blank)
         self._file = os.open(self._partial, os.O_RDWR)
         if note is not None and len(note.first_line()) == len(conversion.first_line()):
-            # The first line contains the state of the source, which may have changed since the file
-            # was created.
+            # The first line contains the state of the source. It is written again, because the
+            # source may have changed since the file was created.
             self.write(note_name, np.frombuffer(first_line, np.uint8))
 
     def _header(
@@ -267,7 +267,7 @@ class EpisodeFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether the file is not closed."""
+        """Whether the file is open."""
         return self._file >= 0
 
     def close(self) -> None:
@@ -302,7 +302,10 @@ def _make_group(file: h5py.File, name: str) -> None:
 
 
 def _final_writes(header: SparseFile) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, final bytes) of each write to a file in memory. Later writes may overlap."""
+    """Yield the offset of each write to a file in memory, and the bytes there after all writes.
+
+    These bytes differ from the written bytes if a later write overlaps.
+    """
     ends = [offset + len(data) for offset, data in header.writes]
     content = bytearray(max(ends, default=header.size))
     for offset, data in header.writes:
@@ -380,7 +383,7 @@ class Hdf5Writer(ForeignWriter):
         The rows must keep their offsets.
 
         Raises:
-            UsageError: EpisodeRows were changed or removed, or the file was truncated.
+            UsageError: Rows were changed or removed, or the file was truncated.
         """
         file = cls.file_at(path)
         finish: Mapping[str, Any] = note.finish or {}
@@ -569,6 +572,6 @@ def has_number(episode: EpisodeToWrite, name: str) -> bool:
 
 
 def without_left_out(shared: SharedFields, names: Collection[str]) -> SharedFields:
-    """Remove `names` from the omitted fields in `left_out`, because the writer computes them."""
+    """Return `shared` without the reports that `names` are left out: the writer computes them."""
     left_out = {name: why for name, why in shared.left_out.items() if name not in names}
     return replace(shared, left_out=left_out)

@@ -66,9 +66,9 @@ class HumenvReader(Hdf5Reader):
 
 
 def _episode_names(file: OpenFile) -> tuple[list[str], str]:
-    """Return the groups of the episodes, and a sentence if the file states another number.
+    """Return the names of the episode groups, and a sentence if `num_episodes` contradicts them.
 
-    The sentence is "" if the number is right or missing.
+    The sentence is "" if the attribute `num_episodes` is right or missing.
     """
     names = file.numbered("", HUMENV_EPISODE)
     stated = file.attribute(file.open(""), _NUM_EPISODES)
@@ -86,8 +86,8 @@ def read_motions(path: Path) -> list[dict[str, Any]]:
         single numbers, and texts. Only the first text of an array of texts is read.
 
     Raises:
-        CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can
-            contain.
+        CorruptFileError: The file is damaged, has another number of episodes than it states, or
+            declares more data than it can contain.
         FieldTypeError: A dataset contains neither numbers nor texts.
         UnsafeFileError: A link leads out of the file.
     """

@@ -1,4 +1,4 @@
-"""Reader of Isaac Lab files: the groups of robomimic without rewards and ends.
+"""Reader of Isaac Lab files: robomimic files without rewards and without ends of episodes.
 
 A row of `states` is the state after the step. `initial_state` has one row. Quaternions are returned
 as stored unless an order is requested.

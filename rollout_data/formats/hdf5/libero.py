@@ -1,7 +1,7 @@
 """Reader of LIBERO files: the groups of robomimic, with the task in the attributes of `data`.
 
-`rewards` and `dones` are always 1 in the last row, so they become fields and do not determine the
-end. A row of `obs` was observed after the action in the same row.
+`rewards` and `dones` are always 1 in the last row. They therefore become fields, and do not
+determine how an episode ended. A row of `obs` was observed after the action in the same row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reader of ManiSkill files: groups `traj_<id>` in `<name>.h5`, described in `<name>.json`.
 
-Observations and states have T + 1 rows. The last row follows the last action.
+Observations and states have T + 1 rows. The last row is the state after the last action.
 """
 
 from __future__ import annotations

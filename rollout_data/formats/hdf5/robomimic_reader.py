@@ -189,10 +189,10 @@ class RobomimicReader(Hdf5Reader):
         return super().read_final(number, name)
 
     def _compare(self, info: EpisodeInfo, name: str) -> DataFileError | None:
-        """Compare the rows of `next_obs` that are left out with the next rows of `obs`.
+        """Check that `next_obs` repeats the next rows of `obs`, unless it is read as a field.
 
         Returns:
-            The reported problem if they differ; None if they are equal or need no comparison.
+            The reported problem if a row differs; None if all rows are equal or are not compared.
         """
         self._compared.add((info.name, name))
         layout: Layout = info.source.layout

@@ -57,7 +57,7 @@ class RobomimicWriter(Hdf5Writer):
 
     format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
-    #: Suffix of the report line about omitted ends of episodes.
+    #: End of the report line which says that the ends of episodes are left out.
     ends_exception = ", but for `dones`, which readers do not take for it"
     #: Whether every demo has `dones`.
     writes_dones = True
@@ -116,7 +116,10 @@ class RobomimicWriter(Hdf5Writer):
         return self.make_file(datasets, contents, attributes)
 
     def _chosen_fields(self) -> SharedFields:
-        """Choose the fields of every demo. `dones` and filled rewards never count as left out."""
+        """Choose the fields of every demo.
+
+        `dones` and filled rewards are written to every demo, so they are not reported as left out.
+        """
         shared = shared_fields(self.episodes, has_one_form=False)
         made = set()
         if self.writes_dones:
@@ -257,7 +260,7 @@ class RobomimicWriter(Hdf5Writer):
         return dones
 
     def _write_missing_reward(self, episode: EpisodeToWrite, dataset: str) -> None:
-        """Write the rewards of an episode if rewards are not a field of all demos."""
+        """Write the rewards of an episode, unless they were copied as a field of all demos."""
         schema = self._fields.schema
         if "reward" in schema and schema["reward"].num_elements == 1:
             return
