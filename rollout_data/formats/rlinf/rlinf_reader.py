@@ -1,8 +1,8 @@
 """Reader of RLinf's trajectory checkpoints: torch files and an index, optionally a folder per rank.
 
 A torch file contains a block of tensors `[T, B, ...]`: T steps of B environments (columns). Files
-are mapped and loaded with `weights_only`; pickle files are an error. An episode consists of the
-steps of a column between two dones. The last episode of a column usually has an open end.
+are memory-mapped and loaded with `weights_only`. Pickle files raise an error. An episode consists
+of the steps of a column between two dones. The last episode of a column usually has an open end.
 """
 
 from __future__ import annotations
@@ -310,11 +310,12 @@ def _absent_fields(absent: Any, number: int) -> list[str]:
 
 
 def _schemas(fields: Mapping[str, Field], is_copy: bool) -> tuple[Schema, Schema]:
-    """Return the fields of the steps, and the fields of the final observation.
+    """Return the schema of the steps of a block, and the schema of final observations.
 
     Args:
         fields: Maps the names of all fields of a block to the fields.
-        is_copy: Whether the next observations repeat the observations of the next steps.
+        is_copy: Whether the next observations repeat the observations of the next steps. They then
+            do not become fields of the steps.
     """
     of_steps = []
     final = []
@@ -428,9 +429,9 @@ def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (column, number in the column, start, stop) of each run of steps between dones.
+    """Yield (column, run, start, stop) of each run of steps between dones.
 
-    The last run of a column ends at the end of the block.
+    Runs are numbered from 0 in each column. The last run of a column ends at the end of the block.
     """
     for column in range(dones.shape[1]):
         stops = (np.flatnonzero(dones[:, column]) + 1).tolist()
