@@ -60,8 +60,8 @@ _GROUPS = ("observation", "privileged_observation", "action", "reward")
 class OwnWriter(ForeignWriter):
     """Writer of a folder of block files, through a `RolloutWriter` with one environment.
 
-    The option `obs_disassemble_mapping` maps components to codecs. Components that the source
-    stores as `normalized_image` keep this codec by default.
+    The option `obs_disassemble_mapping` maps observation components to codecs. Components that the
+    source stores as `normalized_image` keep this codec by default.
     """
 
     format = OWN
@@ -101,7 +101,7 @@ class OwnWriter(ForeignWriter):
         self._added: list[str] = []
 
         schemas = [_renamed(episode.schema) for episode in self.episodes]
-        self._fit: Fit = _without_inventions(common_fields(schemas, keeps_episodes=True))
+        self._fit: Fit = _with_source_dtypes(common_fields(schemas, keeps_episodes=True))
         self._texts = self._shared_texts()
         self._has_noted_ends = any(map(_noted_end, self.episodes))
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
@@ -125,9 +125,9 @@ class OwnWriter(ForeignWriter):
         return [name for name in texts if all(name in episode.texts for episode in written)]
 
     def _mark_noted_ends(self) -> None:
-        """Mark in metadata.json that the metadata of some episodes state how the episode ended.
+        """Set the mark in metadata.json for a folder with ends in the metadata of episodes.
 
-        Readers search the metadata of episodes for ends only if this mark is set.
+        Readers look for ends in the metadata of episodes only if this mark is set.
         """
         metadata = load_metadata(self.path) if self.path.is_dir() else None
         if metadata is None or not self._has_noted_ends:
@@ -138,16 +138,16 @@ class OwnWriter(ForeignWriter):
             mark_noted_ends(self.path)
 
     def _note_unlisted(self) -> None:
-        """Add published episodes that the conversion record does not list to the record."""
+        """Complete the conversion record by the published episodes that are missing from it."""
         if self.path.is_dir():
             unlisted = self._present_episodes() - self.conversion.published
             if unlisted:
                 self._note_blocks(unlisted)
 
     def _present_episodes(self) -> set[str]:
-        """Return the ids of the episodes in the folder, including episodes that edits dropped.
+        """Remove blocks with only a part of an episode, and return the ids of complete episodes.
 
-        Blocks that contain only a part of an episode are removed.
+        The result includes episodes that were dropped by edit blocks.
 
         Raises:
             UsageError: The folder has trajectories that this conversion did not write.
@@ -309,9 +309,9 @@ class OwnWriter(ForeignWriter):
         return steps
 
     def _final(self, episode: EpisodeToWrite) -> Any:
-        """Return the observation after the last step as `[1, ...]`.
+        """Read the observation after the last step: `[1, ...]`, or nested dicts of such values.
 
-        The result is None if a part of the observation is missing.
+        The result is None if the observation or one of its fields is missing.
         """
         observation = episode.final_observation
         if observation is None:
@@ -340,25 +340,30 @@ class OwnWriter(ForeignWriter):
 
     def _noted_metadata(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Return the metadata to store with an episode. Values that are too large are omitted."""
-        known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
+        attributes: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
         noted: dict[str, Any] = {}
         for name, value in episode.metadata.items():
-            is_other = name in known and not _are_equal(value, known[name])
-            noted[f"recorded_{name}" if is_other else name] = plain(value)
-        noted |= {name: value for name, value in known.items() if value is not None}
+            # Readers read the task and success from these keys, so another value gets another key.
+            is_conflict = name in attributes and not _are_equal(value, attributes[name])
+            noted[f"recorded_{name}" if is_conflict else name] = plain(value)
+        noted |= {name: value for name, value in attributes.items() if value is not None}
         noted[SOURCE_ID] = episode.id
         end = _noted_end(episode)
         if end:
             noted[ENDS] = end
 
-        schema = _renamed(episode.schema)
         noted.pop(ABSENT, None)
-        earlier = [_free_name(name) for name in earlier_absent(episode)]
-        filled = [name for name in self._fit.schema if name not in schema or name in earlier]
-        absent = [*filled, *parts_of_fields(earlier, schema)]
+        absent = self._absent_fields(episode)
         if absent:
             noted[ABSENT] = absent
         return self.fitting(noted, MAX_NOTE_BYTES, episode)
+
+    def _absent_fields(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the stored fields that this or an earlier conversion fills with False or NaN."""
+        schema = _renamed(episode.schema)
+        earlier = [_free_name(name) for name in earlier_absent(episode)]
+        filled = [name for name in self._fit.schema if name not in schema or name in earlier]
+        return [*filled, *parts_of_fields(earlier, schema)]
 
     def close(self) -> None:
         if self._writer is not None:
@@ -371,18 +376,19 @@ class OwnWriter(ForeignWriter):
 def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
     """Copy rows to a tensor with the dtype of the field.
 
-    bfloat16 is converted from float32, because numpy has no bfloat16.
+    The values of a bfloat16 field are float32 before the conversion, because numpy has no bfloat16.
     """
     dtype = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
     numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
     return torch.from_numpy(rows.astype(numpy_dtype)).to(field.torch_dtype)
 
 
-def _without_inventions(fit: Fit) -> Fit:
-    """Return a copy of `fit` that fills missing flags and floats and drops other missing fields.
+def _with_source_dtypes(fit: Fit) -> Fit:
+    """Return the common fields with the dtypes of the source; drop fields that cannot be filled.
 
-    Playback streams convert incomplete flags and integers to floats. A conversion must keep the
-    values of its source: flags stay flags, and large integers must not be rounded to floats.
+    `common_fields` turns a field that is missing from some episodes into a float field, because a
+    playback stream fills it with NaN. A conversion must keep the values of its source: flags stay
+    flags and are filled with False, and integers are dropped instead of rounded to floats.
     """
     names = {name for missing in fit.lacking.values() for name in missing}
     own: dict[str, Field] = {}
@@ -402,9 +408,10 @@ def _without_inventions(fit: Fit) -> Fit:
 
 
 def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
-    """Map components that all episodes store as multiples of 1/255 to their codec.
+    """Map the names of observation components to the codec `normalized_image`.
 
-    The codec stores such components without loss.
+    Components that all episodes store with this codec are included. Their values are multiples of
+    1/255, which the codec stores without loss.
     """
     distinct = list(dict.fromkeys(schemas))
     codecs = {}
@@ -418,9 +425,9 @@ def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
 
 
 def _noted_end(episode: EpisodeToWrite) -> str:
-    """Return the end of an episode (unknown or open) to store in its metadata.
+    """Return the value of the metadata key `ENDS` of an episode: "unknown", "open" or "".
 
-    The result is "" if the flags in its block state the end.
+    "" means that the flags in the block of the episode already state how it ended.
     """
     if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
         return UNKNOWN

@@ -22,7 +22,7 @@ from ..sources.recordings.recording import Recording
 from ..writing.conversion_record import AFTER_LAST, ConversionNote, SummedEpisode, UnreadableEpisode
 from ..writing.json_values import plain
 
-#: Formats of single files without references to other files.
+#: Formats whose recordings are single files that do not refer to other files.
 _SINGLE_FILES = ("robomimic", "isaaclab", "libero", "d4rl", "mcap", "bfm_zero")
 #: Maximum number of characters of a value in an error.
 _MAX_SHOWN = 60
@@ -31,7 +31,8 @@ _MAX_SHOWN = 60
 def source_state(recording: Recording) -> str:
     """Return a digest of the path, size and modification time of every file of a recording.
 
-    The result is "" for a URL, for a file that may refer to other files, and if a file is missing.
+    The result is "" if changes cannot be detected. This is the case if the recording is a URL, if
+    its file may refer to other files, or if a file is missing.
     """
     root = recording.path
     if isinstance(root, RemotePath):
@@ -157,7 +158,7 @@ def _option_difference(
             effect_there = effective(there)
             effect_now = effective(now)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # `effective` fails for invalid options. The option values are compared instead.
+            # Invalid option values can make `effective` fail. The values are compared instead.
             effect_there = there
             effect_now = now
         name = _first_difference(plain(effect_there), plain(effect_now))
@@ -216,13 +217,12 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Return the forms of each field. They determine the layout of a target.
-
-    A form is a dtype and a shape, as text.
+    """Map the fields of a recording to the properties that determine the layout of a target.
 
     Returns:
-        Map from field to a pair: its forms, and whether every episode has the field. A known end or
-            success counts as a field.
+        A dict that maps the name of each field to a pair: the set of its forms, and whether every
+        episode has the field. A form is a text with dtype and shape. "terminated", "truncated" and
+        "success" are fields of the episodes in which they are known.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
@@ -246,7 +246,7 @@ def check_nothing_gained(
     readable: Sequence[str],
     path: Path,
 ) -> None:
-    """Check that a complete target has all episodes of its source.
+    """Check that a complete target has all readable episodes of its source.
 
     Args:
         there: Conversion record in the target.
@@ -255,13 +255,16 @@ def check_nothing_gained(
         path: Path of the target.
 
     Raises:
-        UsageError: The source has episodes that are missing from the target.
+        UsageError: The source has readable episodes that are missing from the target.
     """
     gained = [episode["id"] for episode in now.episodes[len(there.episodes) :]]
     gained += readable
     if gained:
-        target = f"the {len(there.rows)} episodes of the complete target"
-        raise other_source(path, f"{len(gained)} more than {target}, such as {gained[0]!r}")
+        raise other_source(
+            path,
+            f"the complete target has {len(there.rows)} episodes, but the source has "
+            f"{len(gained)} more, such as {gained[0]!r}",
+        )
 
 
 def unreadable_episodes(

@@ -97,9 +97,9 @@ def convert(
         UsageError: The format or an option is unknown. The target contains other files, or was
             converted from another source or with other options. Another process is converting into
             the target.
-        DataFileError: The source or all of its episodes cannot be read. `AccessError` or
-            `FetchError` if its store refuses access or does not answer. The same call again
-            resumes.
+        DataFileError: The source or all of its episodes cannot be read. The type is `AccessError`
+            if a remote store refuses access, and `FetchError` if it does not answer. Repeat the
+            same call to resume.
         TargetError: The target cannot be written.
     """
     writer_type = _checked_writer(to, options)
@@ -222,7 +222,8 @@ def _check_earlier(
 ) -> None:
     """Check that an existing target was converted from this source with these options.
 
-    The options of `plan` are replaced by the recorded options, which have equal effects.
+    `plan` is the record of the new conversion. Its options are replaced by the options in the
+    earlier record, which have equal effects.
 
     Raises:
         UsageError: The source or an option differs. The error states the first difference.
@@ -250,8 +251,8 @@ def _write_episodes(
 ) -> tuple[ForeignWriter, int]:
     """Write the episodes that are missing from the target; append read errors to `problems`.
 
-    If the format fixes the positions of all rows first (`is_laid_out_first`), an unreadable episode
-    restarts the conversion without this episode.
+    Some formats fix the positions of all rows before writing (`is_laid_out_first`). Their targets
+    are written again from the beginning if an episode is unreadable, without this episode.
 
     Returns:
         The closed writer, and the number of episodes that an earlier conversion had written.

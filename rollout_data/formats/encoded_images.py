@@ -80,8 +80,8 @@ def decode_picture(
             picture is converted to RGB if the shape has three channels.
 
     Returns:
-        A new array: `[H, W, C]` uint8 with C of 1, 3 or 4, or `[H, W]` uint16 or float32 for deep
-        pictures.
+        A new array: `[H, W, C]` uint8 with C of 1, 3 or 4. A picture with more than 8 bits per
+        channel, such as a depth map, is `[H, W]` uint16 or float32.
 
     Raises:
         CorruptFileError: The picture is damaged, has another shape or format, or more than

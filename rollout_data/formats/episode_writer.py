@@ -158,7 +158,7 @@ class ForeignWriter(ABC):
         try:
             self.written: set[str] = self.begin() & self.conversion.rows.keys()
         except UsageError:
-            # Nothing else was written. Without the record, the target is as before the call.
+            # Only the record was written. Removing it restores the target.
             if is_new:
                 (self.note_folder / NOTE_NAME).unlink()
                 with suppress(OSError):
@@ -331,7 +331,8 @@ class ForeignWriter(ABC):
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
         conversion = self.conversion
         sums = summed.sums()
-        conversion.rows.pop(episode.id, None)  # `rows` is in the order of writing.
+        # An episode that is written again moves to the end, because `rows` is in writing order.
+        conversion.rows.pop(episode.id, None)
         conversion.rows[episode.id] = sums
         conversion.files[episode.id] = {
             name: file_sum(path) for name, path in (files or {}).items()
@@ -405,7 +406,7 @@ class ForeignWriter(ABC):
 
     @property
     def report(self) -> dict[str, list[str]]:
-        """Ids of the changed episodes by description of the change, in order of occurrence."""
+        """Changes in order of occurrence, each with the ids of the changed episodes."""
         casts = {cast.text(*key): cast.episodes for key, cast in self._casts.items()}
         return {**self._noted, **casts}
 
@@ -421,7 +422,7 @@ class ForeignWriter(ABC):
         Args:
             what: Description of the change, a line of the report.
             episode: The changed episode.
-            holds: Whether the change applies. If false, nothing is added.
+            holds: Whether the change happened. If false, nothing is added.
         """
         if not holds:
             return
@@ -541,7 +542,14 @@ _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 
 def _change(before: Array, after: Array) -> tuple[int, float]:
-    """Return a pair for a dtype conversion: number of changed values, largest difference."""
+    """Return the number of values that a dtype conversion changes, and the largest difference.
+
+    NaN is equal to NaN.
+
+    Args:
+        before: Array of the original dtype.
+        after: The same values, converted to another dtype.
+    """
     old = before.reshape(-1)
     new = after.reshape(-1)
     if old.dtype.kind == "b":
@@ -554,6 +562,7 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
             )
         return len(differences), float(differences.max(initial=0))
     if new.dtype.kind == "f":
+        # Smaller integers are exact. Selecting the others first saves the slow loop below.
         limit = 2 ** _EXACT_BITS[new.dtype.itemsize]
         is_inexact = (old > limit) | (old < -limit) if old.dtype.kind == "i" else old > limit
         old = old[is_inexact]
@@ -640,7 +649,7 @@ class SharedFields:
         return [name for name in self.schema if name not in episode.schema]
 
     def absent(self, episode: EpisodeToWrite, read_name: Callable[[str], str] = str) -> list[str]:
-        """Return the names of filled fields, for the metadata key `ABSENT`.
+        """Return the names of an episode's filled fields, to store in its metadata under `ABSENT`.
 
         Fields that an earlier conversion filled are included.
 
@@ -685,7 +694,7 @@ def earlier_absent(episode: EpisodeToWrite) -> list[str]:
 
 
 def parts_of_fields(names: Iterable[str], schema: Mapping[str, Field]) -> list[str]:
-    """Return the names that extend a field name of a schema, such as "a/b" for the field "a"."""
+    """Return the names below a field of a schema, such as "a/b" below the field "a"."""
     return [
         name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)
     ]

@@ -101,7 +101,7 @@ class MotionEpisode(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Numeric fields by flat name."""
+        """Numeric fields by name. The parts of a nested name are joined by "/"."""
 
     def read(self, name: str) -> Any:
         """Read all rows of a field: `[T, ...]`."""
@@ -117,9 +117,9 @@ def load_expert_trajectories_from_motion_lib(
 
     Args:
         motion_lib: A `Recording`, an iterable of episodes, or an iterable of nested mappings, one
-            mapping per motion. A mapping has arrays or tensors `[T, ...]`, including `observation`,
-            and optionally a `motion_id`, a scalar or a column. The id of an episode is its
-            `motion_id`, or its name without a `motion_id`.
+            mapping per motion. A mapping has arrays or tensors `[T, ...]`, including `observation`.
+            An optional `motion_id` is a scalar, or an array with one value per row. The
+            `motion_id` of an episode without this field is the id of the episode.
         seq_length: Number of rows of a window.
         device: Device of the frames.
         obs_dict_mapper: Function that maps an observation, a `[T, D]` array or nested arrays, to a
@@ -174,7 +174,7 @@ def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
         text = read_text(path)
     except FileNotFoundError as cause:
         raise MissingMotionError(
-            f"{str(path)!r} does not exist, expected a list of motions."
+            f"{str(path)!r} does not exist, expected a text file with one motion per line."
         ) from cause
 
     motions = []

@@ -137,7 +137,7 @@ def minari_folder(path: Path) -> Path | None:
 
 
 def has_minari_tables(folder: Path) -> bool:
-    """Return whether a data folder has a subfolder with the parts of a table for each episode."""
+    """Return whether a data folder has a subfolder per episode with the parts of a table."""
     return any(folder.glob("*/part-*"))
 
 

@@ -1,4 +1,4 @@
-"""Determine the frame rate of a target with one rate for all episodes."""
+"""Determine the frame rate of a target whose format has one rate for all episodes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def frame_rate(
     metadata: Mapping[str, Any],
     fps: float | None,
 ) -> tuple[float, dict[str, set[str]]]:
-    """Return the frame rate of all episodes in Hz, and lines about differing rates for the report.
+    """Return the frame rate of a target in Hz, and report lines about episodes with other rates.
 
     The rate is the argument `fps`. If it is None, the rate is the first known value in this order:
     `frame_rate_hz` in metadata, `fps` in metadata, a field `timestamp` in seconds. Metadata of the
     recording and of its episodes are searched.
 
     Returns:
-        The rate in Hz, and the lines of the report, each with the ids of its episodes.
+        The rate in Hz, and a dict that maps each report line to the ids of its episodes.
 
     Raises:
         UsageError: The rate of an episode is unknown, or two known rates (including the argument

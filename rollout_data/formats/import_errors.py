@@ -46,8 +46,8 @@ def copied_actions(
 ) -> Iterator[str]:
     """Find action fields that equal an observation of the same or the next step, or never change.
 
-    Such actions were copied from observations, for example while an arm was guided by hand, or have
-    no effect.
+    Equal actions may be copies of observations, for example if an arm was guided by hand. Actions
+    that never change have no effect.
 
     Args:
         schema: Fields of an episode.

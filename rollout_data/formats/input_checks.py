@@ -132,8 +132,9 @@ class KnownFiles:
         Raises:
             CorruptFileError: The file was removed, replaced or changed since its first use.
         """
-        self.check(path)
+        self.check(path)  # Opening a removed file would raise `FileNotFoundError` instead.
         with open(open_regular(path), "rb") as file:
+            # The file may have been replaced since the first check.
             self.check(path, os.fstat(file.fileno()))
             yield file
 

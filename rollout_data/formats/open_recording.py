@@ -43,8 +43,8 @@ def open(
         origin = Origin(origin.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
         raise UsageError(
-            f"path is {path!r}, which is already open. Omit format, remote and the options, or "
-            "pass the path of the data."
+            f"path is {path!r}, which is an open recording. Omit format, remote and the options, "
+            "or pass the path of its files."
         )
     return Recording(origin, open_episodes(origin))
 

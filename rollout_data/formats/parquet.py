@@ -38,9 +38,9 @@ _MAX_COLUMN_BYTES = 1 << 27
 _MAX_EXPANSION = 4
 #: Maximum number of rows of an integer column that is read at once: 64 MiB of int64.
 _MAX_WHOLE_ROWS = 1 << 23
-#: Maximum number of values of a column of lists with unknown lengths: the smaller of
-#: `_VALUES_PER_BYTE` per byte of the file, and `_VALUES_PER_ROW` per row plus `_MANY_VALUES`. One
-#: value per byte of the file is always allowed.
+#: Limits of the number of values in a column of lists with unknown lengths. The column may have at
+#: most `_VALUES_PER_BYTE` values per byte of the file, and at most `_VALUES_PER_ROW` values per row
+#: plus `_MANY_VALUES`. One value per byte of the file plus one per row are always allowed.
 _VALUES_PER_BYTE = 1 << 5
 _VALUES_PER_ROW = 1 << 6
 _MANY_VALUES = 1 << 20
@@ -72,9 +72,10 @@ _LARGEST = 5
 #: Number of the physical type BYTE_ARRAY, the type of texts.
 _BYTES = 6
 _NUM_STORED_BYTES = 7
+#: Field numbers of the offsets of the first data page and of the dictionary page.
 _FIRST_PAGES = (9, 11)
-# Field numbers of the Thrift struct of a page header: decoded bytes, stored bytes, and structs with
-# the number of values.
+# Field numbers of the Thrift struct of a page header: decoded bytes, stored bytes, and the structs of
+# both page versions, which state the number of values.
 _PAGE_BYTES = 2
 _PAGE_STORED_BYTES = 3
 _PAGE_VALUES = (5, 8)
@@ -150,7 +151,8 @@ class ParquetFile:
         if has_repeated_name:
             raise self._corrupt("has duplicate column names")
         if min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
-            raise self._corrupt("is damaged: the row groups and the file differ in their rows")
+            declared = f"{self.num_rows} rows in total"
+            raise self._corrupt(f"is damaged: the row groups have {sizes[:8]} rows, not {declared}")
         most_rows = self._num_bytes * _ROWS_PER_BYTE
         if self.num_rows > most_rows:
             limit = f"at most {most_rows} rows are possible in {self._num_bytes} bytes"
@@ -189,7 +191,7 @@ class ParquetFile:
             while position < stop and groups:
                 batch = next(batches, None)
                 if batch is None:
-                    raise self._corrupt(f"has no rows {position}:{stop}")
+                    raise self._corrupt(f"ends before the rows {position}:{stop}")
                 first = max(start - position, 0)
                 num_rows = min(stop - position, len(batch)) - first
                 if num_rows > 0:
@@ -226,7 +228,8 @@ class ParquetFile:
     def bounds(self, name: str) -> tuple[int, int] | None:
         """Return a pair (minimum, maximum) of a column of integers, read from the file's footer.
 
-        The result is None if the footer has no such statistics.
+        The result is None if the footer states no minimum and maximum, if the file has several row
+        groups, or if values are missing.
         """
         type_name = str(self.types.get(name, "none"))
         if self._footer.num_row_groups != 1 or type_name not in ("int32", "int64"):
@@ -261,7 +264,7 @@ class ParquetFile:
         return max(1, _BATCH_BYTES // row_bytes)
 
     def _most_values(self, group: int, width: int | None) -> int:
-        """Return the maximum plausible number of values of a column in a row group."""
+        """Return the maximum number of values that a column may declare in a row group."""
         num_rows = int(self._starts[group + 1] - self._starts[group])
         if width is not None:
             return num_rows * max(width, 1)
@@ -277,23 +280,34 @@ class ParquetFile:
         """
         if (group, leaf) not in self._known_sizes:
             column = self._columns[group][leaf]
-            with self._damaged_footer(), self._known.open(self.path) as file:
-                position = min(column[first] for first in _FIRST_PAGES if first in column)
-                end = position + column[_NUM_STORED_BYTES]
-                num_values = 0
-                num_bytes = 0
-                while position < end:
-                    file.seek(position)
-                    page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
-                    header = page.value(_Thrift.STRUCT)
-                    position += page.position + max(0, header[_PAGE_STORED_BYTES])
-                    num_values += sum(header[part][1] for part in _PAGE_VALUES if part in header)
-                    num_bytes += header[_PAGE_BYTES]
-                num_values = max(column[_NUM_VALUES], num_values)
-                num_bytes = max(column[_NUM_BYTES], num_bytes)
+            with self._damaged_footer():
+                values_in_pages, bytes_in_pages = self._page_sizes(column)
+                num_values = max(column[_NUM_VALUES], values_in_pages)
+                num_bytes = max(column[_NUM_BYTES], bytes_in_pages)
                 sizes = (int(column[_KIND]), int(num_values), int(num_bytes))
-                self._known_sizes[group, leaf] = sizes
+            self._known_sizes[group, leaf] = sizes
         return self._known_sizes[group, leaf]
+
+    def _page_sizes(self, column: Mapping[int, Any]) -> tuple[int, int]:
+        """Return the number of values and of decoded bytes that the page headers of a column state.
+
+        Args:
+            column: Metadata of the column in the footer.
+        """
+        num_values = 0
+        num_bytes = 0
+        position = min(column[first] for first in _FIRST_PAGES if first in column)
+        end = position + column[_NUM_STORED_BYTES]
+        with self._known.open(self.path) as file:
+            while position < end:
+                file.seek(position)
+                page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
+                header = page.value(_Thrift.STRUCT)
+                # A negative size would move back, to a page that was already read.
+                position += page.position + max(0, header[_PAGE_STORED_BYTES])
+                num_values += sum(header[part][1] for part in _PAGE_VALUES if part in header)
+                num_bytes += header[_PAGE_BYTES]
+        return num_values, num_bytes
 
     @cached_property
     def _columns(self) -> list[list[dict[int, Any]]]:
@@ -462,7 +476,8 @@ class _Thrift:
             return self._struct()
         if kind == self._BINARY:
             return self._bytes(self._number())
-        if kind < self._BYTE:  # The type number of a boolean is its value.
+        if kind < self._BYTE:
+            # A boolean has no bytes of its own. Its type number is 1 for True and 2 for False.
             return kind == self._TRUE
         if kind in (self._BYTE, self._DOUBLE):
             return self._bytes(1 if kind == self._BYTE else 8)
@@ -508,7 +523,8 @@ class _Thrift:
 def plain_type(arrow_type: Any) -> Any:
     """Return an Arrow type with extension types replaced by their storage types.
 
-    Packages such as `datasets` register extension types on import.
+    A file may declare extension types of an imported package such as `datasets`. Their storage
+    types are ordinary Arrow types.
     """
     pyarrow, _ = arrow()
     if isinstance(arrow_type, pyarrow.BaseExtensionType):
@@ -620,7 +636,7 @@ def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
     if num_rows and (prod(got) != prod(shape) or (len(got) > 1 and got != shape)):
         raise CorruptFileError(f"{where} has rows of shape {got}, expected {shape}.")
     if array.null_count:
-        raise CorruptFileError(f"{where} has {array.null_count} missing values.")
+        raise CorruptFileError(f"{where} has {array.null_count} missing values (null).")
     return _as_numpy(array).reshape(num_rows, *shape)
 
 

@@ -242,6 +242,6 @@ def _note_in(path: Path) -> str | None:
 
 
 def _changes(field: Field) -> Iterator[str]:
-    """Yield descriptions of the properties of a field that a Rerun recording cannot represent."""
+    """Yield a description of each property of a field that changes in a Rerun recording."""
     if len(field.shape) > 1 and not axes_of(field.shape):
         yield "is flattened: scalars of a step are a list"

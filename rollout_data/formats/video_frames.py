@@ -90,9 +90,9 @@ def copy_video(source: VideoRange, target: Path) -> str:
     key frames although decoding cannot start there.
 
     Returns:
-        "file" if the source has only these frames and the complete file was copied. "packets" if
-        packets were copied. "" if copying is impossible: the first frame is not a key frame, or
-        frames of other episodes are in between.
+        "file" if the complete file was copied, because it has only these frames. "packets" if the
+        packets of the frames were copied. "" if copying is impossible, because the first frame is
+        not a key frame, or because frames of other episodes are in between.
     """
     with _opened(source.path) as (_, stream):
         is_alone = stream.frames == source.num_frames and not stream.start_time
@@ -192,7 +192,7 @@ def _read_from(
 
 @of_kind("undecodable")
 def summarize_video(path: Path) -> tuple[float, dict[str, str]]:
-    """Return the end time of a video in seconds, and LeRobot's metadata of its codec and pixels.
+    """Return the end time of a video in seconds, and its codec and pixel format for LeRobot.
 
     The end time is 0 for a video without frames.
     """

@@ -323,7 +323,7 @@ def test_new_episodes_are_added_to_a_complete_target_of_block_files_only(tmp_pat
         return
     before = content(place(tmp_path, name))
     with pytest.raises(
-        UsageError, match=r"2 more than the 4 episodes of the complete target, such as 'demo_4'"
+        UsageError, match=r"has 4 episodes, but the source has 2 more, such as 'demo_4'"
     ):
         convert(source, tmp_path, name)
     assert content(place(tmp_path, name)) == before
