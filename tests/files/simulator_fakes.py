@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from storage.core.memory import sent
+
 N = 3
 
 
@@ -259,3 +261,20 @@ class LeggedGym(RslRl):
     def step(self, actions):
         state, rewards, done, extras = super().step(actions)
         return state, self.get_privileged_observations(), rewards, done, extras
+
+
+def on_a_gpu(make):
+    """Return a fake whose tensors are on a GPU. It copies them to the GPU without waiting."""
+    env = make()
+
+    class OnDevice(type(env)):
+        def given(self, array):
+            return sent(torch.from_numpy(np.array(array)), torch.device("cuda"))
+
+        def advance(self, actions, envs=slice(None)):
+            assert actions.is_cuda
+            return super().advance(actions, envs)
+
+    env.__class__ = OnDevice
+    env.memory = env.memory.cuda()
+    return env

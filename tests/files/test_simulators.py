@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rollout_data import RecordingWrapper, RolloutDataset, WindowDataset, record_demonstrations
-from storage.core.memory import sent
 from storage.errors import RolloutDataWarning, UsageError
 from tests.files.readback import end_of, trajectories_of
 from tests.files.simulator_fakes import (
@@ -22,6 +21,7 @@ from tests.files.simulator_fakes import (
     OldRslRl,
     Privileged,
     RslRl,
+    on_a_gpu,
 )
 from tests.test_device_calls import no_waits
 
@@ -403,23 +403,6 @@ def test_a_wrapped_loop_stops_if_infos_never_have_the_success_key(tmp_path):
         wrapper.reset()
         for _ in range(10):
             wrapper.step(np.zeros((150, 1), np.float32))
-
-
-def on_a_gpu(make):
-    """Make a fake whose tensors are on a GPU; it makes them without waiting."""
-    env = make()
-
-    class OnDevice(type(env)):
-        def given(self, array):
-            return sent(torch.from_numpy(np.array(array)), torch.device("cuda"))
-
-        def advance(self, actions, envs=slice(None)):
-            assert actions.is_cuda
-            return super().advance(actions, envs)
-
-    env.__class__ = OnDevice
-    env.memory = env.memory.cuda()
-    return env
 
 
 #: Fakes that give tensors and reset their environments themselves.

@@ -165,6 +165,20 @@ def test_a_factor_on_the_device_that_is_out_of_range_raises_at_a_later_call(valu
     compute(storage)  # the error is raised once
 
 
+def test_a_factor_on_the_device_that_is_out_of_range_is_used() -> None:
+    storage = filled("cuda")
+    returns = []
+    for gamma in (1.0, 1.5):
+        compute(storage, torch.tensor([gamma], device="cuda"), normalize=None)
+        returns.append(storage.returns.cpu())
+    is_open = storage.dones[-1].cpu().flatten() == 0
+    # The value after the last step is 1, so its return grows by the difference of the discounts.
+    torch.testing.assert_close(
+        (returns[1] - returns[0])[-1, is_open].flatten(), torch.full((int(is_open.sum()),), 0.5)
+    )
+    assert is_open.any()
+
+
 def test_a_factor_that_is_out_of_range_raises_after_each_call() -> None:
     storage = filled("cuda")
     gamma = torch.tensor([1.5], device="cuda")
